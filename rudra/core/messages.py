@@ -744,7 +744,10 @@ def _types(base: type[Message]) -> Iterator[type[Message]]:
         yield from _types(type_)
 
 
-_FORMATS = {int(type_.kind): _format_of(type_) for type_ in _types(Message)}
+MESSAGES: dict[MessageKind, type[Any]] = {type_.kind: type_ for type_ in _types(Message)}
+"""The class of the messages of each kind."""
+
+_FORMATS = {int(kind): _format_of(type_) for kind, type_ in MESSAGES.items()}
 
 
 class GroupFlags(msgspec.Struct, frozen=True, gc=False):
@@ -808,7 +811,7 @@ def in_pieces(rows: Rows) -> list[Rows]:
 
 def reported(kind: MessageKind, sender: int, rows: Rows) -> list[Message]:
     """Messages with the rows of a table for the statistics server."""
-    return [_FORMATS[kind].type(sender, piece) for piece in in_pieces(rows)]
+    return [MESSAGES[kind](sender, piece) for piece in in_pieces(rows)]
 
 
 def in_pieces_or_none(rows: Rows) -> list[tuple[Rows | None, bool]]:

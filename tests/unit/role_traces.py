@@ -6,6 +6,7 @@ Roles are written S (parameter server), T (statistics server), R0, R1, … (tree
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from rudra.compute.schedule import schedule_of
@@ -26,7 +27,7 @@ from rudra.core.events import (
     Update,
     Updated,
 )
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import MESSAGES, ChildDone, Message, MessageKind, PushedGradient
 from rudra.core.records import Gradient
 from rudra.job.job import Job
 from rudra.roles import Machine, make
@@ -73,7 +74,7 @@ def brief(action: Action, names: Sequence[str] = NAMES) -> str:
     match action:
         case Send(to, message, buffer):
             tensor = f" [{buffer}]" if buffer else ""
-            return f"{message.kind.name}@{message.timestamp} to {names[to]}{tensor}"
+            return f"{message.kind.name}@{getattr(message, 'timestamp', 0)} to {names[to]}{tensor}"
         case Receive(buffer, source, gradient):
             assert gradient == buffer.startswith(("gradient", "activations"))
             return f"receive {buffer}" + ("" if source is None else f" from {names[source]}")
@@ -114,8 +115,17 @@ def sent_gradient(learner: int, step: int, timestamp: int, samples: int = SAMPLE
 
 def gradient(learner: int, step: int, timestamp: int, buffer: str, samples: int = SAMPLES) -> Received:
     gradients = (sent_gradient(learner, step, timestamp, samples),)
-    message = Message(MessageKind.GRADIENT, FIRST_LEARNER + learner, timestamp, timestamp, gradients=gradients)
+    message = PushedGradient(FIRST_LEARNER + learner, timestamp, timestamp, gradients)
     return Received(message, buffer)
+
+
+def any_message(kind: MessageKind, sender: int, **fields: Any) -> Message:
+    """A message of a kind; what is not given is nothing."""
+    type_ = MESSAGES[kind]
+    nothing = {int: 0, float: 0.0, bool: False}
+    missing = [f for f in msgspec.structs.fields(type_) if f.required and f.name not in {"sender", *fields}]
+    message: Message = type_(sender, **{f.name: nothing.get(f.type, ()) for f in missing}, **fields)
+    return message
 
 
 def updated(timestamp: int, digest: int = 0, seconds: float = 0.0) -> Updated:
@@ -123,7 +133,7 @@ def updated(timestamp: int, digest: int = 0, seconds: float = 0.0) -> Updated:
 
 
 def bye(learner: int, pushed: int) -> Received:
-    return Received(Message(MessageKind.CHILD_DONE, FIRST_LEARNER + learner, value=pushed))
+    return Received(ChildDone(FIRST_LEARNER + learner, pushed))
 
 
 def returned(*learners: int) -> list[Sent]:

@@ -13,7 +13,7 @@ from torch import nn
 from rudra.compute.devices import CPU, Stage, agreed, of_rank
 from rudra.compute.making import make_executors
 from rudra.compute.vectors import Buffer
-from rudra.core.messages import Message, MessageKind, tail_bytes
+from rudra.core.messages import Weights, tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import trial
@@ -95,7 +95,7 @@ def test_learners_of_a_node_take_its_gpus_in_turn(
 def test_weights_are_copied_when_they_have_changed_and_only_then() -> None:
     stage, tail = Stage(3, CPU), tail_bytes(1)
     one, other = Buffer(3, tail), Buffer(3, tail)
-    one.write(Message(MessageKind.WEIGHTS, 0, 5))
+    one.write(Weights(0, 5))
     one.vector.fill_(1.0)
     assert stage.weights(one).tolist() == [1.0] * 3
     one.vector.fill_(2.0)
@@ -104,7 +104,7 @@ def test_weights_are_copied_when_they_have_changed_and_only_then() -> None:
     assert stage.weights(one).tolist() == [2.0] * 3
     assert stage.weights(other).tolist() == [0.0] * 3
     assert stage.weights(one).tolist() == [2.0] * 3
-    one.write_half(Message(MessageKind.WEIGHTS, 0, 6))
+    one.write_half(Weights(0, 6))
     one.half[:6] = np.full(3, 4.0, np.float16).view(np.uint8)
     one.read_half()
     assert stage.weights(one).tolist() == [4.0] * 3

@@ -23,7 +23,7 @@ from rudra.compute.vectors import BorrowedBuffer
 from rudra.core.digest import digest_of, sample
 from rudra.core.events import Accumulate, Copy, Update
 from rudra.core.layout import Entry, Part
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import PushedGradient
 from rudra.job.tables import OptimizerTable
 
 WHOLE = layout()[-1].offset + layout()[-1].size
@@ -199,8 +199,8 @@ def ways_out() -> dict[str, Any]:
     """What may happen to what an average waits for."""
     return {
         "read": lambda e: e.buffer(A),
-        "sent": lambda e: e.send(A, Message(MessageKind.GRADIENT, 0, 1), 1),
-        "lent": lambda e: e.send(A, Message(MessageKind.GRADIENT, 0, 1), 1, near=True),
+        "sent": lambda e: e.send(A, PushedGradient(0, 1, 0, ()), 1),
+        "lent": lambda e: e.send(A, PushedGradient(0, 1, 0, ()), 1, near=True),
         "hashed": lambda e: e.sha256(A),
         "a part of it read": lambda e: e.part(A, 1),
         "copied": lambda e: e.copy(Copy(A, "copy")),

@@ -13,7 +13,7 @@ import rudra
 from rudra.compute import tasks
 from rudra.compute.half import from_half, to_half
 from rudra.compute.vectors import Buffer
-from rudra.core.messages import Message, MessageKind, tail_bytes
+from rudra.core.messages import PushedGradient, tail_bytes
 from rudra.core.records import Gradient
 from rudra.job.job import Job
 
@@ -30,7 +30,7 @@ def test_a_tensor_arrives_rounded_and_its_message_whole(size: int) -> None:
     here, there = Buffer(size, tail_bytes(2)), Buffer(size, tail_bytes(2))
     here.vector.copy_(torch.randn(size, generator=torch.Generator().manual_seed(size)))
     before = here.vector.clone()
-    message = Message(MessageKind.GRADIENT, 5, 2, 2, None, (GRADIENT,))
+    message = PushedGradient(5, 2, 2, (GRADIENT,))
     wire = here.write_half(message)
     assert len(wire) < size * 2 + tail_bytes(2)
     there.half[: len(wire)] = wire
@@ -77,7 +77,7 @@ def test_the_exponent_travels() -> None:
     here, there = Buffer(3, tail_bytes(1)), Buffer(3, tail_bytes(1))
     for numbers in ([1e9, -3.0, 4.0], [1.0, 2.0, 3.0], [-math.inf, 5.0, 6.0]):
         here.vector.copy_(torch.tensor(numbers))
-        wire = here.write_half(Message(MessageKind.GRADIENT, 5, 2, 2, None, (GRADIENT,)))
+        wire = here.write_half(PushedGradient(5, 2, 2, (GRADIENT,)))
         there.half[: len(wire)] = np.array(wire)
         assert there.read_half().gradients == (GRADIENT,)
         assert there.vector[0].item() == pytest.approx(numbers[0], rel=1e-3)

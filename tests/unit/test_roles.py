@@ -13,6 +13,7 @@ from role_traces import (
     HASHED,
     SERVER,
     STATISTICS,
+    any_message,
     brief,
     bye,
     feed,
@@ -52,7 +53,24 @@ from rudra.core.events import (
     Updated,
     Withdrawn,
 )
-from rudra.core.messages import DESCRIBED, ROWS, GroupFlags, Message, MessageKind
+from rudra.core.messages import (
+    DESCRIBED,
+    ROWS,
+    AssignWork,
+    EvaluatePart,
+    GroupFlags,
+    LearnerRows,
+    Message,
+    MessageKind,
+    PullAnswer,
+    Ready,
+    Shutdown,
+    Snapshot,
+    Stop,
+    TotalsRows,
+    TrainingStarted,
+    Weights,
+)
 from rudra.errors import ProtocolError
 from rudra.job.job import Job
 from rudra.job.tables import FaultToleranceTable
@@ -69,20 +87,20 @@ from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
 from rudra.roles.machine import short_digest
 
-START = Received(Message(MessageKind.START, SERVER))
+START = Received(TrainingStarted(SERVER, 0))
 DIGEST = short_digest(HASHED.digest)
-STOP = Received(Message(MessageKind.STOP, SERVER))
-DONE = Received(Message(MessageKind.SHUTDOWN, STATISTICS))
-READY = [Received(Message(MessageKind.READY, FIRST_LEARNER + i, value=DIGEST)) for i in range(2)]
+STOP = Received(Stop(SERVER))
+DONE = Received(Shutdown(STATISTICS, 0, apart=False))
+READY = [Received(Ready(FIRST_LEARNER + i, DIGEST)) for i in range(2)]
 SENT = Sent("gradient", SERVER)
 
 
 def weights(timestamp: int) -> Received:
-    return Received(Message(MessageKind.WEIGHTS, SERVER, timestamp), "weights")
+    return Received(Weights(SERVER, timestamp), "weights")
 
 
 def answer(timestamp: int) -> Received:
-    return Received(Message(MessageKind.TIMESTAMP, SERVER, timestamp))
+    return Received(PullAnswer(SERVER, timestamp))
 
 
 def computed(step: int, loss: float = 0.5) -> Computed:
@@ -115,7 +133,7 @@ def test_learner_until_its_first_gradient() -> None:
     assert feed(role, Started()) == ["receive weights from S"]
     assert feed(role, weights(0)) == ["hash weights"]
     (ready,) = role.handle(HASHED, 0.0)
-    assert (brief(ready), message(ready).value) == ("READY@0 to S", 0x0123456789ABCDEF >> 1)
+    assert (brief(ready), message(ready).digest) == ("READY@0 to S", 0x0123456789ABCDEF >> 1)
     assert feed(role, START) == ["compute 0 weights gradient"]
     (push,) = role.handle(computed(0), 1.0)
     assert brief(push) == "GRADIENT@0 to S [gradient]"
@@ -124,7 +142,7 @@ def test_learner_until_its_first_gradient() -> None:
 
 NEXT = ["compute 1 weights gradient"]
 PULL = ["receive weights from S"]
-LEAVE = ["MINIBATCHES@0 to T", "LEARNERS@0 to T", "BYE@0 to S"]
+LEAVE = ["MINIBATCHES@0 to T", "LEARNERS@0 to T", "CHILD_DONE@0 to S"]
 
 
 @pytest.mark.parametrize(
@@ -162,7 +180,7 @@ def test_learner_told_to_stop_while_computing_pushes_no_more() -> None:
     assert feed(role, STOP) == []
     actions = role.handle(computed(0), 1.0)
     assert [brief(a) for a in actions] == LEAVE
-    assert message(actions[-1]).value == 0
+    assert message(actions[-1]).pushed == 0
     assert feed(role, DONE) == ["halt"]
 
 
@@ -190,7 +208,7 @@ def reported(now_and_events: list[tuple[float, Event]], start_s: float = 0.0) ->
     """Rows of the mini-batches of a learner that lives through this; it reports each as soon as it is over."""
     role = machine(FIRST_LEARNER, job("async").with_(results={"report_s": 0.0}))
     feed(role, Started(), weights(0), HASHED)
-    role.handle(Received(Message(MessageKind.START, SERVER, value=round(start_s * 1e9))), start_s)
+    role.handle(Received(TrainingStarted(SERVER, round(start_s * 1e9))), start_s)
     actions = [action for now, event in now_and_events for action in role.handle(event, start_s + now)]
     return list(rows_sent(actions, MessageKind.MINIBATCHES))
 
@@ -277,12 +295,12 @@ def account(learner: int) -> np.ndarray:
 def snapshot(epoch: int) -> Received:
     rows = row(MessageKind.SNAPSHOT)
     rows["epoch"] = epoch
-    return Received(Message(MessageKind.SNAPSHOT, SERVER, 0, epoch, rows), "snapshot 0")
+    return Received(Snapshot(SERVER, 0, epoch, rows), "snapshot 0")
 
 
 PLAIN = job("async", training={"epochs": 1})
 DEALT = job("hogbatch", workers=[{"kind": "large"}], training={"epochs": 1, "evaluate": "workers"})
-WORK = Received(Message(MessageKind.ASSIGN_WORK, SERVER, rows=np.array([(0, 4)], records.WORK)))
+WORK = Received(AssignWork(SERVER, 0, 0, 0.0, np.array([(0, 4)], records.WORK)))
 NOTHING = np.empty(0, records.SUM)
 STAGED = job("async").with_(placement={"cut": 1}, training={"epochs": 1})
 STAGE = 2 + STAGED.learners
@@ -297,9 +315,9 @@ TESTS = {learner_.LearnerState.TESTING}
 """Of a learner that overlaps alone, of one that averages alone, and of one that tests."""
 
 
-def from_(sender: int, kind: MessageKind, buffer: str | None = None, value: int = 0) -> Received:
-    gradients = (sent_gradient(0, 0, 0),) if kind in DESCRIBED else ()
-    return Received(Message(kind, sender, value=value, gradients=gradients), buffer)
+def from_(sender: int, kind: MessageKind, buffer: str | None = None, **more: Any) -> Received:
+    fields = {"gradients": (sent_gradient(0, 0, 0),)} if kind in DESCRIBED else {}
+    return Received(any_message(kind, sender, **fields, **more), buffer)
 
 
 def reduced(*learners: int) -> Reduced:
@@ -319,7 +337,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         {*learner_.LearnerState} - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, WORK, computed(0), SENT),
-            *(Received(Message(MessageKind.EVALUATE_PART, SERVER, 1)), weights(1), Assessed(0, NOTHING), STOP, DONE),
+            *(Received(EvaluatePart(SERVER, 1, 0)), weights(1), Assessed(0, NOTHING), STOP, DONE),
         ],
     ),
     "learner of the first layers": (
@@ -358,7 +376,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         FIRST_LEARNER,
         {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES,
         [
-            *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, MessageKind.READY, value=DIGEST)),
+            *(Started(), weights(0), HASHED, from_(FIRST_LEARNER + 1, MessageKind.READY, digest=DIGEST)),
             *(Sent("weights", FIRST_LEARNER + 1), START, computed(0), reduced(0, 1), SENT, STOP, DONE),
         ],
     ),
@@ -367,9 +385,9 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         1,
         {*group_.ReplicaState} - {*group_.AVERAGING, group_.ReplicaState.POOLING},
         [
-            *(Started(), HASHED, *(from_(i, MessageKind.READY, value=DIGEST) for i in (2, 3))),
+            *(Started(), HASHED, *(from_(i, MessageKind.READY, digest=DIGEST) for i in (2, 3))),
             *(Lost(3), Saved(0), from_(0, MessageKind.ROWS_FLUSHED), Committed(0), Started(), HASHED),
-            *(from_(2, MessageKind.READY, value=DIGEST), computed(0), reduced(0, 1), updated(1)),
+            *(from_(2, MessageKind.READY, digest=DIGEST), computed(0), reduced(0, 1), updated(1)),
             *(computed(1), reduced(0, 1), Sent("snapshot", 0), updated(2), Sent("weights", 0), DONE),
         ],
     ),
@@ -378,11 +396,11 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         2,
         {*tree_.TreeServerState},
         [
-            *(Started(), Received(Message(MessageKind.WEIGHTS, SERVER), "weights 0"), HASHED),
+            *(Started(), Received(Weights(SERVER, 0), "weights 0"), HASHED),
             *(Sent("weights 0", 4), Sent("weights 0", 5)),
-            *(from_(child, MessageKind.READY, value=DIGEST) for child in (4, 5)),
+            *(from_(child, MessageKind.READY, digest=DIGEST) for child in (4, 5)),
             *(START, from_(4, MessageKind.GRADIENT, "gradient 0"), STOP, Sent("gradient 0", SERVER)),
-            *(from_(4, MessageKind.CHILD_DONE, value=1), from_(5, MessageKind.CHILD_DONE), DONE),
+            *(from_(4, MessageKind.CHILD_DONE, pushed=1), from_(5, MessageKind.CHILD_DONE), DONE),
         ],
     ),
     "server": (
@@ -414,8 +432,8 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
             snapshot(1),
             HASHED,
             Evaluated("snapshot 0", (), 0.0),
-            Received(Message(MessageKind.TOTALS, SERVER, rows=row(MessageKind.TOTALS))),
-            *(Received(Message(MessageKind.LEARNERS, 2 + i, rows=account(i))) for i in range(2)),
+            Received(TotalsRows(SERVER, row(MessageKind.TOTALS))),
+            *(Received(LearnerRows(2 + i, account(i))) for i in range(2)),
         ],
     ),
 }
@@ -433,9 +451,9 @@ def states(run: Job, role: int, events: list[Event]) -> dict[Enum, Machine]:
 
 def any_event(trigger: Any) -> Event:
     if isinstance(trigger, MessageKind):
-        rows = row(trigger) if trigger in ROWS else None
-        gradients = (sent_gradient(0, 0, 0),) if trigger is MessageKind.GRADIENT else ()
-        return Received(Message(trigger, FIRST_LEARNER, rows=rows, gradients=gradients), "gradient 0")
+        fields: dict[str, Any] = {"rows": row(trigger)} if trigger in ROWS else {}
+        fields |= {"gradients": (sent_gradient(0, 0, 0),)} if trigger is MessageKind.GRADIENT else {}
+        return Received(any_message(trigger, FIRST_LEARNER, **fields), "gradient 0")
     return {
         Started: Started(),
         Sent: Sent("weights", FIRST_LEARNER),
@@ -459,7 +477,7 @@ def any_event(trigger: Any) -> Event:
     }[trigger]
 
 
-EVENTS = [event for event in get_args(Event) if event not in {Received, Lost}]
+EVENTS = [event for event in get_args(Event) if event not in {Received[Message], Lost}]
 TRIGGERS = [*MessageKind, *EVENTS]
 
 
@@ -539,4 +557,4 @@ def test_minibatches_are_not_reported_if_the_job_says_so() -> None:
     feed(role, Started(), weights(0), HASHED, START)
     assert not [r for step in range(60) for r in exchanged(role, step, step + 1.0)]
     feed(role, computed(60), SENT)
-    assert [brief(a) for a in role.handle(STOP, 99.0)] == ["LEARNERS@0 to T", "BYE@0 to S"]
+    assert [brief(a) for a in role.handle(STOP, 99.0)] == ["LEARNERS@0 to T", "CHILD_DONE@0 to S"]

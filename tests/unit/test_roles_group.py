@@ -6,7 +6,18 @@ import pytest
 from role_traces import HASHED, SAMPLES, brief, feed, job, machine, names_of, rows_sent, sent_gradient, updated
 
 from rudra.core.events import Computed, Event, Received, Reduce, Reduced, Send, Sent, Started
-from rudra.core.messages import GroupFlags, Message, MessageKind
+from rudra.core.messages import (
+    ChildDone,
+    GroupFlags,
+    MessageKind,
+    PullAnswer,
+    Ready,
+    ReportedRows,
+    Shutdown,
+    Stop,
+    TrainingStarted,
+    Weights,
+)
 from rudra.roles import Machine
 from rudra.roles.group import GroupLearner, Replica, ReplicaState
 from rudra.roles.learner import LearnerState
@@ -16,10 +27,6 @@ ROOT, STATISTICS, FIRST, SECOND = 0, 1, 2, 3
 DIGEST = short_digest(HASHED.digest)
 SENT = Sent("gradient", ROOT)
 HANDED_ON = Sent("weights", SECOND)
-
-
-def said(kind: MessageKind, sender: int, timestamp: int = 0, value: int = 0, buffer: str | None = None) -> Received:
-    return Received(Message(kind, sender, timestamp, value), buffer)
 
 
 def computed(step: int) -> Computed:
@@ -33,15 +40,15 @@ def reduced(step: int, timestamp: int = 0) -> Reduced:
 
 
 def answer(timestamp: int, sender: int = ROOT) -> Received:
-    return said(MessageKind.TIMESTAMP, sender, timestamp)
+    return Received(PullAnswer(sender, timestamp))
 
 
 def weights(timestamp: int, sender: int = ROOT) -> Received:
-    return said(MessageKind.WEIGHTS, sender, timestamp, buffer="weights")
+    return Received(Weights(sender, timestamp), "weights")
 
 
-STOP = said(MessageKind.STOP, ROOT)
-DONE = said(MessageKind.SHUTDOWN, STATISTICS)
+STOP = Received(Stop(ROOT))
+DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 
 
 def new(role: int) -> GroupLearner:
@@ -53,8 +60,8 @@ def new(role: int) -> GroupLearner:
 def leading() -> GroupLearner:
     """The first member of the first group; it computes."""
     role = new(FIRST)
-    ready = said(MessageKind.READY, SECOND, value=DIGEST)
-    feed(role, Started(), weights(0), HASHED, ready, HANDED_ON, said(MessageKind.START, ROOT))
+    ready = Received(Ready(SECOND, DIGEST))
+    feed(role, Started(), weights(0), HASHED, ready, HANDED_ON, Received(TrainingStarted(ROOT, 0)))
     assert role.state is LearnerState.COMPUTING
     return role
 
@@ -62,7 +69,7 @@ def leading() -> GroupLearner:
 def following() -> GroupLearner:
     """The second; it computes, too."""
     role = new(SECOND)
-    feed(role, Started(), weights(0, FIRST), HASHED, said(MessageKind.START, FIRST))
+    feed(role, Started(), weights(0, FIRST), HASHED, Received(TrainingStarted(FIRST, 0)))
     assert role.state is LearnerState.COMPUTING
     return role
 
@@ -75,21 +82,21 @@ def test_the_first_member_receives_and_reports_for_all() -> None:
     assert feed(role, Started()) == ["receive weights from S"]
     assert feed(role, weights(0)) == ["hash weights", "WEIGHTS@0 to L1 [weights]"]
     assert feed(role, HASHED) == []
-    assert feed(role, said(MessageKind.READY, SECOND, value=DIGEST)) == ["READY@0 to S"]
+    assert feed(role, Received(Ready(SECOND, DIGEST))) == ["READY@0 to S"]
     assert feed(role, HANDED_ON) == []
-    assert feed(role, said(MessageKind.START, ROOT)) == ["START@0 to L1", "compute 0 weights gradient"]
+    assert feed(role, Received(TrainingStarted(ROOT, 0))) == ["START@0 to L1", "compute 0 weights gradient"]
 
 
 def test_other_members_receive_from_it_and_report_to_it() -> None:
     role = new(SECOND)
     assert feed(role, Started()) == ["receive weights from L0"]
     assert feed(role, weights(0, FIRST), HASHED) == ["hash weights", "READY@0 to L0"]
-    assert feed(role, said(MessageKind.START, FIRST)) == ["compute 0 weights gradient"]
+    assert feed(role, Received(TrainingStarted(FIRST, 0))) == ["compute 0 weights gradient"]
 
 
 def test_other_initial_weights_in_a_group_end_the_run() -> None:
     role = new(FIRST)
-    feed(role, Started(), weights(0), said(MessageKind.READY, SECOND, value=8))
+    feed(role, Started(), weights(0), Received(Ready(SECOND, 8)))
     assert feed(role, HASHED) == ["fail learners of compute group 0 received different initial weights"]
 
 
@@ -105,7 +112,7 @@ def test_the_first_member_pushes_the_groups_average_and_hands_weights_on() -> No
     assert brief(push, names_of(role.plan)) == "GRADIENT@0 to S [gradient]"
     assert isinstance(push, Send)
     assert push.message.gradients == reduced(0).gradients
-    assert push.message.value == 0, "it asks for newer weights than these"
+    assert push.message.held == 0, "it asks for newer weights than these"
     assert feed(role, SENT) == []
     assert feed(role, answer(2)) == ["TIMESTAMP@2 to L1", "receive weights from S"]
     assert feed(role, weights(2)) == ["WEIGHTS@2 to L1 [weights]"]
@@ -142,7 +149,7 @@ def test_weights_go_down_a_tree_of_the_group() -> None:
         "hash weights",
         "WEIGHTS@0 to L3 [weights]",
     ]
-    feed(role, HASHED, Sent("weights", 5), said(MessageKind.START, FIRST), computed(0), reduced(0))
+    feed(role, HASHED, Sent("weights", 5), Received(TrainingStarted(FIRST, 0)), computed(0), reduced(0))
     assert feed(role, answer(1, FIRST)) == ["TIMESTAMP@1 to L3", "receive weights from L0"]
     assert feed(role, weights(1, FIRST)) == ["WEIGHTS@1 to L3 [weights]"]
     assert feed(role, Sent("weights", 5)) == ["compute 1 weights gradient"]
@@ -151,7 +158,7 @@ def test_weights_go_down_a_tree_of_the_group() -> None:
 # Stop at every moment.
 
 ROWS = ["MINIBATCHES@0 to T", "LEARNERS@0 to T"]
-LEAVES = ["STOP@0 to L1", *ROWS, "BYE@0 to S"]
+LEAVES = ["STOP@0 to L1", *ROWS, "CHILD_DONE@0 to S"]
 ON = ["compute 1 weights gradient"]
 
 
@@ -189,9 +196,8 @@ def test_when_the_first_member_is_told_to_stop(
         assert [brief(action, names_of(role.plan)) for action in actions] == wanted
     (row,) = rows_sent(actions, MessageKind.LEARNERS)
     assert (row["pushed"], row["samples"]) == (pushed, SAMPLES * pushed)
-    messages = {a.message.kind: a.message.value for a in actions if isinstance(a, Send)}
-    assert messages[MessageKind.STOP] == pushed
-    assert messages[MessageKind.CHILD_DONE] == 2 * pushed, "for both members"
+    messages = [a.message for a in actions if isinstance(a, Send) and not isinstance(a.message, ReportedRows)]
+    assert messages == [Stop(FIRST, pushed), ChildDone(FIRST, 2 * pushed)], "for both members"
     assert feed(role, DONE) == ["halt"]
 
 
@@ -215,7 +221,7 @@ def test_a_stop_after_the_delivery_is_an_answer() -> None:
 def test_when_the_others_are_told_to_stop(before: list[Event], stop: int, after: list[Any], pushed: int) -> None:
     role = following()
     feed(role, *before)
-    actions = role.handle(said(MessageKind.STOP, FIRST, value=stop), 1.0)
+    actions = role.handle(Received(Stop(FIRST, stop)), 1.0)
     if after is not ROWS:
         assert actions == []
         ((event, after),) = after
@@ -240,7 +246,7 @@ def replica(role: int, samples: int = 10**6, **tables: Any) -> Replica:
 
 def training(role: int, samples: int = 10**6) -> Replica:
     made = replica(role, samples)
-    events = [said(MessageKind.READY, L1, value=DIGEST)] if role == L0 else [said(MessageKind.START, L0)]
+    events = [Received(Ready(L1, DIGEST))] if role == L0 else [Received(TrainingStarted(L0, 0))]
     feed(made, Started(), HASHED, *events)
     assert made.state is ReplicaState.COMPUTING
     return made
@@ -256,20 +262,18 @@ def test_replicas_compare_their_initial_weights_and_start() -> None:
     assert feed(first, Started()) == feed(second, Started()) == ["hash weights"]
     assert feed(first, HASHED) == []
     assert feed(second, HASHED) == ["READY@0 to L0"]
-    assert feed(first, said(MessageKind.READY, L1, value=DIGEST)) == [
+    assert feed(first, Received(Ready(L1, DIGEST))) == [
         "START@0 to T",
         "START@0 to L1",
         "compute 0 weights gradient",
     ]
-    assert feed(second, said(MessageKind.START, L0)) == ["compute 0 weights gradient"]
+    assert feed(second, Received(TrainingStarted(L0, 0))) == ["compute 0 weights gradient"]
 
 
 def test_replicas_of_different_initial_weights_end_the_run() -> None:
     first = replica(L0)
     feed(first, Started(), HASHED)
-    assert feed(first, said(MessageKind.READY, L1, value=8)) == [
-        "fail learners hold different initial weights (digests differ)"
-    ]
+    assert feed(first, Received(Ready(L1, 8))) == ["fail learners hold different initial weights (digests differ)"]
 
 
 @pytest.mark.parametrize("role", [L0, L1])
@@ -310,7 +314,7 @@ def test_the_first_replica_keeps_the_books() -> None:
         assert totals == ([(1, 2 * SAMPLES, 2, 2, 0, 0, 0)] if role == L0 else [])
         assert len(list(rows_sent(actions, MessageKind.GRADIENTS))) == (2 if role == L0 else 0)
         feed(made, *[Sent("weights", T)] * (role == L0))
-        assert feed(made, said(MessageKind.SHUTDOWN, T)) == ["halt"]
+        assert feed(made, Received(Shutdown(T, 0, apart=False))) == ["halt"]
     rows = {MessageKind.MINIBATCHES, MessageKind.LEARNERS}
     assert kinds == [
         rows | {MessageKind.GRADIENTS, MessageKind.UPDATES, MessageKind.SNAPSHOT, MessageKind.TOTALS},

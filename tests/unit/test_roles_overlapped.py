@@ -5,17 +5,26 @@ from hypothesis import strategies as st
 from role_traces import HASHED, SAMPLES, feed, job, machine, rows_sent
 
 from rudra.core.events import Action, Compute, Computed, Event, Receive, Received, Send, Sent, Started
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import (
+    ChildDone,
+    GradientApplied,
+    MessageKind,
+    PushedGradient,
+    Shutdown,
+    Stop,
+    TrainingStarted,
+    Weights,
+)
 from rudra.roles.learner import LearnerState
 from rudra.roles.overlapped import OverlappedLearner
 
 ROOT, STATISTICS, SELF = 0, 1, 2
 W0, W1, W2 = "weights", "weights 1", "weights 2"
 G0, G1 = "gradient 0", "gradient 1"
-START = Received(Message(MessageKind.START, ROOT))
-STOP = Received(Message(MessageKind.STOP, ROOT))
-DONE = Received(Message(MessageKind.SHUTDOWN, STATISTICS))
-LEAVES = ["MINIBATCHES@0 to T", "LEARNERS@0 to T", "BYE@0 to S"]
+START = Received(TrainingStarted(ROOT, 0))
+STOP = Received(Stop(ROOT))
+DONE = Received(Shutdown(STATISTICS, 0, apart=False))
+LEAVES = ["MINIBATCHES@0 to T", "LEARNERS@0 to T", "CHILD_DONE@0 to S"]
 
 
 def new(**options: int) -> OverlappedLearner:
@@ -26,7 +35,7 @@ def new(**options: int) -> OverlappedLearner:
 
 
 def weights(timestamp: int, buffer: str) -> Received:
-    return Received(Message(MessageKind.WEIGHTS, ROOT, timestamp), buffer)
+    return Received(Weights(ROOT, timestamp), buffer)
 
 
 def computed(step: int) -> Computed:
@@ -77,7 +86,7 @@ def test_no_push_begins_before_the_one_before_is_delivered() -> None:
 
 
 def applied(timestamp: int) -> Received:
-    return Received(Message(MessageKind.APPLIED, ROOT, timestamp))
+    return Received(GradientApplied(ROOT, timestamp))
 
 
 def test_a_learner_with_too_many_outstanding_gradients_waits_for_weights_that_hold_them() -> None:
@@ -111,7 +120,7 @@ def test_a_minibatch_begins_with_the_newest_weights() -> None:
     ]
     (push, *_) = (a for a in role.handle(computed(0), 1.0) if isinstance(a, Send))
     assert push.message.gradients[0].timestamp == push.message.timestamp == 0, "computed before they came"
-    assert push.message.value == -1, "it asks for nothing"
+    assert push.message.held == -1, "it asks for nothing"
     assert role.timestamp == 3
     feed(role, delivered(G0))
     assert feed(role, computed(1)) == ["GRADIENT@3 to S [gradient 1]", "compute 2 weights 1 gradient 0"]
@@ -143,7 +152,7 @@ def pushed(role: OverlappedLearner, *events: Event) -> tuple[int, int]:
     """Gradients pushed as the learner reports it, in its row and its farewell."""
     actions = [action for event in events for action in role.handle(event, 1.0)]
     (row,) = rows_sent(actions, MessageKind.LEARNERS)
-    (bye,) = (a.message.value for a in actions if isinstance(a, Send) and a.message.kind is MessageKind.CHILD_DONE)
+    (bye,) = (a.message.pushed for a in actions if isinstance(a, Send) and isinstance(a.message, ChildDone))
     assert role.state is LearnerState.STOPPED
     return int(row["pushed"]), bye
 
@@ -237,14 +246,14 @@ class World:
                 assert all(send.to != to for send in self.sending), "one at a time on each edge"
                 self.given[to] = message.timestamp
                 self.sending.append(action)
-            case Send(_, message, buffer) if message.kind is MessageKind.GRADIENT:
+            case Send(_, PushedGradient() as message):
                 assert not any(send.message.kind is MessageKind.GRADIENT for send in self.sending)
                 (pushed_,) = message.gradients
                 assert pushed_.step == len(self.steps), "every gradient, in order"
                 self.steps.append(pushed_.step)
                 self.sending.append(action)
-            case Send(_, message) if message.kind is MessageKind.CHILD_DONE:
-                assert message.value == len(self.steps)
+            case Send(_, ChildDone(pushed=pushed)):
+                assert pushed == len(self.steps)
                 assert not self.sending
                 assert self.computing is None
                 self.left = True

@@ -24,7 +24,16 @@ from role_traces import (
 
 from protocols import Clock, Protocol
 from rudra.core.events import Event, Lost, Receive, Received, Send, Sent, Started, Stopped, Update
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import (
+    GradientPart,
+    MessageKind,
+    PartTaken,
+    PushedGradient,
+    Ready,
+    Shutdown,
+    SnapshotCredit,
+    TrainingStarted,
+)
 from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
 from rudra.roles.joint import NUMBER
@@ -32,12 +41,12 @@ from rudra.roles.machine import short_digest
 from rudra.roles.server import ParameterServer, ServerState
 
 G0, G1 = "gradient 0", "gradient 1"
-CREDIT = Received(Message(MessageKind.SNAPSHOT_CREDIT, STATISTICS))
-DONE = Received(Message(MessageKind.SHUTDOWN, STATISTICS))
+CREDIT = Received(SnapshotCredit(STATISTICS))
+DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 
 
 def ready(learner: int, digest: int = short_digest(HASHED.digest)) -> Received:
-    return Received(Message(MessageKind.READY, FIRST_LEARNER + learner, value=digest))
+    return Received(Ready(FIRST_LEARNER + learner, digest))
 
 
 def new(name: str, samples: int = 10**6, **tables: Any) -> ParameterServer:
@@ -74,7 +83,7 @@ def test_everybody_is_told_the_moment_of_the_start_and_rows_count_from_it() -> N
     role = new("async")
     feed(role, Started(), HASHED, *returned(0, 1), ready(0))
     started = [a.message for a in role.handle(ready(1), 100.25) if isinstance(a, Send)]
-    assert [(m.kind, m.value) for m in started] == [(MessageKind.START, 100_250_000_000)] * 3
+    assert started == [TrainingStarted(SERVER, 100_250_000_000)] * 3
     role.handle(gradient(0, 0, 0, G0), 103.25)
     role.handle(updated(1), 103.5)
     (row,) = rows_sent(role.ledger.outbox.flush(104.0), MessageKind.UPDATES)
@@ -305,7 +314,7 @@ def test_an_aggregate_counts_as_the_gradients_that_it_stands_for() -> None:
     for step in range(2):
         feed(role, gradient(0, 2 * step, step, G0), gradient(0, 2 * step + 1, step, G1), *returned(0))
     both = (sent_gradient(0, 4, 1, samples=3), sent_gradient(1, 0, 0, samples=5))
-    event = Received(Message(MessageKind.GRADIENT, FIRST_LEARNER, 1, gradients=both), G0)
+    event = Received(PushedGradient(FIRST_LEARNER, 1, 0, both), G0)
     told = feed(role, event)
     assert told[:1] == ["update by gradient 0 at 1"], "staleness 1 and 2; the whole has one weight, the first's"
     rows = list(rows_sent(role.ledger.outbox.flush(9.0), MessageKind.GRADIENTS))[-2:]
@@ -338,7 +347,7 @@ def test_an_epoch_without_credit_is_skipped_and_the_last_waits_for_one() -> None
 
     assert told[0] == update(1, "copy weights snapshot", "SNAPSHOT@1 to T [snapshot]")
     assert told[1] == update(2, "copy weights snapshot", "SNAPSHOT@2 to T [snapshot]")
-    assert told[2] == update(3, "EPOCHS@3 to T")
+    assert told[2] == update(3, "EPOCHS@0 to T")
     rows = ["UPDATES@0 to T", "GRADIENTS@0 to T"]
     stops = ["STOP@0 to L0", "STOP@0 to L1"]
     assert feed(role, gradient(0, 3, 3, G0)) == ["update by gradient 0 at 0.5", *rows, *stops, "receive gradient 0"]
@@ -348,7 +357,7 @@ def test_an_epoch_without_credit_is_skipped_and_the_last_waits_for_one() -> None
 def test_an_epoch_is_skipped_while_the_last_snapshot_is_still_lent() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 9})
     assert "SNAPSHOT@1 to T [snapshot]" in feed(role, gradient(0, 0, 0, G0), *returned(0))
-    assert "EPOCHS@2 to T" in feed(role, gradient(0, 1, 1, G0), *returned(0))
+    assert "EPOCHS@0 to T" in feed(role, gradient(0, 1, 1, G0), *returned(0))
     feed(role, Sent("snapshot", STATISTICS))
     assert "SNAPSHOT@3 to T [snapshot]" in feed(role, gradient(0, 2, 2, G0))
 
@@ -373,7 +382,7 @@ def test_one_update_may_end_several_epochs() -> None:
     told = feed(role, gradient(0, 0, 0, G0))
     assert [text for text in told if "EPOCHS" in text or "SNAPSHOT" in text] == [
         "SNAPSHOT@1 to T [snapshot]",
-        "EPOCHS@1 to T",
+        "EPOCHS@0 to T",
         "SNAPSHOT@1 to T [weights]",
     ]
 
@@ -454,7 +463,7 @@ def downcasting() -> ParameterServer:
     assert isinstance(role, ParameterServer)
     told = feed(role, Started(), HASHED)
     assert told == ["hash weights", *(f"WEIGHTS@0 to L{i} [weights]" for i in range(3))]
-    readies = [Received(Message(MessageKind.READY, R0 + i, value=short_digest(HASHED.digest))) for i in range(3)]
+    readies = [Received(Ready(R0 + i, short_digest(HASHED.digest))) for i in range(3)]
     told = feed(role, *(Sent("weights", L0 + i) for i in range(3)), *readies)
     assert told == ["START@0 to T", *(f"START@0 to R{i}" for i in range(3)), "receive gradient 0", "receive gradient 1"]
     return role
@@ -462,7 +471,7 @@ def downcasting() -> ParameterServer:
 
 def unasking(sender: int, step: int) -> Received:
     """A gradient of learner 0, with which nobody asks for weights."""
-    return Received(Message(MessageKind.GRADIENT, sender, step, -1, gradients=(sent_gradient(0, step, step),)), G0)
+    return Received(PushedGradient(sender, step, -1, (sent_gradient(0, step, step),)), G0)
 
 
 def update(role: ParameterServer) -> list[str]:
@@ -583,13 +592,13 @@ def test_a_push_of_a_dead_learner_that_waits_for_a_buffer_is_let_in_by_no_shard(
 
     def told(learner: int, step: int = 0) -> Received:
         gradients = (sent_gradient(learner, step, 0),)
-        return Received(Message(MessageKind.GRADIENT, learners[learner], gradients=gradients))
+        return Received(PushedGradient(learners[learner], 0, 0, gradients))
 
     def parts(learner: int) -> tuple[Received, Received]:
-        part = Received(Message(MessageKind.GRADIENT_PART, learners[learner]), f"gradient {learner}")
-        return part, Received(Message(MessageKind.TAKEN, other, value=learner + 1))
+        part = Received(GradientPart(learners[learner]), f"gradient {learner}")
+        return part, Received(PartTaken(other, learner + 1))
 
-    ready = (Message(MessageKind.READY, learner, value=short_digest(HASHED.digest)) for learner in learners)
+    ready = (Ready(learner, short_digest(HASHED.digest)) for learner in learners)
     let_in(Started(), HASHED, *(Sent("weights", learner) for learner in learners), *map(Received, ready))
     assert let_in(*map(told, range(4))) == list(learners[:4])
     end = Lost(learners[4]), told(4)

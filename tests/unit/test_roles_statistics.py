@@ -6,19 +6,30 @@ from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, ma
 
 from rudra.core import records
 from rudra.core.events import Evaluated, Event, Hashed, Received, Record, Score, Send, Started
-from rudra.core.messages import ROWS, Message, MessageKind
+from rudra.core.messages import (
+    MESSAGES,
+    ROWS,
+    EpochEvaluated,
+    EpochRows,
+    LearnerRows,
+    MessageKind,
+    PlateauReached,
+    Snapshot,
+    TotalsRows,
+    TrainingStarted,
+)
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.roles.statistics import StatisticsServer
 
-RECORD, CREDIT = "record epochs", "CREDIT@0 to S"
-END = ["DONE@0 to S", "DONE@0 to L0", "DONE@0 to L1", "halt"]
+RECORD, CREDIT = "record epochs", "SNAPSHOT_CREDIT@0 to S"
+END = ["SHUTDOWN@0 to S", "SHUTDOWN@0 to L0", "SHUTDOWN@0 to L1", "halt"]
 
 
 def started(epochs: int = 3, evaluate: bool = True, **results: int) -> Machine:
     asked = job("async", training={"epochs": epochs, "evaluate": evaluate}).with_(results=results)
     role = machine(STATISTICS, asked)
-    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
+    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
     return role
 
 
@@ -26,8 +37,7 @@ def epoch(number: int, buffer: str | None = None, of: int = 3) -> Received:
     """An epoch's row, one of so many, with the weights if a buffer holds them."""
     rows = np.zeros(1, records.EPOCH)
     rows["epoch"] = number
-    kind = MessageKind.EPOCHS if buffer is None else MessageKind.SNAPSHOT
-    return Received(Message(kind, SERVER, 0, of, rows), buffer)
+    return Received(EpochRows(SERVER, rows) if buffer is None else Snapshot(SERVER, 0, of, rows), buffer)
 
 
 def evaluated(buffer: str, error: float = 0.5) -> Evaluated:
@@ -35,10 +45,10 @@ def evaluated(buffer: str, error: float = 0.5) -> Evaluated:
 
 
 def accounts() -> list[Received]:
-    totals = Received(Message(MessageKind.TOTALS, SERVER, rows=np.zeros(1, records.TOTALS)))
+    totals = Received(TotalsRows(SERVER, np.zeros(1, records.TOTALS)))
     rows = np.zeros(2, records.LEARNER)
     rows["learner"] = 1, 0
-    return [totals, *(Received(Message(MessageKind.LEARNERS, FIRST_LEARNER, rows=rows[i : i + 1])) for i in range(2))]
+    return [totals, *(Received(LearnerRows(FIRST_LEARNER, rows[i : i + 1])) for i in range(2))]
 
 
 def test_it_lets_two_snapshots_in() -> None:
@@ -93,7 +103,7 @@ def test_every_epoch_has_the_hash_of_its_own_weights(evaluate: bool) -> None:
 
 def test_a_test_begins_after_the_hash_on_the_clock_of_training() -> None:
     role = machine(STATISTICS, job("async", training={"epochs": 3}))
-    feed(role, Started(), Received(Message(MessageKind.START, SERVER, value=100 * 10**9)), epoch(1, "snapshot 0"))
+    feed(role, Started(), Received(TrainingStarted(SERVER, 100 * 10**9)), epoch(1, "snapshot 0"))
     assert not recorded(role, HASHED, now=107.5)
     (row,) = recorded(role, evaluated("snapshot 0"), now=109.5)
     assert (row["evaluation_began_s"], row["evaluation_s"]) == (7.5, 2.0)
@@ -159,7 +169,7 @@ def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
     role = machine(STATISTICS, job("async", training={"epochs": 9}).with_(results={"keep_best": True}))
     assert isinstance(role, StatisticsServer)
     role.recall({1: {"error": 0.1}, 2: {"error": 0.5}, 3: {"error": 0.6}}, (2, 3))
-    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
+    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
     role._recorded = 3
     worse = feed(role, epoch(4, "snapshot 0", 9), HASHED, evaluated("snapshot 0", 0.55))
     better = feed(role, epoch(5, "snapshot 1", 9), HASHED, evaluated("snapshot 1", 0.45))
@@ -170,12 +180,12 @@ def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
 def test_patience_ends_the_training_once() -> None:
     run = job("async", training={"epochs": 9, "patience": 2})
     role = machine(STATISTICS, run)
-    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
+    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
     wanted: list[list[str]] = []
     for number, error in enumerate((0.5, 0.6, 0.4, 0.4, 0.7, 0.6), 1):
         snapshot = f"snapshot {number % 2}"
         wanted.append(feed(role, epoch(number, snapshot, 9), HASHED, evaluated(snapshot, error)))
-    assert [number for number, actions in enumerate(wanted, 1) if "ENOUGH@0 to S" in actions] == [5]
+    assert [number for number, actions in enumerate(wanted, 1) if "TARGET_REACHED@0 to S" in actions] == [5]
     assert "record events" in wanted[4]
 
 
@@ -183,14 +193,14 @@ def test_at_a_plateau_the_rate_is_lowered_again_and_again() -> None:
     run = job("async", training={"epochs": 9})
     run = run.with_(optimizer={"schedule": "plateau", "schedule_options": {"patience": 2}})
     role = machine(STATISTICS, run)
-    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
+    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
     told: list[tuple[int, int]] = []
     for number, error in enumerate((0.5, 0.6, 0.5, 0.6, 0.55, 0.4, 0.4, 0.4), 1):
         snapshot = f"snapshot {number % 2}"
         events = (epoch(number, snapshot, 9), HASHED, evaluated(snapshot, error))
         actions = [action for event in events for action in role.handle(event, 0.0)]
         sent = [a.message for a in actions if isinstance(a, Send)]
-        told += [(number, message.value) for message in sent if message.kind is MessageKind.PLATEAU]
+        told += [(number, message.times) for message in sent if isinstance(message, PlateauReached)]
     assert told == [(3, 1), (5, 2), (8, 3)], "counted anew after each time, and after progress"
 
 
@@ -200,9 +210,9 @@ def test_after_a_resume_a_plateau_is_told_again() -> None:
     assert isinstance(role, StatisticsServer)
     role.recall({1: {"error": 0.4}, 2: {"error": 0.5}, 3: {"error": 0.5}}, ())
     feed(role, Started())
-    (again,) = role.handle(Received(Message(MessageKind.START, SERVER)), 0.0)
+    (again,) = role.handle(Received(TrainingStarted(SERVER, 0)), 0.0)
     assert isinstance(again, Send)
-    assert (again.to, again.message.kind, again.message.value) == (SERVER, MessageKind.PLATEAU, 2)
+    assert (again.to, again.message) == (SERVER, PlateauReached(STATISTICS, 2))
 
 
 def test_patience_counts_the_tests_before_a_resume() -> None:
@@ -212,24 +222,22 @@ def test_patience_counts_the_tests_before_a_resume() -> None:
         assert isinstance(role, StatisticsServer)
         role.recall(before, ())
         role._recorded = len(before)
-        begun = feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
-        assert ("ENOUGH@0 to S" in begun) == (after is None)
+        begun = feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
+        assert ("TARGET_REACHED@0 to S" in begun) == (after is None)
         if after is not None:
             then = feed(role, epoch(3, "snapshot 0", 9), HASHED, evaluated("snapshot 0", after))
-            assert "ENOUGH@0 to S" in then
+            assert "TARGET_REACHED@0 to S" in then
 
 
 def test_an_evaluation_by_workers_is_added_up_once_though_the_next_is_here_first() -> None:
     """The workers evaluate epoch 2 while the statistics server adds up their results of epoch 1."""
     tables = {"protocol": {"name": "hogbatch"}, "workers": [{"kind": "large"}], "cluster": {"learners": 2}}
     role = machine(STATISTICS, Job(**tables, training={"epochs": 3, "evaluate": "workers"}).resolved())
-    feed(role, Started(), Received(Message(MessageKind.START, SERVER)))
+    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
 
     def assessed(number: int) -> Received:
         rows = np.zeros(1, records.SUM)
-        return Received(
-            Message(MessageKind.PART_EVALUATED, SERVER, value=number, rows=rows, seconds=number / 4, flag=True)
-        )
+        return Received(EpochEvaluated(SERVER, number, number / 4, last=True, rows=rows))
 
     assert feed(role, epoch(1, "snapshot 0"), assessed(1)) == ["hash snapshot 0"]
     assert feed(role, HASHED) == ["sum snapshot 0"]
@@ -251,5 +259,5 @@ def test_an_epoch_whose_weights_never_came_is_not_kept() -> None:
     [(MessageKind.MINIBATCHES, "minibatches"), (MessageKind.GRADIENTS, "gradients"), (MessageKind.UPDATES, "updates")],
 )
 def test_rows_are_recorded_as_they_come(kind: MessageKind, table: str) -> None:
-    rows = Received(Message(kind, FIRST_LEARNER, rows=np.zeros(1, ROWS[kind])))
+    rows = Received(MESSAGES[kind](FIRST_LEARNER, np.zeros(1, ROWS[kind])))
     assert feed(started(), rows) == [f"record {table}"]

@@ -6,7 +6,17 @@ import pytest
 from role_traces import HASHED, brief, feed, job, machine, names_of, sent_gradient
 
 from rudra.core.events import Event, Lost, Received, Send, Sent, Started
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import (
+    ChildDone,
+    Pull,
+    PullAnswer,
+    PushedGradient,
+    Ready,
+    Shutdown,
+    Stop,
+    TrainingStarted,
+    Weights,
+)
 from rudra.roles.machine import short_digest
 from rudra.roles.tree import TreeServer, TreeServerState
 
@@ -14,35 +24,35 @@ ROOT, STATISTICS, SERVER, FIRST = 0, 1, 2, 4
 DIGEST = short_digest(HASHED.digest)
 G0, G1, G2 = (f"gradient {i}" for i in range(3))
 W0, W1 = "weights 0", "weights 1"
-START = Received(Message(MessageKind.START, ROOT))
-STOP = Received(Message(MessageKind.STOP, ROOT))
-DONE = Received(Message(MessageKind.SHUTDOWN, STATISTICS))
+START = Received(TrainingStarted(ROOT, 0))
+STOP = Received(Stop(ROOT))
+DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 
 
 def weights(timestamp: int, buffer: str) -> Received:
-    return Received(Message(MessageKind.WEIGHTS, ROOT, timestamp), buffer)
+    return Received(Weights(ROOT, timestamp), buffer)
 
 
 def stamp(timestamp: int) -> Received:
-    return Received(Message(MessageKind.TIMESTAMP, ROOT, timestamp))
+    return Received(PullAnswer(ROOT, timestamp))
 
 
 def gradient(learner: int, step: int, timestamp: int, buffer: str, *, asks: bool = True) -> Received:
     held = timestamp if asks else -1
     gradients = (sent_gradient(learner, step, timestamp),)
-    return Received(Message(MessageKind.GRADIENT, FIRST + learner, timestamp, held, gradients=gradients), buffer)
+    return Received(PushedGradient(FIRST + learner, timestamp, held, gradients), buffer)
 
 
 def pull(learner: int, asked: int, held: int) -> Received:
-    return Received(Message(MessageKind.PULL, FIRST + learner, asked, held))
+    return Received(Pull(FIRST + learner, asked, held))
 
 
 def ready(learner: int, digest: int = DIGEST) -> Received:
-    return Received(Message(MessageKind.READY, FIRST + learner, value=digest))
+    return Received(Ready(FIRST + learner, digest))
 
 
 def bye(learner: int, pushed: int) -> Received:
-    return Received(Message(MessageKind.CHILD_DONE, FIRST + learner, value=pushed))
+    return Received(ChildDone(FIRST + learner, pushed))
 
 
 def returned(buffer: str, *learners: int) -> list[Sent]:
@@ -66,7 +76,10 @@ def sent(role: TreeServer, event: Event) -> list[tuple[str, int, int]]:
     """What is sent after an event: text, value, and how many gradients."""
     actions = [action for action in role.handle(event, 0.0) if isinstance(action, Send)]
     role.validate()
-    return [(brief(a, names_of(role.plan)), a.message.value, len(a.message.gradients)) for a in actions]
+    numbers = ("held", "digest", "pushed")
+    told = [next((getattr(a.message, name) for name in numbers if hasattr(a.message, name)), 0) for a in actions]
+    counts = [len(getattr(a.message, "gradients", ())) for a in actions]
+    return list(zip((brief(a, names_of(role.plan)) for a in actions), told, counts, strict=True))
 
 
 # Start.
@@ -122,7 +135,7 @@ def test_an_average_is_passed_on_when_it_stands_for_all_below() -> None:
     ]
     (push,) = (a.message for a in actions if isinstance(a, Send))
     assert push.gradients == (sent_gradient(0, 0, 0), sent_gradient(1, 0, 0))
-    assert push.value == 0, "it asks for both"
+    assert push.held == 0, "it asks for both"
     assert (role.received, role.relayed) == (2, 2)
 
 
@@ -144,10 +157,10 @@ def test_an_average_is_of_all_below_or_of_an_even_part_that_is_no_more_than_an_u
     assert isinstance(role, TreeServer)
     assert len(below) == 4
     feed(role, Started(), weights(0, W0), HASHED, *(Sent(W0, child) for child in below))
-    feed(role, *(Received(Message(MessageKind.READY, child, value=DIGEST)) for child in below), START)
+    feed(role, *(Received(Ready(child, DIGEST)) for child in below), START)
     buffers = [G0, G1, G1, G1]  # each but the first is averaged into that, and free again
     for place, (child, buffer) in enumerate(zip(below[:together], buffers, strict=False)):
-        message = Message(MessageKind.GRADIENT, child, 0, 0, gradients=(sent_gradient(place, 0, 0),))
+        message = PushedGradient(child, 0, 0, (sent_gradient(place, 0, 0),))
         passed_on = sent(role, Received(message, buffer))
         assert passed_on == ([("GRADIENT@0 to S [gradient 0]", 0, together)] if place == together - 1 else [])
 
@@ -156,7 +169,7 @@ def test_averages_weigh_by_samples() -> None:
     role = training("softsync")
     few = sent_gradient(1, 0, 0, samples=2)
     feed(role, gradient(0, 0, 0, G0, asks=False))
-    event = Received(Message(MessageKind.GRADIENT, FIRST + 1, 0, -1, gradients=(few,)), G1)
+    event = Received(PushedGradient(FIRST + 1, 0, -1, (few,)), G1)
     assert feed(role, event)[0] == f"gradient 0 takes {2 / 6:g} of 1 * gradient 1"
 
 
@@ -266,7 +279,7 @@ def test_what_is_left_is_passed_on_before_the_account() -> None:
     assert feed(role, STOP) == STOPS
     assert feed(role, bye(0, 1)) == []
     assert sent(role, bye(1, 0)) == [("GRADIENT@0 to S [gradient 0]", -1, 1)]
-    assert sent(role, Sent(G0, ROOT)) == [("BYE@0 to S", 1, 0)]
+    assert sent(role, Sent(G0, ROOT)) == [("CHILD_DONE@0 to S", 1, 0)]
     assert feed(role, DONE) == ["halt"]
     assert role.state is TreeServerState.DONE
 
@@ -276,7 +289,7 @@ def test_a_gradient_on_its_way_at_the_end_is_waited_for() -> None:
     feed(role, STOP)
     assert feed(role, bye(1, 1), bye(0, 0)) == []
     assert sent(role, gradient(1, 0, 0, G0)) == [("GRADIENT@0 to S [gradient 0]", -1, 1)]
-    assert sent(role, Sent(G0, ROOT)) == [("BYE@0 to S", 1, 0)]
+    assert sent(role, Sent(G0, ROOT)) == [("CHILD_DONE@0 to S", 1, 0)]
 
 
 def test_gradients_under_way_upwards_are_delivered_first() -> None:
@@ -284,7 +297,7 @@ def test_gradients_under_way_upwards_are_delivered_first() -> None:
     feed(role, gradient(0, 0, 0, G0), gradient(1, 0, 0, G1), STOP)
     assert feed(role, bye(0, 1), bye(1, 1)) == []
     assert sent(role, Sent(G0, ROOT)) == [("GRADIENT@0 to S [gradient 1]", -1, 1)], "no question any more"
-    assert sent(role, Sent(G1, ROOT)) == [("BYE@0 to S", 2, 0)]
+    assert sent(role, Sent(G1, ROOT)) == [("CHILD_DONE@0 to S", 2, 0)]
 
 
 def test_pulls_are_not_answered_after_the_end() -> None:
@@ -304,7 +317,7 @@ def test_weights_under_way_are_let_in_and_delivered_first(late: str) -> None:
     feed(role, STOP)
     assert feed(role, bye(0, 0), bye(1, 0)) == []
     last = weights(1, W1) if late == "weights" else returned(W1, 0)[0]
-    assert feed(role, last) == ["BYE@0 to S"]
+    assert feed(role, last) == ["CHILD_DONE@0 to S"]
 
 
 def test_whom_a_tree_server_waits_for() -> None:
@@ -331,15 +344,15 @@ def test_a_server_below_which_all_learners_died_is_waited_for_no_more() -> None:
     """Of two children with two learners each, the first has none left; what it has under way has no turn."""
     run = job("hardsync", 4, topology={"name": "adv", "options": {"fan_out": 2}})
     root = machine(ROOT, run)
-    digest = [Received(Message(MessageKind.READY, child, value=DIGEST)) for child in (SERVER, SERVER + 1)]
+    digest = [Received(Ready(child, DIGEST)) for child in (SERVER, SERVER + 1)]
     feed(root, Started(), HASHED, Sent("weights", SERVER), Sent("weights", SERVER + 1), *digest)
     assert feed(root, Lost(FIRST)) == ["warn learner 0 (rank 4) died; 3 learners are left, 3 gradients make an update"]
     wanted = feed(root, Lost(FIRST + 1))
     assert wanted[0] == "withdraw gradient 0"
-    late = Message(MessageKind.GRADIENT, SERVER, 0, -1, gradients=(sent_gradient(1, 0, 0),))
+    late = PushedGradient(SERVER, 0, -1, (sent_gradient(1, 0, 0),))
     assert feed(root, Received(late, G0)) == ["receive gradient 0 from R1"]
     both = (sent_gradient(2, 0, 0), sent_gradient(3, 0, 0))
-    wanted = feed(root, Received(Message(MessageKind.GRADIENT, SERVER + 1, 0, 0, gradients=both), G1))
+    wanted = feed(root, Received(PushedGradient(SERVER + 1, 0, 0, both), G1))
     assert any(text.startswith("update by gradient 1") for text in wanted)
     assert (root.received, root.ledger.applied, root.lost) == (3, 2, 1)
 
@@ -349,5 +362,5 @@ def test_without_children_it_posts_nothing_and_leaves_at_once() -> None:
     assert feed(role, gradient(0, 0, 0, G0, asks=False), Lost(FIRST)) == ["receive gradient 2 from L1"]
     assert feed(role, Lost(FIRST + 1)) == ["GRADIENT@0 to S [gradient 0]"]
     wanted = feed(role, Sent(G0, ROOT), STOP)
-    assert sorted(wanted) == ["BYE@0 to S", "receive gradient 0", "receive gradient 1", "receive gradient 2"]
+    assert sorted(wanted) == ["CHILD_DONE@0 to S", "receive gradient 0", "receive gradient 1", "receive gradient 2"]
     assert role.state is TreeServerState.STOPPED

@@ -18,7 +18,7 @@ from rudra.compute.sparse import Rows, SparseLinear
 from rudra.compute.vectors import RowBuffer
 from rudra.core.events import Accumulate
 from rudra.core.layout import Entry
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import PushedGradient
 from rudra.core.rows import dense_because
 from rudra.job.tables import OptimizerTable
 from rudra.report import topology
@@ -50,7 +50,7 @@ def flat(gradient: RowGradient) -> torch.Tensor:
 def test_no_more_than_what_is_used_travels(count: int) -> None:
     buffer, came = gradient_of(count), RowBuffer(FORM, TAIL)
     assert (buffer.gradient.rows is None) == (count == 12)  # all rows, with their indices, would be longer
-    sent = buffer.write(Message(MessageKind.GRADIENT, 7, 3)).copy()
+    sent = buffer.write(PushedGradient(7, 3, 0, ())).copy()
     assert len(sent) == TAIL + 4 * buffer.gradient.used
     came.wire[: len(sent)] = sent
     assert came.read().sender == 7

@@ -29,7 +29,7 @@ from rudra.core.events import (
     Update,
     Updated,
 )
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import PlateauReached, PushedGradient, Snapshot, SnapshotCredit
 from rudra.core.work import Work
 from rudra.errors import RunError
 from rudra.job.job import Job
@@ -111,7 +111,7 @@ def simulate(
 
 
 def tensor(to: int, value: int = 0) -> Send:
-    return Send(to, Message(MessageKind.GRADIENT, 9, value=value), "mine")
+    return Send(to, PushedGradient(9, 0, value, ()), "mine")
 
 
 def once(*actions: Action) -> Callable[[Event], list[Action]]:
@@ -144,7 +144,7 @@ def test_a_posted_buffer_waits_for_a_tensor() -> None:
 
     (_, learner), _, _ = simulate(once(tensor(1)), receiver)
     assert learner.at(Received) == [0.25 + 1.0], "latency and transfer"
-    assert learner.seen[-1][1] == Received(Message(MessageKind.GRADIENT, 9), "theirs")
+    assert learner.seen[-1][1] == Received(PushedGradient(9, 0, 0, ()), "theirs")
 
 
 def test_a_buffer_takes_only_what_its_source_sends() -> None:
@@ -153,7 +153,7 @@ def test_a_buffer_takes_only_what_its_source_sends() -> None:
     def server(event: Event) -> list[Action]:
         if isinstance(event, Started):
             return [Receive("second", 2, gradient=True), Receive("first", 1, gradient=True)]
-        got.append((event.message.value, event.buffer))  # type: ignore[union-attr]
+        got.append((event.message.held, event.buffer))  # type: ignore[union-attr]
         return [Halt()] if len(got) == 2 else []
 
     simulate(server, once(tensor(0, value=1)), once(tensor(0, value=2)))
@@ -173,13 +173,13 @@ def test_tensors_that_wait_for_a_buffer_are_taken_in_order_of_arrival(
             case Started():
                 return [Compute(0, WORK, "weights", "gradient")]
             case Received(message):
-                got.append(message.value)
+                got.append(message.held)
         return [Receive("one", gradient=True)] if len(got) < 4 else [Halt()]
 
     def server(event: Event) -> list[Action]:
         return [tensor(1, 3), tensor(1, 4), Halt()] if isinstance(event, Received) else []
 
-    wake = Send(0, Message(MessageKind.SNAPSHOT_CREDIT, 2))
+    wake = Send(0, SnapshotCredit(2))
     costs = {"latency_jitter_s": latency_jitter_s, "local_latency_s": local_latency_s}
     simulate(server, receiver, once(tensor(1, 1), tensor(1, 2), wake), costs=costs)
     assert got == [1, 2, 3, 4]
@@ -193,14 +193,14 @@ def test_messages_between_two_roles_never_overtake(seed: int) -> None:
         step = -1 if isinstance(event, Started) else event.step  # type: ignore[union-attr]
         if step == 30:
             return [Halt()]
-        sent = [Send(0, Message(MessageKind.SNAPSHOT_CREDIT, 1, value=2 * (step + 1) + i)) for i in range(2)]
+        sent = [Send(0, PlateauReached(1, 2 * (step + 1) + i)) for i in range(2)]
         return [*sent, Compute(step + 1, WORK, "weights", "gradient")]
 
     got: list[int] = []
 
     def server(event: Event) -> list[Action]:
         if isinstance(event, Received):
-            got.append(event.message.value)
+            got.append(event.message.times)
         return [Halt()] if len(got) == 62 else []
 
     costs = {"compute_s": 0.01, "latency_s": 0.0, "latency_jitter_s": 1.0, "message_s": 0.003}
@@ -219,7 +219,7 @@ def test_messages_of_different_senders_do_overtake() -> None:
                 got.append(event.message.sender)
             return [Halt()] if len(got) == 2 else []
 
-        senders = [once(Send(0, Message(MessageKind.SNAPSHOT_CREDIT, i))) for i in (1, 2)]
+        senders = [once(Send(0, SnapshotCredit(i))) for i in (1, 2)]
         simulate(server, *senders, costs={"latency_jitter_s": 1.0}, seed=seed)
         orders.add(tuple(got))
     assert orders == {(1, 2), (2, 1)}
@@ -233,7 +233,7 @@ def test_the_server_handles_one_message_after_the_other() -> None:
         got += isinstance(event, Received)
         return [Halt()] if got == 4 else []
 
-    senders = [once(*[Send(0, Message(MessageKind.SNAPSHOT_CREDIT, i))] * 2) for i in (1, 2)]
+    senders = [once(*[Send(0, SnapshotCredit(i))] * 2) for i in (1, 2)]
     (role, *_), _, _ = simulate(server, *senders, costs={"message_s": 2.0})
     assert role.at(Received) == [0.25, 2.25, 4.25, 6.25]
 
@@ -288,7 +288,7 @@ def test_a_deadlock_says_who_waits_for_whom() -> None:
 def test_rows_belong_to_their_receiver() -> None:
     """The statistics server writes into the rows of an epoch; the server's own must not change with them."""
     sent = np.zeros(1, [("x", "<i4")])
-    message = Message(MessageKind.SNAPSHOT, 1, rows=sent)
+    message = Snapshot(1, 0, 0, sent)
 
     def receiver(event: Event) -> list[Action]:
         if isinstance(event, Started):
@@ -415,7 +415,7 @@ def test_a_servers_work_delays_learners_that_fill_the_cores_of_its_node(
         return []
 
     def learner(event: Event) -> list[Action]:
-        first = [Send(0, Message(MessageKind.SNAPSHOT_CREDIT, 1)), Compute(0, WORK, "w", "g")]
+        first = [Send(0, SnapshotCredit(1)), Compute(0, WORK, "w", "g")]
         return first if isinstance(event, Started) else [Halt()]
 
     def other(event: Event) -> list[Action]:
@@ -433,13 +433,13 @@ def test_the_servers_work_takes_its_time_and_its_end_is_told() -> None:
         match event:
             case Received():
                 work = [Accumulate("a", "b", 0.5, 1.0), Update("a", "weights", 0.1, 7)]
-                return [*work, Send(1, Message(MessageKind.SNAPSHOT_CREDIT, 0))]
+                return [*work, Send(1, SnapshotCredit(0))]
             case Updated():
                 return [Halt()]
         return []
 
     def learner(event: Event) -> list[Action]:
-        return [Send(0, Message(MessageKind.SNAPSHOT_CREDIT, 1))] if isinstance(event, Started) else [Halt()]
+        return [Send(0, SnapshotCredit(1))] if isinstance(event, Started) else [Halt()]
 
     costs = {"message_s": 2.0, "gradient_s": 0.5, "update_s": 1.0}
     (role, other, _), _, _ = simulate(server, learner, once(), costs=costs)

@@ -9,7 +9,7 @@ import torch
 from fake_mpi import ANYBODY, FAILED, IN_STATUS, PENDING, Error, Status, fake_mpi
 
 from rudra.compute.executor import Executor
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import PushedGradient
 from rudra.core.records import Gradient
 from rudra.errors import RunError
 from rudra.mpi import leases
@@ -320,7 +320,7 @@ class Neighbours(Server):
     checksum = 0
 
     def lend(self, name: str = "g", to: int = 1, most: int = 2) -> Place:
-        message = Message(MessageKind.GRADIENT, 0, gradients=(GIVEN,))
+        message = PushedGradient(0, 0, 0, (GIVEN,))
         self.transfers.lend(Going(0, name, to), message, NEAR, TAG, halves=False, most=most)
         return Place.decode(self.comm.posted[-1].wire)
 
@@ -332,7 +332,7 @@ class Neighbours(Server):
         return said & 1 if said >> 1 == number else None
 
 
-MESSAGE = Message(MessageKind.GRADIENT, 1, gradients=(GIVEN,))
+MESSAGE = PushedGradient(1, 0, 0, (GIVEN,))
 
 
 def test_what_a_neighbour_lends_is_read_there_and_given_back_when_the_next_may_come(comm: Comm) -> None:

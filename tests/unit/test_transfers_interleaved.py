@@ -20,7 +20,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rudra.compute.executor import Executor
-from rudra.core.messages import Message, MessageKind
+from rudra.core.messages import MESSAGES, Message, MessageKind, PushedGradient
 from rudra.core.records import Gradient
 from rudra.mpi.arena import LEASES
 from rudra.mpi.failures import Losses
@@ -269,7 +269,9 @@ class Rank:
 
     def send(self, name: str, value: float, to: int, tag: int, kind: MessageKind) -> None:
         self.executor.renew(name).vector.fill_(value)
-        message = Message(kind, self.rank, gradients=(GIVEN,) if kind is MessageKind.GRADIENT else ())
+        message = (
+            PushedGradient(self.rank, 0, 0, (GIVEN,)) if kind is MessageKind.GRADIENT else MESSAGES[kind](self.rank, 0)
+        )
         going = Going(self.rank, name, to)
         if self.world.near:
             self.transfers.lend(going, message, to, tag, halves=False, most=2)
