@@ -27,7 +27,7 @@ def plan(nodes: Sequence[int], fan_out: FanOut = None, weight_fan_out: int = 2, 
             raise ValueError(f"[topology] options.{name} = {value!r}: must be a whole number >= 1")
     width = weight_fan_out
     roles = server_tree(nodes, fan_out)
-    first = next(i for i, role in enumerate(roles) if role.about.trains)
+    first = next(i for i, role in enumerate(roles) if role.kind_traits.trains)
     heads: list[int] = []  # the first learner of every node
     here: list[int] = []  # the learners of the node at hand
     for id_ in range(first, len(roles)):

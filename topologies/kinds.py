@@ -1,6 +1,6 @@
 """What kinds of roles there are, and what is true of all roles of a kind."""
 
-from functools import cache
+from enum import Enum, auto
 from typing import Literal, NamedTuple
 
 PARAMETER_SERVER = "parameter server"
@@ -24,12 +24,48 @@ Reduction = Literal["ordered", "nodes", "mpi"]
 Sharing = Literal["nothing", "replica", "reference"]
 
 
-class RoleKind(NamedTuple):
-    """What is true of all roles of a kind.
+class Variant(Enum):
+    """What a role is in a plan: which state machine it has, and which executor does its local actions.
+
+    Both are told by tables of those packages (`rudra.roles.MACHINES`, `rudra.compute.making.EXECUTORS`). A variant
+    whose name begins with `FIRST_STAGE` has to do with the first layers alone, as a stage server holds the last ones.
+    """
+
+    PARAMETER_SERVER = auto()
+    PARAMETER_SHARD = auto()
+    FIRST_SHARD = auto()
+    CENTRAL_SERVER = auto()
+    COORDINATOR = auto()
+    WINDOW_COORDINATOR = auto()
+    TREE_SERVER = auto()
+    STAGE_SERVER = auto()
+    STATISTICS_SERVER = auto()
+    LEARNER = auto()
+    OVERLAPPED_LEARNER = auto()
+    GROUP_LEARNER = auto()
+    SHARDED_LEARNER = auto()
+    REPLICA = auto()
+    AVERAGER = auto()
+    REPLICA_SHARER = auto()
+    REFERRER = auto()
+    ELASTIC_LEARNER = auto()
+    WORKER = auto()
+    WINDOW_WORKER = auto()
+    FIRST_STAGE_PARAMETER_SERVER = auto()
+    FIRST_STAGE_PARAMETER_SHARD = auto()
+    FIRST_STAGE_FIRST_SHARD = auto()
+    FIRST_STAGE_LEARNER = auto()
+    FIRST_STAGE_OVERLAPPED_LEARNER = auto()
+    FIRST_STAGE_GROUP_LEARNER = auto()
+    FIRST_STAGE_SHARDED_LEARNER = auto()
+    FIRST_STAGE_REPLICA = auto()
+
+
+class RoleTraits(NamedTuple):
+    """What is true of all roles of a variant.
 
     Attributes:
-        machine: its state machine, as `package.module:class`.
-        executor: what does its local actions, named so, too.
+        variant: which.
         numbered: there may be several, which their names tell apart.
         serves: takes messages of many, one at a time, for each of which it has something to do.
         trains: computes gradients.
@@ -40,8 +76,7 @@ class RoleKind(NamedTuple):
         concludes: finishes what learners begin, for which it needs the training set, too.
     """
 
-    machine: str
-    executor: str
+    variant: Variant
     numbered: bool = False
     serves: bool = False
     trains: bool = False
@@ -57,90 +92,60 @@ class RoleKind(NamedTuple):
         return self.serves and not self.updates
 
 
-_SERVERS, _LEARNERS = "rudra.compute.owners", "rudra.compute.learners"
+_STAGE = RoleTraits(Variant.STAGE_SERVER, serves=True, updates=True, concludes=True)
 
 KINDS = {
-    PARAMETER_SERVER: RoleKind(
-        "rudra.roles.server:ParameterServer", f"{_SERVERS}:ServerExecutor", serves=True, updates=True
-    ),
-    SHARD: RoleKind(
-        "rudra.roles.sharded:Shard", f"{_SERVERS}:ServerExecutor", serves=True, updates=True, numbered=True
-    ),
-    STAGE_SERVER: RoleKind(
-        "rudra.roles.stages:StageServer",
-        "rudra.compute.stages:BackExecutor",
-        serves=True,
-        updates=True,
-        concludes=True,
-    ),
-    STAGE_REPLICA: RoleKind(
-        "rudra.roles.stages:StageServer",
-        "rudra.compute.stages:BackExecutor",
-        serves=True,
-        updates=True,
-        concludes=True,
-        numbered=True,
-    ),
-    TREE_SERVER: RoleKind("rudra.roles.tree:TreeServer", f"{_SERVERS}:AveragingExecutor", serves=True, numbered=True),
-    STATISTICS_SERVER: RoleKind(
-        "rudra.roles.statistics:StatisticsServer", f"{_LEARNERS}:StatisticsExecutor", tests=True
-    ),
-    LEARNER: RoleKind(
-        "rudra.roles.learner:Learner", f"{_LEARNERS}:LearnerExecutor", numbered=True, trains=True, pushes_at_once=True
-    ),
+    PARAMETER_SERVER: RoleTraits(Variant.PARAMETER_SERVER, serves=True, updates=True),
+    SHARD: RoleTraits(Variant.PARAMETER_SHARD, serves=True, updates=True, numbered=True),
+    STAGE_SERVER: _STAGE,
+    STAGE_REPLICA: _STAGE._replace(numbered=True),
+    TREE_SERVER: RoleTraits(Variant.TREE_SERVER, serves=True, numbered=True),
+    STATISTICS_SERVER: RoleTraits(Variant.STATISTICS_SERVER, tests=True),
+    LEARNER: RoleTraits(Variant.LEARNER, numbered=True, trains=True, pushes_at_once=True),
 }
 """All kinds of roles that there are, as files and people name them."""
 
-OVERLAPPED = KINDS[LEARNER]._replace(
-    machine="rudra.roles.overlapped:OverlappedLearner", pushes_at_once=False, overlaps=True
-)
-GROUPED = KINDS[LEARNER]._replace(machine="rudra.roles.group:GroupLearner", pushes_at_once=False)
-REPLICA = GROUPED._replace(machine="rudra.roles.group:Replica", executor=f"{_LEARNERS}:ReplicaExecutor", updates=True)
+_TRAINS = KINDS[LEARNER]._replace(pushes_at_once=False)
+_DECIDES = KINDS[PARAMETER_SERVER]
+
+OVERLAPPED = _TRAINS._replace(variant=Variant.OVERLAPPED_LEARNER, overlaps=True)
+GROUPED = _TRAINS._replace(variant=Variant.GROUP_LEARNER)
+REPLICA = _TRAINS._replace(variant=Variant.REPLICA, updates=True)
 """What `LEARNER` is in plans that overlap, with compute groups, and without a parameter server."""
 
-_REPLICAS = "rudra.compute.replicas"
-AVERAGER = REPLICA._replace(machine="rudra.roles.averaging:Averager", executor=f"{_REPLICAS}:AveragerExecutor")
-SHARER = AVERAGER._replace(machine="rudra.roles.blocks:ReplicaSharer")
-REFERRER = AVERAGER._replace(machine="rudra.roles.blocks:Referrer", executor=f"{_REPLICAS}:ReferrerExecutor")
-ELASTIC = GROUPED._replace(machine="rudra.roles.elastic:ElasticLearner", executor=f"{_REPLICAS}:ElasticExecutor")
-CENTRAL = KINDS[PARAMETER_SERVER]._replace(executor=f"{_REPLICAS}:CentralExecutor")
+AVERAGERS: dict[Sharing, RoleTraits] = {
+    "nothing": REPLICA._replace(variant=Variant.AVERAGER),
+    "replica": REPLICA._replace(variant=Variant.REPLICA_SHARER),
+    "reference": REPLICA._replace(variant=Variant.REFERRER),
+}
+ELASTIC = _TRAINS._replace(variant=Variant.ELASTIC_LEARNER)
+CENTRAL = _DECIDES._replace(variant=Variant.CENTRAL_SERVER)
 """What `LEARNER` is where learners average replicas of their own: without a server, by what those of a group share, and
 with one, and what that is."""
 
-AVERAGERS: dict[Sharing, RoleKind] = {"nothing": AVERAGER, "replica": SHARER, "reference": REFERRER}
-
-WORKER = KINDS[LEARNER]._replace(machine="rudra.roles.worker:Worker", pushes_at_once=False)
-WINDOW_WORKER = WORKER._replace(
-    machine="rudra.roles.window_worker:WindowWorker", executor="rudra.compute.hogwild:HogwildExecutor"
-)
-COORDINATOR = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.coordinator:Coordinator")
-WINDOW_COORDINATOR = COORDINATOR._replace(
-    machine="rudra.roles.window:WindowCoordinator", executor="rudra.compute.hogwild:HogwildServerExecutor"
-)
+WORKER = _TRAINS._replace(variant=Variant.WORKER)
+WINDOW_WORKER = _TRAINS._replace(variant=Variant.WINDOW_WORKER)
+COORDINATOR = _DECIDES._replace(variant=Variant.COORDINATOR)
+WINDOW_COORDINATOR = _DECIDES._replace(variant=Variant.WINDOW_COORDINATOR)
 """What `LEARNER` and `PARAMETER_SERVER` are where the server deals the samples out, and where the learners bring their
 gradients into a window themselves."""
 
-SHARDED = KINDS[LEARNER]._replace(machine="rudra.roles.sharded:ShardedLearner", pushes_at_once=False)
-FIRST_SHARD = KINDS[PARAMETER_SERVER]._replace(machine="rudra.roles.sharded:FirstShard")
+SHARDED = _TRAINS._replace(variant=Variant.SHARDED_LEARNER)
+FIRST_SHARD = _DECIDES._replace(variant=Variant.FIRST_SHARD)
 """What `LEARNER` and `PARAMETER_SERVER` are where the weights lie in parts at several servers."""
 
-_FRONT_EXECUTORS = {
-    KINDS[PARAMETER_SERVER].executor: "rudra.compute.stages:FrontServerExecutor",
-    KINDS[LEARNER].executor: "rudra.compute.stages:FrontExecutor",
-    REPLICA.executor: "rudra.compute.stages:FrontReplicaExecutor",
+_OF_FIRST_STAGE = {
+    Variant.PARAMETER_SERVER: Variant.FIRST_STAGE_PARAMETER_SERVER,
+    Variant.PARAMETER_SHARD: Variant.FIRST_STAGE_PARAMETER_SHARD,
+    Variant.FIRST_SHARD: Variant.FIRST_STAGE_FIRST_SHARD,
+    Variant.LEARNER: Variant.FIRST_STAGE_LEARNER,
+    Variant.OVERLAPPED_LEARNER: Variant.FIRST_STAGE_OVERLAPPED_LEARNER,
+    Variant.GROUP_LEARNER: Variant.FIRST_STAGE_GROUP_LEARNER,
+    Variant.SHARDED_LEARNER: Variant.FIRST_STAGE_SHARDED_LEARNER,
+    Variant.REPLICA: Variant.FIRST_STAGE_REPLICA,
 }
 
 
-@cache
-def front_of(kind: RoleKind) -> RoleKind:
-    """What a kind is where a stage server holds the last layers, and it has to do with the first ones.
-
-    Learners and those who decide about weights are machines of their own then, called as `kind` has it behind "Front".
-    """
-    machine, executor = kind.machine, _FRONT_EXECUTORS.get(kind.executor, kind.executor)
-    if kind.trains or machine in _DECIDE:
-        machine = f"rudra.roles.fronts:Front{machine.partition(':')[2]}"
-    return kind._replace(machine=machine, executor=executor, pushes_at_once=False)
-
-
-_DECIDE = (KINDS[PARAMETER_SERVER].machine, FIRST_SHARD.machine)
+def first_stage_of(traits: RoleTraits) -> RoleTraits:
+    """What a role is where a stage server holds the last layers, and the role has to do with the first ones."""
+    return traits._replace(variant=_OF_FIRST_STAGE[traits.variant], pushes_at_once=False)

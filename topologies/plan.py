@@ -25,9 +25,9 @@ from topologies.kinds import (
     WINDOW_WORKER,
     WORKER,
     Reduction,
-    RoleKind,
+    RoleTraits,
     Sharing,
-    front_of,
+    first_stage_of,
 )
 
 _RENAMED = {  # for topologies of yesterday
@@ -67,7 +67,7 @@ class Role:
     @property
     def name(self) -> str:
         """What people and files call the role: `"learner 3"`, `"parameter server"`."""
-        return f"{self.kind} {self.index}" if self.about.numbered else self.kind
+        return f"{self.kind} {self.index}" if self.kind_traits.numbered else self.kind
 
     @property
     def title(self) -> str:
@@ -75,8 +75,8 @@ class Role:
         return f"{self.name} (rank {self.world_rank})"
 
     @property
-    def about(self) -> RoleKind:
-        """What is true of all roles of this kind."""
+    def kind_traits(self) -> RoleTraits:
+        """What is true of all roles of this kind, in any plan."""
         return KINDS[self.kind]
 
 
@@ -231,7 +231,7 @@ class Plan:
     @cached_property
     def learner_numbers(self) -> int:
         """Number of learners, those that are gone included: learners have the numbers from 0 up to this."""
-        return sum(role.about.trains for role in self.roles)
+        return sum(role.kind_traits.trains for role in self.roles)
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
@@ -311,36 +311,36 @@ class Plan:
     def _parameter_servers(self) -> tuple[int, ...]:
         return self._those(lambda kind: kind.updates and not kind.trains and not kind.concludes)
 
-    def about(self, role: int) -> RoleKind:
+    def traits(self, role: int) -> RoleTraits:
         """What is true of a role in this plan, such as whether it trains or updates weights.
 
         Args:
             role: id of the role.
         """
-        own = self.roles[role].about
+        own = self.roles[role].kind_traits
         if own.trains:
             return self._learner_kind
         if own.updates and not own.concludes:
             if role == self.server:
                 own = self._server_kind
-            return own if self.stage is None else front_of(own)
+            return own if self.stage is None else first_stage_of(own)
         return own
 
     @cached_property
-    def _server_kind(self) -> RoleKind:
+    def _server_kind(self) -> RoleTraits:
         if self.scheduled:
             return WINDOW_COORDINATOR if self.window else COORDINATOR
         return FIRST_SHARD if self.sharded else CENTRAL if self.averaging else KINDS[PARAMETER_SERVER]
 
     @cached_property
-    def _learner_kind(self) -> RoleKind:
+    def _learner_kind(self) -> RoleTraits:
         if self.averaging:
             return ELASTIC if self.served else AVERAGERS[self.sharing]
         if self.scheduled:
             return WINDOW_WORKER if self.window else WORKER
         kind = OVERLAPPED if self.overlapped else GROUPED if self.groups else KINDS[LEARNER]
         kind = SHARDED if self.sharded else kind if self.served else REPLICA
-        return kind if self.stage is None else front_of(kind)
+        return kind if self.stage is None else first_stage_of(kind)
 
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
         """Ids of the roles that an MPI rank hosts."""
@@ -348,7 +348,7 @@ class Plan:
 
     def weight_source(self, role: Role) -> int | None:
         """Id of the role that gives a role weights; None for the root, and for servers of a tree if `overlapped`."""
-        if self.overlapped and role.about.relays:
+        if self.overlapped and role.kind_traits.relays:
             return None
         return role.parent if role.source is None else role.source
 
@@ -379,7 +379,7 @@ class Plan:
         Args:
             role: id of the role.
         """
-        return self.roles[role].about.trains and not self.groups and not self.overlapped
+        return self.roles[role].kind_traits.trains and not self.groups and not self.overlapped
 
     def without(self, lost: Collection[int]) -> "Plan":
         """The plan of the roles that are left when others are lost.
@@ -416,7 +416,7 @@ class Plan:
                 roles[id_] = replace(roles[id_], parent=parent, source=source)
         plan = replace(self, roles=tuple(roles), gone=gone)
         for id_, role in enumerate(roles):
-            if role.about.relays and not plan.learners_below(id_):
+            if role.kind_traits.relays and not plan.learners_below(id_):
                 roles[id_] = replace(role, parent=None)
         return replace(plan, roles=tuple(roles))
 
@@ -435,15 +435,15 @@ class Plan:
 
     def learners_below(self, role: int) -> int:
         """Number of learners whose gradients a role has or takes, itself included if it is a learner."""
-        return int(self.roles[role].about.trains) + sum(map(self.learners_below, self.children[role]))
+        return int(self.roles[role].kind_traits.trains) + sum(map(self.learners_below, self.children[role]))
 
-    def _those(self, wanted: Callable[[RoleKind], bool]) -> tuple[int, ...]:
-        return tuple(i for i, role in enumerate(self.roles) if wanted(role.about) and i not in self.gone)
+    def _those(self, wanted: Callable[[RoleTraits], bool]) -> tuple[int, ...]:
+        return tuple(i for i, role in enumerate(self.roles) if wanted(role.kind_traits) and i not in self.gone)
 
     def _below(self, above: Callable[[Role], int | None]) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.roles]
         for id_, role in enumerate(self.roles):
-            if id_ in self.gone or role.about.tests:
+            if id_ in self.gone or role.kind_traits.tests:
                 continue
             if (parent := above(role)) is not None:
                 found[parent].append(id_)

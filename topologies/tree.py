@@ -89,4 +89,4 @@ def server_tree(nodes: Sequence[int], fan_out: FanOut) -> list[Role]:
 def max_gradients(roles: Sequence[Role]) -> int:
     """Room that the messages of a tree need: a server relays when it has as many gradients as learners below it,
     and until then it may have one less, to which its largest child adds as many again."""
-    return 2 * max(1, sum(role.about.trains for role in roles))
+    return 2 * max(1, sum(role.kind_traits.trains for role in roles))

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -58,8 +58,26 @@ def arithmetic_of_thread() -> Callable[[], None]:
     return adopt
 
 
+Does = TypeVar("Does", bound=Callable[..., Any])
+
+
+def performs(action: type[Local]) -> Callable[[Does], Does]:
+    """Marks the method of an executor that does a local action; those of subclasses take its place without a mark."""
+
+    def mark(method: Does) -> Does:
+        method.performs = action  # type: ignore[attr-defined]
+        return method
+
+    return mark
+
+
+def _marked(cls: type) -> dict[type[Local], str]:
+    """Actions, and names of the methods of a class that do them."""
+    return {method.performs: name for name, method in vars(cls).items() if hasattr(method, "performs")}
+
+
 class Executor:
-    """Buffers and arithmetic of one role: does its local actions, each in the method of that name.
+    """Buffers and arithmetic of one role: does its local actions, each in the method that `performs` marks.
 
     Args:
         layout: what the flat vector holds.
@@ -86,6 +104,8 @@ class Executor:
         tail: bytes of the largest message that comes with a tensor.
         direct: MPI reads and writes the buffers on that device.
     """
+
+    _METHODS: ClassVar[dict[type[Local], str]] = {}
 
     parts: Mapping[int, slice] = {}
     parted: Sequence[Part] = ()
@@ -122,6 +142,9 @@ class Executor:
         self._deferred: dict[str, Deferred] = {}
         self.lent: Counter[str] = Counter()
 
+    def __init_subclass__(cls) -> None:
+        cls._METHODS = {**cls._METHODS, **_marked(cls)}
+
     @property
     def computes_in_place(self) -> bool:
         """It computes with its buffers themselves, and not with copies on a GPU."""
@@ -129,7 +152,7 @@ class Executor:
 
     def perform(self, action: Local) -> Iterator[Event | None]:
         """Does a local action: gives None after each piece of long work but the last, and then what has come of it."""
-        done = getattr(self, type(action).__name__.lower())(action)
+        done = getattr(self, self._METHODS[type(action)])(action)
         return done if isinstance(done, Iterator) else iter((done,))
 
     def moves(self, name: str) -> bool:
@@ -323,9 +346,11 @@ class Executor:
         """SHA-256 of a buffer's floats, in hexadecimal."""
         return sha256(self.buffer(name).array)
 
+    @performs(Hash)
     def hash(self, action: Hash) -> Hashed:
         return Hashed(self.sha256(action.buffer))
 
+    @performs(Arrange)
     def arrange(self, action: Arrange) -> None:
         if all(len(part.stretches) == 1 for part in self.parted):  # they have come where they belong
             return
@@ -337,6 +362,7 @@ class Executor:
             vector[place] = came[start : start + size]
             start += size
 
+    @performs(Copy)
     def copy(self, action: Copy) -> None:
         self.renew(action.target).vector.copy_(self.buffer(action.source).vector)
 
@@ -355,3 +381,6 @@ class Executor:
         """The role is done: ends threads, and calls the hooks of the end."""
         if self.hooks is not None:
             self.hooks.ended()
+
+
+Executor._METHODS = _marked(Executor)

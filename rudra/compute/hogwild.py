@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rudra.compute.devices import Stage
-from rudra.compute.executor import Executor, arithmetic_of_thread
+from rudra.compute.executor import Executor, arithmetic_of_thread, performs
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.owners import ServerExecutor
@@ -65,9 +65,11 @@ class Sharing(Executor):
 
     window: Window
 
+    @performs(Publish)
     def publish(self, action: Publish) -> None:
         self.window.fill(self.buffer(action.weights).vector, action.timestamp)
 
+    @performs(Fetch)
     def fetch(self, action: Fetch) -> Fetched:
         buffer = self.renew(action.weights)
         buffer.vector.copy_(self.window.latest)
@@ -95,6 +97,7 @@ class HogwildExecutor(Sharing, LearnerExecutor):
         self._threads = [_Thread(source, self.size, copies=self.copies) for source in sources]
         self._pool: ThreadPoolExecutor | None = None
 
+    @performs(Train)
     def train(self, action: Train) -> Iterator[Trained]:
         batches = self.batches(action.step, action.works)
         tasks = list(
@@ -162,6 +165,7 @@ class HogwildServerExecutor(Sharing, ServerExecutor):
 
     workers: Mapping[int, int] = {}
 
+    @performs(Look)
     def look(self, action: Look) -> Found:
         entries = self.window.entries(self.workers[action.role], action.after)
         return Found(action.role, tuple(made_of(entry, self.window.update) for entry in entries))

@@ -10,7 +10,7 @@ import torch
 from msgspec import structs
 
 from rudra.compute.devices import finish
-from rudra.compute.executor import Executor
+from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Sums, add_batch, evaluate, score_of
 from rudra.compute.owners import OwnerExecutor
@@ -64,6 +64,7 @@ class LearnerExecutor(Executor):
         super().prepare()
         self.source.prepare()
 
+    @performs(Compute)
     def compute(self, action: Compute) -> Iterator[Computed]:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:
@@ -76,6 +77,7 @@ class LearnerExecutor(Executor):
             gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
         yield self.computed(action, outcome)
 
+    @performs(Assess)
     def assess(self, action: Assess) -> Iterator[Assessed | None]:
         assert self.examined is not None
         weights, found = self.weights_to_test(action.weights), []
@@ -127,6 +129,7 @@ class StatisticsExecutor(Executor):
         batch = split.batch(np.arange(min(self._batch_size, len(split))))
         return (*self._flat.evaluate_batch(*batch)[2], *self._flat.task.derived(0.0))
 
+    @performs(Evaluate)
     def evaluate(self, action: Evaluate) -> Iterator[Evaluated | None]:
         began = time.perf_counter()
         scores = []
@@ -140,6 +143,7 @@ class StatisticsExecutor(Executor):
                     scores.append(score)
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
 
+    @performs(Sum)
     def sum(self, action: Sum) -> Evaluated:
         sums: dict[str, Sums] = {}
         counts: Counter[str] = Counter()

@@ -5,7 +5,6 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from rudra import plugins
 from rudra.compute import models, tasks
 from rudra.compute.devices import CPU, Placing, Stage
 from rudra.compute.executor import Executor
@@ -13,11 +12,19 @@ from rudra.compute.first_gradient import portion_of
 from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
-from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, StatisticsExecutor
-from rudra.compute.owners import FirstWeights, OwnerExecutor
+from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, ReplicaExecutor, StatisticsExecutor
+from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor, ServerExecutor
 from rudra.compute.parts import cut
-from rudra.compute.replicas import ElasticExecutor
-from rudra.compute.stages import BackExecutor, Cut, FrontExecutor, PieceExecutor, cut_model
+from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor
+from rudra.compute.stages import (
+    BackExecutor,
+    Cut,
+    FrontExecutor,
+    FrontReplicaExecutor,
+    FrontServerExecutor,
+    PieceExecutor,
+    cut_model,
+)
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
@@ -28,7 +35,39 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.target import Target
 from topologies import Plan
-from topologies.kinds import RoleKind
+from topologies.kinds import RoleTraits, Variant
+
+EXECUTORS: dict[Variant, type[Executor]] = {
+    Variant.PARAMETER_SERVER: ServerExecutor,
+    Variant.PARAMETER_SHARD: ServerExecutor,
+    Variant.FIRST_SHARD: ServerExecutor,
+    Variant.CENTRAL_SERVER: CentralExecutor,
+    Variant.COORDINATOR: ServerExecutor,
+    Variant.WINDOW_COORDINATOR: HogwildServerExecutor,
+    Variant.TREE_SERVER: AveragingExecutor,
+    Variant.STAGE_SERVER: BackExecutor,
+    Variant.STATISTICS_SERVER: StatisticsExecutor,
+    Variant.LEARNER: LearnerExecutor,
+    Variant.OVERLAPPED_LEARNER: LearnerExecutor,
+    Variant.GROUP_LEARNER: LearnerExecutor,
+    Variant.SHARDED_LEARNER: LearnerExecutor,
+    Variant.REPLICA: ReplicaExecutor,
+    Variant.AVERAGER: AveragerExecutor,
+    Variant.REPLICA_SHARER: AveragerExecutor,
+    Variant.REFERRER: ReferrerExecutor,
+    Variant.ELASTIC_LEARNER: ElasticExecutor,
+    Variant.WORKER: LearnerExecutor,
+    Variant.WINDOW_WORKER: HogwildExecutor,
+    Variant.FIRST_STAGE_PARAMETER_SERVER: FrontServerExecutor,
+    Variant.FIRST_STAGE_PARAMETER_SHARD: FrontServerExecutor,
+    Variant.FIRST_STAGE_FIRST_SHARD: FrontServerExecutor,
+    Variant.FIRST_STAGE_LEARNER: FrontExecutor,
+    Variant.FIRST_STAGE_OVERLAPPED_LEARNER: FrontExecutor,
+    Variant.FIRST_STAGE_GROUP_LEARNER: FrontExecutor,
+    Variant.FIRST_STAGE_SHARDED_LEARNER: FrontExecutor,
+    Variant.FIRST_STAGE_REPLICA: FrontReplicaExecutor,
+}
+"""What does the local actions of each variant of a role."""
 
 
 def make_executors(
@@ -63,7 +102,7 @@ def make_executors(
             options are wrong, or there is no such hook.
     """
     task = tasks.make(job.task, data.info.classes)
-    kinds = [plan.about(role) for role in roles]
+    kinds = [plan.traits(role) for role in roles]
     compiled = job.training.compile and any(kind.trains for kind in kinds)
     if compiled and data.info.sparse:
         raise ConfigError("[training] compile = true: no step on sparse inputs is compiled; valid: false")
@@ -88,7 +127,7 @@ def make_executors(
     ends = accumulate((part.size for part in owned.values()), initial=0)
     travelling = dict(zip(owned, (slice(start, stop) for start, stop in pairwise(ends)), strict=True))
     all_parts = list(parts(job, plan))
-    learners = [role for role in roles if plan.about(role).trains]
+    learners = [role for role in roles if plan.traits(role).trains]
     _, first_job, first_plan = all_parts[0]
     portions = {role: portion_of(first_job, first_plan, role) for role in learners}
     most_gradients = first_plan.max_gradients_per_message
@@ -98,9 +137,8 @@ def make_executors(
     hooks = hooks_of(job, plan, roles, flat.layout)
     made: dict[int, Executor] = {}
     for role in roles:
-        kind, part = plan.about(role), owned.get(role)
-        cls = Executor if kind.tests and data.test is None else plugins.resolve(kind.executor)
-        assert isinstance(cls, type)
+        kind, part = plan.traits(role), owned.get(role)
+        cls = Executor if kind.tests and data.test is None else EXECUTORS[kind.variant]
         own = flat if fronts is None else fronts[0]  # which it computes gradients with
         if sides and part is None and kind.updates:  # one of several replicas
             part = sides[kind.concludes]
@@ -195,7 +233,7 @@ def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> No
 
 def _allocated(
     cls: type[Executor],
-    kind: RoleKind,
+    kind: RoleTraits,
     flat: FlatModel,
     part: Part | None,
     gradients: int,

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
-from rudra.compute.executor import Executor
+from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import stretch_names
@@ -42,6 +42,7 @@ FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 class AveragingExecutor(Executor):
     """Adds gradients, for a server."""
 
+    @performs(Accumulate)
     def accumulate(self, action: Accumulate) -> None:
         if not self.fuses:
             self._accumulate(action)
@@ -212,6 +213,7 @@ class OwnerExecutor(Executor):
             self._take_part(weights)
         buffer.version += 1
 
+    @performs(Update)
     def update(self, action: Update) -> Updated:
         began = time.perf_counter()
         before = self.buffer(action.weights)
@@ -242,6 +244,7 @@ class OwnerExecutor(Executor):
             self.hooks.updated(action, lambda: buffer.array, self._replica())
         return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
 
+    @performs(Measure)
     def measure(self, action: Measure) -> Measured:
         gradient = self.buffer(action.gradient).vector[: self.parameters]
         return Measured(self._rule.norms(gradient).numpy().tobytes())

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
+from rudra.compute.executor import performs
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
@@ -74,6 +75,7 @@ class ElasticExecutor(LearnerExecutor):
         """What steps a buffer."""
         return self._inner
 
+    @performs(Step)
     def step(self, action: Step) -> Stepped:
         began = time.perf_counter()
         rule = self._rule_for(action.replica)
@@ -115,6 +117,7 @@ class ElasticExecutor(LearnerExecutor):
         buffer.version += 1
         return Stepped(time.perf_counter() - began, math.nan if difference is None else math.sqrt(squares))
 
+    @performs(Restart)
     def restart(self, action: Restart) -> None:
         if not action.keeps_momentum:
             self._rule_for(action.replica).reset()
@@ -182,6 +185,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         for name in names:
             super().restart(Restart(name, WEIGHTS))
 
+    @performs(Approach)
     def approach(self, action: Approach) -> None:
         replica, weights = self.buffer(action.replica), self.buffer(action.weights).vector
         head = slice(0, self.parameters)
@@ -191,6 +195,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def _replica(self) -> Callable[[], npt.NDArray[np.float32]]:
         return lambda: self.buffer(REPLICA).array
 
+    @performs(Restart)
     def restart(self, action: Restart) -> None:
         self._rule.reset()
         super().restart(action)

@@ -19,6 +19,7 @@ from rudra.compute import parts
 from rudra.compute.averaging import average
 from rudra.compute.buffers import buffers_of
 from rudra.compute.cuts import chain
+from rudra.compute.executor import performs
 from rudra.compute.flat import FlatModel, sha256, travels
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
@@ -159,6 +160,7 @@ class FrontExecutor(LearnerExecutor):
         self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.crossing(samples))
         self._behind = torch.empty(self.size - self.parameters)
 
+    @performs(Forward)
     def forward(self, action: Forward) -> Iterator[Forwarded]:
         source, model = self.source, self.source.model
         inputs, _ = source.minibatch(action.step, action.work)
@@ -170,6 +172,7 @@ class FrontExecutor(LearnerExecutor):
             into[self.activations :].view(torch.uint8).copy_(model.random_state)
         yield Forwarded(action.step)
 
+    @performs(Backward)
     def backward(self, action: Backward) -> Iterator[Computed]:
         model, output = self.source.model, self._open
         assert output is not None
@@ -265,6 +268,7 @@ class BackExecutor(PieceExecutor, ServerExecutor):
         own = job.placement.momentum
         return job.optimizer.momentum if own is None else own
 
+    @performs(Conclude)
     def conclude(self, action: Conclude) -> Iterator[Computed]:
         source = self._sources[action.learner]
         model = source.model
@@ -284,6 +288,7 @@ class BackExecutor(PieceExecutor, ServerExecutor):
             returned.copy_(activations.grad.reshape(-1))
         yield Computed(action.step, loss, errors, samples)
 
+    @performs(Combine)
     def combine(self, action: Combine) -> None:
         into, *_ = vectors = [self.buffer(name).vector for name in action.gradients]
         assert action.into == action.gradients[0]

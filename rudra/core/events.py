@@ -259,7 +259,7 @@ class Drop(Struct, frozen=True, gc=False):
 
 
 class Local(Struct, frozen=True, gc=False):
-    """What a role's executor does by itself, in the method that has the action's name in lower case.
+    """What a role's executor does by itself.
 
     Attributes:
         long: other things go on meanwhile; else it is done before the next action.

@@ -232,7 +232,7 @@ def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entr
                 found.setdefault(role, []).append(called)
     made = {}
     for role, hooks in found.items():
-        kind = plan.about(role)
+        kind = plan.traits(role)
         replica = kind.trains and kind.updates
         partial_ = role in plan.owners or plan.stage is not None
         whole = None if plan.parted and partial_ and role != plan.statistics else layout

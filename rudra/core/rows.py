@@ -2,9 +2,13 @@
 
 from rudra.job.job import Job
 from topologies import Plan
-from topologies.kinds import KINDS, LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_SERVER
+from topologies.kinds import Variant
 
-_CARRIERS = {KINDS[kind].executor for kind in (PARAMETER_SERVER, TREE_SERVER, LEARNER, STATISTICS_SERVER)}
+_CARRIERS = {
+    *(Variant.PARAMETER_SERVER, Variant.PARAMETER_SHARD, Variant.FIRST_SHARD, Variant.COORDINATOR),
+    *(Variant.TREE_SERVER, Variant.STATISTICS_SERVER),
+    *(Variant.LEARNER, Variant.OVERLAPPED_LEARNER, Variant.SHARDED_LEARNER, Variant.WORKER),
+}
 """What carries gradients, or nothing that has to do with them."""
 
 
@@ -43,6 +47,6 @@ def dense_because(job: Job, plan: Plan) -> str:
         return "[weights] at = 'window' adds whole vectors"
     if plan.parted or plan.stage is not None:
         return f"topology {job.make_topology().name} sends parts of gradients"
-    if plan.groups or any(plan.about(role).executor not in _CARRIERS for role in range(len(plan.roles))):
+    if plan.groups or any(plan.traits(role).variant not in _CARRIERS for role in range(len(plan.roles))):
         return f"topology {job.make_topology().name} adds gradients among learners"
     return ""

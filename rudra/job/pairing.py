@@ -86,7 +86,7 @@ def _check_shape(protocol: protocols.Protocol, plan: topologies.Plan, topology: 
             f"{on}: protocol {name} {why}, so its update_due has no say; valid: gradients_per_update, or a server and "
             "ordered = False"
         )
-    if any(role.about.relays for role in plan.roles):
+    if any(role.kind_traits.relays for role in plan.roles):
         if protocol.waits and protocols.saved(protocol):
             raise ValueError(
                 f"{on}: protocol {name} lets learners wait and has a state, which servers of a tree do not know; "
@@ -216,7 +216,7 @@ def _check_placement(job: "Job", plan: topologies.Plan, protocol: protocols.Prot
             bool(plan.groups) and table.servers > 1
         ),
         f"{several}: where a server of a tree dies all begin anew, which several stage servers cannot; valid: 1": (
-            any(role.about.relays for role in plan.roles) and table.servers > 1
+            any(role.kind_traits.relays for role in plan.roles) and table.servers > 1
         ),
         f"{on}: [optimizer] clip_norm: learners that update weights of their own do not know the norm of the last "
         "layers; valid: none, or a topology with a parameter server": (
@@ -297,7 +297,7 @@ def check_hooks(job: "Job", plan: topologies.Plan, *, placed: bool) -> None:
 
 def check_same_roles(before: topologies.Plan, after: topologies.Plan) -> None:
     """Raises ValueError where a run could not go on by another plan with the ranks that it has."""
-    who = [[(role.kind, role.index, plan.about(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
+    who = [[(role.kind, role.index, plan.traits(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
     if who[0] != who[1]:
         raise ValueError("[topology] options: roles must be those of before; valid: options that keep them")
     if after.reduction == "mpi":

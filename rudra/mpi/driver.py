@@ -190,7 +190,7 @@ class Rank:
         near = library is None and self._arena.neighbours.issuperset(range(comm.size))
         self._longest_s = 5e-3 if near else 1e-3
         self._reductions = self._new_reductions(machines, library)  # by compute group
-        if any(plan.about(role).overlaps for role in machines):
+        if any(plan.traits(role).overlaps for role in machines):
             self._start_threads()
         self._running = set(machines)
         self._code = 0
@@ -331,7 +331,7 @@ class Rank:
         plan, made = self.plan, dict[int, GroupReduction]()
         for role in roles:
             for group in (plan.roles[role].group, *((EVERYBODY,) if plan.sharing != "nothing" else ())):
-                if group is None or group in made or not plan.about(role).trains:
+                if group is None or group in made or not plan.traits(role).trains:
                     continue
                 members, channel = plan.together(role, group), AVERAGES if group == EVERYBODY else REDUCTIONS
                 tag, size = self._tag(members[0], channel), self._executors[role].size
@@ -465,7 +465,7 @@ class Rank:
         going = Going(role, action.buffer, action.to)
         tag = self._tag(action.to, channel, self._places[role])
         if to in self._arena.neighbours:
-            most = GENERATIONS - 1 - self.plan.about(role).overlaps
+            most = GENERATIONS - 1 - self.plan.traits(role).overlaps
             self._transfers.lend(going, action.message, to, tag, halves=halves, most=most)
             return
         wire = self._executors[role].send(action.buffer, action.message, action.to, halves=halves)
@@ -508,7 +508,7 @@ class Rank:
         sources = {source} if source is not None else {self.plan.roles[i].world_rank for i in self.plan.children[role]}
         wanted.near = sources <= neighbours
         gradient = wanted.tag % CHANNELS == (FIRST_TAG + GRADIENTS) % CHANNELS
-        keeps = self.plan.about(role).overlaps and not self.plan.receivers[role]
+        keeps = self.plan.traits(role).overlaps and not self.plan.receivers[role]
         wanted.reads = not wanted.halves if gradient else keeps and self._executors[role].computes_in_place
 
     def _withdraw(self, role: int, buffer: str) -> None:

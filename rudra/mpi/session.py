@@ -278,7 +278,7 @@ def _resolve(job: Job, comm: MPI.Comm, *, spare: bool = False) -> tuple[Job, Pla
         rank = told.index(False)
         who = f"the MPI library of rank {rank} on {seen[rank][1]} does not report GPU support"
         raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
-    kinds = [plan.roles[i].about for i in plan.on_rank(comm.rank)]
+    kinds = [plan.roles[i].kind_traits for i in plan.on_rank(comm.rank)]
     computes = any(kind.trains or kind.concludes for kind in kinds)  # one gradient at a time
     threads = max(1, cores() // max(1, _sum_on_node(comm, int(computes))))
     threads = job.cluster.threads_per_rank or comm.allreduce(threads, MPI.MIN)
@@ -350,7 +350,7 @@ class _Session:
         return [self._plan.roles[i].name for i in self._roles]
 
     def _load(self) -> None:
-        kinds = [self._plan.roles[i].about for i in self._roles]
+        kinds = [self._plan.roles[i].kind_traits for i in self._roles]
         learns = any(kind.trains or kind.concludes for kind in kinds)
         serves = any(kind.serves for kind in kinds)
         torch.set_num_threads(self._job.cluster.threads_per_rank or 1 if learns or serves else 1)
@@ -482,7 +482,7 @@ class _Session:
         for role, executor in self._executors.items():
             executor.prepare()
             if self._near and (
-                self._plan.about(role).overlaps or (self._plan.overlapped and role == self._plan.server)
+                self._plan.traits(role).overlaps or (self._plan.overlapped and role == self._plan.server)
             ):
                 executor.reserve(GENERATIONS - 1)
             if self._begin.checkpoint is not None and isinstance(executor, OwnerExecutor):
@@ -507,17 +507,17 @@ class _Session:
 
     def _most_buffers(self, role: int) -> int:
         """That a role may have at a time: a stage server has three for each learner."""
-        return RESERVED + 3 * len(self._plan.learners) * self._plan.about(role).concludes
+        return RESERVED + 3 * len(self._plan.learners) * self._plan.traits(role).concludes
 
     def _share_window(self) -> None:
         """Gives the workers of a node, and their coordinator, one memory for the weights, if the job says so."""
         if not self._plan.window:
             return
         plan, world, comm = self._plan, list(range(self._comm.size)), self._comm
-        owner, mine = plan.server, [plan.about(role) for role in self._roles]
+        owner, mine = plan.server, [plan.traits(role) for role in self._roles]
         member = any(kind.trains or kind.serves for kind in mine)
         if several := plan.window_leaders:  # each has a window of its own, and the owner of the weights none
-            node = next((plan.roles[role].node for role in self._roles if plan.about(role).trains), MPI.UNDEFINED)
+            node = next((plan.roles[role].node for role in self._roles if plan.traits(role).trains), MPI.UNDEFINED)
             comm = self._comm.Split(node, self._comm.rank)
             if comm == MPI.COMM_NULL:
                 return
@@ -657,7 +657,7 @@ class _Session:
 
     def _make_rank(self, recorder: Recorder | None) -> Rank:
         tolerance = self._job.fault_tolerance
-        computes = not all(self._plan.roles[i].about.tests for i in self._roles)
+        computes = not all(self._plan.roles[i].kind_traits.tests for i in self._roles)
         busy = _sum_on_node(self._comm, int(computes))
         return Rank(
             self._comm,

@@ -44,7 +44,7 @@ class Trial:
     """
 
     def __init__(self, job: Job, plan: Plan, roles: Sequence[int], data: Data | None, device: torch.device) -> None:
-        learners = tuple(role for role in roles if plan.about(role).trains)
+        learners = tuple(role for role in roles if plan.traits(role).trains)
         self.seconds: dict[int, float] = {}
         self.round_s = 0.0
         self._learners: dict[int, LearnerExecutor] = {}

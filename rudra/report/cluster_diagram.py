@@ -218,9 +218,9 @@ def _table(cast: Cast, name: str) -> ReportTable:
     plan = cast.plan
     rows = []
     for role, node in zip(plan.roles, cast.nodes, strict=True):
-        above = plan.roles[role.parent].name if role.parent is not None and not role.about.tests else None
+        above = plan.roles[role.parent].name if role.parent is not None and not role.kind_traits.tests else None
         place = "of its own" if node == ELSEWHERE else node
-        given_by = None if role.about.tests else plan.weight_source(role)
+        given_by = None if role.kind_traits.tests else plan.weight_source(role)
         source = None if given_by is None else plan.roles[given_by].name
         rows.append((role.name, role.world_rank, above, source, place, cast.hosts.get(node), role.group))
     heads = ("role", "rank", "gradients to", "weights from", "node", "host", "group")

@@ -43,11 +43,11 @@ def by_gradients(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
             return Branch(members[id_], tuple(Branch((role,)) for role in members[id_]), (number,))
         return _branch(plan.children, id_, room, branch)
 
-    roots = [i for i, role in enumerate(plan.roles) if role.parent is None and not role.about.tests]
+    roots = [i for i, role in enumerate(plan.roles) if role.parent is None and not role.kind_traits.tests]
     if plan.sharing != "nothing":  # groups side by side, although their first members have a parent
         roots = list(members)
     found = _fitted(plan, [branch(root) for root in roots], most)
-    return (*found, *(Branch((i,)) for i, role in enumerate(plan.roles) if role.about.tests))
+    return (*found, *(Branch((i,)) for i, role in enumerate(plan.roles) if role.kind_traits.tests))
 
 
 def by_weights(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:

@@ -254,7 +254,7 @@ def where(cast: Cast, roles: Sequence[int]) -> str:
 
 def counted(plan: Plan, roles: Iterable[int]) -> str:
     """How many there are of each kind, in the plan's order, learners last."""
-    in_order = sorted(roles, key=lambda role: (plan.roles[role].about.trains, role))
+    in_order = sorted(roles, key=lambda role: (plan.roles[role].kind_traits.trains, role))
     kinds = Counter(plan.roles[role].kind for role in in_order)
     return ", ".join(f"{count:,} {kind}{_s(count)}" for kind, count in kinds.items())
 

@@ -215,16 +215,16 @@ def plan(found: Plan, learners: int) -> Plan:
 def _exchange(found: Plan) -> None:
     """Raises ValueError where a role lacks somebody to exchange gradients and weights with."""
     for id_, role in enumerate(found.roles):
-        if not role.about.trains:
+        if not role.kind_traits.trains:
             continue
         if found.served and (role.parent is None or found.weight_source(role) is None):
             raise ValueError(f"/roles: {role.name} has no {'parent' if role.parent is None else 'source of weights'}")
         for other in (role.parent, found.weight_source(role)):
             if other == id_ or (other is not None and not 0 <= other < len(found.roles)):
                 break  # `_climb` says so
-            if other is not None and found.roles[other].about.tests:
+            if other is not None and found.roles[other].kind_traits.tests:
                 raise ValueError(f"/roles: {role.name} exchanges with the statistics server")
-    grouped = {role.group is not None for role in found.roles if role.about.trains}
+    grouped = {role.group is not None for role in found.roles if role.kind_traits.trains}
     if len(grouped) > 1:
         raise ValueError("/roles: some learners are in a compute group, and others are not")
 

@@ -2,20 +2,76 @@
 
 `handle(event, now)` takes what happened and returns what should be done; drivers do it (`rudra.mpi.driver` on
 real ranks, `rudra.simulation.driver` in virtual time). A role sees no clock but `now`, no randomness, no tensor.
-Which kind of role has which machine is told in `topologies.kinds`.
+`MACHINES` tells which variant of a role (`topologies.kinds`) has which machine.
 """
 
 from collections.abc import Callable, Collection
 
-from rudra import plugins
 from rudra.core.phases import Phases, phase_at
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
+from rudra.roles.averaging import Averager
+from rudra.roles.blocks import Referrer, ReplicaSharer
+from rudra.roles.coordinator import Coordinator
+from rudra.roles.elastic import ElasticLearner
+from rudra.roles.fronts import (
+    FrontFirstShard,
+    FrontGroupLearner,
+    FrontLearner,
+    FrontOverlappedLearner,
+    FrontParameterServer,
+    FrontReplica,
+    FrontShardedLearner,
+)
+from rudra.roles.group import GroupLearner, Replica
+from rudra.roles.learner import Learner
 from rudra.roles.machine import Machine, Setup
+from rudra.roles.overlapped import OverlappedLearner
+from rudra.roles.server import ParameterServer
+from rudra.roles.sharded import FirstShard, Shard, ShardedLearner
+from rudra.roles.stages import StageServer
+from rudra.roles.statistics import StatisticsServer
+from rudra.roles.tree import TreeServer
+from rudra.roles.window import WindowCoordinator
+from rudra.roles.window_worker import WindowWorker
+from rudra.roles.worker import Worker
 from topologies import Plan
+from topologies.kinds import Variant
 
-__all__ = ["Machine", "make", "make_in_phase"]
+__all__ = ["MACHINES", "Machine", "make", "make_in_phase"]
+
+MACHINES: dict[Variant, type[Machine]] = {
+    Variant.PARAMETER_SERVER: ParameterServer,
+    Variant.PARAMETER_SHARD: Shard,
+    Variant.FIRST_SHARD: FirstShard,
+    Variant.CENTRAL_SERVER: ParameterServer,
+    Variant.COORDINATOR: Coordinator,
+    Variant.WINDOW_COORDINATOR: WindowCoordinator,
+    Variant.TREE_SERVER: TreeServer,
+    Variant.STAGE_SERVER: StageServer,
+    Variant.STATISTICS_SERVER: StatisticsServer,
+    Variant.LEARNER: Learner,
+    Variant.OVERLAPPED_LEARNER: OverlappedLearner,
+    Variant.GROUP_LEARNER: GroupLearner,
+    Variant.SHARDED_LEARNER: ShardedLearner,
+    Variant.REPLICA: Replica,
+    Variant.AVERAGER: Averager,
+    Variant.REPLICA_SHARER: ReplicaSharer,
+    Variant.REFERRER: Referrer,
+    Variant.ELASTIC_LEARNER: ElasticLearner,
+    Variant.WORKER: Worker,
+    Variant.WINDOW_WORKER: WindowWorker,
+    Variant.FIRST_STAGE_PARAMETER_SERVER: FrontParameterServer,
+    Variant.FIRST_STAGE_PARAMETER_SHARD: Shard,
+    Variant.FIRST_STAGE_FIRST_SHARD: FrontFirstShard,
+    Variant.FIRST_STAGE_LEARNER: FrontLearner,
+    Variant.FIRST_STAGE_OVERLAPPED_LEARNER: FrontOverlappedLearner,
+    Variant.FIRST_STAGE_GROUP_LEARNER: FrontGroupLearner,
+    Variant.FIRST_STAGE_SHARDED_LEARNER: FrontShardedLearner,
+    Variant.FIRST_STAGE_REPLICA: FrontReplica,
+}
+"""The state machine of each variant of a role."""
 
 
 def make_in_phase(
@@ -55,5 +111,5 @@ def make(
         position: where training begins.
         phases: all parts of the run, where the job changes.
     """
-    kind: Callable[[int, Setup], Machine] = plugins.resolve(plan.about(role).machine)  # type: ignore[assignment]
-    return kind(role, Setup(job, plan, training_samples, schedule, position, phases))
+    machine: Callable[[int, Setup], Machine] = MACHINES[plan.traits(role).variant]
+    return machine(role, Setup(job, plan, training_samples, schedule, position, phases))

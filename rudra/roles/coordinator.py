@@ -160,7 +160,7 @@ class Coordinator(ParameterServer):
     def _lose(self, event: Lost, now: float) -> list[Action]:
         """The same, but after a test, as if it had died then; others have its part of that."""
         examination, role = self._examination, event.role
-        if examination is None or not self.plan.about(role).trains:
+        if examination is None or not self.plan.traits(role).trains:
             return super()._lose(event, now)
         self._deferred.append(role)
         examination.lose(role)

@@ -478,11 +478,12 @@ class Ledger:
         except ValueError as error:
             return [Fail(f"{names} died, and the run cannot go on: {error}", lost=True)]
         for role in lost:
-            learner = self.plan.roles[role].about.trains
+            learner = self.plan.roles[role].kind_traits.trains
             pushed = position.step(self.plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
             self.record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
-        if self.job.fault_tolerance.on_learner_loss == "stop" and any(self.plan.roles[i].about.trains for i in lost):
+        trained = any(self.plan.roles[i].kind_traits.trains for i in lost)
+        if self.job.fault_tolerance.on_learner_loss == "stop" and trained:
             self.stopped = True
         text = f"{names} died; {left_over(len(self.plan.learners))}, who go on from update {self.timestamp}"
         warnings = [Warn(text)] if lost else []
@@ -492,12 +493,12 @@ class Ledger:
         """Reports a role that is no more, and closes a learner's books."""
         self.recorded_losses.add(role)
         self.tell(kind, self.timestamp, now - self.began, text, role)
-        if self.plan.roles[role].about.trains:
+        if self.plan.roles[role].kind_traits.trains:
             self._account_for(role, pushed)
 
     def record_late_loss(self, role: int, now: float) -> list[Action]:
         """All is counted, and nobody is missed; but accounts of a learner and its group may never come."""
-        if self.plan.roles[role].about.trains:
+        if self.plan.roles[role].kind_traits.trains:
             for learner in self.plan.group_of(role):
                 self._account_for(learner, self.steps[self.plan.roles[learner].index])
         return self.outbox.flush(now)

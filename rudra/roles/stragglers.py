@@ -30,7 +30,7 @@ def overdue_s(job: Job, plan: Plan, child: int | None, heard: Mapping[int, float
         now: seconds.
     """
     timeout = job.fault_tolerance.straggler_timeout_s
-    if timeout is None or child is None or not plan.roles[child].about.trains:
+    if timeout is None or child is None or not plan.roles[child].kind_traits.trains:
         return None
     silence_s = now - heard[child]
     return silence_s if silence_s > timeout else None

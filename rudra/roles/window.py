@@ -314,7 +314,7 @@ class WindowCoordinator(Coordinator):
     def _lose(self, event: Lost, now: float) -> list[Action]:
         nodes, state = self._nodes, self.state
         unsafe = state is TRAINING or nodes.busy or (state is DRAINING and nodes.is_due(self.ledger.learned))
-        if nodes.several and unsafe and self.plan.about(event.role).trains:
+        if nodes.several and unsafe and self.plan.traits(event.role).trains:
             title = self.plan.roles[event.role].title
             return [Fail(f"{title} died, and with it perhaps what its node has learned in this epoch", lost=True)]
         return super()._lose(event, now)

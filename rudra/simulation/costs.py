@@ -235,7 +235,7 @@ class CostModel:
         table, here, there = self.table, self.node[sender], self.node[receiver]
         # With learners that overlap, pushes and pulls have threads of their own (§3.3).
         ends = (sender, receiver) if table.blocking_servers and not self.plan.overlapped else ()
-        blocking = tuple(("role", i) for i in ends if self.plan.roles[i].about.serves)
+        blocking = tuple(("role", i) for i in ends if self.plan.roles[i].kind_traits.serves)
         if here != there:
             return Link(table.latency_s, 1 / table.bandwidth_bytes_per_s, ("node", here), ("node", there), blocking)
         latency_s = table.latency_s if table.local_latency_s is None else table.local_latency_s

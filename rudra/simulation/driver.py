@@ -142,7 +142,7 @@ class Simulation:
         }
         self._over = self._end
         for role, machine in machines.items():
-            serves = plan.roles[role].about.serves
+            serves = plan.roles[role].kind_traits.serves
             message_s = costs.table.message_s if serves else 0.0
             actor = self.actors[role] = Actor(role, machine, serves=serves, message_s=message_s, seed=seed)
             actor.take = self._take if serves else self._handle  # others are never busy

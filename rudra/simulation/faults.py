@@ -122,10 +122,10 @@ class Faults:
     def _with(self, actor: Actor) -> list[Actor]:
         """Who dies with a role: a learner's rank has others, perhaps."""
         roles = self._sim.plan.roles
-        if not roles[actor.role].about.trains:
+        if not roles[actor.role].kind_traits.trains:
             return [actor]
         rank = roles[actor.role].world_rank
-        return [self._actors[i] for i, role in enumerate(roles) if role.about.trains and role.world_rank == rank]
+        return [self._actors[i] for i, role in enumerate(roles) if role.kind_traits.trains and role.world_rank == rank]
 
     def _drop(self, by: Actor, action: Drop, time: float) -> None:
         """Here who is dropped does nothing any more, which only those that dropped it notice."""

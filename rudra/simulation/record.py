@@ -107,7 +107,7 @@ class RecordedRun:
         elif any(timestamp in self.changes["timestamp"] for timestamp in self.losses["timestamp"]):
             at = next(row for row in self.losses if row["timestamp"] in self.changes["timestamp"])
             ends.append((int(at["timestamp"]), "a learner died while all began anew"))
-        elif any(role.about.relays for role in plan.roles):
+        elif any(role.kind_traits.relays for role in plan.roles):
             before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
             ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
         if ends:

@@ -228,14 +228,14 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
         here = plan.on_rank(role.world_rank)
         taken = alone
         for i in here:
-            first = plan.learners[0] if plan.stage is not None and not plan.about(i).tests else plan.statistics
+            first = plan.learners[0] if plan.stage is not None and not plan.traits(i).tests else plan.statistics
             alike = plan.stage if i in plan.stages else i if i in plan.owners else first
             assert alike is not None
             like, tail = made[alike], tail_bytes(plan.max_gradients_per_message)
             taken += sum(like.size_of(name) * 4 + tail for name in counted[i])
-            owner = made[plan.server if plan.about(i).trains else alike] if plan.about(i).updates else None
+            owner = made[plan.server if plan.traits(i).trains else alike] if plan.traits(i).updates else None
             taken += owner.state_bytes() if isinstance(owner, OwnerExecutor) else 0
-        if not all(plan.roles[i].about.serves and not plan.roles[i].about.concludes for i in here):
+        if not all(plan.roles[i].kind_traits.serves and not plan.roles[i].kind_traits.concludes for i in here):
             taken += of_model
         found[role.kind] = max(found.get(role.kind, 0), taken)
     return found

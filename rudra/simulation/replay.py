@@ -231,8 +231,8 @@ class _Fed(Machine):
         assert parent is not None
         assert source is not None
         self._source = source
-        self._served = not plan.roles[self._source].about.trains
-        leads = not plan.roles[parent].about.trains
+        self._served = not plan.roles[self._source].kind_traits.trains
+        leads = not plan.roles[parent].kind_traits.trains
         self._ready = [Send(parent, Ready(role, digest))] if leads else []
         self.returned: ActivationGradient | None = None  # what a stage server said last
         self.given: AssignWork | None = None  # what a coordinator did
@@ -301,7 +301,7 @@ class _Replay:
 
     def _make(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """A role that begins at a position: learners that have a server compute what the record says from there on."""
-        if not plan.served or not plan.about(role).trains:
+        if not plan.served or not plan.traits(role).trains:
             return self._make_as_ever(role, plan, position)
         job = phase_at(self._phases, position.epoch).job
         if plan.scheduled:

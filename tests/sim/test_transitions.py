@@ -14,25 +14,12 @@ from test_losses import clusters as dying
 from rudra.core.events import Evaluate, Evaluated, Event, Local, Score
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.plugins import resolve
-from rudra.roles import Machine
+from rudra.roles import MACHINES, Machine
 from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
 from rudra.simulation.costs import places
 from rudra.simulation.timing_only import TimingOnly
-from topologies.kinds import (
-    AVERAGER,
-    FIRST_SHARD,
-    GROUPED,
-    KINDS,
-    LEARNER,
-    OVERLAPPED,
-    PARAMETER_SERVER,
-    REPLICA,
-    SHARDED,
-    RoleKind,
-    front_of,
-)
+from topologies.kinds import Variant
 
 pytestmark = pytest.mark.slow
 
@@ -44,17 +31,15 @@ def change(kind: type[Machine], before: States, after: States) -> Change:
     return kind.__name__, before.name, after.name
 
 
-def machine(kind: RoleKind) -> Any:
-    return resolve(kind.machine)
-
-
-OTHERS = [OVERLAPPED, GROUPED, REPLICA, AVERAGER, SHARDED, FIRST_SHARD]
-FRONTED = [KINDS[LEARNER], KINDS[PARAMETER_SERVER], OVERLAPPED, GROUPED, REPLICA, SHARDED, FIRST_SHARD]
-FRONTS = [front_of(kind) for kind in FRONTED]
+ELSEWHERE = {
+    *(Variant.REPLICA_SHARER, Variant.REFERRER, Variant.ELASTIC_LEARNER, Variant.WORKER, Variant.WINDOW_WORKER),
+    *(Variant.COORDINATOR, Variant.WINDOW_COORDINATOR),
+}
+"""Variants that the runs here do not have."""
 
 NAMED = {
     change(kind, state, after)
-    for kind in map(machine, [*KINDS.values(), *OTHERS, *FRONTS])
+    for kind in {machine for variant, machine in MACHINES.items() if variant not in ELSEWHERE}
     for (state, _), to in kind.TRANSITIONS.items()
     for after in to.states
     if after is not state

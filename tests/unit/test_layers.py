@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rudra.compute.making import EXECUTORS
+from rudra.roles import MACHINES
+from topologies.kinds import Variant
+
 ROOT = Path(__file__).resolve().parents[2]
 ABOVE = {"rudra/__init__.py", "rudra/__main__.py", "rudra/api.py", "rudra/preflight.py", "rudra/worker.py"}
 """Beside the ground, on which all stand: what stands on all."""
@@ -67,6 +71,19 @@ def imported(tree: ast.AST) -> set[str]:
             first = name.partition(".")[0]
             found.add(f"rudra: {room_of(inside)}" if first == "rudra" else first)
     return found
+
+
+def test_each_variant_of_a_role_has_a_state_machine_and_an_executor() -> None:
+    assert MACHINES.keys() == EXECUTORS.keys() == {*Variant}
+
+
+def test_protocols_and_topologies_name_nothing_of_rudra_in_a_string() -> None:
+    for file in (file for file in SOURCES if file.relative_to(ROOT).parts[0] != "rudra"):
+        strings = (
+            n.value for n in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant)
+        )
+        named = [text for text in strings if isinstance(text, str) and re.fullmatch(r"rudra(\.\w+)+(:\w+)?", text)]
+        assert not named, file
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))

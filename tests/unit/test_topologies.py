@@ -450,14 +450,14 @@ def test_learners_that_share_a_rank_are_neighbours_on_one_node_and_in_one_group(
     assert {role.world_rank for role in plan.roles} == set(range(plan.ranks)), "none without a role"
     for rank in range(plan.ranks):
         here = plan.on_rank(rank)
-        if not plan.roles[here[0]].about.trains:
+        if not plan.roles[here[0]].kind_traits.trains:
             assert len(here) == 1
             continue
         assert len(here) <= per_rank
         assert here == tuple(range(here[0], here[0] + len(here)))
         assert len({(plan.roles[i].node, plan.roles[i].group) for i in here}) == 1
-    shared = Counter((role.node, role.group) for role in plan.roles if role.about.trains)
-    servers = sum(not role.about.trains for role in plan.roles)
+    shared = Counter((role.node, role.group) for role in plan.roles if role.kind_traits.trains)
+    servers = sum(not role.kind_traits.trains for role in plan.roles)
     assert plan.ranks == servers + sum(-(-count // per_rank) for count in shared.values())
 
 
