@@ -79,11 +79,9 @@ def test_each_variant_of_a_role_has_a_state_machine_and_an_executor() -> None:
 
 def test_protocols_and_topologies_name_nothing_of_rudra_in_a_string() -> None:
     for file in (file for file in SOURCES if file.relative_to(ROOT).parts[0] != "rudra"):
-        strings = (
-            n.value for n in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(n, ast.Constant)
-        )
-        named = [text for text in strings if isinstance(text, str) and re.fullmatch(r"rudra(\.\w+)+(:\w+)?", text)]
-        assert not named, file
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        assert not [text for text in texts if re.fullmatch(r"rudra(\.\w+)+(:\w+)?", text)], file
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
