@@ -70,9 +70,16 @@ class TopologyError(RudraError):
 
 
 class ProtocolError(RudraError):
-    """A role received an event that its state forbids, because Rudra or the user's own protocol has a defect."""
+    """A role received an event that its state forbids, because Rudra or the user's own protocol has a defect.
+
+    Its report ends with the last events of that role.
+    """
 
     exit_code = 1
+
+    @property
+    def report(self) -> str:
+        return "\n".join([super().report, *getattr(self, "__notes__", ())])
 
 
 class ResultsError(RudraError):

@@ -647,7 +647,7 @@ class _Session:
                 self._give_up(error.exit_code, error.report.removeprefix("rudra: "))
             except RudraError as error:
                 lost = isinstance(error, RunError) and error.lost
-                self._give_up(error.exit_code, f"{self._name}: {error}", lost=lost)
+                self._give_up(error.exit_code, f"{self._name}: {error.report.removeprefix('rudra: ')}", lost=lost)
             except BaseException as error:
                 line = f"{self._name} failed: {type(error).__name__}: {error}"
                 self._give_up(1, f"{line}\n{traceback.format_exc()}")

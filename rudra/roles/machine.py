@@ -1,5 +1,6 @@
 """What all roles share: a table of transitions, and rows on their way to the statistics server."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -63,6 +64,10 @@ class Setup(NamedTuple):
         return self.phases or (Phase(0, self.job, self.plan, self.schedule),)
 
 
+HISTORY = 50
+"""Events that a role remembers, to be shown with an error."""
+
+
 class Machine:
     """A role. Subclasses give the table: (state, event type or message kind) -> method, and what states may follow.
 
@@ -74,7 +79,7 @@ class Machine:
         state: one of the subclass's enum.
     """
 
-    __slots__ = ("_dead", "_methods", "id", "name", "plan", "state")
+    __slots__ = ("_dead", "_history", "_methods", "id", "name", "plan", "state")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {}
     _METHODS: ClassVar[dict[tuple[States, Any], Callable[[Any, Any, float], list[Action]]]]
@@ -94,6 +99,7 @@ class Machine:
         self.name = plan.roles[role].name
         self._methods = self._METHODS
         self._dead: set[int] = set()  # roles
+        self._history: deque[tuple[float, States, Event]] = deque(maxlen=HISTORY)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -103,7 +109,8 @@ class Machine:
             now: seconds on the driver's clock.
 
         Raises:
-            ProtocolError: the state does not allow the event; nothing has changed.
+            ProtocolError: the state does not allow the event; nothing has changed. As any error, it has the last
+                events of the role in a note.
         """
         kind = type(event)
         if kind is Lost:
@@ -119,9 +126,25 @@ class Machine:
                 return []  # said before it died, and of no use now
             if kind is Lost:
                 return []  # this role can do without it
-            what = trigger.name if isinstance(trigger, MessageKind) else trigger.__name__
-            raise ProtocolError(f"{self.name} cannot take {what} while {self.state.name}")
-        return method(self, event, now)
+            refused = ProtocolError(f"{self.name} cannot take {_name_of(event)} while {self.state.name}")
+            refused.add_note(self.story)
+            raise refused
+        self._history.append((now, self.state, event))
+        try:
+            return method(self, event, now)
+        except Exception as error:
+            error.add_note(self.story)
+            raise
+
+    @property
+    def story(self) -> str:
+        """The last events of this role, for people, one a line: when, in which state, what, and from whom."""
+        names = [role.name for role in self.plan.roles]
+        lines = [f"The last events of {self.name}:" if self._history else f"{self.name} had no event before."]
+        for now, state, event in self._history:
+            sender = f" from {names[event.message.sender]}" if isinstance(event, Received) else ""
+            lines.append(f"  {now:.6f} s  {state.name:12}  {_name_of(event)}{sender}")
+        return "\n".join(lines)
 
     def _in_vain(self, event: Any, now: float) -> list[Action]:
         """What comes too late to matter."""
@@ -148,6 +171,10 @@ class Machine:
     def waiting_for(self) -> str:
         """For whom and what this role waits now, for people; empty if it does not wait."""
         return ""
+
+
+def _name_of(event: Event) -> str:
+    return event.message.kind.name if isinstance(event, Received) else type(event).__name__
 
 
 class Outbox:

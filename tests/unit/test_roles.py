@@ -449,6 +449,33 @@ def states(run: Job, role: int, events: list[Event]) -> dict[Enum, Machine]:
     return seen
 
 
+def test_a_role_that_refuses_an_event_shows_those_before_it() -> None:
+    role = computing()
+    with pytest.raises(ProtocolError) as error:
+        role.handle(weights(1), 2.5)
+    line, title, *events = error.value.report.splitlines()
+    assert line == "rudra: learner 0 cannot take WEIGHTS while COMPUTING"
+    assert title == "The last events of learner 0:"
+    assert [event.split()[2:] for event in events] == [
+        ["WAITING", "Started"],
+        ["WAITING", "WEIGHTS", "from", "parameter", "server"],
+        ["HASHING", "Hashed"],
+        ["READY", "START", "from", "parameter", "server"],
+    ]
+
+
+def test_a_role_that_fails_shows_its_last_fifty_events() -> None:
+    role = computing()
+    for step in range(30):
+        role.handle(computed(step), step)
+        feed(role, SENT, answer(0))
+    with pytest.raises(TypeError) as error:
+        role.handle(Computed(30, None, 0, 0), 1.0)  # type: ignore[arg-type]
+    (story,) = error.value.__notes__
+    assert len(story.splitlines()) == 51
+    assert story.splitlines()[-1].split()[2:] == ["COMPUTING", "Computed"]
+
+
 def any_event(trigger: Any) -> Event:
     if isinstance(trigger, MessageKind):
         fields: dict[str, Any] = {"rows": row(trigger)} if trigger in ROWS else {}
