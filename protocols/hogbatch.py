@@ -29,7 +29,7 @@ RULES: tuple[Rule, ...] = ("fixed", "adaptive", "balanced")
 
 
 @dataclass(frozen=True, slots=True)
-class Worker:
+class BatchBounds:
     """What a worker can take at a time.
 
     Attributes:
@@ -59,7 +59,7 @@ def parts(count: int, threads: int) -> list[int]:
     return [each + (place < over) for place in range(number)]
 
 
-class Team(NamedTuple):
+class WorkerProgress(NamedTuple):
     """How far the workers are; all but `left` by the number of the worker.
 
     Attributes:
@@ -102,7 +102,7 @@ class Hogbatch(Protocol):
     def __init__(
         self,
         learners: int,
-        workers: Sequence[Worker] = (),
+        workers: Sequence[BatchBounds] = (),
         rule: Rule = "fixed",
         lr_scaling: Scaling = "linear",
         alpha: float = 2.0,
@@ -157,7 +157,7 @@ class Hogbatch(Protocol):
     @property
     def text(self) -> str:
         """The rule, and what batches the workers take, for people."""
-        alike: dict[Worker, list[int]] = {}
+        alike: dict[BatchBounds, list[int]] = {}
         for number, worker in enumerate(self.workers):
             alike.setdefault(worker, []).append(number)
         told = [f"{worker.text}: {_numbers(which)}" for worker, which in alike.items()]
@@ -167,7 +167,7 @@ class Hogbatch(Protocol):
         """What a gradient of a worker adds to its count of updates."""
         return self.beta if self.workers[worker].kind == "small" else 1.0
 
-    def next_size(self, worker: int, team: Team) -> int:
+    def next_size(self, worker: int, team: WorkerProgress) -> int:
         """The batch of a worker that asks for work, in samples for each thread; 0: none for now, others will see to it.
 
         Args:
@@ -179,7 +179,7 @@ class Hogbatch(Protocol):
             return team.sizes[worker]
         return self._adapted(worker, team, others) if self.rule == "adaptive" else self._balanced(worker, team)
 
-    def _adapted(self, worker: int, team: Team, others: Sequence[int]) -> int:
+    def _adapted(self, worker: int, team: WorkerProgress, others: Sequence[int]) -> int:
         """Algorithm 2."""
         about, size, count = self.workers[worker], team.sizes[worker], team.counts[worker]
         if count < min(team.counts[other] for other in others):
@@ -188,7 +188,7 @@ class Hogbatch(Protocol):
             return min(about.most, max(size + 1, int(size * self.alpha)))
         return size
 
-    def _outlasts(self, worker: int, team: Team) -> bool:
+    def _outlasts(self, worker: int, team: WorkerProgress) -> bool:
         """Whether the smallest batch of a worker takes longer than all others need for what is left of the epoch.
 
         It is never so for the fastest, so that there is somebody who computes, nor before the last part of an epoch:
@@ -200,7 +200,7 @@ class Hogbatch(Protocol):
         others = sum(samples[other] for other in team.left) - samples[worker]
         return min(about.least * about.threads, team.remaining) * others > team.remaining * samples[worker]
 
-    def _balanced(self, worker: int, team: Team) -> int:
+    def _balanced(self, worker: int, team: WorkerProgress) -> int:
         """As large a batch as all can have that make equally many updates, at the speeds so far."""
         about, samples, total = self.workers[worker], team.samples, sum(team.samples[i] for i in team.left)
         if not all(samples[other] for other in team.left):

@@ -20,7 +20,7 @@ from rudra.log import log
 from rudra.machine import cores
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, open_results
-from rudra.results.resume import Decision, decide
+from rudra.results.resume import StartDecision, decide
 from rudra.results.writer import checked_name, default_outputs
 
 ProgressMode = Literal["bar", "lines", "quiet"]
@@ -109,7 +109,7 @@ def _choose_cut(job: Job, ranks: int | None = None) -> str | None:
     return choose_cut(job, ranks)
 
 
-def _launched(job: Job, begin: Decision, origin: Path | None, shown: dict[str, Any], *, verbose: bool) -> int:
+def _launched(job: Job, begin: StartDecision, origin: Path | None, shown: dict[str, Any], *, verbose: bool) -> int:
     """Starts the ranks, and again where the job says so; the exit code."""
     from rudra.mpi.launch import launch
     from rudra.preflight import check

@@ -17,7 +17,7 @@ from torch import nn
 from rudra.bench.behind import behind_a_link, link_rate, on_half_the_cores, sent_bytes, turn_is_over
 from rudra.bench.hosts import missing
 from rudra.bench.ranks import STATISTICS, lenet_job, on_ranks, step_s, train, write_images
-from rudra.core.placement import Cluster, Layer, choose
+from rudra.core.placement import Layer, PlacementHardware, choose
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
@@ -87,7 +87,7 @@ def crossing(hidden: int) -> dict[str, tuple[float, int]]:
     """Bytes of a step of all learners that must cross the link, and how many ways at the same time, by way."""
     front, back = _sizes(hidden)
     layers = [Layer("front", "convolution", front, 4 * CROSSING), Layer("back", "linear", back, 0)]
-    traffic = choose("ralp", layers, Cluster(LEARNERS, SIZE))
+    traffic = choose("ralp", layers, PlacementHardware(LEARNERS, SIZE))
     placed = traffic.cuts[0].placed_bytes
     ring = 2 * traffic.allreduce_bytes / LEARNERS  # of a member's own link, both ways
     server = traffic.server_bytes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rudra.core.layout import Placed
-from rudra.core.placement import Cluster, Layer, choose, skewness
+from rudra.core.placement import Layer, PlacementHardware, choose, skewness
 from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
@@ -70,7 +70,7 @@ def _tables_1_and_2(report: Report, paper: Mapping[str, Any]) -> None:
     off = []
     for row in paper["table2"]["rows"]:
         make, size = networks[row["model"]]
-        found = choose("ralp", make(1000), Cluster(row["learners"], size))
+        found = choose("ralp", make(1000), PlacementHardware(row["learners"], size))
         assert found.cut is not None
         whole = found.server_bytes / 2 / row["learners"]
         taken = {"model": whole, "ring": found.allreduce_bytes, "placed": found.cut.placed_bytes}
@@ -149,7 +149,7 @@ def _configurations(
         layers = DEVICES[network].timed(make(1000), size)
         for rate in GBIT_S:
             for count in learners:
-                cluster = Cluster(count, size, rate * 1.25e8, 1e-5)
+                cluster = PlacementHardware(count, size, rate * 1.25e8, 1e-5)
                 decisions = {rule: choose(rule, layers, cluster, against=("server",)) for rule in RULES}
                 chosen = {rule: None if d.cut is None else d.cut.index for rule, d in decisions.items()}
                 places: set[int | None] = {None, *chosen.values()}
@@ -160,7 +160,7 @@ def _configurations(
                 yield network, f"{rate} Gbit/s, λ = {count}", {"whole": seconds[None], **times, **others}
 
 
-def step_s(layers: Sequence[Layer], cluster: Cluster, cut: int | None, **costs: Any) -> float:
+def step_s(layers: Sequence[Layer], cluster: PlacementHardware, cut: int | None, **costs: Any) -> float:
     """Seconds of a synchronous step in virtual time, through one parameter server.
 
     Args:

@@ -20,7 +20,7 @@ from rudra.core.messages import MessageKind
 from rudra.mpi import launch
 from rudra.mpi.failures import ranks_below, started_below
 from rudra.mpi.forkserver import launcher
-from rudra.mpi.launch import Outcome
+from rudra.mpi.launch import LaunchOutcome
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.roles import Machine
 from rudra.roles.ledger import Owner
@@ -68,7 +68,7 @@ class Strike:
         """Lets it hit the next run that this process launches."""
         plain = launch.launch
 
-        def armed(*about: Any, payload: dict[str, Any], **more: Any) -> Outcome:
+        def armed(*about: Any, payload: dict[str, Any], **more: Any) -> LaunchOutcome:
             launch.launch = plain
             named = [i for i, names in enumerate(more["roles"]) if self.victim in names.split(", ")]
             (rank,) = [0] if self.victim in LAUNCHERS else named

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rudra.compute.sparse import Rows, SparseLinear, gradient_of, product
+from rudra.compute.sparse import SparseLinear, SparseRows, gradient_of, product
 from rudra.compute.tasks import Classification, Task
 from rudra.data.sparse import is_sparse
 
@@ -94,7 +94,7 @@ class Chain:
     @torch.no_grad()
     def gradient(
         self, inputs: torch.Tensor, target: Any, weights: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, Rows | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, SparseRows | None]:
         """Computes the gradient of the mean loss.
 
         Args:

@@ -32,7 +32,7 @@ class _Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class CrossingValue:
     """What goes from one layer to the next.
 
     Attributes:
@@ -47,7 +47,7 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class Chain:
+class LayerChain:
     """A model whose layers, applied one after the other, give its output.
 
     Attributes:
@@ -61,7 +61,7 @@ class Chain:
     model: nn.Module
     names: tuple[str, ...]
     layers: tuple[nn.Module, ...]
-    crossings: tuple[Crossing, ...]
+    crossings: tuple[CrossingValue, ...]
     within: tuple[tuple[str, ...], ...]
 
     def cut(self, at: str | int) -> tuple[nn.Module, nn.Module]:
@@ -223,7 +223,7 @@ class _Names:
             part.register_buffer(key, held)
 
 
-def chain(model: nn.Module, example: Any) -> Chain:
+def chain(model: nn.Module, example: Any) -> LayerChain:
     """The chain that a model is.
 
     Its layers are what its `stages()` returns (modules in order, or a mapping of names to them), the children of
@@ -244,7 +244,7 @@ def chain(model: nn.Module, example: Any) -> Chain:
         raise ConfigError(f"[model] {type(model).__name__} cannot be cut, {reason}; {advice}")
     runs = tuple(layer.run for layer in layers)
     crossings = _tried(model, runs, example)
-    return Chain(model, tuple(_unique(layers)), runs, crossings, tuple(layer.within for layer in layers))
+    return LayerChain(model, tuple(_unique(layers)), runs, crossings, tuple(layer.within for layer in layers))
 
 
 def _stages(model: nn.Module) -> list[_Layer]:
@@ -417,7 +417,7 @@ def _unique(layers: Sequence[_Layer]) -> Iterator[str]:
         yield layer.name if seen[layer.name] == 1 else f"{layer.name}:{seen[layer.name]}"
 
 
-def _tried(model: nn.Module, layers: Sequence[nn.Module], example: Any) -> tuple[Crossing, ...]:
+def _tried(model: nn.Module, layers: Sequence[nn.Module], example: Any) -> tuple[CrossingValue, ...]:
     """What crosses from each layer to the next.
 
     Raises:
@@ -436,9 +436,9 @@ def _tried(model: nn.Module, layers: Sequence[nn.Module], example: Any) -> tuple
     if not _same(found, tried(model, example)):
         raise ConfigError(f"[model] {type(model).__name__}: its stages, one after the other, do not give its output")
     return tuple(
-        Crossing(tuple(value.shape), value.dtype, value._version != version)
+        CrossingValue(tuple(value.shape), value.dtype, value._version != version)
         if isinstance(value, torch.Tensor)
-        else Crossing(None, None, changed=False)
+        else CrossingValue(None, None, changed=False)
         for value, version in values
     )
 

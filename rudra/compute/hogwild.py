@@ -17,7 +17,7 @@ from rudra.compute.executor import Executor, arithmetic_of_thread, performs
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.owners import ServerExecutor
-from rudra.compute.window import LOGGED, Contribution, Entry, Shape, Update, Window
+from rudra.compute.window import LOGGED, Contribution, Shape, Update, Window, WindowEntry
 from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
 from rudra.core.records import Gradient
 from rudra.core.work import DEALT, Work
@@ -189,7 +189,7 @@ def threads_of(job: Job, plan: Plan, role: int) -> int:
     return min(parts, job.cluster.threads_per_rank or 1)
 
 
-def made_of(entry: Entry, update: Update, seconds: float = 0.0) -> Made:
+def made_of(entry: WindowEntry, update: Update, seconds: float = 0.0) -> Made:
     """An update as roles speak of it."""
     worker, step, first, samples, loss, errors, rate = entry.of
     number = entry.update if update == "locked" else -1

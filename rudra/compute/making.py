@@ -17,11 +17,11 @@ from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor,
 from rudra.compute.parts import cut
 from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor
 from rudra.compute.stages import (
-    BackExecutor,
-    Cut,
-    FrontExecutor,
-    FrontReplicaExecutor,
-    FrontServerExecutor,
+    FirstStageExecutor,
+    FirstStageReplicaExecutor,
+    FirstStageServerExecutor,
+    LastStageExecutor,
+    ModelCut,
     PieceExecutor,
     cut_model,
 )
@@ -45,7 +45,7 @@ EXECUTORS: dict[Variant, type[Executor]] = {
     Variant.COORDINATOR: ServerExecutor,
     Variant.WINDOW_COORDINATOR: HogwildServerExecutor,
     Variant.TREE_SERVER: AveragingExecutor,
-    Variant.STAGE_SERVER: BackExecutor,
+    Variant.STAGE_SERVER: LastStageExecutor,
     Variant.STATISTICS_SERVER: StatisticsExecutor,
     Variant.LEARNER: LearnerExecutor,
     Variant.OVERLAPPED_LEARNER: LearnerExecutor,
@@ -58,14 +58,14 @@ EXECUTORS: dict[Variant, type[Executor]] = {
     Variant.ELASTIC_LEARNER: ElasticExecutor,
     Variant.WORKER: LearnerExecutor,
     Variant.WINDOW_WORKER: HogwildExecutor,
-    Variant.FIRST_STAGE_PARAMETER_SERVER: FrontServerExecutor,
-    Variant.FIRST_STAGE_PARAMETER_SHARD: FrontServerExecutor,
-    Variant.FIRST_STAGE_FIRST_SHARD: FrontServerExecutor,
-    Variant.FIRST_STAGE_LEARNER: FrontExecutor,
-    Variant.FIRST_STAGE_OVERLAPPED_LEARNER: FrontExecutor,
-    Variant.FIRST_STAGE_GROUP_LEARNER: FrontExecutor,
-    Variant.FIRST_STAGE_SHARDED_LEARNER: FrontExecutor,
-    Variant.FIRST_STAGE_REPLICA: FrontReplicaExecutor,
+    Variant.FIRST_STAGE_PARAMETER_SERVER: FirstStageServerExecutor,
+    Variant.FIRST_STAGE_PARAMETER_SHARD: FirstStageServerExecutor,
+    Variant.FIRST_STAGE_FIRST_SHARD: FirstStageServerExecutor,
+    Variant.FIRST_STAGE_LEARNER: FirstStageExecutor,
+    Variant.FIRST_STAGE_OVERLAPPED_LEARNER: FirstStageExecutor,
+    Variant.FIRST_STAGE_GROUP_LEARNER: FirstStageExecutor,
+    Variant.FIRST_STAGE_SHARDED_LEARNER: FirstStageExecutor,
+    Variant.FIRST_STAGE_REPLICA: FirstStageReplicaExecutor,
 }
 """What does the local actions of each variant of a role."""
 
@@ -113,7 +113,7 @@ def make_executors(
         module = models.build(job.model, data.info, job.training.seed).to(device)
         return FlatModel(module, task, roles, job.training.precision, compiled=compiled, gradients=gradients)
 
-    def piece(roles: int, *, back: bool) -> tuple[FlatModel, Cut]:
+    def piece(roles: int, *, back: bool) -> tuple[FlatModel, ModelCut]:
         """The layers on one side of the cut, with parameters of their own."""
         found = cut_model(job, models.build(job.model, data.info, job.training.seed).to(device), data.info)
         return FlatModel(found.back if back else found.front, task, roles, gradients=gradients), found
@@ -172,10 +172,10 @@ def make_executors(
                 GradientSource(*alone, model(), split, prefetch=False) for _ in range(1, threads_of(job, plan, role))
             )
             executor.share(job, plan, role, [executor.source, *more])
-        if isinstance(executor, FrontExecutor):
+        if isinstance(executor, FirstStageExecutor):
             assert fronts is not None
             executor.place(fronts[1], portions[role].count)
-        if isinstance(executor, BackExecutor):
+        if isinstance(executor, LastStageExecutor):
             assert data.training is not None
             executor.conclude_for(job, plan, data.training, *piece(1, back=True), role)
         if isinstance(executor, ElasticExecutor):

@@ -16,7 +16,7 @@ from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import stretch_names
 from rudra.compute.rows import RowForm, RowGradient, alike
-from rudra.compute.sparse import Rows
+from rudra.compute.sparse import SparseRows
 from rudra.compute.vectors import Buffer
 from rudra.core.digest import sample
 from rudra.core.events import (
@@ -90,7 +90,7 @@ class AveragingExecutor(Executor):
         if indices is None:
             out.put_whole(mine)
         else:
-            out.put(Rows(indices, mine))
+            out.put(SparseRows(indices, mine))
 
     def _add(
         self, action: Accumulate, into: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, parameters: int

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from rudra.compute.sparse import Rows, rows_of
+from rudra.compute.sparse import SparseRows, rows_of
 
 _LINE = 16  # floats of a cache line, with which each piece begins
 _WHOLE = -1
@@ -63,14 +63,14 @@ class RowGradient:
         self._behind = memory[_LINE + _padded(form.others) :]
 
     @property
-    def rows(self) -> Rows | None:
+    def rows(self) -> SparseRows | None:
         """The rows, where they lie; None: the part is whole."""
         count, width = self._count.item(), self.form.width
         if count == _WHOLE:
             return None
         first = _padded(int(count))
         values = self._behind[first : first + int(count) * width].view(-1, width)
-        return Rows(self._behind[: int(count)].view(torch.int32), values)
+        return SparseRows(self._behind[: int(count)].view(torch.int32), values)
 
     @property
     def whole(self) -> torch.Tensor:
@@ -86,7 +86,7 @@ class RowGradient:
         behind = form.features * form.width if count == _WHOLE else _padded(count) + count * form.width
         return _LINE + _padded(form.others) + behind
 
-    def put(self, rows: Rows) -> None:
+    def put(self, rows: SparseRows) -> None:
         """Takes these rows for the part."""
         count, first = len(rows.indices), _padded(len(rows.indices))
         if first + count * self.form.width > self.form.features * self.form.width:
@@ -99,7 +99,7 @@ class RowGradient:
     def put_gradient(self, gradient: torch.Tensor | None) -> None:
         """Takes for the part what autograd gave for it: a sparse COO matrix, a dense one, or None for zeros."""
         if gradient is None:
-            self.put(Rows(torch.empty(0, dtype=torch.int32), self._behind.new_empty(0, self.form.width)))
+            self.put(SparseRows(torch.empty(0, dtype=torch.int32), self._behind.new_empty(0, self.form.width)))
         elif gradient.layout is torch.sparse_coo:
             self.put(rows_of(gradient))
         else:

@@ -19,7 +19,7 @@ from torch.nn import functional
 from rudra.data.sparse import is_sparse
 
 
-class Rows(NamedTuple):
+class SparseRows(NamedTuple):
     """Some rows of a matrix.
 
     Attributes:
@@ -37,13 +37,13 @@ class Rows(NamedTuple):
         return found
 
 
-def rows_of(gradient: torch.Tensor) -> Rows:
+def rows_of(gradient: torch.Tensor) -> SparseRows:
     """The rows of a gradient that torch holds as a sparse COO matrix; those that occur several times are added."""
     indices = gradient._indices()[0]
     if len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all()):
         gradient = gradient.coalesce()
         indices = gradient._indices()[0]
-    return Rows(indices.int(), gradient._values())
+    return SparseRows(indices.int(), gradient._values())
 
 
 def product(
@@ -89,12 +89,14 @@ class _OfRows(torch.autograd.Function):
         return None, None, None, to_weight, gradient.sum(0) if ctx.needs_input_grad[4] else None
 
 
-def gradient_of(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> Rows:
+def gradient_of(
+    starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor
+) -> SparseRows:
     """The weight's gradient Xᵀ G: the rows of the columns that occur in X."""
     device = columns.device
     of, first = columns.numpy(force=True), starts.numpy(force=True)  # NumPy's small operations take half the time
     if len(first) == 2 and (of[1:] > of[:-1]).all():
-        return Rows(columns, torch.outer(values, gradient[0]))
+        return SparseRows(columns, torch.outer(values, gradient[0]))
     order = np.argsort(of, kind="stable")
     ordered = of[order]
     begins = np.ones(len(ordered) + 1, bool)
@@ -103,7 +105,7 @@ def gradient_of(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tenso
     samples = np.repeat(np.arange(len(first) - 1, dtype=np.int32), np.diff(first))[order]
     indices, bounds_, samples_ = (torch.from_numpy(a).to(device) for a in (ordered[bounds[:-1]], bounds, samples))
     factors = values[torch.from_numpy(order).to(device)]
-    return Rows(indices, _sums(samples_, gradient.contiguous(), bounds_, factors))
+    return SparseRows(indices, _sums(samples_, gradient.contiguous(), bounds_, factors))
 
 
 class SparseLinear(nn.Module):

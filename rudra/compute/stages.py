@@ -52,7 +52,7 @@ BACK = "back."
 """How names begin of what the owner of the last layers keeps for a checkpoint, beside its weights."""
 
 
-class Cut(NamedTuple):
+class ModelCut(NamedTuple):
     """A model in two pieces, which share its parameters.
 
     Attributes:
@@ -109,7 +109,7 @@ class Cut(NamedTuple):
         return samples * math.prod(self.shape) + self.random
 
 
-def cut_model(job: Job, module: nn.Module, info: DataInfo) -> Cut:
+def cut_model(job: Job, module: nn.Module, info: DataInfo) -> ModelCut:
     """Cuts a model where the job says.
 
     Args:
@@ -132,7 +132,7 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> Cut:
     state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0
     trained = [parameter for parameter in front.parameters() if parameter.requires_grad]
     floats = sum(tensor.numel() for tensor in (*trained, *(b.tensor for b in buffers_of(front) if travels(b.tensor))))
-    return Cut(front, back, floats, tuple(crossing.shape[1:]), state)
+    return ModelCut(front, back, floats, tuple(crossing.shape[1:]), state)
 
 
 def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:
@@ -144,7 +144,7 @@ def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:
     return not torch.equal(before, torch.default_generator.get_state()), output
 
 
-class FrontExecutor(LearnerExecutor):
+class FirstStageExecutor(LearnerExecutor):
     """What a learner works with that has the first layers.
 
     Attributes:
@@ -154,7 +154,7 @@ class FrontExecutor(LearnerExecutor):
     _open: torch.Tensor | None = None  # what the last forward pass gave, with all that its gradient needs
     _behind: torch.Tensor  # and the buffers after it
 
-    def place(self, cut: Cut, samples: int) -> None:
+    def place(self, cut: ModelCut, samples: int) -> None:
         """What it ships, of mini-batches of so many samples."""
         self.cut, self.activations = cut, samples * math.prod(cut.shape)
         self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.crossing(samples))
@@ -217,16 +217,16 @@ class PieceExecutor(OwnerExecutor):
         return Hashed(sha256(self.buffer(action.buffer).array) if alone else self._side_sha256)
 
 
-class _FrontOwner(PieceExecutor):
+class _FirstStageOwner(PieceExecutor):
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
         super().restore({name: tensor for name, tensor in tensors.items() if not name.startswith(BACK)})
 
 
-class FrontServerExecutor(_FrontOwner, ServerExecutor):
+class FirstStageServerExecutor(_FirstStageOwner, ServerExecutor):
     """What a parameter server works with that owns the first layers, or a part of them."""
 
 
-class FrontReplicaExecutor(FrontExecutor, _FrontOwner, ReplicaExecutor):
+class FirstStageReplicaExecutor(FirstStageExecutor, _FirstStageOwner, ReplicaExecutor):
     """What a learner works with that updates first layers of its own."""
 
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
@@ -240,10 +240,10 @@ class FrontReplicaExecutor(FrontExecutor, _FrontOwner, ReplicaExecutor):
         super().restore(tensors)
 
 
-class BackExecutor(PieceExecutor, ServerExecutor):
+class LastStageExecutor(PieceExecutor, ServerExecutor):
     """What the stage server works with, which owns the last layers and computes with them."""
 
-    def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: Cut, role: int) -> None:
+    def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: ModelCut, role: int) -> None:
         """Whose mini-batches it concludes: it draws those of all learners again, for their targets.
 
         Args:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rudra.compute.cuts import Chain
+from rudra.compute.cuts import LayerChain
 from rudra.core.placement import Layer
 
 
@@ -28,7 +28,7 @@ class TimedChain(nn.Module):
         notes: of the latest step, forward and backward.
     """
 
-    def __init__(self, chain: Chain, device: torch.device) -> None:
+    def __init__(self, chain: LayerChain, device: torch.device) -> None:
         super().__init__()
         self.model = chain.model
         self._layers, self._cuda = chain.layers, device.type == "cuda"
@@ -98,7 +98,7 @@ class Through(nn.Module):
         return self.model(*args, **keywords)
 
 
-def layers_of(chain: Chain) -> tuple[Layer, ...]:
+def layers_of(chain: LayerChain) -> tuple[Layer, ...]:
     """What a model's layers hold and give, without times."""
     admissible = chain.admissible()
     return tuple(
@@ -107,7 +107,7 @@ def layers_of(chain: Chain) -> tuple[Layer, ...]:
     )
 
 
-def _held(chain: Chain) -> Iterator[int]:
+def _held(chain: LayerChain) -> Iterator[int]:
     """Bytes of the parameters that each layer trains; those that several share belong to the first."""
     seen: set[int] = set()
     for layer in chain.layers:
@@ -116,7 +116,7 @@ def _held(chain: Chain) -> Iterator[int]:
         seen |= new.keys()
 
 
-def _output_bytes(chain: Chain, index: int) -> int:
+def _output_bytes(chain: LayerChain, index: int) -> int:
     """Of one sample, where the back has so many layers in front of it."""
     if index == len(chain.layers):
         return 0

@@ -86,7 +86,7 @@ class Contribution(NamedTuple):
     rate: float
 
 
-class Entry(NamedTuple):
+class WindowEntry(NamedTuple):
     """An update that is complete.
 
     Attributes:
@@ -204,7 +204,7 @@ class Window:
         """How many updates are complete, with those before this window."""
         return self._head[0] if self.update == "locked" else self._head[0] + sum(self._made)
 
-    def entries(self, worker: int, after: int) -> list[Entry]:
+    def entries(self, worker: int, after: int) -> list[WindowEntry]:
         """The updates of a worker that are complete, but for the first ones, in order.
 
         Args:
@@ -257,7 +257,7 @@ class Window:
 
     def add(
         self, of: Contribution, reading: Reading, gradient: torch.Tensor, instead: torch.Tensor | None = None
-    ) -> Entry:
+    ) -> WindowEntry:
         """Subtracts the rate times the gradient from the weights as they are now.
 
         Args:
@@ -283,12 +283,12 @@ class Window:
         self._counts[of.worker * _WORDS + _BEGUN] += 1
         return max(0, self._others(self._made, of.worker) - reading.begun)
 
-    def end_update(self, of: Contribution, reading: Reading, fewest: int) -> Entry:
+    def end_update(self, of: Contribution, reading: Reading, fewest: int) -> WindowEntry:
         """It has written all of it."""
         most = self._others(self._begun, of.worker) - reading.made
         place = of.worker * _WORDS + _MADE
         own = self._counts[place] + 1
-        entry = Entry(own, of, self._head[0] + reading.made + own - 1, fewest, most, 0)
+        entry = WindowEntry(own, of, self._head[0] + reading.made + own - 1, fewest, most, 0)
         self._log[of.worker, own % self._logged] = _row(entry)
         self._counts[place] = own  # whoever dies before this has not done it all
         return entry
@@ -303,7 +303,7 @@ class Window:
 
     def add_in_slices(
         self, of: Contribution, reading: Reading, gradient: torch.Tensor, instead: torch.Tensor | None, slices: int
-    ) -> Generator[None, None, Entry]:
+    ) -> Generator[None, None, WindowEntry]:
         """As `add` to a racing window, for who lets others read and write between slices; yields in each.
 
         A slice is read, and written a moment later: what others have written to it in between is lost.
@@ -322,14 +322,14 @@ class Window:
 
     def _make_generation(
         self, of: Contribution, reading: Reading, gradient: torch.Tensor, instead: torch.Tensor | None
-    ) -> Entry:
+    ) -> WindowEntry:
         before = self._head[0]
         update = before + 1
         weights = self._vectors[update % 2]
         torch.add(self._vectors[before % 2] if instead is None else instead, gradient, alpha=-of.rate, out=weights)
         digest = digest_of(weights[sample(update, self.size)].numpy().tobytes())
         staleness = before - reading.made
-        entry = Entry(update, of, reading.made, staleness, staleness, digest)
+        entry = WindowEntry(update, of, reading.made, staleness, staleness, digest)
         self._log[0, update % self._logged] = _row(entry)
         self._head[0] = update  # whoever dies before this has done nothing
         place = of.worker * _WORDS
@@ -344,7 +344,7 @@ def _parts(size: int, slices: int) -> list[slice]:
     return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
 
 
-def _row(entry: Entry) -> tuple[float, ...]:
+def _row(entry: WindowEntry) -> tuple[float, ...]:
     of = entry.of
     made_of = (of.worker, of.samples, of.step, of.first)
     measured = (of.loss, of.errors, of.rate, entry.digest)
@@ -364,6 +364,6 @@ def _entry(
     errors: float,
     rate: float,
     digest: int,
-) -> Entry:
+) -> WindowEntry:
     of = Contribution(worker, step, first, samples, loss, errors, rate)
-    return Entry(update, of, timestamp, fewest, most, digest)
+    return WindowEntry(update, of, timestamp, fewest, most, digest)

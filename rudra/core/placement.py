@@ -45,7 +45,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class PlacementHardware:
     """Who takes part in a step, and the link of the server's node.
 
     Attributes:
@@ -70,7 +70,7 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutEstimate:
     """What a step of all learners sends and takes when a model is cut.
 
     Attributes:
@@ -93,7 +93,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class PlacementDecision:
     """Whether and where to cut a model.
 
     Attributes:
@@ -107,10 +107,10 @@ class Decision:
         allreduce_s: likewise by a ring.
     """
 
-    cut: Cut | None
+    cut: CutEstimate | None
     why: str
     skewness: float
-    cuts: tuple[Cut, ...]
+    cuts: tuple[CutEstimate, ...]
     server_bytes: int
     allreduce_bytes: int
     server_s: float
@@ -136,7 +136,7 @@ def skewness(layers: Sequence[Layer]) -> float:
     return third / second**1.5 if second else 0.0
 
 
-def cuts(layers: Sequence[Layer], cluster: Cluster) -> tuple[Cut, ...]:
+def cuts(layers: Sequence[Layer], cluster: PlacementHardware) -> tuple[CutEstimate, ...]:
     """All cuts that the model admits, with what they send and take."""
     last = max((place for place, layer in enumerate(layers) if layer.kind == "convolution"), default=-1)
     found, front_bytes = [], 0
@@ -147,11 +147,11 @@ def cuts(layers: Sequence[Layer], cluster: Cluster) -> tuple[Cut, ...]:
             back_bytes = sum(behind.parameters_bytes for behind in layers[index:])
             placed = 2 * cluster.learners * (sent + front_bytes) + 2 * (cluster.servers - 1) * back_bytes
             step_s = placed_s(layers, index, cluster)
-            found.append(Cut(index, layers[index].name, front_bytes, sent, placed, step_s, index <= last))
+            found.append(CutEstimate(index, layers[index].name, front_bytes, sent, placed, step_s, index <= last))
     return tuple(found)
 
 
-def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
+def placed_s(layers: Sequence[Layer], index: int, cluster: PlacementHardware) -> float:
     """Seconds of a synchronous step with layers placed: a stage server takes one mini-batch after another.
 
     Several do so side by side, and then pass the sum of their gradients on, from each to the next, and from the last to
@@ -176,7 +176,7 @@ def placed_s(layers: Sequence[Layer], index: int, cluster: Cluster) -> float:
     )
 
 
-def server_s(layers: Sequence[Layer], cluster: Cluster) -> float:
+def server_s(layers: Sequence[Layer], cluster: PlacementHardware) -> float:
     """Seconds of a synchronous step through a parameter server, whose link all gradients and weights cross."""
     transfer_s = sum(layer.parameters_bytes for layer in layers) / cluster.bytes_per_s
     return 2 * cluster.latency_s + _step_s(
@@ -205,7 +205,7 @@ class _Use(NamedTuple):
     first_s: float = 0.0
 
 
-def _first_of_s(cluster: Cluster, seconds: float, apart_s: float) -> float:
+def _first_of_s(cluster: PlacementHardware, seconds: float, apart_s: float) -> float:
     """When the first tensor has crossed a shared link that takes it so long alone, where others follow so far apart.
 
     While there are n of them, it gets a part of 1/n.
@@ -215,7 +215,7 @@ def _first_of_s(cluster: Cluster, seconds: float, apart_s: float) -> float:
     return min(_users(cluster, cluster.servers) * seconds, apart_s * math.expm1(min(seconds / apart_s, 50.0)))
 
 
-def _step_s(cluster: Cluster, *uses: _Use) -> float:
+def _step_s(cluster: PlacementHardware, *uses: _Use) -> float:
     """When all learners are through, who go through the same parts, one after the other where they may not at once.
 
     What is used longest decides: it is used by all of them without a gap, after the first has come there, and before
@@ -236,28 +236,31 @@ def _step_s(cluster: Cluster, *uses: _Use) -> float:
     return found
 
 
-def _users(cluster: Cluster, servers: int) -> int:
+def _users(cluster: PlacementHardware, servers: int) -> int:
     """Of each of so many servers, among which learners are divided."""
     return -(-cluster.learners // servers)
 
 
-def allreduce_s(layers: Sequence[Layer], cluster: Cluster) -> float:
+def allreduce_s(layers: Sequence[Layer], cluster: PlacementHardware) -> float:
     """Seconds of a synchronous step by a ring."""
     size, others = sum(layer.parameters_bytes for layer in layers), cluster.learners - 1
     transfer_s = 2 * size * others / cluster.learners / cluster.bytes_per_s
     return sum(layer.seconds for layer in layers) + transfer_s + 2 * others * cluster.latency_s
 
 
-_FORMS: dict[Form, Callable[[Sequence[Layer], Cluster], float]] = {"server": server_s, "allreduce": allreduce_s}
+_FORMS: dict[Form, Callable[[Sequence[Layer], PlacementHardware], float]] = {
+    "server": server_s,
+    "allreduce": allreduce_s,
+}
 
 
 def choose(
     rule: Rule,
     layers: Sequence[Layer],
-    cluster: Cluster,
+    cluster: PlacementHardware,
     threshold: float = THRESHOLD,
     against: Sequence[Form] = ("server", "allreduce"),
-) -> Decision:
+) -> PlacementDecision:
     """Where to cut a model.
 
     Args:
@@ -269,12 +272,12 @@ def choose(
         against: what else there is, for "auto".
     """
     size, skewed, found = sum(layer.parameters_bytes for layer in layers), skewness(layers), cuts(layers, cluster)
-    decide: Callable[[], tuple[Cut | None, str]] = {
+    decide: Callable[[], tuple[CutEstimate | None, str]] = {
         "ralp": lambda: _least_sent(found, size, skewed, threshold),
         "auto": lambda: _shortest(found, {form: _FORMS[form](layers, cluster) for form in against}),
     }[rule]
     cut, why = decide() if found else (None, "the model cannot be cut anywhere")
-    return Decision(
+    return PlacementDecision(
         cut,
         why,
         skewed,
@@ -286,7 +289,9 @@ def choose(
     )
 
 
-def _least_sent(found: Sequence[Cut], size: int, skewed: float, threshold: float) -> tuple[Cut | None, str]:
+def _least_sent(
+    found: Sequence[CutEstimate], size: int, skewed: float, threshold: float
+) -> tuple[CutEstimate | None, str]:
     if not skewed <= threshold:
         return None, f"skewness {skewed:.2f} is above the threshold, {threshold:g}: parameters are not at the end"
     behind = [cut for cut in found if not cut.between_convolutions]
@@ -299,7 +304,7 @@ def _least_sent(found: Sequence[Cut], size: int, skewed: float, threshold: float
     return best, f"it sends least: {_mb(sent)} each way for a learner, where the whole model is {_mb(size)}"
 
 
-def _shortest(found: Sequence[Cut], others: Mapping[Form, float]) -> tuple[Cut | None, str]:
+def _shortest(found: Sequence[CutEstimate], others: Mapping[Form, float]) -> tuple[CutEstimate | None, str]:
     best = min(found, key=lambda cut: cut.step_s)
     form, other = min(others.items(), key=lambda each: each[1])
     name = "the server" if form == "server" else form

@@ -129,7 +129,7 @@ class Sparse:
         return lengths, np.arange(lengths.sum()) + np.repeat(first - (ends - lengths), lengths)
 
 
-class Windows:
+class TokenWindows:
     """Pieces of one length out of a text, one after the other.
 
     Args:

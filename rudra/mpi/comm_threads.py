@@ -22,7 +22,7 @@ Post = Callable[[Callable[[], None]], None]
 """Hands something over to the thread that owns the roles, which calls it there."""
 
 
-class Worker(threading.Thread):
+class WorkerThread(threading.Thread):
     """A thread that does one thing after the other.
 
     Args:
@@ -71,12 +71,12 @@ class _Carried:
     receives: bool
 
 
-class CommThread(Worker):
+class CommThread(WorkerThread):
     """A thread that carries out transfers, any number at a time.
 
     Args:
         name: as shown to people.
-        post: as of a `Worker`.
+        post: as of a `WorkerThread`.
         wait: does so until a request is over that was cancelled.
     """
 

@@ -59,16 +59,16 @@ from rudra.errors import RunError
 from rudra.log import log
 from rudra.mpi.arena import Arena
 from rudra.mpi.clock import clock_origin
-from rudra.mpi.comm_threads import CommThread, Worker
+from rudra.mpi.comm_threads import CommThread, WorkerThread
 from rudra.mpi.control import ControlRing
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import SPEAKS_S, Losses, named_ranks, outcome, stopped_neighbours
 from rudra.mpi.leases import Going
 from rudra.mpi.patience import Patience
 from rudra.mpi.reduction import GroupReduction, library_comm, make_reduction
-from rudra.mpi.regroup import Regrouping
+from rudra.mpi.regroup import RankRegrouping
 from rudra.mpi.standstill import LEFT_S, Standstill
-from rudra.mpi.states import States
+from rudra.mpi.states import StateTransfer
 from rudra.mpi.tags import (
     AVERAGES,
     CHANNELS,
@@ -153,10 +153,10 @@ class Rank:
     ) -> None:
         self.comm, self.plan, self.phases = comm, plan, phases
         self._machines, self._executors, self._recorder = machines, executors, recorder
-        self._regrouping = Regrouping(self)
+        self._regrouping = RankRegrouping(self)
         self._make_machine = make_machine
         self._checkpoints = checkpoints
-        self._saver: Worker | None = None  # the thread that writes them
+        self._saver: WorkerThread | None = None  # the thread that writes them
         self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
         self._doorbell = doorbell = make_doorbell(comm)
         self._to_ring: set[int] = set()
@@ -183,7 +183,7 @@ class Rank:
         self._long: deque[tuple[int, Iterator[Event | None]]] = deque()  # local actions, a piece of each in turn
         self._results: deque[Callable[[], None]] = deque()  # of other threads
         self._comm_threads: dict[int, CommThread] = {}
-        self._computer: Worker | None = None
+        self._computer: WorkerThread | None = None
         self._writing: set[int] = set()  # communication threads that may still write what was abandoned
         library = library_comm(comm, plan, machines)
         # What neighbours send comes at once, and they ring; large transfers need somebody who looks after them.
@@ -338,8 +338,8 @@ class Rank:
                 made[group] = make_reduction(self.comm, plan, members, tag, size, self._doorbell, library, self._arena)
         return made
 
-    def _new_states(self) -> States:
-        return States(self.comm, self.plan, partial(self._tag, channel=STATES))
+    def _new_states(self) -> StateTransfer:
+        return StateTransfer(self.comm, self.plan, partial(self._tag, channel=STATES))
 
     def _tag(self, role: int, channel: int, place: int = 0) -> int:
         """Of tensors for a role, which are never taken for those of before, from one in that place on its rank."""
@@ -367,7 +367,7 @@ class Rank:
         self._results.append(result)
         self._doorbell.ring(self.comm.rank)
 
-    def _do_beside(self, thread: Worker, work: Callable[[], Event], done: Callable[[Event], None]) -> None:
+    def _do_beside(self, thread: WorkerThread, work: Callable[[], Event], done: Callable[[Event], None]) -> None:
         """Has another thread do something, and takes in what has come of it."""
 
         def take(event: Event) -> None:
@@ -552,7 +552,7 @@ class Rank:
             timestamp = what[0].timestamp if event is Saved else what[0]
             return event(timestamp, error)
 
-        self._saver = self._saver or Worker("checkpoint", self._post)
+        self._saver = self._saver or WorkerThread("checkpoint", self._post)
         self._do_beside(self._saver, work, lambda event: self._events.append((role, event)))
 
     def _who(self, role: int) -> str:
@@ -670,7 +670,7 @@ class Rank:
             channel: CommThread(name, self._post, self._losses.wait)
             for channel, name in ((GRADIENTS, "push"), (WEIGHTS, "pull"))
         }
-        self._computer = Worker("compute", self._post)
+        self._computer = WorkerThread("compute", self._post)
         self._computer.submit(arithmetic_of_thread())
 
 

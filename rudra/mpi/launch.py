@@ -33,7 +33,7 @@ from rudra.mpi.relay import DIED, explain, signal_name
 from rudra.results.checkpoint import how_to_resume, path_of
 
 
-class Outcome(NamedTuple):
+class LaunchOutcome(NamedTuple):
     """How a launch ended.
 
     Attributes:
@@ -169,7 +169,7 @@ def mpirun_command(
 
 def launch(
     job: Job, output: Path, *, roles: Sequence[str], payload: object, verbose: bool = False, survivable: bool = False
-) -> Outcome:
+) -> LaunchOutcome:
     """Runs `payload` on one rank for each of `roles` and waits until all of them have ended.
 
     Args:
@@ -217,7 +217,7 @@ def launch(
 
 def _outcome(
     run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[str], *, complete: bool = False
-) -> Outcome:
+) -> LaunchOutcome:
     """What to make of mpirun's exit status, and of what was seen and heard; says it where no rank did.
 
     Args:
@@ -230,22 +230,22 @@ def _outcome(
     """
     relay, code = run.relay, _code(run, status)
     if code in {0, EXIT_STOPPED}:
-        return Outcome(code)
+        return LaunchOutcome(code)
     if complete and relay.code is None and not any(relay.ends):
         how = run.stalled or _stopped(run, status, known=False) or explain(relay.banners, roles) or _cause(run, status)
         log.warning(f"{job.name}: after training, {how or 'mpirun failed'}; the results are complete: {output}")
-        return Outcome(0)
+        return LaunchOutcome(0)
     if run.stalled:
         log.error(f"{job.name}: {run.stalled}, longer than fault_tolerance.stall_limit_s allows, and ended the run")
         if path_of(output).is_file():
             log.error(f"{job.name}: {how_to_resume(output)}")
-        return Outcome(EXIT_FAILED)
+        return LaunchOutcome(EXIT_FAILED)
     cause, said = explain(relay.banners, roles), relay.reported
     if relay.died or relay.killed_early or (run.ended_it and run.dead) or (cause is None and not relay.explained):
         cause, said = _cause(run, status), False
     if stopped := _stopped(run, status, known=bool(cause) or relay.explained):
         log.error(f"{job.name}: {stopped}; {how_to_resume(output)}")
-        return Outcome(EXIT_STOPPED if path_of(output).is_file() else EXIT_FAILED, lost="killed" in stopped)
+        return LaunchOutcome(EXIT_STOPPED if path_of(output).is_file() else EXIT_FAILED, lost="killed" in stopped)
     if cause is None and not said:
         text = " ".join(" ".join(relay.banners).split()) or "it gave no reason"
         raise LaunchError(f"mpirun could not run the ranks (exit code {code}): {text}")
@@ -254,7 +254,7 @@ def _outcome(
     if code != EXIT_MISTAKE and path_of(output).is_file() and not complete:
         log.error(f"{job.name}: {how_to_resume(output)}")
     lost = bool(relay.lost) or "was killed by signal" in (cause or "")
-    return Outcome(EXIT_MISTAKE if code == EXIT_MISTAKE else EXIT_FAILED, lost)
+    return LaunchOutcome(EXIT_MISTAKE if code == EXIT_MISTAKE else EXIT_FAILED, lost)
 
 
 def _stamp(output: Path) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from rudra.machine import end_with_parent
 from rudra.mpi.failures import RollCall, is_stopped, named_ranks
 from rudra.mpi.loopback import listen_on_loopback
 from rudra.mpi.patience import Patience
-from rudra.mpi.relay import Relay
+from rudra.mpi.relay import OutputRelay
 
 GRACE_S = 30.0
 """How long the ranks may take to stop in order after Ctrl-C, and to write a checkpoint, before they are ended."""
@@ -79,7 +79,7 @@ class Mpirun:
         stall_warning_s: float = 60.0,
         stall_limit_s: float | None = None,
     ) -> None:
-        self.relay = Relay(write, ranks)
+        self.relay = OutputRelay(write, ranks)
         self.stopped_at: float | None = None
         self.ended_it = False
         self.dead: set[int] = set()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rudra.mpi.driver import Rank
 
 
-class Regrouping:
+class RankRegrouping:
     """How one rank agrees with all others to regroup, and what it hears meanwhile.
 
     Args:

@@ -52,7 +52,7 @@ def exit_line(code: int, *, lost: bool = False) -> bytes:
     return b"\x1eexit %d %d\n" % (code, lost)
 
 
-class Relay:
+class OutputRelay:
     """Passes on what the ranks write, byte for byte and at once, without what mpirun and MPI say beside.
 
     Before MPI has started on all ranks, nobody else draws frames; what MPI says then is passed on when it has.

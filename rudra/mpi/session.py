@@ -61,7 +61,7 @@ from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
 from rudra.results.reader import open_results
 from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
-from rudra.results.resume import Carried, Decision, carried, decide, finished, moved
+from rudra.results.resume import Carried, StartDecision, carried, decide, finished, moved
 from rudra.results.summary import tests
 from rudra.results.warm_start import final_weights, shapes
 from rudra.results.writer import default_outputs, remove_if_empty
@@ -166,7 +166,7 @@ def _run_ranks(
     job: Job,
     output: Path | None,
     progress: dict[str, Any],
-    decision: Callable[[], Decision],
+    decision: Callable[[], StartDecision],
     launched: bool,
     comm: MPI.Comm,
     choose_cut: Callable[[Job, int | None], str | None] | None,
@@ -293,7 +293,7 @@ class _Session:
     """Everything from the resolved job to the end of the run, on one rank."""
 
     def __init__(
-        self, comm: MPI.Comm, job: Job, plan: Plan, begin: Decision, device: torch.device, *, launched: bool
+        self, comm: MPI.Comm, job: Job, plan: Plan, begin: StartDecision, device: torch.device, *, launched: bool
     ) -> None:
         self._comm, self._job, self._plan, self._begin, self._launched = comm, job, plan, begin, launched
         self._device = device

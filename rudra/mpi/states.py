@@ -26,7 +26,7 @@ class _Arriving:
         return self.tensors is not None and not self.requests
 
 
-class States:
+class StateTransfer:
     """Brings the states of all `Plan.keepers` but the first to that one's rank. Nothing blocks: `poll` drives it.
 
     Args:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rudra.core.placement import Decision, Layer
+from rudra.core.placement import Layer, PlacementDecision
 from rudra.errors import ConfigError
 from rudra.files import check_output, written
 from rudra.report.analysis import COLOURS, STYLE, SUFFIXES
@@ -14,7 +14,7 @@ _NAMED = 40  # layers whose names can be read below a panel
 
 
 def draw(
-    layers: Sequence[Layer], output: Path, title: str, *, decision: Decision | None = None, force: bool = False
+    layers: Sequence[Layer], output: Path, title: str, *, decision: PlacementDecision | None = None, force: bool = False
 ) -> None:
     """Draws times, sizes and the share of the parameters that lies in front of each layer.
 
@@ -97,7 +97,7 @@ def _share(axis: Any, layers: Sequence[Layer]) -> None:
     _finish(axis, layers, "Share of the parameters", "%")
 
 
-def _sent(axis: Any, decision: Decision) -> None:
+def _sent(axis: Any, decision: PlacementDecision) -> None:
     """What a step of all learners sends, by cut."""
     places = range(len(decision.cuts))
     axis.bar(places, [cut.placed_bytes / 1e6 for cut in decision.cuts], color=COLOURS[0], label="cut here")
@@ -123,7 +123,7 @@ def _finish(axis: Any, layers: Sequence[Layer], title: str, unit: str) -> None:
     axis.legend()
 
 
-def _mark(axis: Any, layers: Sequence[Layer], decision: Decision | None) -> None:
+def _mark(axis: Any, layers: Sequence[Layer], decision: PlacementDecision | None) -> None:
     """Where the model is cut."""
     if decision is not None and decision.cut is not None:
         axis.axvline(decision.cut.index - 0.5, color=INK, linestyle=":", linewidth=1.5)

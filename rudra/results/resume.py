@@ -64,7 +64,7 @@ KEPT = ("initial_weights_sha256", "started")
 """Attributes of the result file that a restart does not change. What cannot be replayed stays so, too."""
 
 
-class Decision(NamedTuple):
+class StartDecision(NamedTuple):
     """What `--resume` comes to.
 
     Attributes:
@@ -105,7 +105,7 @@ def decide(
     named: Callable[[], Path],
     origin: Path | None = None,
     temporary: bool = False,
-) -> Decision:
+) -> StartDecision:
     """Where a run begins.
 
     Args:
@@ -128,7 +128,7 @@ def decide(
     return found._replace(run=found.run or new_run())
 
 
-def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
+def _branched(job: Job, begin: StartDecision, origin: Path) -> StartDecision:
     """Begins a run with all of another one's checkpoint, instead of at the start."""
     if origin.suffix != checkpoint.SUFFIX:
         raise ConfigError(
@@ -157,7 +157,7 @@ def _branched(job: Job, begin: Decision, origin: Path) -> Decision:
         other += f" was {differences[0][1]}"
     replanned = other or _replanned(state, fitting)
     about: dict[str, Any] = {"overwrite": begin.overwrite, "replanned": replanned, "branched": True, "text": text}
-    return Decision(begin.output, origin, position, decided, **about, temporary=begin.temporary)
+    return StartDecision(begin.output, origin, position, decided, **about, temporary=begin.temporary)
 
 
 def _unfit(then: Mapping[str, Any], job: Job) -> tuple[str, Any, Any] | None:
@@ -194,20 +194,22 @@ def _check_protocol(state: SavedState, job: Job) -> None:
             raise CheckpointError(f"{state.path}: protocol {position.protocol}: {error}") from None
 
 
-def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, named: Callable[[], Path]) -> Decision:
+def _decide(
+    job: Job, output: Path | None, wanted: Path | bool, force: bool, named: Callable[[], Path]
+) -> StartDecision:
     output = None if output is None else checked_name(output)
     if wanted is False:
-        return Decision(output or named(), overwrite=force or output is None)
+        return StartDecision(output or named(), overwrite=force or output is None)
     if wanted is True and output is None:
         raise ConfigError("--resume goes on with a result file: say which, by --output FILE.h5 or --resume FILE.h5")
     path = source(wanted) if isinstance(wanted, Path) else checkpoint.path_of(output or Path())
     output = output or checkpoint.results_of(path)
     if wanted is True and not path.exists() and not checkpoint.previous_of(path).exists():
         if finished(output):
-            return Decision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
+            return StartDecision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
         if output.exists() and not replaceable(output, job):
             check_output(output, force)
-        return Decision(
+        return StartDecision(
             output, overwrite=True, text=f"{output}: has no checkpoint yet; {job.name} starts from the beginning"
         )
     if wanted is True and not path.exists():  # the run was killed between two names
@@ -218,7 +220,7 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
     if _is_over(state, job):
         if output != checkpoint.results_of(path):
             raise ConfigError(f"{path}: is of a finished run; {_onwards(state)}")
-        return Decision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
+        return StartDecision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
     _check_longer(job, state)
     text = f"{job.name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
     replanned = _replanned(state, job.with_(**decided))
@@ -228,7 +230,7 @@ def _decide(job: Job, output: Path | None, wanted: Path | bool, force: bool, nam
     temporary = bool(state.attributes.get("temporary", False))
     about: dict[str, Any] = {"overwrite": force, "replanned": replanned, "text": text, "temporary": temporary}
     about["fingerprints"] = state.attributes.get("data_fingerprints", {})
-    return Decision(output, path, position, decided, **about, run=run)
+    return StartDecision(output, path, position, decided, **about, run=run)
 
 
 def _read(path: Path) -> SavedState:

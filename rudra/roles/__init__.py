@@ -12,17 +12,17 @@ from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles.averaging import Averager
-from rudra.roles.blocks import Referrer, ReplicaSharer
+from rudra.roles.blocks import BlockAverager, GroupReplicaAverager
 from rudra.roles.coordinator import Coordinator
 from rudra.roles.elastic import ElasticLearner
-from rudra.roles.fronts import (
-    FrontFirstShard,
-    FrontGroupLearner,
-    FrontLearner,
-    FrontOverlappedLearner,
-    FrontParameterServer,
-    FrontReplica,
-    FrontShardedLearner,
+from rudra.roles.first_stage import (
+    FirstStageFirstShard,
+    FirstStageGroupLearner,
+    FirstStageLearner,
+    FirstStageOverlappedLearner,
+    FirstStageParameterServer,
+    FirstStageReplica,
+    FirstStageShardedLearner,
 )
 from rudra.roles.group import GroupLearner, Replica
 from rudra.roles.learner import Learner
@@ -33,7 +33,7 @@ from rudra.roles.sharded import FirstShard, Shard, ShardedLearner
 from rudra.roles.stages import StageServer
 from rudra.roles.statistics import StatisticsServer
 from rudra.roles.tree import TreeServer
-from rudra.roles.window import WindowCoordinator
+from rudra.roles.window_coordinator import WindowCoordinator
 from rudra.roles.window_worker import WindowWorker
 from rudra.roles.worker import Worker
 from topologies import Plan
@@ -57,19 +57,19 @@ MACHINES: dict[Variant, type[Machine]] = {
     Variant.SHARDED_LEARNER: ShardedLearner,
     Variant.REPLICA: Replica,
     Variant.AVERAGER: Averager,
-    Variant.REPLICA_SHARER: ReplicaSharer,
-    Variant.REFERRER: Referrer,
+    Variant.REPLICA_SHARER: GroupReplicaAverager,
+    Variant.REFERRER: BlockAverager,
     Variant.ELASTIC_LEARNER: ElasticLearner,
     Variant.WORKER: Worker,
     Variant.WINDOW_WORKER: WindowWorker,
-    Variant.FIRST_STAGE_PARAMETER_SERVER: FrontParameterServer,
+    Variant.FIRST_STAGE_PARAMETER_SERVER: FirstStageParameterServer,
     Variant.FIRST_STAGE_PARAMETER_SHARD: Shard,
-    Variant.FIRST_STAGE_FIRST_SHARD: FrontFirstShard,
-    Variant.FIRST_STAGE_LEARNER: FrontLearner,
-    Variant.FIRST_STAGE_OVERLAPPED_LEARNER: FrontOverlappedLearner,
-    Variant.FIRST_STAGE_GROUP_LEARNER: FrontGroupLearner,
-    Variant.FIRST_STAGE_SHARDED_LEARNER: FrontShardedLearner,
-    Variant.FIRST_STAGE_REPLICA: FrontReplica,
+    Variant.FIRST_STAGE_FIRST_SHARD: FirstStageFirstShard,
+    Variant.FIRST_STAGE_LEARNER: FirstStageLearner,
+    Variant.FIRST_STAGE_OVERLAPPED_LEARNER: FirstStageOverlappedLearner,
+    Variant.FIRST_STAGE_GROUP_LEARNER: FirstStageGroupLearner,
+    Variant.FIRST_STAGE_SHARDED_LEARNER: FirstStageShardedLearner,
+    Variant.FIRST_STAGE_REPLICA: FirstStageReplica,
 }
 """The state machine of each variant of a role."""
 

@@ -52,7 +52,7 @@ class Sharer(Averager):
         return Reduce(buffer, self._group, self._added, self._made[-1], True)
 
 
-class ReplicaSharer(Sharer):
+class GroupReplicaAverager(Sharer):
     """One learner of a group that trains one replica: each member steps its own copy by the mean of their gradients.
 
     As `Averager`, with this between:
@@ -85,7 +85,7 @@ class ReplicaSharer(Sharer):
         return super()._reduced(event, now) if event.group == EVERYBODY else self._step_or_hold(now)
 
 
-class Referrer(Sharer):
+class BlockAverager(Sharer):
     """One learner of a block with a reference, of which each member has a copy.
 
     As `Averager`, but what a replica is corrected by is the reference, in every step, and that waits for the last one's

@@ -19,7 +19,7 @@ from rudra.core import records
 from rudra.core.events import WEIGHTS, Action, Lost, Received, Send, Stopped
 from rudra.core.messages import AssignWork, EpochEvaluated, EvaluatePart, MessageKind, PartEvaluated, in_pieces_or_none
 from rudra.core.training_state import TrainingState
-from rudra.roles.examination import Examination
+from rudra.roles.distributed_evaluation import DistributedEvaluation
 from rudra.roles.machine import States, Transition, listed
 from rudra.roles.server import TRAINING, ParameterServer, ServerState
 from topologies import Plan
@@ -36,7 +36,7 @@ class Coordinator(ParameterServer):
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         super()._follow(plan, position)
-        self._examination: Examination | None = None
+        self._examination: DistributedEvaluation | None = None
         self._examines = self._job.training.evaluate == "workers"
         self._tested = position.epoch  # the last epoch whose weights need no test any more
 
@@ -104,7 +104,7 @@ class Coordinator(ParameterServer):
         if not alive:
             return []  # which is told next
         self._tested = self.ledger.epoch
-        self._examination = Examination(self._tested, now)
+        self._examination = DistributedEvaluation(self._tested, now)
         return [action for child in alive for action in self._examine(child)]
 
     @property

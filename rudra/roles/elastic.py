@@ -39,7 +39,7 @@ COMPUTING, EXCHANGING, STEPPING = LearnerState.COMPUTING, LearnerState.EXCHANGIN
 STOPPED = LearnerState.STOPPED
 
 
-class Steps:
+class ReplicaSteps:
     """The steps of replicas that are corrected by a server alone.
 
     Args:
@@ -92,7 +92,7 @@ class ElasticLearner(Learner):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._steps = Steps(setup)
+        self._steps = ReplicaSteps(setup)
         self._period = self._steps.rule.period
         self._made: list[Gradient] = []  # by steps since the last exchange
         self._exchanging = self._moved = False

@@ -42,8 +42,8 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
 from rudra.errors import ProtocolError
 from rudra.job.table import named
-from rudra.roles.dealer import Dealer
-from rudra.roles.machine import Outbox, Setup, Silent, listed
+from rudra.roles.machine import NullOutbox, Outbox, Setup, listed
+from rudra.roles.sample_allocator import SampleAllocator
 from topologies import Plan
 
 CREDITS = 2
@@ -120,7 +120,7 @@ class Ledger:
         self.samples, self.applied = position.samples, position.applied
         self.stopped = False
         self._reports = reports
-        self.outbox = (Outbox if reports else Silent)(role, setup.plan.statistics, job.results.report_s)
+        self.outbox = (Outbox if reports else NullOutbox)(role, setup.plan.statistics, job.results.report_s)
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
         self._credits = CREDITS
         self._tests_all = job.training.evaluate in ("always", "workers")
@@ -155,9 +155,9 @@ class Ledger:
         self.steps = [position.step(i) for i in learners]
         self.learned = [position.learned_by(i) for i in learners]
         self.drawn = [position.drawn_from(i) for i in learners]
-        self.dealer: Dealer | None = None
+        self.dealer: SampleAllocator | None = None
         if isinstance(self.protocol, Hogbatch):
-            self.dealer = Dealer(self.protocol, plan, self._training_samples, position)
+            self.dealer = SampleAllocator(self.protocol, plan, self._training_samples, position)
         size, parts, between = self.job.training.minibatch_size, self.job.cluster.parts, self.protocol.period - 1
         mine = {plan.roles[i].index: portion(plan, i, size, parts) for i in plan.learners} if between and parts else {}
         # With shares, samples of others lie between the mini-batches of a period.

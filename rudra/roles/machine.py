@@ -221,7 +221,7 @@ class Outbox:
         return [Send(self._to, message) for kind, rows in joined for message in reported(kind, self.role, rows)]
 
 
-class Silent(Outbox):
+class NullOutbox(Outbox):
     """Of a role that has nothing to report."""
 
     def add(self, kind: MessageKind, *row: Any) -> None: ...

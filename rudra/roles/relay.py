@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rudra.core.events import Accumulate, Copy, Measure, Receive, Regroup, Send, Update
-from rudra.roles.joint import LOGGED, NUMBER
+from rudra.roles.multi_owner import LOGGED, NUMBER
 from topologies import Plan
 
 SUM = "sum"
@@ -21,7 +21,7 @@ SUM = "sum"
 Entry = tuple[Any, ...]
 
 
-class Relay:
+class SumRelay:
     """Follows the log, and says what of it is for one server.
 
     Args:

@@ -62,13 +62,13 @@ from rudra.core.messages import (
 from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
 from rudra.roles.checkpoint_cycle import CheckpointCycle
-from rudra.roles.downcast import Downcast
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
 from rudra.roles.ledger import Ledger, left_over
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
-from rudra.roles.roll import Roll
+from rudra.roles.membership import Membership
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
+from rudra.roles.weight_broadcast import WeightBroadcast
 from topologies import Plan
 
 
@@ -180,7 +180,7 @@ class ParameterServer(Machine):
         self._ordered, self._grants_on_push = protocol.ordered, protocol.grants_on_push
         self.discarded = self.lost = 0
         self.received = position.applied
-        self.roll = Roll(plan, role, position)
+        self.roll = Membership(plan, role, position)
         self._deferred: deque[int] = deque()  # roles that died while an update was due
         self._receivers = plan.receivers[role]
         self._grouped = bool(plan.groups)
@@ -195,7 +195,7 @@ class ParameterServer(Machine):
         self._update_due = False
         self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
         self._overlapped = plan.overlapped
-        self._downcast = Downcast(plan, role, position.timestamp)
+        self._downcast = WeightBroadcast(plan, role, position.timestamp)
         self._weights_changed()
 
     @property

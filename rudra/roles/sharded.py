@@ -55,9 +55,9 @@ from rudra.core.messages import (
     WeightsPart,
 )
 from rudra.core.training_state import BEGINNING
-from rudra.roles.joint import LOGGED, NUMBER, JointServer, Log, Steps, stepped
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
+from rudra.roles.multi_owner import LOGGED, NUMBER, Log, MultiOwnerServer, OwnerSteps, stepped
 from rudra.roles.server import ParameterServer, ServerState
 
 
@@ -76,7 +76,7 @@ class _Coming:
     missing: set[int]
 
 
-class FirstShard(JointServer):
+class FirstShard(MultiOwnerServer):
     """The parameter server that decides for all; arguments as for `ParameterServer`.
 
     It lets in no gradient from anybody, but each of the learner that has told of it, in the order of the telling where
@@ -84,7 +84,7 @@ class FirstShard(JointServer):
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **JointServer.TRANSITIONS,
+        **MultiOwnerServer.TRANSITIONS,
         **{
             (state, trigger): Transition(method, *ParameterServer.TRANSITIONS[state, MessageKind.GRADIENT].states)
             for state in (ServerState.TRAINING, ServerState.DRAINING)
@@ -100,7 +100,7 @@ class FirstShard(JointServer):
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
         self._log = Log(role, setup.plan.front_owners[1:])
-        self.steps = Steps(setup.plan.front_owners)
+        self.steps = OwnerSteps(setup.plan.front_owners)
         self._told_of: deque[Message] = deque()  # gradients for which there was no buffer yet
         self._rooms: dict[str, int | None] = {}  # buffers for gradients of which nobody has told yet -> of whom alone
         self._coming: dict[str, _Coming] = {}  # by buffer

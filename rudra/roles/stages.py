@@ -1,14 +1,14 @@
 """Layers placed on ranks: learners hold the first layers, and one stage server the last ones.
 
 A learner computes what its layers make of a mini-batch, ships these activations to the stage server, and gets their
-gradient back, with loss and errors; then it computes the gradient of its own layers (`rudra.roles.fronts`). The stage
-server takes one mini-batch at a time, never interleaved: forward, loss and backward with the same weights. When it
-takes the gradient of its own layers in, a rule says:
+gradient back, with loss and errors; then it computes the gradient of its own layers (`rudra.roles.first_stage`).
+The stage server takes one mini-batch at a time, never interleaved: forward, loss and backward with the same weights.
+When it takes the gradient of its own layers in, a rule says:
 
 `synchronous`: as those of the first layers are taken in. Who decides about these has it add the same gradients, in
-the same order, at the same scales, and update at the same rate, by a log as between shards (`rudra.roles.joint`). It
-computes a mini-batch only with weights of the timestamp that the activations are of. So both have one clock, and all
-layers the weights, bit for bit, of a run in which learners have them all.
+the same order, at the same scales, and update at the same rate, by a log as between shards
+(`rudra.roles.multi_owner`). It computes a mini-batch only with weights of the timestamp that the activations are of.
+So both have one clock, and all layers the weights, bit for bit, of a run in which learners have them all.
 
 `merged`: at once, one batch after the other. Its weights have a clock of their own and no staleness, however stale
 those of the first layers are. A batch is that of a compute group, of which each learner has a part: it begins when all
@@ -66,12 +66,12 @@ from rudra.core.messages import (
 )
 from rudra.core.records import Gradient
 from rudra.core.work import Work, portion
-from rudra.roles.fronts import gradient_of
-from rudra.roles.joint import LOGGED
+from rudra.roles.first_stage import gradient_of
 from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Outbox, Setup, States, Transition, self_loops
+from rudra.roles.multi_owner import LOGGED
 from rudra.roles.norms import Norms, told
-from rudra.roles.relay import Relay
+from rudra.roles.relay import SumRelay
 from rudra.roles.sharded import Shard, ShardState
 
 
@@ -140,7 +140,7 @@ class StageServer(Shard):
         self._norms = Norms()
         self._leads = role == plan.stage
         self._learners = [learner for learner in plan.learners if plan.stage_of(learner) == role]
-        self._relay = Relay(role, plan)
+        self._relay = SumRelay(role, plan)
         self._factor = job.placement.rate_factor(job.optimizer)
         self._ledger = Ledger(role, setup, reports=False)
         self._ledger.per_update = self._ledger.protocol.gradients_per_update if self._merged else 1

@@ -45,7 +45,7 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import DEALT, Work
 from rudra.job.job import Job
 from rudra.roles.coordinator import NO_WEIGHTS
-from rudra.roles.examination import PARTS
+from rudra.roles.distributed_evaluation import PARTS
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.minibatch_log import MinibatchLog

@@ -19,7 +19,7 @@ from rudra.simulation.driver import Check, RowSink, Simulation
 from rudra.simulation.regrouping import Make
 from rudra.simulation.tensors import make_cluster
 from rudra.simulation.timing_only import Tensors
-from rudra.simulation.windows import Windows
+from rudra.simulation.windows import SimulatedWindows
 from topologies import Plan
 
 
@@ -107,7 +107,7 @@ def assemble(
         beside=beside,
     )
     if plan.window:
-        Windows(simulation, job, plan)
+        SimulatedWindows(simulation, job, plan)
     for number in range(len(job.simulation.beside)):
         try:
             _put_beside(simulation, job_beside(job, number))

@@ -21,7 +21,7 @@ from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation.costs import places
-from rudra.simulation.trial import Rows, timing, train
+from rudra.simulation.trial import TrialRows, timing, train
 from topologies import Plan
 from topologies.kinds import LEARNER
 
@@ -47,7 +47,7 @@ NOISY = {
 }
 
 
-def check_updates(run: Job, rows: Rows) -> None:
+def check_updates(run: Job, rows: TrialRows) -> None:
     """Of how many gradients an update is made, and in which order they stand there.
 
     With one server it is exactly c of them. A tree brings several at a time, so it may be more, but by less than what
@@ -79,7 +79,7 @@ def check_updates(run: Job, rows: Rows) -> None:
         assert np.array_equal(gradients["learner"], np.tile(np.arange(run.learners), len(sizes)))
 
 
-def check_epochs(rows: Rows) -> None:
+def check_epochs(rows: TrialRows) -> None:
     """An epoch's means are over the gradients of its updates; it has none where an update ended several epochs."""
     gradients, updates = rows["gradients"], rows["updates"]
     of = updates["epoch"][gradients["update"] - 1]
@@ -102,7 +102,7 @@ def carried(plan: Plan, role: int, c: int) -> int:
     return min(plan.learners_below(role), c) - 1 + max(carried(plan, child, c) for child in plan.children[role])
 
 
-def check(run: Job, rows: Rows, samples: int) -> None:
+def check(run: Job, rows: TrialRows, samples: int) -> None:
     """The laws of counting and of the clock."""
     totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
     assert rows.learners is not None
@@ -144,7 +144,7 @@ def check(run: Job, rows: Rows, samples: int) -> None:
             assert learner["pulls"] + learner["skipped_pulls"] <= learner["pushed"]
 
 
-def check_times(run: Job, rows: Rows) -> None:
+def check_times(run: Job, rows: TrialRows) -> None:
     """Mini-batches of a learner follow each other without a gap, and add up to its account."""
     minibatches = rows["minibatches"]
     assert rows.learners is not None
@@ -158,7 +158,7 @@ def check_times(run: Job, rows: Rows) -> None:
             assert np.isclose(mine[name].sum(), account[name])
 
 
-def check_stages(run: Job, rows: Rows) -> None:
+def check_stages(run: Job, rows: TrialRows) -> None:
     """The stage server computes and updates with the same weights, and with those of a whole group's batch."""
     stages, gradients = rows["stages"], rows["gradients"]
     plan = run.plan(places(run))
@@ -177,7 +177,7 @@ def check_stages(run: Job, rows: Rows) -> None:
             assert count == len(members)
 
 
-def saving(run: Job, samples: int) -> tuple[Rows, list[TrainingState]]:
+def saving(run: Job, samples: int) -> tuple[TrialRows, list[TrainingState]]:
     """Runs a job without tensors that saves after every update: what is written, and the books of each checkpoint."""
     plan, saved = run.plan(places(run)), list[TrainingState]()
 
@@ -188,7 +188,7 @@ def saving(run: Job, samples: int) -> tuple[Rows, list[TrainingState]]:
     return timing(run.with_(results={"checkpoint_every": "1 update"}), samples, save=save), saved
 
 
-def check_resumed(run: Job, whole: Rows, middle: TrainingState, samples: int) -> None:
+def check_resumed(run: Job, whole: TrialRows, middle: TrainingState, samples: int) -> None:
     """A run that is resumed loses no gradient, applies none twice, and makes updates of the same sizes.
 
     Args:
@@ -265,7 +265,7 @@ class Case(NamedTuple):
         return run.with_(**REAL, cluster={"threads_per_rank": 1})
 
 
-class Outcome(NamedTuple):
+class CaseOutcome(NamedTuple):
     """What came of a case.
 
     Attributes:
@@ -349,12 +349,12 @@ def cases(target: str, tables: dict[str, dict[str, Any]]) -> Iterator[Case]:
         yield from cases_of(protocol, topology)
 
 
-def outcome(case: Case) -> Outcome:
+def outcome(case: Case) -> CaseOutcome:
     """Runs a case, and looks whether the laws hold."""
     try:
         run = case.job()
     except ConfigError as error:
-        return Outcome(case.name, "refused", str(error))
+        return CaseOutcome(case.name, "refused", str(error))
     try:
         rows, saved = saving(run, TRAINING_SAMPLES)
         check(run, rows, TRAINING_SAMPLES)
@@ -366,12 +366,12 @@ def outcome(case: Case) -> Outcome:
             check_bits(case.real_job())
     except AssertionError as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome(case.name, "FAILED", f"{error or place.line} ({place.name}, line {place.lineno})")
+        return CaseOutcome(case.name, "FAILED", f"{error or place.line} ({place.name}, line {place.lineno})")
     except Exception as error:  # the user's own code raises what it likes
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return Outcome(case.name, "FAILED", f"{what} ({place.filename}:{place.lineno})")
-    return Outcome(case.name, "ok")
+        return CaseOutcome(case.name, "FAILED", f"{what} ({place.filename}:{place.lineno})")
+    return CaseOutcome(case.name, "ok")
 
 
 def _count(learners: int) -> str:

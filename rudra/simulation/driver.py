@@ -47,7 +47,7 @@ from rudra.simulation.costs import CostModel
 from rudra.simulation.faults import Faults
 from rudra.simulation.network import Network
 from rudra.simulation.queue import EventQueue, owner
-from rudra.simulation.regrouping import Make, Regrouping
+from rudra.simulation.regrouping import Make, SimulatedRegrouping
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
 
@@ -138,7 +138,7 @@ class Simulation:
             Warn: lambda actor, action, time: recorder.warn(actor.machine.name, action.text),
             Fail: self._fail,
             Halt: self._halt,
-            Regroup: Regrouping(self, make, price).regroup,
+            Regroup: SimulatedRegrouping(self, make, price).regroup,
         }
         self._over = self._end
         for role, machine in machines.items():

@@ -10,7 +10,7 @@ from rudra.compute import models
 from rudra.compute.cuts import chain
 from rudra.compute.executor import torch_as_in
 from rudra.compute.timing import layers_of
-from rudra.core.placement import Cluster, Layer, choose
+from rudra.core.placement import Layer, PlacementHardware, choose
 from rudra.data.load import load
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
@@ -62,11 +62,11 @@ def choose_cut(job: Job, ranks: int | None = None) -> str | None:
     return cut
 
 
-def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> Cluster:
+def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> PlacementHardware:
     """Who takes part in a step of a job, with these costs."""
     near = table.servers_on_first_node  # the machines of the servers are the last ones
     together = near or (len(table.machines) > 1 and table.machines[-1] == table.machines[-2])
-    return Cluster(
+    return PlacementHardware(
         job.learners,
         job.training.minibatch_size,
         table.bandwidth_bytes_per_s,

@@ -22,7 +22,7 @@ Make = Callable[[int, Plan, TrainingState], Machine]
 """Makes the machine of a role of a plan, for a beginning there."""
 
 
-class Regrouping:
+class SimulatedRegrouping:
     """Lets the roles of a simulation begin anew.
 
     Args:

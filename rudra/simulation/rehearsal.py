@@ -20,7 +20,7 @@ from rudra.compute.first_gradient import settled
 from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
-from rudra.compute.stages import FrontExecutor
+from rudra.compute.stages import FirstStageExecutor
 from rudra.core.events import (
     ACTIVATIONS,
     GRADIENT,
@@ -154,7 +154,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
 
 
 def _crossed(learner: Executor) -> Crossed | None:
-    if not isinstance(learner, FrontExecutor):
+    if not isinstance(learner, FirstStageExecutor):
         return None
     both_ways = 2 * 4
     return Crossed(
@@ -176,7 +176,7 @@ def _pull(owners: Mapping[int, Executor], into: Executor) -> None:
 def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float, float]:
     """Loss of the first mini-batch at the initial weights, and how long its gradient takes."""
     assert isinstance(learner, LearnerExecutor)
-    if isinstance(learner, FrontExecutor):
+    if isinstance(learner, FirstStageExecutor):
         *fronts, back = owners.items()
         _pull(dict(fronts), learner)
         compute = partial(_through_stage, back[1], learner)
@@ -200,7 +200,7 @@ def _outcome(executor: Executor, action: Local) -> Computed:
     return computed
 
 
-def _through_stage(stage: Executor, learner: FrontExecutor) -> Computed:
+def _through_stage(stage: Executor, learner: FirstStageExecutor) -> Computed:
     """A gradient of a learner whose last layers are with a stage server."""
     work = learner.source.work
     next(learner.perform(Forward(0, work, WEIGHTS, ACTIVATIONS)))

@@ -68,7 +68,7 @@ from rudra.results.warm_start import final_weights
 from rudra.roles import Machine
 from rudra.roles.averaging import joined
 from rudra.roles.coordinator import Coordinator
-from rudra.roles.elastic import Steps
+from rudra.roles.elastic import ReplicaSteps
 from rudra.roles.ledger import Owner
 from rudra.roles.machine import Setup, States, short_digest
 from rudra.roles.stages import StageServer
@@ -288,7 +288,7 @@ class _Replay:
         self._coordinator = owner if isinstance(owner, Coordinator) else None
         self._exchanged: set[int] = set()  # learners whose replica is not what the weights are
         self._restarts = record.restarts  # places of rows before which all replicas are
-        self._replicas = Steps(setup) if plan.averaging and plan.served else None
+        self._replicas = ReplicaSteps(setup) if plan.averaging and plan.served else None
         self._period = 1 if self._replicas is None else self._replicas.rule.period
         self._through: ThroughStage | None = None
         self._stage: Machine | None = None

@@ -28,8 +28,8 @@ from rudra.core.events import (
 from rudra.core.messages import ActivationGradient, Activations, Rows
 from rudra.core.records import Gradient
 from rudra.core.work import Work
-from rudra.roles.joint import LOGGED
 from rudra.roles.machine import Setup
+from rudra.roles.multi_owner import LOGGED
 from rudra.roles.stages import StageServer
 from rudra.simulation.driver import Simulation
 from rudra.simulation.tensors import RealTensors

@@ -26,7 +26,7 @@ from rudra.compute.half import from_half, to_half
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import AveragingExecutor, OwnerExecutor
-from rudra.compute.stages import FrontExecutor, PieceExecutor, cut_model
+from rudra.compute.stages import FirstStageExecutor, PieceExecutor, cut_model
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import Buffer
 from rudra.core.events import (
@@ -366,7 +366,7 @@ class VmapTensors(RealTensors):
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class SimulatedCluster:
     """What a simulation needs of a job beside its roles.
 
     Attributes:
@@ -397,7 +397,7 @@ class Cluster:
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
 
-def make_cluster(job: Job, plan: Plan) -> Cluster:
+def make_cluster(job: Job, plan: Plan) -> SimulatedCluster:
     """Loads the data, builds the model, and makes real tensors or none, as the job says.
 
     Args:
@@ -429,13 +429,13 @@ def make_cluster(job: Job, plan: Plan) -> Cluster:
 
     digest, statistics = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics]
     about = (statistics.layout, statistics.size, digest, statistics.state_dict)
-    fronts = (executor.cut for executor in executors.values() if isinstance(executor, FrontExecutor))
+    fronts = (executor.cut for executor in executors.values() if isinstance(executor, FirstStageExecutor))
     placed = next((cut.placed(statistics.size, job.training.minibatch_size, info) for cut in fronts), None)
     prints = fingerprints(loaded)
-    return Cluster(job, tensors, info, *about, weights, executors, placed, statistics.step_bytes, prints)
+    return SimulatedCluster(job, tensors, info, *about, weights, executors, placed, statistics.step_bytes, prints)
 
 
-def _without_tensors(job: Job) -> Cluster:
+def _without_tensors(job: Job) -> SimulatedCluster:
     info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
     try:
         with torch.device("meta"):  # shapes alone
@@ -449,7 +449,7 @@ def _without_tensors(job: Job) -> Cluster:
         step_bytes = cut.sent(job.training.minibatch_size) * job.learners
     tensors = TimingOnly()
     about = (job, tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
-    return Cluster(*about, placed=placed, step_bytes=step_bytes)
+    return SimulatedCluster(*about, placed=placed, step_bytes=step_bytes)
 
 
 def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: DataInfo) -> None:

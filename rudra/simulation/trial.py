@@ -30,7 +30,7 @@ SIZE_BYTES = 350_000
 
 
 @dataclass
-class Rows:
+class TrialRows:
     """Keeps what a statistics server records."""
 
     tables: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def timing(
     *,
     position: TrainingState = BEGINNING,
     save: Callable[[int, Save], None] | None = None,
-) -> Rows:
+) -> TrialRows:
     """Runs a job without tensors and checks every invariant after every event.
 
     Args:
@@ -80,7 +80,7 @@ def timing(
         save: what to do when a role is to save its part of a checkpoint.
     """
     plan = job_.plan(places(job_))
-    rows, tensors = Rows(), TimingOnly()
+    rows, tensors = TrialRows(), TimingOnly()
     about: dict[str, Any] = {"training_samples": training_samples, "size_bytes": SIZE_BYTES, "check": after}
     simulation = assemble(job_, plan, tensors, rows, position=position, save=save, **about)
     rows.time_s = simulation.run()
@@ -88,7 +88,7 @@ def timing(
     return rows
 
 
-class Saved(NamedTuple):
+class TrialCheckpoint(NamedTuple):
     """What a checkpoint would hold."""
 
     position: TrainingState
@@ -96,15 +96,15 @@ class Saved(NamedTuple):
 
 
 @dataclass
-class Trained:
+class TrialResult:
     """What a simulated training leaves."""
 
     job: Job
-    rows: Rows
+    rows: TrialRows
     executors: dict[int, Executor]
     plan: Plan
     tensors: RealTensors
-    saved: list[Saved] = field(default_factory=list)
+    saved: list[TrialCheckpoint] = field(default_factory=list)
 
     @property
     def weights(self) -> torch.Tensor:
@@ -115,9 +115,9 @@ def train(
     job_: Job,
     kind: Callable[[dict[int, Executor]], RealTensors] = RealTensors,
     *,
-    resumed: Saved | None = None,
+    resumed: TrialCheckpoint | None = None,
     stop_at: float | None = None,
-) -> Trained:
+) -> TrialResult:
     """Runs a job with real gradients, and checks every invariant after every event.
 
     Args:
@@ -137,7 +137,7 @@ def train(
         for executor in executors.values():
             if isinstance(executor, OwnerExecutor):
                 executor.restore(resumed.tensors)
-    rows, tensors = Rows(), kind(executors)
+    rows, tensors = TrialRows(), kind(executors)
     positions: list[TrainingState] = []
     kept: list[dict[int, dict[str, npt.NDArray[np.float32]]]] = []  # by role, of each checkpoint
     begun: list[int] = [0] * len(plan.roles)
@@ -169,5 +169,5 @@ def train(
     rows.time_s = simulation.run()
     rows.code = simulation.code
     states = ([by_role[role] for role in sorted(by_role)] for by_role in kept)
-    saved = [Saved(position, joined(parts)) for position, parts in zip(positions, states, strict=True)]
-    return Trained(job_, rows, executors, plan, tensors, saved)
+    saved = [TrialCheckpoint(position, joined(parts)) for position, parts in zip(positions, states, strict=True)]
+    return TrialResult(job_, rows, executors, plan, tensors, saved)

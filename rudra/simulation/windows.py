@@ -34,7 +34,7 @@ Thread = tuple[Steps, list[Made | None], int]
 """What it does, what those of the batch have made so far, and its place among them."""
 
 
-class Windows:
+class SimulatedWindows:
     """The window of a simulation.
 
     Args:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rudra.core.placement import THRESHOLD, Cluster, Cut, Decision, Layer, Rule, choose
+from rudra.core.placement import THRESHOLD, CutEstimate, Layer, PlacementDecision, PlacementHardware, Rule, choose
 from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.simulation import costs
@@ -28,9 +28,9 @@ class Placement:
 
     name: str
     layers: tuple[Layer, ...]
-    cluster: Cluster
+    cluster: PlacementHardware
     threshold: float
-    decisions: Mapping[Rule, Decision]
+    decisions: Mapping[Rule, PlacementDecision]
 
     def as_dict(self) -> dict[str, Any]:
         """As plain values."""
@@ -84,7 +84,7 @@ def as_text(found: Placement) -> str:
     return f"{head}\n{report.as_text()}"
 
 
-def _said(found: Placement, cut: Cut) -> str:
+def _said(found: Placement, cut: CutEstimate) -> str:
     """Which rules choose a cut, and what speaks against it."""
     rules = [rule for rule, decision in found.decisions.items() if decision.cut and decision.cut.index == cut.index]
     return ", ".join([*rules, *(["convolutions behind it"] if cut.between_convolutions else [])])

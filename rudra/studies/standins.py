@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rudra.core.placement import Cluster, choose
+from rudra.core.placement import PlacementHardware, choose
 from rudra.studies.convnets import NETWORKS, Device, Worked
 
 CLASSES = {"": 1000, "_22k": 21_841}
@@ -36,7 +36,7 @@ def timed(name: str) -> tuple[list[Worked], int, int]:
     network, classes = NAMES[name]
     make, size = NETWORKS[network]
     layers = DEVICES[network].timed(make(classes), size)
-    cut = choose("ralp", layers, Cluster(1, size)).cut
+    cut = choose("ralp", layers, PlacementHardware(1, size)).cut
     assert cut is not None
     return layers, size, cut.index
 

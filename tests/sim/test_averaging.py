@@ -29,7 +29,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.pairing import averaging_pairs
 from rudra.roles.averaging import Averager, joined
-from rudra.roles.elastic import Steps
+from rudra.roles.elastic import ReplicaSteps
 
 MU = 8
 DELAYS = {"jitter": 0.9, "latency_jitter_s": 0.05, "slowdown": {0: 3.0}}
@@ -566,4 +566,4 @@ def test_rates_at_a_server_go_by_periods(timestamp: int, made: int, rate: float)
     setup: Any = SimpleNamespace(
         job=run, plan=run.plan(), training_samples=96, schedule=Schedule.stepped(run.optimizer, (1,))
     )
-    assert Steps(setup).step(timestamp, made, corrects=False).learning_rate == pytest.approx(rate)
+    assert ReplicaSteps(setup).step(timestamp, made, corrects=False).learning_rate == pytest.approx(rate)

@@ -18,7 +18,7 @@ from rudra.job.job import Job
 from rudra.results import checkpoint
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.reader import open_results
-from rudra.results.resume import Decision, carried, decide, resumable
+from rudra.results.resume import StartDecision, carried, decide, resumable
 from rudra.results.warm_start import final_weights, shapes
 from rudra.roles.checkpoint_cycle import name_of
 
@@ -42,7 +42,7 @@ def run(directory: Path, *, finish: bool = True) -> tuple[Job, Path]:
     return job, directory / "run-2.ckpt"
 
 
-def branched(job: Job, origin: Path, output: Path | None = None, **tables: Any) -> Decision:
+def branched(job: Job, origin: Path, output: Path | None = None, **tables: Any) -> StartDecision:
     output = origin.with_name("branch.h5") if output is None else output
     return decide(job.with_(**tables), output, False, force=False, named=Path, origin=origin)
 

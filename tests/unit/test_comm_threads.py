@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rudra.mpi.comm_threads import CommThread, Worker
+from rudra.mpi.comm_threads import CommThread, WorkerThread
 
 
 class Rank:
@@ -29,11 +29,11 @@ def rank() -> Rank:
     return Rank()
 
 
-KINDS = pytest.mark.parametrize("kind", [Worker, CommThread])
+KINDS = pytest.mark.parametrize("kind", [WorkerThread, CommThread])
 
 
 @KINDS
-def test_work_is_done_in_order_and_in_one_other_thread(kind: type[Worker], rank: Rank) -> None:
+def test_work_is_done_in_order_and_in_one_other_thread(kind: type[WorkerThread], rank: Rank) -> None:
     done: list[tuple[int, str]] = []
     worker = kind("pushes", rank.posted.put)
     for i in range(100):
@@ -44,7 +44,7 @@ def test_work_is_done_in_order_and_in_one_other_thread(kind: type[Worker], rank:
 
 
 @KINDS
-def test_a_thread_that_is_given_nothing_ends(kind: type[Worker], rank: Rank) -> None:
+def test_a_thread_that_is_given_nothing_ends(kind: type[WorkerThread], rank: Rank) -> None:
     worker = kind("idle", rank.posted.put)
     worker.close()
     assert not worker.is_alive()
@@ -53,7 +53,9 @@ def test_a_thread_that_is_given_nothing_ends(kind: type[Worker], rank: Rank) -> 
 
 @KINDS
 @pytest.mark.parametrize("error", [ValueError("no luck"), KeyboardInterrupt(), SystemExit(3)])
-def test_an_exception_is_raised_in_the_ranks_own_thread(kind: type[Worker], rank: Rank, error: BaseException) -> None:
+def test_an_exception_is_raised_in_the_ranks_own_thread(
+    kind: type[WorkerThread], rank: Rank, error: BaseException
+) -> None:
     def fail() -> None:
         raise error
 
@@ -161,7 +163,7 @@ def descriptors() -> int:
 @pytest.mark.usefixtures("mpi")
 def test_starting_and_stopping_leaves_nothing_behind(rank: Rank) -> None:
     def once() -> None:
-        workers = [kind(kind.__name__, rank.posted.put) for kind in (Worker, CommThread, CommThread)]
+        workers = [kind(kind.__name__, rank.posted.put) for kind in (WorkerThread, CommThread, CommThread)]
         for worker in workers:
             worker.submit(lambda: None)
         workers[1].carry(lambda: Request(2), lambda: None)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from rudra.compute import networks
-from rudra.compute.cuts import Chain, chain
+from rudra.compute.cuts import LayerChain, chain
 from rudra.compute.flat import FlatModel
 from rudra.data.trees import called
 from rudra.errors import ConfigError
@@ -297,7 +297,7 @@ def test_no_gradient_goes_to_whole_numbers() -> None:
 def test_finding_a_chain_changes_nothing() -> None:
     model = made(networks.vgg16, 3, 32, 32, width=8)
     before = copy.deepcopy(model.state_dict())
-    found: Chain = chain(model, pictures(3, 32, 32))
+    found: LayerChain = chain(model, pictures(3, 32, 32))
     assert model.training
     assert all(module.training for module in model.modules())
     for name, value in model.state_dict().items():

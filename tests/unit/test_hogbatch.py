@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protocols.hogbatch import Hogbatch, Team, Worker, parts
+from protocols.hogbatch import BatchBounds, Hogbatch, WorkerProgress, parts
 from rudra.compute.hogwild import manner
 from rudra.compute.schedule import schedule_of
 from rudra.core.records import Gradient
@@ -18,14 +18,14 @@ from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.core.work import Work
 from rudra.errors import ConfigError, ProtocolError
 from rudra.job.job import Job
-from rudra.roles.dealer import Dealer
+from rudra.roles.sample_allocator import SampleAllocator
 
-SMALL, LARGE = Worker("small", 4, 1, 64), Worker("large", 1, 100, 800)
+SMALL, LARGE = BatchBounds("small", 4, 1, 64), BatchBounds("large", 1, 100, 800)
 
 
-def team(sizes: Sequence[int], counts: Sequence[float], left: Collection[int], **more: Any) -> Team:
+def team(sizes: Sequence[int], counts: Sequence[float], left: Collection[int], **more: Any) -> WorkerProgress:
     usual = {"samples": [1] * len(sizes), "remaining": 10**6, "epoch": 10**6}
-    return Team(sizes, counts, left=left, **usual | more)
+    return WorkerProgress(sizes, counts, left=left, **usual | more)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_balanced_updates_come_from_smaller_batches_where_an_epoch_is_short() ->
 @pytest.mark.parametrize(("alpha", "workers"), [(2.0, 2), (4.0, 2), (2.0, 3)])
 def test_counts_stay_close_while_nobody_is_at_a_bound(threads: int, ratio: float, alpha: float, workers: int) -> None:
     """However much faster some are: by a few batches, and as many as it takes to make up for the difference."""
-    about = [Worker("small", threads, 1, 2**400), *[Worker("large", 1, 1, 2**400)] * (workers - 1)]
+    about = [BatchBounds("small", threads, 1, 2**400), *[BatchBounds("large", 1, 1, 2**400)] * (workers - 1)]
     rule, chance = Hogbatch(workers, about, "adaptive", alpha=alpha), random.Random(0)
     sizes, counts = [2**200] * workers, [0.0] * workers
     seconds = [ratio ** (i / (workers - 1)) for i in range(workers)]  # for a sample of each thread
@@ -149,17 +149,17 @@ def test_parts_of_a_batch() -> None:
 # The dealer.
 
 
-def dealer(samples: int, position: TrainingState = BEGINNING, **options: Any) -> Dealer:
+def dealer(samples: int, position: TrainingState = BEGINNING, **options: Any) -> SampleAllocator:
     workers = [{"ranks": [0], "kind": "small", "threads": 4, "max": 64}]
     workers += [{"kind": "large", "min": 10, "max": 100}]
     job = Job(protocol={"name": "hogbatch", "options": options}, workers=workers, cluster={"learners": 2})
     plan = job.plan()
     rule = job.make_protocol(plan)
     assert isinstance(rule, Hogbatch)
-    return Dealer(rule, plan, samples, position)
+    return SampleAllocator(rule, plan, samples, position)
 
 
-def applied(dealer_: Dealer, learner: int, first: int, samples: int) -> None:
+def applied(dealer_: SampleAllocator, learner: int, first: int, samples: int) -> None:
     dealer_.count(Gradient(-1, learner, samples, 0, first, 0, -1, 1.0, 0.0, 0.0, 0))
     dealer_.applied()
 
@@ -299,8 +299,8 @@ def test_one_table_is_of_all_learners_that_no_other_names() -> None:
     )
     rule = job.make_protocol()
     assert isinstance(rule, Hogbatch)
-    small = Worker("small", 3, 1, 64)
-    assert rule.workers == (small, Worker("large", 1, 128, 200), small)
+    small = BatchBounds("small", 3, 1, 64)
+    assert rule.workers == (small, BatchBounds("large", 1, 128, 200), small)
     assert job.with_(training={"epochs": 2}).workers == job.workers
 
 
@@ -309,9 +309,12 @@ def test_set_changes_one_table_or_all(tmp_path: Path) -> None:
     tables = "".join(f'[[workers]]\nranks = [{i}]\nkind = "{kind}"\n' for i, kind in enumerate(["small", "large"]))
     path.write_text(f'[protocol]\nname = "hogbatch"\n[cluster]\nlearners = 2\n{tables}')
     job = Job.load(path, ["workers.0.threads=8", "workers.1.max=200", "protocol.rule=adaptive"])
-    assert [table.worker for table in job.workers] == [Worker("small", 8, 1, 64), Worker("large", 1, 128, 200)]
+    assert [table.worker for table in job.workers] == [
+        BatchBounds("small", 8, 1, 64),
+        BatchBounds("large", 1, 128, 200),
+    ]
     whole = Job.load(path, ['workers=[{kind = "large"}]'])
-    assert [table.worker for table in whole.workers] == [Worker("large", 1, 128, 8192)]
+    assert [table.worker for table in whole.workers] == [BatchBounds("large", 1, 128, 8192)]
     assert not Job.load(path, ["workers=", "protocol.name=async"]).workers
     for override, text in {
         "workers.2.max=9": "workers has no table 2; valid: 0 to 1",

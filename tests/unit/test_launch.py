@@ -28,7 +28,7 @@ from rudra.mpi.launch import (
     world_rank,
     world_size,
 )
-from rudra.mpi.relay import DIED, START_LINE, TRAINING_LINE, UNENDED, Relay, end_line, exit_line, explain
+from rudra.mpi.relay import DIED, START_LINE, TRAINING_LINE, UNENDED, OutputRelay, end_line, exit_line, explain
 
 RULE = b"-" * 74 + b"\n"
 ABORT = RULE + b"MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\n  Errorcode: 1\n" + RULE
@@ -75,7 +75,7 @@ def test_without_a_variable_home_mpirun_gets_the_users(monkeypatch: pytest.Monke
 
 
 def test_who_ended_because_of_another_is_not_said_to_have_died() -> None:
-    relay = Relay(lambda _: None, ranks=3)
+    relay = OutputRelay(lambda _: None, ranks=3)
     relay.feed(KILLED_LINE % (0, 14) + KILLED_LINE % (2, 9) + KILLED_LINE % (1, 6))
     assert relay.killed_early == {2}
 
@@ -141,7 +141,7 @@ def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: py
 def test_relay(raw: bytes, shown: bytes, banners: int, reported: bool, size: int) -> None:
     """However the bytes are cut into pieces, mpirun's banners are taken out and all else is passed on."""
     out: list[bytes] = []
-    relay = Relay(out.append, ranks=1)
+    relay = OutputRelay(out.append, ranks=1)
     relay.feed(START_LINE)
     for start in range(0, len(raw), size):
         relay.feed(raw[start : start + size])
@@ -157,7 +157,7 @@ WARNING_TOO = b"[vm:00123] mca_base_component_repository_open: unable to open\n[
 
 def test_what_mpi_says_while_it_starts_is_shown_if_it_has_started() -> None:
     out: list[bytes] = []
-    relay = Relay(out.append, ranks=3)
+    relay = OutputRelay(out.append, ranks=3)
     relay.feed(WARNING + b"a rank's own line\n\0" + WARNING_TOO + b"[warn] Epoll MOD(4) on fd 24 failed.\n")
     assert out == [b"a rank's own line\n"]
     relay.feed(START_LINE + UNSTARTED[: len(RULE)] + START_LINE + UNSTARTED[len(RULE) :] + UNSTARTED_TOO + WARNING)
@@ -172,7 +172,7 @@ def test_what_mpi_says_while_it_starts_is_shown_if_it_has_started() -> None:
 
 def test_ranks_have_words_for_the_launcher() -> None:
     out: list[bytes] = []
-    relay = Relay(out.append, ranks=2)
+    relay = OutputRelay(out.append, ranks=2)
     relay.feed(START_LINE + b"\rbar" + UNENDED + START_LINE + b"unfinished" + end_line(0) + b"rudra: so slow\n")
     assert (relay.started, relay.ends, relay.code, relay.explained) == (2, [0], None, False)
     relay.feed(b"rudra: rank 2 " + DIED.encode() + b"\nrudra: rank 2, rank 0 " + DIED.encode() + b"\n")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rudra.bench.ralp import step_s
-from rudra.core.placement import Cluster, Decision, Layer, choose, cuts, server_s, skewness
+from rudra.core.placement import Layer, PlacementDecision, PlacementHardware, choose, cuts, server_s, skewness
 from rudra.studies.convnets import NETWORKS
 from rudra.studies.standins import DEVICES
 
@@ -27,9 +27,9 @@ PAPER = {  # its Table 1; and the layers, parameters in millions, and MB sent of
 }
 
 
-def decided(name: str, learners: int = 8, threshold: float = -0.5) -> Decision:
+def decided(name: str, learners: int = 8, threshold: float = -0.5) -> PlacementDecision:
     make, size = NETWORKS[name]
-    return choose("ralp", make(1000), Cluster(learners, size), threshold)
+    return choose("ralp", make(1000), PlacementHardware(learners, size), threshold)
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -65,7 +65,7 @@ def test_table_2(name: str, size: float, ring: float, placed: float) -> None:
 def test_a_step_takes_what_virtual_time_says(learners: int, rate: float, sharing: Any) -> None:
     """For cuts in front of a convolution and of the linear layers, and for none."""
     layers = DEVICES["VGG11"].timed(NETWORKS["VGG11"][0](1000), 64)
-    cluster = Cluster(learners, 64, rate, 1e-5, sharing=sharing)
+    cluster = PlacementHardware(learners, 64, rate, 1e-5, sharing=sharing)
     found = {cut.index: cut.step_s for cut in cuts(layers, cluster)}
     for cut in (2, 8, 13, None):
         ours = server_s(layers, cluster) if cut is None else found[cut]
@@ -98,7 +98,7 @@ def linear(size: int, out: int, seconds: float = 0.0, *, cut: bool = True) -> La
     ],
 )
 def test_the_papers_rule(layers: list[Layer], threshold: float, index: int | None, why: str) -> None:
-    found = choose("ralp", layers, Cluster(4, 1), threshold)
+    found = choose("ralp", layers, PlacementHardware(4, 1), threshold)
     assert (found.cut and found.cut.index) == index
     assert re.search(why, found.why)
 
@@ -107,15 +107,23 @@ def test_the_papers_rule(layers: list[Layer], threshold: float, index: int | Non
     ("cluster", "index", "why"),
     [
         (
-            Cluster(4, 1, 1e3),
+            PlacementHardware(4, 1, 1e3),
             2,
             r"a step takes 2\.48 s, and 8\.13 s by allreduce",
         ),  # bytes count: the small activations
-        (Cluster(4, 1, 1e9), None, r"a step takes .* s at best, cut at .*, and 2\.1 s by "),  # nothing but computing
-        (Cluster(4, 1, 1e5, back_speed=100), 1, r"a step takes 1\.11 s, and 2\.16 s by "),  # it computes nearly all
+        (
+            PlacementHardware(4, 1, 1e9),
+            None,
+            r"a step takes .* s at best, cut at .*, and 2\.1 s by ",
+        ),  # computing alone
+        (
+            PlacementHardware(4, 1, 1e5, back_speed=100),
+            1,
+            r"a step takes 1\.11 s, and 2\.16 s by ",
+        ),
     ],
 )
-def test_the_shortest_step(cluster: Cluster, index: int | None, why: str) -> None:
+def test_the_shortest_step(cluster: PlacementHardware, index: int | None, why: str) -> None:
     layers = [conv(10, 2000, 1.0), conv(10, 20, 1.0), linear(4000, 10, 0.1)]
     found = choose("auto", layers, cluster)
     assert (found.cut and found.cut.index) == index, found
@@ -142,7 +150,7 @@ layers_of = st.lists(
 def test_what_is_chosen_is_allowed_and_pays(
     layers: list[Layer], learners: int, size: int, rate: float, speed: float
 ) -> None:
-    cluster = Cluster(learners, size, rate, 1e-5, speed)
+    cluster = PlacementHardware(learners, size, rate, 1e-5, speed)
     by_bytes, by_time = (choose(rule, layers, cluster, 0.0) for rule in ("ralp", "auto"))  # type: ignore[arg-type]
     for found in (by_bytes, by_time):
         assert [cut.index for cut in found.cuts] == [i for i, layer in enumerate(layers[:-1], 1) if layer.cut]
@@ -168,5 +176,5 @@ def test_a_skewness_at_the_threshold_is_placed() -> None:
     """The paper places layers up to the threshold, which belongs to it."""
     layers = [conv(1, 9), conv(1, 5), linear(900, 1), linear(5, 1)]
     skewed = skewness(layers)
-    assert choose("ralp", layers, Cluster(4, 1), skewed).cut is not None
-    assert choose("ralp", layers, Cluster(4, 1), math.nextafter(skewed, -math.inf)).cut is None
+    assert choose("ralp", layers, PlacementHardware(4, 1), skewed).cut is not None
+    assert choose("ralp", layers, PlacementHardware(4, 1), math.nextafter(skewed, -math.inf)).cut is None

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rudra.core import records
 from rudra.core.events import WEIGHTS, Accumulate, Action, Copy, Receive, Send, Update
 from rudra.core.layout import Entry, Part, interleaved
-from rudra.roles.fronts import gradient_of
-from rudra.roles.joint import LOGGED, entry
-from rudra.roles.relay import SUM, Relay
+from rudra.roles.first_stage import gradient_of
+from rudra.roles.multi_owner import LOGGED, entry
+from rudra.roles.relay import SUM, SumRelay
 from topologies import load
 
 
@@ -25,7 +25,7 @@ def test_every_server_gets_the_sum_of_all_in_learner_order(learners: int, data: 
     """Whichever learners are left, sums travel at most once to a server on the way, and once from the last to all."""
     servers = data.draw(st.integers(1, learners))
     plan = load("base", staged=servers).plan(learners)
-    relays = {stage: Relay(stage, plan) for stage in plan.stages}
+    relays = {stage: SumRelay(stage, plan) for stage in plan.stages}
     for _ in range(2):
         left = sorted(data.draw(st.sets(st.sampled_from(plan.learners), min_size=1)))
         first, *others = map(gradient_of, left)

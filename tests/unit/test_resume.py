@@ -14,7 +14,7 @@ from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.reader import open_results
-from rudra.results.resume import Decision, carried, decide, moved, resumable
+from rudra.results.resume import StartDecision, carried, decide, moved, resumable
 
 REPLAYABLE = {"replayable": True, "not_replayable": "", "started": "then", "initial_weights_sha256": "a"}
 COSINE = {"optimizer": {"schedule": "cosine", "learning_rate": 0.1}}
@@ -34,7 +34,7 @@ def run(directory: Path, *, finished: bool = True, epochs: int = 2, **tables: An
     return job, path
 
 
-def decided(job: Job, path: Path, **tables: Any) -> Decision:
+def decided(job: Job, path: Path, **tables: Any) -> StartDecision:
     return decide(job.with_(**tables), path, True, force=False, named=Path)
 
 

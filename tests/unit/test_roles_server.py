@@ -36,8 +36,8 @@ from rudra.core.messages import (
 )
 from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
-from rudra.roles.joint import NUMBER
 from rudra.roles.machine import short_digest
+from rudra.roles.multi_owner import NUMBER
 from rudra.roles.server import ParameterServer, ServerState
 
 G0, G1 = "gradient 0", "gradient 1"

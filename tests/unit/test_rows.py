@@ -14,7 +14,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import AveragingExecutor
 from rudra.compute.rows import RowForm, RowGradient
-from rudra.compute.sparse import Rows, SparseLinear
+from rudra.compute.sparse import SparseLinear, SparseRows
 from rudra.compute.vectors import RowBuffer
 from rudra.core.events import Accumulate
 from rudra.core.layout import Entry
@@ -36,7 +36,7 @@ def gradient_of(count: int, seed: int = 0) -> RowBuffer:
     buffer.vector.fill_(torch.nan)
     buffer.gradient.rest.copy_(torch.randn(FORM.others, generator=generator))
     indices = torch.randperm(FORM.features, generator=generator)[:count].sort()[0].int()
-    buffer.gradient.put(Rows(indices, torch.randn(count, FORM.width, generator=generator)))
+    buffer.gradient.put(SparseRows(indices, torch.randn(count, FORM.width, generator=generator)))
     return buffer
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rudra.data.sources import Dense, Images, Source, Sparse, Stored, Windows
+from rudra.data.sources import Dense, Images, Source, Sparse, Stored, TokenWindows
 from rudra.errors import DataError
 
 Rows = np.ndarray[Any, Any]
@@ -74,9 +74,9 @@ CASES: dict[str, tuple[Rows, Callable[[Path], Source]]] = {
     "mapped": (MATRIX, mapped(MATRIX)),
     "sparse": (THIN, lambda _: sparse_of(THIN)),
     "nothing stored": (np.zeros((3, 4), np.float32), lambda _: sparse_of(np.zeros((3, 4)))),
-    "windows": (TEXT[:148].reshape(37, 4).astype(np.int64), lambda _: Windows(TEXT, 4)),
-    "later windows": (TEXT[1:149].reshape(37, 4).astype(np.int64), lambda _: Windows(TEXT, 4, 1)),
-    "fewer windows": (TEXT[3:43].reshape(10, 4).astype(np.int64), lambda _: Windows(TEXT, 4, 3, 10)),
+    "windows": (TEXT[:148].reshape(37, 4).astype(np.int64), lambda _: TokenWindows(TEXT, 4)),
+    "later windows": (TEXT[1:149].reshape(37, 4).astype(np.int64), lambda _: TokenWindows(TEXT, 4, 1)),
+    "fewer windows": (TEXT[3:43].reshape(10, 4).astype(np.int64), lambda _: TokenWindows(TEXT, 4, 3, 10)),
     "contiguous": (MATRIX, stored(MATRIX)),
     "behind a user's block": (MATRIX, stored(MATRIX, file={"userblock_size": 1024})),
     "big-endian": (MATRIX.astype(">f4"), stored(MATRIX.astype(">f4"))),
@@ -301,5 +301,5 @@ def test_a_damaged_picture_is_named_when_it_is_drawn(
 
 def test_a_text_that_is_too_short_has_no_such_windows() -> None:
     with pytest.raises(ValueError, match="9 characters have no 3 windows of 3 from 1"):
-        Windows(np.zeros(9, np.uint8), 3, 1, 3)
-    assert Windows(np.zeros(2, np.uint8), 3).shape == (0, 3)
+        TokenWindows(np.zeros(9, np.uint8), 3, 1, 3)
+    assert TokenWindows(np.zeros(2, np.uint8), 3).shape == (0, 3)

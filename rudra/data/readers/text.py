@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from rudra.data.readers.common import Arrays, class_count, content_of, path_of
-from rudra.data.sources import Windows
+from rudra.data.sources import TokenWindows
 from rudra.errors import DataError
 from rudra.job.table import Table, checked
 from rudra.job.tables import DataTable
@@ -42,7 +42,7 @@ def read_text(table: DataTable, wanted: Collection[str]) -> Arrays:
             raise DataError(f"{file}: too short: {len(part)} {options.unit} for the {split} set; {needed}")
         arrays.counts[split] = count
         if split in wanted:
-            windows = (Windows(part, options.length, offset, count) for offset in (0, 1))
+            windows = (TokenWindows(part, options.length, offset, count) for offset in (0, 1))
             arrays.pairs[split] = next(windows), next(windows)
     arrays.classes = class_count(table, vocabulary, str(file))
     return arrays

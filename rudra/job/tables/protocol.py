@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from protocols import MODULATIONS
-from protocols.hogbatch import Worker
+from protocols.hogbatch import BatchBounds
 from rudra.errors import unknown
 from rudra.job.table import Named, Table, short
 from rudra.job.tables.optimizer import known_optimizer
@@ -113,11 +113,11 @@ class WorkersTable(Table):
         return self
 
     @property
-    def worker(self) -> Worker:
+    def worker(self) -> BatchBounds:
         """What the protocol is told of each of them."""
         least, most = (1, 64) if self.kind == "small" else (128, 8192)
         own = (least if self.min is None else self.min, most if self.max is None else self.max)
-        return Worker(self.kind, self.threads, *own)
+        return BatchBounds(self.kind, self.threads, *own)
 
 
 class WeightsTable(Table):

@@ -50,7 +50,7 @@ from topologies import Plan
 TRAINING, DRAINING = ServerState.TRAINING, ServerState.DRAINING
 
 
-class Report(NamedTuple):
+class UpdateReport(NamedTuple):
     """An update of the window, as the coordinator hears of it.
 
     Attributes:
@@ -88,9 +88,9 @@ class WindowCoordinator(Coordinator):
         super()._follow(plan, position)
         self.buffers = GradientBuffers(plan.children[self.id], 0, False)
         self._numbered = self._job.weights.update == "locked"
-        self._reports: deque[Report] = deque()
-        self._early: dict[int, Report] = {}  # by number, those that others come before
-        self._at_hand: Report | None = None  # is counted, and waits for a test
+        self._reports: deque[UpdateReport] = deque()
+        self._early: dict[int, UpdateReport] = {}  # by number, those that others come before
+        self._at_hand: UpdateReport | None = None  # is counted, and waits for a test
         self._told = dict.fromkeys(plan.children[self.id], 0)  # updates that each has told of
         self._wanted = dict.fromkeys(plan.children[self.id], 1)  # batches that each has asked for, and not got
         self._fewest = self._most = self._epoch_updates = 0  # σ of the epoch's updates, added up, lies between
@@ -153,7 +153,7 @@ class WindowCoordinator(Coordinator):
             self._ask_for(sender, asks)
         for place, gradient in enumerate(gradients, 1):
             last = place == len(gradients)
-            report = Report(gradient, digest, message.seconds / len(gradients), sender, asks if last else 0)
+            report = UpdateReport(gradient, digest, message.seconds / len(gradients), sender, asks if last else 0)
             if self._numbered:
                 self._early[gradient.update] = report
             else:
@@ -192,7 +192,7 @@ class WindowCoordinator(Coordinator):
     def _lacks_weights(self, held: int) -> bool:
         return False  # they are in the window
 
-    def _next_report(self) -> Report | None:
+    def _next_report(self) -> UpdateReport | None:
         if self._numbered:
             return self._early.pop(self.ledger.timestamp + 1, None)
         return self._reports.popleft() if self._reports else None
@@ -228,7 +228,7 @@ class WindowCoordinator(Coordinator):
                 break
         return actions + self._answer_all()
 
-    def _enter(self, report: Report, now: float) -> list[Action]:
+    def _enter(self, report: UpdateReport, now: float) -> list[Action]:
         """Enters an update into the books; at an epoch's end nobody computes, and the weights are fetched."""
         ledger, ends = self.ledger, self.ledger.ends_epoch
         self._at_hand, self._update_due = None, False

@@ -7,7 +7,7 @@ from rudra.core.training_state import TrainingState
 from topologies import Plan
 
 
-class Roll:
+class Membership:
     """The roll of one server.
 
     Args:

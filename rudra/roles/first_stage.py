@@ -54,9 +54,9 @@ from rudra.core.messages import (
 )
 from rudra.core.records import Gradient
 from rudra.roles.group import ALIVE, GroupLearner, Replica, ReplicaState
-from rudra.roles.joint import JointServer, Log, Steps
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Machine, Setup, States, Transition, self_loops
+from rudra.roles.multi_owner import Log, MultiOwnerServer, OwnerSteps
 from rudra.roles.norms import Clipping, told
 from rudra.roles.overlapped import OverlappedLearner
 from rudra.roles.server import ALIVE as SERVER_ALIVE
@@ -72,7 +72,7 @@ def gradient_of(learner: int) -> str:
     return f"{GRADIENT} {learner}"
 
 
-class Crossing:
+class StageCrossing:
     """The way of one learner's mini-batch through the stage server, between `Compute` and `Computed`.
 
     Args:
@@ -151,7 +151,7 @@ class _Crosses(_Learner):
     """What is different in a learner that has the first layers only: its gradients cross."""
 
     __slots__ = ()
-    _crossing: Crossing
+    _crossing: StageCrossing
 
     def handle(self, event: Event, now: float) -> list[Action]:
         actions = super().handle(event, now)
@@ -174,7 +174,7 @@ class _Crosses(_Learner):
     """The method for other tensors that are back while it computes."""
 
 
-class FrontLearner(_Crosses, Learner):
+class FirstStageLearner(_Crosses, Learner):
     """A learner that has the first layers only; arguments as for `Learner`, as of the next three.
 
     While COMPUTING, in this order: activations ready -> ship them; delivered, and their gradient is here -> compute
@@ -187,10 +187,10 @@ class FrontLearner(_Crosses, Learner):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._crossing = Crossing(role, setup.plan)
+        self._crossing = StageCrossing(role, setup.plan)
 
 
-class FrontGroupLearner(_Crosses, GroupLearner):
+class FirstStageGroupLearner(_Crosses, GroupLearner):
     """A member of a compute group that has the first layers only."""
 
     __slots__ = ("_crossing",)
@@ -200,10 +200,10 @@ class FrontGroupLearner(_Crosses, GroupLearner):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._crossing = Crossing(role, setup.plan)
+        self._crossing = StageCrossing(role, setup.plan)
 
 
-class FrontShardedLearner(_Crosses, ShardedLearner):
+class FirstStageShardedLearner(_Crosses, ShardedLearner):
     """A learner that has the first layers only, and exchanges them part by part."""
 
     __slots__ = ("_crossing",)
@@ -212,10 +212,10 @@ class FrontShardedLearner(_Crosses, ShardedLearner):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._crossing = Crossing(role, setup.plan)
+        self._crossing = StageCrossing(role, setup.plan)
 
 
-class FrontOverlappedLearner(_Crosses, OverlappedLearner):
+class FirstStageOverlappedLearner(_Crosses, OverlappedLearner):
     """A learner that has the first layers only, and pushes and pulls beside computing."""
 
     __slots__ = ("_crossing",)
@@ -225,7 +225,7 @@ class FrontOverlappedLearner(_Crosses, OverlappedLearner):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._crossing = Crossing(role, setup.plan)
+        self._crossing = StageCrossing(role, setup.plan)
 
 
 class StageLog:
@@ -322,14 +322,14 @@ class StageLog:
         return [Send(stage, LearnersLeft(self._id)) for stage in self.stages]
 
 
-class FrontParameterServer(JointServer):
+class FirstStageParameterServer(MultiOwnerServer):
     """The parameter server of the first layers; arguments as for `ParameterServer`.
 
     It takes gradients as any parameter server does.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **JointServer.TRANSITIONS,
+        **MultiOwnerServer.TRANSITIONS,
         **self_loops(SERVER_ALIVE, {Measured: "_measured", MessageKind.NORMS: "_heard_norms"}),
     }
 
@@ -337,7 +337,7 @@ class FrontParameterServer(JointServer):
         super().__init__(role, setup)
         self._stage_log = StageLog(role, setup)
         if self._stage_log.synchronous:
-            self.steps = Steps(setup.plan.owners)
+            self.steps = OwnerSteps(setup.plan.owners)
         self._clipping = Clipping()
 
     def handle(self, event: Any, now: float) -> list[Action]:
@@ -365,13 +365,13 @@ class FrontParameterServer(JointServer):
         return [*actions, *self._stage_log.end()] if draining and self.state is ServerState.CLOSING else actions
 
 
-class FrontFirstShard(FrontParameterServer, FirstShard):
+class FirstStageFirstShard(FirstStageParameterServer, FirstShard):
     """The first of several parameter servers of the first layers; arguments as for `ParameterServer`."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = FirstShard.TRANSITIONS
 
 
-class FrontReplica(_Crosses, Replica):
+class FirstStageReplica(_Crosses, Replica):
     """A learner of the only group that has the first layers only; arguments as for `Replica`.
 
     The first one decides. The row of an update is complete when the stage server has made it, too, and so is the
@@ -390,10 +390,10 @@ class FrontReplica(_Crosses, Replica):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._crossing = Crossing(role, setup.plan)
+        self._crossing = StageCrossing(role, setup.plan)
         self._stage_log = StageLog(role, setup) if self._leads else None
         joint = self._stage_log is not None and self._stage_log.synchronous
-        self._steps = Steps(setup.plan.owners if joint else (role,))
+        self._steps = OwnerSteps(setup.plan.owners if joint else (role,))
 
     def handle(self, event: Event, now: float) -> list[Action]:
         wanted, log = super().handle(event, now), self._stage_log

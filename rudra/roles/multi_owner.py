@@ -121,7 +121,7 @@ def stepped(owner: int, event: Updated) -> list[OwnerStepped]:
     ]
 
 
-class Steps:
+class OwnerSteps:
     """Updates on the way: one is complete when all owners have made it.
 
     Args:
@@ -154,7 +154,7 @@ class Steps:
         return Updated(timestamp, digest, max(seconds for _, seconds in made.values()))
 
 
-class JointServer(ParameterServer):
+class MultiOwnerServer(ParameterServer):
     """A parameter server that decides about other owners' updates, too; arguments as for `ParameterServer`.
 
     Attributes:
@@ -173,7 +173,7 @@ class JointServer(ParameterServer):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self.steps = Steps((role,))
+        self.steps = OwnerSteps((role,))
 
     def _stepped_here(self, event: Updated, now: float) -> list[Action]:
         return self._stepped(self.steps.here(event), now)

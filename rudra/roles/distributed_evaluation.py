@@ -16,7 +16,7 @@ PARTS = 64
 """Of a test: enough for the fast not to wait for the slow, and few enough messages."""
 
 
-class Examination:
+class DistributedEvaluation:
     """Who tests what.
 
     Args:

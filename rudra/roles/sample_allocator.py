@@ -8,7 +8,7 @@ from collections import deque
 from itertools import pairwise
 
 from protocols import Hogbatch
-from protocols.hogbatch import Team, parts
+from protocols.hogbatch import WorkerProgress, parts
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import DEALT, Work
@@ -21,7 +21,7 @@ Dealt = tuple[tuple[Range, ...], tuple[int, ...], tuple[float, ...]]
 """What is to be served again, sizes and counts."""
 
 
-class Dealer:
+class SampleAllocator:
     """What is left of an epoch, and who is to compute what.
 
     Args:
@@ -68,7 +68,7 @@ class Dealer:
         self._before = self._before or self._about()
         rule = self._protocol
         remaining = self._samples - self._cursor + sum(count for _, count in self._again)
-        team = Team(self.sizes, self.counts, self.samples, self._left, remaining, self._samples)
+        team = WorkerProgress(self.sizes, self.counts, self.samples, self._left, remaining, self._samples)
         size = rule.next_size(worker, team)
         if not size:
             return None

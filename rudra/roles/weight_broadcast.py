@@ -11,7 +11,7 @@ COPIES = (f"{DOWNCAST} 0", f"{DOWNCAST} 1")
 """Two, so that one slow edge holds up no other."""
 
 
-class Downcast:
+class WeightBroadcast:
     """What the root of the weights' tree sends.
 
     Args:
