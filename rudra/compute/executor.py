@@ -143,7 +143,10 @@ class Executor:
         self.lent: Counter[str] = Counter()
 
     def __init_subclass__(cls) -> None:
-        cls._METHODS = {**cls._METHODS, **_marked(cls)}
+        cls._METHODS = {}
+        for base in reversed(cls.__mro__):
+            cls._METHODS |= vars(base).get("_METHODS", {})
+        cls._METHODS |= _marked(cls)
 
     @property
     def computes_in_place(self) -> bool:

@@ -11,9 +11,9 @@ from rudra.compute.executor import Executor
 from rudra.core.events import GRADIENT, Backward, Compute, Computed, Event, Local, Reduce
 from rudra.job.job import Job
 from rudra.simulation import trial
-from rudra.simulation.conformance import SAMPLES
+from rudra.simulation.conformance import SAMPLES, check_epochs, check_updates
 from rudra.simulation.tensors import RealTensors
-from rudra.simulation.trial import TrialCheckpoint, TrialResult
+from rudra.simulation.trial import SIZE_BYTES, TrialCheckpoint, TrialResult, TrialRows, timing, validate
 
 
 def job(protocol: str, learners: int, *, n: int | None = None, epochs: int = 3, seed: int = 0, **tables: Any) -> Job:
@@ -105,20 +105,17 @@ class Guarded(RealTensors):
         return int(np.bitwise_xor.reduce(self._executors[role].buffer(buffer).vector.numpy().view(np.uint32)))
 
 
-__all__ = (
-    *(
-        "SAMPLES",
-        "SIZE_BYTES",
-        "TrialCheckpoint",
-        "TrialResult",
-        "TrialRows",
-        "check_epochs",
-        "check_updates",
-        "timing",
-        "validate",
-    ),
-    *(),
-)
+__all__ = [
+    "SAMPLES",
+    "SIZE_BYTES",
+    "TrialCheckpoint",
+    "TrialResult",
+    "TrialRows",
+    "check_epochs",
+    "check_updates",
+    "timing",
+    "validate",
+]
 
 
 def train(

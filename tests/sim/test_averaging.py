@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Saved, Trained, job, timing, train
+from clusters import TrialCheckpoint, TrialResult, job, timing, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -58,7 +58,7 @@ def averaged(name: str, k: int, averages: int, model: Any = softmax_regression, 
     return run.with_(data={"train_limit": samples})
 
 
-def replica(trained: Trained, learner: int) -> torch.Tensor:
+def replica(trained: TrialResult, learner: int) -> torch.Tensor:
     return trained.executors[trained.plan.learners[learner]].buffer(REPLICA).vector
 
 
@@ -195,14 +195,14 @@ def interleaved(seed: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=RULES, ids=str)
-def calm(request: pytest.FixtureRequest) -> tuple[Job, Trained]:
+def calm(request: pytest.FixtureRequest) -> tuple[Job, TrialResult]:
     name, averaging = request.param
     run = averaged(name, 3, 8, averaging=averaging, epochs=2, optimizer={"momentum": 0.9})
     run = run.with_(simulation={"jitter": 0.0, "latency_jitter_s": 0.0, "slowdown": {}})
     return run, train(run)
 
 
-def test_interleavings_change_no_bit(calm: tuple[Job, Trained]) -> None:
+def test_interleavings_change_no_bit(calm: tuple[Job, TrialResult]) -> None:
     run, undisturbed = calm
 
     @settings(max_examples=12, deadline=None)
@@ -218,7 +218,7 @@ def test_interleavings_change_no_bit(calm: tuple[Job, Trained]) -> None:
     check()
 
 
-def test_resumed_runs_have_the_bits_of_one_that_went_on(calm: tuple[Job, Trained]) -> None:
+def test_resumed_runs_have_the_bits_of_one_that_went_on(calm: tuple[Job, TrialResult]) -> None:
     """From every checkpoint, which has all replicas."""
     run, undisturbed = calm
     saving = train(run.with_(results={"checkpoint_every": "1 update"}))
@@ -231,7 +231,7 @@ def test_resumed_runs_have_the_bits_of_one_that_went_on(calm: tuple[Job, Trained
             assert torch.equal(replica(resumed, learner), replica(undisturbed, learner))
 
 
-def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, Trained]) -> None:
+def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, TrialResult]) -> None:
     run, undisturbed = calm
     for share in (0.1, 0.3, 0.5):
         stopped = train(run, stop_at=share * undisturbed.rows.time_s)
@@ -253,7 +253,7 @@ def test_replicas_restart_where_the_rate_drops(topology: dict[str, Any]) -> None
     events = trained.rows["events"]
     assert [int(t) for t in events["timestamp"][events["kind"] == b"averaging"]] == [4]
     first = train(run.with_(results={"checkpoint_every": "1 epoch"})).saved[0]
-    alone = Saved(first.position, {k: v for k, v in first.tensors.items() if k == "weights"})
+    alone = TrialCheckpoint(first.position, {k: v for k, v in first.tensors.items() if k == "weights"})
     assert torch.equal(train(run, resumed=alone).weights, trained.weights)
     kept = train(run.with_(averaging={"keeps_momentum": True}))
     never = train(run.with_(averaging={"restart": False}))

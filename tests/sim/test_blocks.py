@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Trained, train
+from clusters import TrialResult, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_averaging import MU, averaged, flat, interleaved, replica
@@ -26,18 +26,18 @@ GROUPED = {"name": "replicas", "options": {"groups": 2}}
 BLOCKS = {"name": "hierarchical", "options": {"blocks": 2}}
 
 
-def reference(trained: Trained, learner: int) -> torch.Tensor:
+def reference(trained: TrialResult, learner: int) -> torch.Tensor:
     return trained.executors[trained.plan.learners[learner]].buffer(REFERENCE).vector
 
 
-def everything(trained: Trained) -> list[torch.Tensor]:
+def everything(trained: TrialResult) -> list[torch.Tensor]:
     """The weights, all replicas and, where there are any, references."""
     learners = range(len(trained.plan.learners))
     found = [trained.weights, *(replica(trained, learner) for learner in learners)]
     return found + [reference(trained, i) for i in learners if trained.plan.sharing == "reference"]
 
 
-def equal(ours: Trained, other: Trained) -> bool:
+def equal(ours: TrialResult, other: TrialResult) -> bool:
     return all(map(torch.equal, everything(ours), everything(other)))
 
 
@@ -174,7 +174,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def calm(request: pytest.FixtureRequest) -> tuple[Job, Trained]:
+def calm(request: pytest.FixtureRequest) -> tuple[Job, TrialResult]:
     name, averaging, topology = request.param
     run = averaged(
         name, 5, 6, averaging=averaging, epochs=2, optimizer={"momentum": 0.9, "milestones": [1]}, topology=topology
@@ -183,7 +183,7 @@ def calm(request: pytest.FixtureRequest) -> tuple[Job, Trained]:
     return run, train(run)
 
 
-def test_interleavings_change_no_bit(calm: tuple[Job, Trained]) -> None:
+def test_interleavings_change_no_bit(calm: tuple[Job, TrialResult]) -> None:
     run, undisturbed = calm
 
     @settings(max_examples=12, deadline=None)
@@ -196,7 +196,7 @@ def test_interleavings_change_no_bit(calm: tuple[Job, Trained]) -> None:
     check()
 
 
-def test_resumed_runs_have_the_bits_of_one_that_went_on(calm: tuple[Job, Trained]) -> None:
+def test_resumed_runs_have_the_bits_of_one_that_went_on(calm: tuple[Job, TrialResult]) -> None:
     """From every checkpoint, which has the replica of each group, or all replicas and a reference of each block."""
     run, undisturbed = calm
     saving = train(run.with_(results={"checkpoint_every": "1 update"}))
@@ -208,7 +208,7 @@ def test_resumed_runs_have_the_bits_of_one_that_went_on(calm: tuple[Job, Trained
         assert equal(train(run, resumed=saved), undisturbed)
 
 
-def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, Trained]) -> None:
+def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, TrialResult]) -> None:
     run, undisturbed = calm
     for share in (0.1, 0.4):
         stopped = train(run, stop_at=share * undisturbed.rows.time_s)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import SAMPLES, Rows, Trained, job, timing, train
+from clusters import SAMPLES, TrialResult, TrialRows, job, timing, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,14 +44,14 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Trained]:
+def undisturbed() -> dict[str, TrialResult]:
     return {name: train(job_) for name, job_ in SETTINGS.items()}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("at", [3, 11, 12, 13, 18])
 def test_resumed_before_at_and_after_a_change_it_reaches_the_same_bits(
-    undisturbed: dict[str, Trained], name: str, at: int
+    undisturbed: dict[str, TrialResult], name: str, at: int
 ) -> None:
     whole = undisturbed[name]
     ends = whole.rows["epochs"]["timestamp"]
@@ -65,7 +65,7 @@ def test_resumed_before_at_and_after_a_change_it_reaches_the_same_bits(
     assert told == [row["timestamp"] for row in changes(whole.rows) if row["timestamp"] > saved.position.timestamp]
 
 
-def changes(rows: Rows) -> Any:
+def changes(rows: TrialRows) -> Any:
     return lost(rows, b"change")
 
 

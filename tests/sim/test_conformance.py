@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clusters import Ramp, Rows, job, timing
+from clusters import Ramp, TrialRows, job, timing
 from pages import names_in, page
 
 import protocols
@@ -165,7 +165,7 @@ def test_every_protocol_applies_its_modulation_to_the_schedule(
     assert len(set(warm[updates["epoch"] == 1])) > 1 or not run.optimizer.warm_up
 
 
-def furthest_ahead(rows: Rows, learners: int) -> int:
+def furthest_ahead(rows: TrialRows, learners: int) -> int:
     """By how many gradients the fastest learner was ever before the slowest, in gradients at the server."""
     steps = np.zeros(learners, int)
     most = 0

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Guarded, Rows, train
+from clusters import Guarded, TrialRows, train
 from torch import nn
 from torch.nn import functional
 
@@ -252,7 +252,7 @@ def test_recorded_gradients_explain_the_weights(
     assert (trained.weights - redone(job, trained.rows)).abs().max() <= 1e-5
 
 
-def redone(job: Job, rows: Rows, form: str = "torch", dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def redone(job: Job, rows: TrialRows, form: str = "torch", dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The weights that a record leads to, with momentum by hand in one form or the other."""
     split, _, info, _ = load(job.data, test=False)
     assert split is not None

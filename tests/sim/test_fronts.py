@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clusters import Rows, timing
+from clusters import TrialRows, timing
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,7 +59,7 @@ def test_whoever_dies(topology: str, data: st.DataObject) -> None:
         assert np.array_equal(np.sort(stages["timestamp"]), np.sort(gradients["update"]))
 
 
-def outlived(run: Job, samples: int) -> Rows | None:
+def outlived(run: Job, samples: int) -> TrialRows | None:
     """What is left of a run; None: it could not go on."""
     try:
         return timing(run, samples)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Rows, timing, train, validate
+from clusters import TrialRows, timing, train, validate
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +46,7 @@ def job(workers: list[dict[str, Any]], learners: int = 2, rule: str = "adaptive"
     ).resolved()
 
 
-def check_epochs(rows: Rows, samples: int, *, each_epoch: bool = False) -> None:
+def check_epochs(rows: TrialRows, samples: int, *, each_epoch: bool = False) -> None:
     """Every epoch has applied each sample once."""
     gradients, updates = rows["gradients"], rows["updates"]
     of = updates["epoch"][gradients["update"] - 1]
@@ -200,7 +200,7 @@ def test_one_worker_is_async_with_one_learner(optimizer: dict[str, Any], scaling
         assert np.array_equal(alone.rows["gradients"][name], other.rows["gradients"][name])
 
 
-def replayed_plainly(run: Job, rows: Rows) -> torch.Tensor:
+def replayed_plainly(run: Job, rows: TrialRows) -> torch.Tensor:
     """The weights after all recorded work, in a loop that knows nothing of roles."""
     data = load(run.data)
     model = FlatModel(models.build(run.model, data.info, run.training.seed), tasks.make(run.task, data.info.classes), 1)
@@ -272,7 +272,7 @@ def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) 
     common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits"}, "simulation": simulation}
     run = job(workers, 4, rule, training={"seed": seed}, **common)
     with rudra.simulate(run, output=tmp_path / "out.h5", progress="quiet") as results:
-        rows = Rows({name: [getattr(results, name)] for name in ("gradients", "updates", "epochs")})
+        rows = TrialRows({name: [getattr(results, name)] for name in ("gradients", "updates", "epochs")})
         check_epochs(rows, results.attributes["training_samples"])
         assert (results.events["kind"] == b"lost").sum() == 2
     assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
@@ -316,9 +316,9 @@ def test_a_run_goes_on_from_any_checkpoint_with_each_sample_once(at: int) -> Non
         clock = {"gradients": "update"}.get(name, "timestamp")
         early = whole.rows[name][whole.rows[name][clock] <= saved.position.timestamp]
         tables[name] = [early, *resumed.rows.tables[name]]
-    check_epochs(Rows(tables), 400)
+    check_epochs(TrialRows(tables), 400)
     assert resumed.rows.totals["samples"] == 1200
-    assert torch.equal(replayed_plainly(run, Rows(tables)), resumed.weights)
+    assert torch.equal(replayed_plainly(run, TrialRows(tables)), resumed.weights)
 
 
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
             name: [*first.rows.tables.get(name, []), *second.rows.tables[name]]
             for name in ("gradients", "updates", "epochs")
         }
-        check_epochs(Rows(tables), 400)
+        check_epochs(TrialRows(tables), 400)
 
 
 # Tests by workers.

@@ -4,7 +4,7 @@ import random
 from typing import Any
 
 import pytest
-from clusters import SAMPLES, Rows, job, validate
+from clusters import SAMPLES, TrialRows, job, validate
 from test_resume import ALONE, TREE
 
 from rudra.core.events import Commit, Save, Saved
@@ -34,7 +34,7 @@ def test_each_that_is_to_be_kept_is(topology: dict[str, Any], protocol: str, kee
         training={"evaluate": False},
         changes=[{"at_epoch": 2, "training": {"minibatch_size": 2 * SAMPLES}}],
     )
-    rows, chance = Rows(), random.Random(seed)
+    rows, chance = TrialRows(), random.Random(seed)
     simulation = assemble(
         run, run.plan(places(run)), TimingOnly(), rows, training_samples=6 * 4 * SAMPLES, size_bytes=100, check=validate
     )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import SAMPLES, Rows, job, timing, train, validate
+from clusters import SAMPLES, TrialRows, job, timing, train, validate
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,7 +125,7 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
     return undisturbed.with_(simulation={"faults": faults}), training_samples
 
 
-def run(run_: Job, training_samples: int, after: Check = validate) -> Rows | None:
+def run(run_: Job, training_samples: int, after: Check = validate) -> TrialRows | None:
     """None: the run failed, as it may."""
     try:
         return timing(run_, training_samples, after)
@@ -135,18 +135,18 @@ def run(run_: Job, training_samples: int, after: Check = validate) -> Rows | Non
         return None
 
 
-def lost(rows: Rows, kind: bytes = b"lost") -> Any:
+def lost(rows: TrialRows, kind: bytes = b"lost") -> Any:
     """Of the table of events."""
     if "events" not in rows.tables:
         return np.empty(0, [("kind", "S16"), ("role", "<i2"), ("timestamp", "<i8")])
     return rows["events"][rows["events"]["kind"] == kind]
 
 
-def dropped(rows: Rows) -> Any:
+def dropped(rows: TrialRows) -> Any:
     return lost(rows, b"dropped")
 
 
-def check(run_: Job, rows: Rows) -> None:
+def check(run_: Job, rows: TrialRows) -> None:
     plan, totals, gradients, updates = run_.plan(places(run_)), rows.totals, rows["gradients"], rows["updates"]
     assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
     assert totals["applied"] == len(gradients) == updates["gradients"].sum()
@@ -224,7 +224,7 @@ def small(protocol: str, learners: int, *faults: dict[str, float], **simulation:
     return job(protocol, learners, epochs=1, simulation=costs, training={"evaluate": False}, results={"report_s": 0.0})
 
 
-def history(rows: Rows) -> list[tuple[float, float, str]]:
+def history(rows: TrialRows) -> list[tuple[float, float, str]]:
     """(time, update, learner.step of its gradients), and the losses, since training began."""
     gradients = rows["gradients"]
     found = [
@@ -379,7 +379,7 @@ def test_a_tree_that_waits_for_one_of_its_servers_accuses_nobody_else() -> None:
     assert not len(dropped(rows))
 
 
-def check_accounts(rows: Rows) -> None:
+def check_accounts(rows: TrialRows) -> None:
     totals = rows.totals
     assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
     assert rows.learners is not None
@@ -456,7 +456,7 @@ def test_without_the_first_replica_nothing_goes_on() -> None:
         timing(run_, 10**4)
 
 
-def by_hand(run_: Job, rows: Rows) -> torch.Tensor:
+def by_hand(run_: Job, rows: TrialRows) -> torch.Tensor:
     """Weights after updates by the mean gradients of the mini-batches that the record names."""
     loaded = load(run_.data)
     plan = run_.plan(places(run_))

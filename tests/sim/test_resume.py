@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Ramp, Saved, Trained, timing, train
+from clusters import Ramp, TrialCheckpoint, TrialResult, timing, train
 from msgspec.structs import replace
 from torch import nn
 
@@ -78,13 +78,15 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[str, Trained]:
+def undisturbed() -> dict[str, TrialResult]:
     return {name: train(job) for name, job in SETTINGS.items()}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("at", [1, 7, 12, 23, 24, 35])
-def test_hardsync_from_a_checkpoint_reaches_the_same_bits(undisturbed: dict[str, Trained], name: str, at: int) -> None:
+def test_hardsync_from_a_checkpoint_reaches_the_same_bits(
+    undisturbed: dict[str, TrialResult], name: str, at: int
+) -> None:
     whole = undisturbed[name]
     saved = next(s for s in whole.saved if s.position.timestamp >= at)
     resumed = train(SETTINGS[name], resumed=saved)
@@ -97,7 +99,7 @@ def test_hardsync_from_a_checkpoint_reaches_the_same_bits(undisturbed: dict[str,
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
-def test_checkpoints_of_one_server_and_of_several_are_the_same(undisturbed: dict[str, Trained], name: str) -> None:
+def test_checkpoints_of_one_server_and_of_several_are_the_same(undisturbed: dict[str, TrialResult], name: str) -> None:
     """And so are their runs, from one server's checkpoint on several, and back."""
     of_one, of_several = undisturbed[name], undisturbed["sharded" if name == "momentum" else "sharded, adam"]
     assert torch.equal(of_one.weights, of_several.weights)
@@ -112,7 +114,7 @@ def test_checkpoints_of_one_server_and_of_several_are_the_same(undisturbed: dict
     assert torch.equal(back.weights, of_one.weights)
 
 
-def check_rows(whole: Trained, saved: Saved, resumed: Trained) -> None:
+def check_rows(whole: TrialResult, saved: TrialCheckpoint, resumed: TrialResult) -> None:
     """What is recorded after the restart is what would have been."""
     for table, clock in (("gradients", "update"), ("updates", "timestamp"), ("epochs", "timestamp")):
         then = whole.rows[table]
@@ -126,7 +128,7 @@ def check_rows(whole: Trained, saved: Saved, resumed: Trained) -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("stop_at", [0.0, 0.31, 1.07, 2.2, 3.93])
 def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
-    undisturbed: dict[str, Trained], name: str, stop_at: float
+    undisturbed: dict[str, TrialResult], name: str, stop_at: float
 ) -> None:
     job = SETTINGS[name].with_(results={"checkpoint_every": "never"})
     stopped = train(job, stop_at=stop_at)
@@ -147,7 +149,7 @@ def test_stopped_and_resumed_no_gradient_is_missing_or_applied_twice(
 ) -> None:
     job = make_job(protocol, topology=topology)
     parts = [train(job, stop_at=stop_at)]
-    saved: Saved | None = None
+    saved: TrialCheckpoint | None = None
     for again in (stop_at, None):
         saved = parts[-1].saved[-1] if parts[-1].saved else saved  # without an update the one before stays
         assert saved is not None

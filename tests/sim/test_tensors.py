@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import Guarded, Trained, train
+from clusters import Guarded, TrialResult, train
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -71,7 +71,7 @@ def test_sharing_changes_no_bit(protocol: str, learners: int, network: str) -> N
         assert shared.rows[table].tobytes() == copied.rows[table].tobytes()
 
 
-def learner_weights(trained: Trained) -> list[Any]:
+def learner_weights(trained: TrialResult) -> list[Any]:
     return [trained.executors[role].buffer("weights") for role in trained.plan.learners]
 
 

@@ -4,7 +4,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from clusters import SIZE_BYTES, Rows, job, validate
+from clusters import SIZE_BYTES, TrialRows, job, validate
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from test_interleavings import clusters as undisturbed
@@ -145,7 +145,7 @@ def follow(run: Job, training_samples: int, seen: set[Change], luck: int, stop_a
         run,
         run.plan(places(run)),
         tensors,
-        Rows(),
+        TrialRows(),
         training_samples=training_samples,
         size_bytes=SIZE_BYTES,
         check=note,

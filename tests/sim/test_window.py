@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from clusters import Rows, Trained, timing, train
+from clusters import TrialResult, TrialRows, timing, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -179,7 +179,7 @@ def test_what_a_worker_did_that_died_counts_and_the_rest_is_served_again(
         assert rudra.replay(path, quiet=True).identical
 
 
-def write_resumed(path: Path, run: Job, parts: tuple[Trained, Trained]) -> None:
+def write_resumed(path: Path, run: Job, parts: tuple[TrialResult, TrialResult]) -> None:
     """The file of a run that was stopped and resumed, as real ranks leave it."""
     rudra.simulate(run, output=path, progress="quiet", force=True).close()
     position, last = parts[0].saved[-1].position, parts[1]
@@ -241,7 +241,7 @@ def on_nodes(nodes: int, **tables: Any) -> Job:
     return job(workers, nodes, "fixed", simulation=simulation, weights=RACING, **{**DIGITS, **tables})
 
 
-def mixed_plainly(run: Job, rows: Rows) -> torch.Tensor:
+def mixed_plainly(run: Job, rows: TrialRows) -> torch.Tensor:
     """Every node's chain of updates in each epoch, and their mean by samples, in a loop that knows nothing of roles."""
     data = load(run.data)
     model = FlatModel(models.build(run.model, data.info, run.training.seed), tasks.make(run.task, data.info.classes), 1)

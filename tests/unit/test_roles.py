@@ -76,7 +76,7 @@ from rudra.job.job import Job
 from rudra.job.tables import FaultToleranceTable
 from rudra.roles import Machine
 from rudra.roles import averaging as averaging_
-from rudra.roles import fronts as fronts_
+from rudra.roles import first_stage as first_stage_
 from rudra.roles import group as group_
 from rudra.roles import learner as learner_
 from rudra.roles import overlapped as overlapped_
@@ -536,13 +536,13 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
         averaging_.Averager,
         server_.ParameterServer,
         tree_.TreeServer,
-        fronts_.FrontLearner,
-        fronts_.FrontGroupLearner,
-        fronts_.FrontShardedLearner,
-        fronts_.FrontOverlappedLearner,
-        fronts_.FrontReplica,
-        fronts_.FrontParameterServer,
-        fronts_.FrontFirstShard,
+        first_stage_.FirstStageLearner,
+        first_stage_.FirstStageGroupLearner,
+        first_stage_.FirstStageShardedLearner,
+        first_stage_.FirstStageOverlappedLearner,
+        first_stage_.FirstStageReplica,
+        first_stage_.FirstStageParameterServer,
+        first_stage_.FirstStageFirstShard,
         stages_.StageServer,
         statistics_.StatisticsServer,
     ],

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from clusters import Rows, job, timing
+from clusters import TrialRows, job, timing
 
 from protocols import Clock, Protocol
 from rudra.core.events import (
@@ -106,7 +106,7 @@ def simulate(
     machines = {i: Scripted(i, plan, script) for i, script in enumerate(scripts)}
     tensors = Transfers()
     model = CostModel(run.simulation, plan, 4)
-    simulation = Simulation(plan, machines, tensors, Rows(), model, size_bytes=100, seed=seed)
+    simulation = Simulation(plan, machines, tensors, TrialRows(), model, size_bytes=100, seed=seed)
     return list(machines.values()), tensors, simulation.run()
 
 
