@@ -50,7 +50,7 @@ WIDE = {
     **dict.fromkeys(
         [
             (front + kind, state, "DONE")
-            for front in ("", "Front")
+            for front in ("", "FirstStage")
             for kind in ("Learner", "GroupLearner", "ShardedLearner")
             for state in ("EXCHANGING", "COMPUTING")
         ],
@@ -59,7 +59,7 @@ WIDE = {
     **dict.fromkeys(
         [
             (f"{front}FirstShard", state, "INITIALISING")
-            for front in ("", "Front")
+            for front in ("", "FirstStage")
             for state in ("TRAINING", "DRAINING")
         ],
         "servers that share the weights never begin anew: a learner can be missed, and the job does not change",
@@ -69,7 +69,7 @@ WIDE = {
             (kind, state, "REGROUPING")
             for kind, states in {
                 "Replica": ("HASHING", "READY", "WAITING"),
-                "FrontReplica": ("HASHING", "READY", "WAITING"),
+                "FirstStageReplica": ("HASHING", "READY", "WAITING"),
                 "Averager": ("HASHING", "READY"),
             }.items()
             for state in states
@@ -77,7 +77,7 @@ WIDE = {
         "a checkpoint is written in no time here",
     ),
     **dict.fromkeys(
-        [("FrontOverlappedLearner", "EXCHANGING", state) for state in ("COMPUTING", "LEAVING")],
+        [("FirstStageOverlappedLearner", "EXCHANGING", state) for state in ("COMPUTING", "LEAVING")],
         "activations follow the gradient before them on the same way out, so that it is delivered before the next",
     ),
 }
