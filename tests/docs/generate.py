@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.docs import averaging, commands, job, results, shipped
+from tests.docs import averaging, commands, job, results, roles, shipped
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -21,6 +21,7 @@ MAKERS: dict[str, Callable[..., list[str]]] = {
     "columns": results.columns,
     "attributes": results.attributes,
     "shipped": shipped.sections,
+    "state-diagrams": roles.state_diagrams,
 }
 
 _MARKED = re.compile(r"<!-- generated: (\S+)(?: ([\w./]+))? -->\n.*?^<!-- end -->", re.DOTALL | re.MULTILINE)
