@@ -176,8 +176,8 @@ def _simulate(job: Job, path: Path, force: bool, progress: ProgressMode | None) 
     from rudra.results.recorder import Recorder, make_writer
     from rudra.simulation import costs
     from rudra.simulation.assembly import assemble
+    from rudra.simulation.cluster import find_device, make_cluster
     from rudra.simulation.placing import placed
-    from rudra.simulation.tensors import find_device, make_cluster
 
     check_output(path, force)
     measured = costs.source(job)

@@ -20,7 +20,7 @@ from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.session import rest
 from rudra.results import recorder
-from rudra.roles import machine
+from rudra.roles import outbox as outboxes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -115,9 +115,9 @@ def _timed(spent: list[float]) -> Iterator[None]:
         mock.patch.object(StatisticsExecutor, "sha256", timed(StatisticsExecutor.sha256)),
         mock.patch.object(recorder.Recorder, "record", timed(recorder.Recorder.record)),
         mock.patch.multiple(
-            machine.Outbox,
-            extend=timed(machine.Outbox.extend),
-            flush=timed(machine.Outbox.flush),
+            outboxes.Outbox,
+            extend=timed(outboxes.Outbox.extend),
+            flush=timed(outboxes.Outbox.flush),
         ),
     ):
         yield
@@ -126,9 +126,9 @@ def _timed(spent: list[float]) -> Iterator[None]:
 @contextmanager
 def _unrecorded() -> Iterator[None]:
     """Leaves out what only a replay needs."""
-    extend = machine.Outbox.extend
+    extend = outboxes.Outbox.extend
 
-    def others(outbox: machine.Outbox, kind: MessageKind, rows: Any) -> None:
+    def others(outbox: outboxes.Outbox, kind: MessageKind, rows: Any) -> None:
         if kind not in REPLAYED:
             extend(outbox, kind, rows)
 
@@ -141,7 +141,7 @@ def _unrecorded() -> Iterator[None]:
     with (
         mock.patch.object(Buffer, "digest", no_digest),
         mock.patch.object(Executor, "sha256", no_hash),
-        mock.patch.object(machine.Outbox, "extend", others),
+        mock.patch.object(outboxes.Outbox, "extend", others),
     ):
         yield
 

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rudra.compute import models, tasks
 from rudra.compute.buffers import changed, tried
+from rudra.compute.checks import check_gradient
 from rudra.compute.devices import CPU
 from rudra.compute.flat import FlatModel, Gradients
-from rudra.compute.gradients import GradientSource, check_gradient
+from rudra.compute.gradients import GradientSource
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.stages import cut_model
 from rudra.compute.tasks import Task

@@ -11,28 +11,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import nn
 
 from protocols.hogbatch import parts
 from rudra.compute.flat import FlatModel
-from rudra.compute.hooks import hooked
 from rudra.compute.rows import RowGradient
-from rudra.compute.tasks import Task
-from rudra.core.events import Score
 from rudra.core.work import Work
 from rudra.data import trees
 from rudra.data.augmentation import Augmentation
 from rudra.data.load import Batch, Samples, asked_at_once, in_memory
 from rudra.data.sampling import Sampler, mix, seed_all
-from rudra.data.sparse import bytes_of, finite_rows, is_sparse, joined, stretch
+from rudra.data.sparse import bytes_of, finite_rows, joined, stretch
 from rudra.data.sparse import split as rows_split
 from rudra.data.trees import mapped
 from rudra.errors import ConfigError, DataError
 from rudra.job.job import Job
-from rudra.job.tables import TrainingTable
 
 _DRAWING, _CHANGING = 1, 2
 """Of what else random numbers are drawn in a step, beside dropout."""
+
 
 _COMPILED = 1e-3
 """Largest difference of a compiled gradient, relative to its norm, that rounding explains."""
@@ -198,7 +194,7 @@ def joint_gradient(
         What each learner's own mini-batch came to.
     """
     batches = [source.minibatch(step, work) for source, work in zip(sources, works, strict=True)]
-    inputs, target = _together(joined, batches)
+    inputs, target = put_together(joined, batches)
     model, each = sources[0].model, len(sources)
     model.bind(weights)
     losses, wrong = model.joint_gradient(inputs, target, out, sources[0].seed(step))
@@ -223,7 +219,7 @@ def mapped_gradients(
         outs: (size,) float32 for each learner, as `FlatModel.gradient` fills it.
     """
     batches = [source.minibatch(*minibatch) for source, minibatch in zip(sources, minibatches, strict=True)]
-    inputs, target = _together(torch.stack, batches)
+    inputs, target = put_together(torch.stack, batches)
     model = sources[0].model
     (step, work), *_ = minibatches
     model.seed(sources[0].seed(step))
@@ -231,7 +227,7 @@ def mapped_gradients(
     return _outcomes(losses, errors, work.count)
 
 
-def _together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
+def put_together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
     """One batch of several."""
     try:
         inputs, target = mapped(lambda *tensors: how(list(tensors)), *batches)
@@ -243,73 +239,6 @@ def _together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequen
 
 def _outcomes(losses: npt.NDArray[Any], errors: npt.NDArray[Any], samples: int) -> list[BatchResult]:
     return [BatchResult(loss, wrong, samples) for loss, wrong in zip(losses.tolist(), errors.tolist(), strict=True)]
-
-
-def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sample: Batch) -> None:
-    """Makes sure that a model's gradients can be computed together, by trying.
-
-    Args:
-        batching: "big-batch" or "vmap".
-        model: in question.
-        weights: (size,) float32, that it can compute with.
-        sample: a batch of one.
-
-    Raises:
-        ConfigError: they cannot; the text says why.
-    """
-    where, instead = f"[simulation] batching = '{batching}'", "valid for this model: none"
-    norms = [name for name, m in model.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    if norms:
-        raise ConfigError(f"{where}: BatchNorm ({norms[0]}) depends on which samples share a batch; {instead}")
-    if batching == "vmap" and is_sparse(sample[0]):
-        raise ConfigError(f"{where}: the inputs are sparse; {instead}, big-batch")
-    if hooked(model.module):
-        raise ConfigError(f"{where}: the model has hooks, which see each gradient by itself; {instead}")
-    pair = _together(joined, [sample, sample])
-    out = torch.empty_like(weights)
-    if len(weights) > model.parameter_count:
-        model.bind(weights)
-        model.gradient(*pair, out, 0)
-        if not torch.equal(out[model.parameter_count :], weights[model.parameter_count :]):
-            raise ConfigError(f"{where}: the model changes its buffers while it learns; {instead}")
-    if batching == "vmap":
-        try:
-            model.mapped_gradients([weights, weights], *_together(torch.stack, [pair, pair]), [out, out])
-        except Exception as error:  # torch and the user's own layers raise what they like here
-            what = " ".join(str(error).split())
-            raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
-
-
-def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alone: tuple[str, str] | None) -> None:
-    """Makes sure that torch can compute a model's gradients in a precision, and of one sample alone, by trying.
-
-    Args:
-        table: has the precision.
-        model: in question, made for that precision; afterwards of no use.
-        sample: a batch of one.
-        alone: because of what mini-batches may be of one sample, and what else is valid; None: they may not.
-
-    Raises:
-        ConfigError: it cannot; the text says why.
-    """
-    weights, out = torch.zeros(2, model.size, device=model.device)
-    model.read_into(weights)
-    model.bind(weights)
-    try:
-        model.gradient(*(sample if alone else _together(joined, [sample, sample])), out, 0)
-    except (RuntimeError, TypeError, ValueError) as error:
-        what = " ".join(str(error).split()).partition(". ")[0][:200]  # advice for developers may follow
-        if alone is not None and isinstance(error, ValueError):  # BatchNorm's
-            where, valid = alone
-            raise ConfigError(
-                f"{where}: torch cannot do this model with one sample ({what}); valid: {valid}"
-            ) from error
-        if table.precision == "float32":
-            raise
-        where = f"[training] precision = '{table.precision}'"
-        raise ConfigError(
-            f"{where}: torch cannot do this model on this {model.device.type} ({what}); valid: float32"
-        ) from error
 
 
 class _Inputs:
@@ -411,46 +340,3 @@ Sums = defaultdict[str, float]
 """What is measured, added up over samples: loss, error, and metrics by their names."""
 
 LOSS, ERROR = "loss", "error"
-
-
-def evaluate(
-    model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, name: str = "test"
-) -> Iterator[Score | None]:
-    """Tests weights, one batch at a time, so that the caller can do other work in between.
-
-    Args:
-        model: computes; may do other work between two batches.
-        weights: (size,) float32, only read, and unchanged until the end.
-        split: the samples.
-        batch_size: samples in a batch.
-        name: of the split.
-
-    Yields:
-        None after each batch but the last, and the result after that.
-    """
-    sums: Sums = defaultdict(float)
-    batches = -(-len(split) // batch_size)
-    for batch in range(batches):
-        add_batch(sums, model, weights, split, batch_size, batch)
-        if batch + 1 < batches:
-            yield None
-    yield score_of(name, sums, len(split), model.task)
-
-
-def add_batch(sums: Sums, model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, batch: int) -> None:
-    """Tests weights on one batch of a split, and adds to sums what is measured; see `evaluate`."""
-    indices = np.arange(batch * batch_size, min((batch + 1) * batch_size, len(split)))
-    if split.random:
-        seed_all(batch * batch_size)
-    samples = split.batch(indices)
-    model.bind(weights)
-    loss, wrong, metrics = model.evaluate_batch(*samples)
-    for metric, value in {LOSS: loss, ERROR: wrong, **metrics}.items():
-        sums[metric] += value * len(indices)
-
-
-def score_of(name: str, sums: Sums, samples: int, task: Task) -> Score:
-    """What a split came to, of sums over all its samples."""
-    means = {metric: total / samples for metric, total in sums.items()}
-    loss, error = means.pop(LOSS), means.pop(ERROR)
-    return Score(name, loss, error, tuple({**task.derived(loss), **means}.items()))

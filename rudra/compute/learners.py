@@ -10,9 +10,10 @@ import torch
 from msgspec import structs
 
 from rudra.compute.devices import finish
+from rudra.compute.evaluation import add_batch, evaluate, score_of
 from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Sums, add_batch, evaluate, score_of
+from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Sums
 from rudra.compute.owners import OwnerExecutor
 from rudra.core import records
 from rudra.core.events import (

@@ -57,11 +57,12 @@ from rudra.mpi.start import gpu_aware, start_mpi
 from rudra.mpi.tags import FAILURE_TAG
 from rudra.mpi.trial import Trial
 from rudra.results import checkpoint
+from rudra.results.carry import Carried, carried, moved
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
 from rudra.results.reader import open_results
 from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
-from rudra.results.resume import Carried, StartDecision, carried, decide, finished, moved
+from rudra.results.resume import StartDecision, decide, finished
 from rudra.results.summary import tests
 from rudra.results.warm_start import final_weights, shapes
 from rudra.results.writer import default_outputs, remove_if_empty

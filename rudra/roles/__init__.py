@@ -24,13 +24,14 @@ from rudra.roles.first_stage import (
     FirstStageReplica,
     FirstStageShardedLearner,
 )
-from rudra.roles.group import GroupLearner, Replica
+from rudra.roles.group_learner import GroupLearner
 from rudra.roles.learner import Learner
 from rudra.roles.machine import Machine, Setup
 from rudra.roles.overlapped import OverlappedLearner
+from rudra.roles.replica import Replica
 from rudra.roles.server import ParameterServer
 from rudra.roles.sharded import FirstShard, Shard, ShardedLearner
-from rudra.roles.stages import StageServer
+from rudra.roles.stage_server import StageServer
 from rudra.roles.statistics import StatisticsServer
 from rudra.roles.tree import TreeServer
 from rudra.roles.window_coordinator import WindowCoordinator

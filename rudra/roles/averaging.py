@@ -43,8 +43,8 @@ from rudra.core.messages import GroupFlags, MessageKind
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
-from rudra.roles.group import ALWAYS, AVERAGING, Replica, ReplicaState
 from rudra.roles.machine import Setup, States, Transition, self_loops
+from rudra.roles.replica import ALWAYS, AVERAGING, Replica, ReplicaState
 from topologies import Plan
 from topologies.kinds import EVERYBODY
 

@@ -27,8 +27,8 @@ from rudra.core.events import (
     Updated,
 )
 from rudra.roles.averaging import COMPUTING, HOLDING, REDUCING, REGROUPING, STEPPING, Averager
-from rudra.roles.group import ALWAYS, ReplicaState
 from rudra.roles.machine import States, Transition, self_loops
+from rudra.roles.replica import ALWAYS, ReplicaState
 from topologies import Plan
 from topologies.kinds import EVERYBODY
 

@@ -1,4 +1,4 @@
-"""Learners and owners of the first layers, where a stage server has the last ones (`rudra.roles.stages`).
+"""Learners and owners of the first layers, where a stage server has the last ones (`rudra.roles.stage_server`).
 
 A front is any learner, with any server or none, that knows one thing more. What a learner does between asking for a
 gradient and having it is a crossing: it computes what its layers make of the mini-batch, ships these activations, gets
@@ -53,12 +53,13 @@ from rudra.core.messages import (
     WeightsPart,
 )
 from rudra.core.records import Gradient
-from rudra.roles.group import ALIVE, GroupLearner, Replica, ReplicaState
+from rudra.roles.group_learner import GroupLearner
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Machine, Setup, States, Transition, self_loops
 from rudra.roles.multi_owner import Log, MultiOwnerServer, OwnerSteps
 from rudra.roles.norms import Clipping, told
 from rudra.roles.overlapped import OverlappedLearner
+from rudra.roles.replica import ALIVE, Replica, ReplicaState
 from rudra.roles.server import ALIVE as SERVER_ALIVE
 from rudra.roles.server import ServerState
 from rudra.roles.sharded import FirstShard, ShardedLearner

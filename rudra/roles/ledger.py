@@ -42,7 +42,8 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
 from rudra.errors import ProtocolError
 from rudra.job.table import named
-from rudra.roles.machine import NullOutbox, Outbox, Setup, listed
+from rudra.roles.machine import Setup, listed
+from rudra.roles.outbox import NullOutbox, Outbox
 from rudra.roles.sample_allocator import SampleAllocator
 from topologies import Plan
 

@@ -5,10 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from rudra.core.events import Action, Event, Halt, Lost, Received, Send
-from rudra.core.messages import PACK, ROWS, MessageKind, Shutdown, reported
+from rudra.core.events import Action, Event, Halt, Lost, Received
+from rudra.core.messages import MessageKind, Shutdown
 from rudra.core.phases import Phase, Phases
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -175,57 +173,6 @@ class Machine:
 
 def _name_of(event: Event) -> str:
     return event.message.kind.name if isinstance(event, Received) else type(event).__name__
-
-
-class Outbox:
-    """Rows that a role gathers and sends to the statistics server now and then.
-
-    Args:
-        role: id of the sender.
-        to: id of the statistics server.
-        interval_s: how long rows may wait.
-
-    Attributes:
-        role: id of the sender.
-    """
-
-    ROWS_AT_MOST = 48
-
-    def __init__(self, role: int, to: int, interval_s: float) -> None:
-        self.role, self._to, self._interval_s = role, to, interval_s
-        self._rows: dict[MessageKind, list[bytes]] = {}
-        self._count = 0
-        self._since = 0.0
-
-    def add(self, kind: MessageKind, *row: Any) -> None:
-        self.extend(kind, [PACK[kind](*row)])
-
-    def extend(self, kind: MessageKind, rows: Sequence[bytes]) -> None:
-        """Adds rows that are packed already."""
-        self._rows.setdefault(kind, []).extend(rows)
-        self._count += len(rows)
-
-    def due(self, now: float) -> list[Action]:
-        """What to send now, if it is time."""
-        if not self._count or (self._count < self.ROWS_AT_MOST and now - self._since < self._interval_s):
-            return []
-        return self.flush(now)
-
-    def flush(self, now: float) -> list[Action]:
-        """Everything that was gathered."""
-        self._since = now
-        if not self._count:
-            return []
-        gathered, self._rows, self._count = self._rows, {}, 0
-        joined = ((kind, np.frombuffer(b"".join(rows), ROWS[kind])) for kind, rows in gathered.items())
-        return [Send(self._to, message) for kind, rows in joined for message in reported(kind, self.role, rows)]
-
-
-class NullOutbox(Outbox):
-    """Of a role that has nothing to report."""
-
-    def add(self, kind: MessageKind, *row: Any) -> None: ...
-    def extend(self, kind: MessageKind, rows: Sequence[bytes]) -> None: ...
 
 
 def halt(event: Received[Shutdown]) -> Halt:

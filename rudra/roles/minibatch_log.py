@@ -8,7 +8,8 @@ from rudra.core.records import TIMES, Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import Work, portion
 from rudra.job.job import Job
-from rudra.roles.machine import Outbox, Setup
+from rudra.roles.machine import Setup
+from rudra.roles.outbox import Outbox
 from topologies import Plan
 
 UNUSED = (0.0,) * (len(TIMES) - 1)

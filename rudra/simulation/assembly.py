@@ -14,10 +14,10 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.simulation.beside import ENDLESS, Unrecorded, job_beside
+from rudra.simulation.cluster import make_cluster
 from rudra.simulation.costs import CostModel, paces_of, places
 from rudra.simulation.driver import Check, RowSink, Simulation
 from rudra.simulation.regrouping import Make
-from rudra.simulation.tensors import make_cluster
 from rudra.simulation.timing_only import Tensors
 from rudra.simulation.windows import SimulatedWindows
 from topologies import Plan

@@ -22,10 +22,10 @@ from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.simulation import costs
 from rudra.simulation.assembly import assemble
+from rudra.simulation.cluster import make_cluster
 from rudra.simulation.efficiency import Efficiency, efficiency
 from rudra.simulation.efficiency import as_text as efficiency_text
 from rudra.simulation.placing import placed
-from rudra.simulation.tensors import make_cluster
 from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
 

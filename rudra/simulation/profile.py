@@ -91,7 +91,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     from rudra.core.work import portion
     from rudra.data import trees
     from rudra.data.load import load
-    from rudra.simulation.tensors import find_device
+    from rudra.simulation.cluster import find_device
 
     if job.training.compile:
         raise ConfigError(f"{job.name}: compiled code has no layers to time; leave [training] compile out")

@@ -30,7 +30,7 @@ from rudra.core.records import Gradient
 from rudra.core.work import Work
 from rudra.roles.machine import Setup
 from rudra.roles.multi_owner import LOGGED
-from rudra.roles.stages import StageServer
+from rudra.roles.stage_server import StageServer
 from rudra.simulation.driver import Simulation
 from rudra.simulation.tensors import RealTensors
 

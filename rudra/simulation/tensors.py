@@ -7,27 +7,17 @@ again, which bounds memory by what is held at one moment.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from msgspec import structs
 
-from rudra.compute import models
 from rudra.compute.averaging import average
-from rudra.compute.devices import CPU
 from rudra.compute.executor import Executor
-from rudra.compute.first_gradient import settled
-from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import BatchResult, check_batching, joint_gradient, mapped_gradients
 from rudra.compute.half import from_half, to_half
 from rudra.compute.learners import LearnerExecutor
-from rudra.compute.making import make_executors
 from rudra.compute.owners import AveragingExecutor, OwnerExecutor
-from rudra.compute.stages import FirstStageExecutor, PieceExecutor, cut_model
-from rudra.compute.statedict import StateEntry
+from rudra.compute.stages import PieceExecutor
 from rudra.compute.vectors import Buffer
 from rudra.core.events import (
     ACTIVATIONS,
@@ -35,7 +25,6 @@ from rudra.core.events import (
     RETURNED,
     SNAPSHOT,
     WEIGHTS,
-    Accumulate,
     Backward,
     Compute,
     Computed,
@@ -48,20 +37,9 @@ from rudra.core.events import (
     Local,
     Reduce,
 )
-from rudra.core.layout import Entry, Placed
-from rudra.data.fingerprint import Fingerprint, fingerprints
-from rudra.data.load import DataInfo, load
-from rudra.errors import ConfigError
-from rudra.job.job import Job
-from rudra.results.warm_start import final_weights
-from rudra.simulation.timing_only import Tensors, TimingOnly
-from topologies import Plan
 
 RoleBuffer = tuple[int, str]
 """A role and the name of one of its buffers."""
-
-_MAPPED_SAMPLES = 1024
-"""Samples for which vmap computes gradients at a time: more are no faster, and need much memory."""
 
 
 class RealTensors:
@@ -275,213 +253,3 @@ class RealTensors:
             copy.vector.copy_(buffer.vector)
             for other in others:
                 self._hold(other, copy)
-
-
-class BigBatchTensors(RealTensors):
-    """One gradient for all learners: that of the mean over all their samples, which is what an update takes.
-
-    Only where an update takes one gradient of every learner, all of them at the same weights.
-    """
-
-    def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
-        super().__init__(executors, halves=halves)
-        self._learners = [role for role, executor in executors.items() if isinstance(executor, LearnerExecutor)]
-        self._step = -1
-        self._weights: Buffer | None = None
-        self._gradient: Buffer | None = None
-        self._outcomes: dict[int, BatchResult] = {}
-
-    def compute(self, role: int, action: Compute) -> Computed:
-        self._computes((role, action.gradient))
-        weights = self._held((role, action.weights))
-        if action.step > self._step:
-            self._step, self._weights, self._gradient = action.step, weights, self._new(role)
-            sources = [self._learner(learner).source for learner in self._learners]
-            works = [source.work.after(action.step) for source in sources]
-            outcomes = joint_gradient(sources, action.step, works, weights.vector, self._gradient.vector)
-            self._outcomes = dict(zip(self._learners, outcomes, strict=True))
-        if action.step < self._step or weights is not self._weights or self._gradient is None:
-            raise ConfigError(
-                f"[simulation] batching = 'big-batch': with this protocol learners compute step {action.step} at "
-                "different weights; valid here: none, vmap"
-            )
-        self._hold((role, action.gradient), self._gradient)
-        return self._learner(role).computed(action, self._outcomes[role])
-
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
-        if isinstance(action, Accumulate) and action.into != action.gradient:
-            into, gradient = (self._held((role, name)) for name in (action.into, action.gradient))
-            if into is gradient:  # the mean of equals, which changes no bit
-                return None
-        return super().perform(role, action, seconds)
-
-
-class VmapTensors(RealTensors):
-    """When one gradient is due, those of all learners that are computing are computed with it, by `torch.func.vmap`."""
-
-    def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
-        super().__init__(executors, halves=halves)
-        self._planned: dict[int, Compute] = {}
-        self._ready: dict[int, tuple[Buffer, BatchResult]] = {}
-
-    def planned(self, role: int, action: Local) -> None:
-        if isinstance(action, Compute):
-            self._planned[role] = action
-
-    def lost(self, role: int) -> None:
-        super().lost(role)
-        self._forget(role)
-
-    def regroup(self, role: int, owner: int) -> None:
-        super().regroup(role, owner)
-        self._forget(role)
-
-    def _forget(self, role: int) -> None:
-        self._planned.pop(role, None)
-        if role in self._ready:
-            self._release(self._ready.pop(role)[0])
-
-    def compute(self, role: int, action: Compute) -> Computed:
-        self._computes((role, action.gradient))
-        if role not in self._ready:
-            roles = list(self._planned)
-            at_a_time = max(1, _MAPPED_SAMPLES // action.work.count)
-            for first in range(0, len(roles), at_a_time):
-                self._compute_together(roles[first : first + at_a_time])
-        buffer, outcome = self._ready.pop(role)
-        self._hold((role, action.gradient), buffer)
-        computed = self._learner(role).computed(action, outcome)
-        self._forget_stale((role, action.weights))
-        return computed
-
-    def _compute_together(self, roles: list[int]) -> None:
-        actions = [self._planned.pop(role) for role in roles]
-        sources = [self._learner(role).source for role in roles]
-        held = [self._held((role, action.weights)) for role, action in zip(roles, actions, strict=True)]
-        weights = [buffer.vector for buffer in (held[:1] if len(set(held)) == 1 else held)]
-        gradients = [self._new(role) for role in roles]
-        minibatches = [(action.step, action.work) for action in actions]
-        outcomes = mapped_gradients(sources, minibatches, weights, [gradient.vector for gradient in gradients])
-        self._ready.update(zip(roles, zip(gradients, outcomes, strict=True), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedCluster:
-    """What a simulation needs of a job beside its roles.
-
-    Attributes:
-        job: as resolved, with what the first gradient has settled.
-        tensors: do what roles want done with tensors.
-        info: what the data is like.
-        layout: of the flat vector.
-        size: of that vector, in elements.
-        initial_sha256: of the weights at the start; empty where there are none.
-        state_dict: what that of the model lists; empty where there are no weights.
-        weights: gives the floats of a buffer of a role; None where there are none.
-        executors: by role; without tensors there are none.
-        placed: the pieces of a model of which a stage server has the last layers.
-        step_bytes: of tensors that a step of all learners sends then.
-    """
-
-    job: Job
-    tensors: Tensors
-    info: DataInfo
-    layout: tuple[Entry, ...]
-    size: int
-    initial_sha256: str
-    state_dict: tuple[StateEntry, ...]
-    weights: Callable[[int, str], npt.NDArray[np.float32] | None]
-    executors: Mapping[int, Executor] = field(default_factory=dict)
-    placed: Placed | None = None
-    step_bytes: int = 0
-    fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-
-
-def make_cluster(job: Job, plan: Plan) -> SimulatedCluster:
-    """Loads the data, builds the model, and makes real tensors or none, as the job says.
-
-    Args:
-        job: resolved.
-        plan: who is who.
-
-    Raises:
-        RudraError: data or model are not there or do not fit, the job asks for a GPU that is not there, or for
-            batches that its protocol or model do not allow.
-    """
-    if not job.simulation.tensors:
-        return _without_tensors(job)
-    device = find_device(job)
-    loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
-    info, roles = loaded.info, tuple(range(len(plan.roles)))
-    alone = job.simulation.batching == "none"
-    job = settled(job, plan, loaded, device)
-    executors = make_executors(
-        job, plan, roles, loaded, prefetch=False, device=device, rows=alone, first_weights=final_weights
-    )
-    tensors = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
-    if job.simulation.batching != "none":
-        _check_batching(job, executors, torch.cat([executors[i].buffer(WEIGHTS).vector for i in plan.owners]), info)
-    for executor in executors.values():
-        executor.prepare()
-
-    def weights(role: int, buffer: str) -> npt.NDArray[np.float32]:
-        return executors[role].buffer(buffer).array
-
-    digest, statistics = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics]
-    about = (statistics.layout, statistics.size, digest, statistics.state_dict)
-    fronts = (executor.cut for executor in executors.values() if isinstance(executor, FirstStageExecutor))
-    placed = next((cut.placed(statistics.size, job.training.minibatch_size, info) for cut in fronts), None)
-    prints = fingerprints(loaded)
-    return SimulatedCluster(job, tensors, info, *about, weights, executors, placed, statistics.step_bytes, prints)
-
-
-def _without_tensors(job: Job) -> SimulatedCluster:
-    info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
-    try:
-        with torch.device("meta"):  # shapes alone
-            flat = FlatModel(models.build(job.model, info, job.training.seed))
-    except Exception:  # a factory that needs real tensors
-        flat = FlatModel(models.build(job.model, info, job.training.seed))
-    placed, step_bytes = None, 0
-    if job.placement.given:
-        cut = cut_model(job, models.build(job.model, info, job.training.seed), info)
-        placed = cut.placed(flat.size, job.training.minibatch_size, info)
-        step_bytes = cut.sent(job.training.minibatch_size) * job.learners
-    tensors = TimingOnly()
-    about = (job, tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
-    return SimulatedCluster(*about, placed=placed, step_bytes=step_bytes)
-
-
-def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: DataInfo) -> None:
-    batching, protocol = job.simulation.batching, job.make_protocol()
-    if batching == "big-batch" and not (protocol.ordered and protocol.gradients_per_update == job.learners):
-        raise ConfigError(
-            "[simulation] batching = 'big-batch' needs a protocol whose updates take one gradient of every learner at "
-            "the same weights, as hardsync's do; valid here: none, vmap"
-        )
-    if batching == "big-batch" and any(fault.deadly for fault in job.simulation.faults):
-        raise ConfigError(
-            "[simulation] batching = 'big-batch' needs all learners all the time, but faults has some die; valid here: "
-            "none, vmap"
-        )
-    source = next(e.source for e in executors.values() if isinstance(e, LearnerExecutor))
-    check_batching(batching, source.model, weights, info.sample)
-
-
-_KINDS = {"none": RealTensors, "big-batch": BigBatchTensors, "vmap": VmapTensors}
-
-
-def find_device(job: Job) -> torch.device:
-    """Where a simulation computes.
-
-    Raises:
-        ConfigError: the job asks for a GPU, and there is none, or none is used.
-    """
-    wanted, there = job.cluster.device, torch.cuda.is_available()
-    if job.weights.at == "window":
-        if wanted == "cuda":
-            raise ConfigError("[cluster] device = 'cuda': windows of virtual time are in main memory; valid: cpu, auto")
-        return CPU
-    if wanted == "cuda" and not there:
-        raise ConfigError("[cluster] device = 'cuda': torch sees no GPU here; valid: cpu, auto")
-    return torch.device("cuda", 0) if wanted != "cpu" and there else CPU

@@ -239,7 +239,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     from rudra.compute.learners import LearnerExecutor
     from rudra.compute.making import make_executors
     from rudra.data.load import load
-    from rudra.simulation.tensors import find_device
+    from rudra.simulation.cluster import find_device
 
     device = find_device(job)
     plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()

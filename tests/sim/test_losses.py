@@ -26,9 +26,9 @@ from rudra.job.job import Job
 from rudra.roles import Machine
 from rudra.roles.ledger import Owner
 from rudra.roles.server import ParameterServer
+from rudra.simulation.batching import VmapTensors
 from rudra.simulation.costs import places
 from rudra.simulation.driver import Check
-from rudra.simulation.tensors import VmapTensors
 from topologies.kinds import LEARNER, TREE_SERVER
 
 pytestmark = pytest.mark.slow

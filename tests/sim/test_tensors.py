@@ -22,7 +22,8 @@ from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import tensors
-from rudra.simulation.tensors import BigBatchTensors, RealTensors, VmapTensors
+from rudra.simulation.batching import BigBatchTensors, VmapTensors
+from rudra.simulation.tensors import RealTensors
 from topologies import load as load_topology
 
 BUSY = {"jitter": 0.9, "latency_jitter_s": 0.05, "message_s": 1e-3, "update_s": 5e-3}

@@ -16,9 +16,10 @@ from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError, RudraError
 from rudra.job.job import Job
 from rudra.results import checkpoint
+from rudra.results.carry import carried
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.reader import open_results
-from rudra.results.resume import StartDecision, carried, decide, resumable
+from rudra.results.resume import StartDecision, decide, resumable
 from rudra.results.warm_start import final_weights, shapes
 from rudra.roles.checkpoint_cycle import name_of
 

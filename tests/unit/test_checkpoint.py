@@ -16,9 +16,10 @@ from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
 from rudra.results import checkpoint
+from rudra.results.carry import carried
 from rudra.results.checkpoint import CheckpointWriter, previous_of, read
 from rudra.results.reader import open_results
-from rudra.results.resume import carried, fitted
+from rudra.results.resume import fitted
 
 POSITION = TrainingState(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7), epoch_loss=0.1)
 JOB = json.loads(Job(cluster={"learners": 2, "threads_per_rank": 1, "device": "cuda"}).to_json())

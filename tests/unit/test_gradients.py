@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from rudra.compute.evaluation import evaluate
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import BatchResult, GradientSource, evaluate
+from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.models import build, check_model_output
 from rudra.compute.tasks import Classification
 from rudra.core.work import Work

@@ -13,8 +13,8 @@ from rudra.compute.statedict import StateEntry
 from rudra.core.records import EPOCH, LEARNER, TOTALS, UPDATE
 from rudra.core.training_state import TrainingState
 from rudra.errors import ResultsError
+from rudra.results.carry import carried
 from rudra.results.reader import open_results
-from rudra.results.resume import carried
 from rudra.results.writer import ResultsWriter
 from tests import forks
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256

@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from rudra.cli.main import main
 from rudra.compute import networks, tasks
+from rudra.compute.checks import check_gradient
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import check_gradient
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import TaskTable, TrainingTable

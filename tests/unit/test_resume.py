@@ -12,9 +12,10 @@ from results_files import write_run
 from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
+from rudra.results.carry import carried, moved
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.reader import open_results
-from rudra.results.resume import StartDecision, carried, decide, moved, resumable
+from rudra.results.resume import StartDecision, decide, resumable
 
 REPLAYABLE = {"replayable": True, "not_replayable": "", "started": "then", "initial_weights_sha256": "a"}
 COSINE = {"optimizer": {"schedule": "cosine", "learning_rate": 0.1}}

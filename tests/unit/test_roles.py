@@ -77,12 +77,13 @@ from rudra.job.tables import FaultToleranceTable
 from rudra.roles import Machine
 from rudra.roles import averaging as averaging_
 from rudra.roles import first_stage as first_stage_
-from rudra.roles import group as group_
+from rudra.roles import group_learner as group_
 from rudra.roles import learner as learner_
 from rudra.roles import overlapped as overlapped_
+from rudra.roles import replica as replica_
 from rudra.roles import server as server_
 from rudra.roles import sharded as sharded_
-from rudra.roles import stages as stages_
+from rudra.roles import stage_server as stages_
 from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
 from rudra.roles.machine import short_digest
@@ -383,7 +384,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "replica": (
         REPLICAS,
         1,
-        {*group_.ReplicaState} - {*group_.AVERAGING, group_.ReplicaState.POOLING},
+        {*replica_.ReplicaState} - {*group_.AVERAGING, replica_.ReplicaState.POOLING},
         [
             *(Started(), HASHED, *(from_(i, MessageKind.READY, digest=DIGEST) for i in (2, 3))),
             *(Lost(3), Saved(0), from_(0, MessageKind.ROWS_FLUSHED), Committed(0), Started(), HASHED),
@@ -532,7 +533,7 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
         learner_.Learner,
         overlapped_.OverlappedLearner,
         group_.GroupLearner,
-        group_.Replica,
+        replica_.Replica,
         averaging_.Averager,
         server_.ParameterServer,
         tree_.TreeServer,

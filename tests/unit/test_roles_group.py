@@ -19,9 +19,10 @@ from rudra.core.messages import (
     Weights,
 )
 from rudra.roles import Machine
-from rudra.roles.group import GroupLearner, Replica, ReplicaState
+from rudra.roles.group_learner import GroupLearner
 from rudra.roles.learner import LearnerState
 from rudra.roles.machine import short_digest
+from rudra.roles.replica import Replica, ReplicaState
 
 ROOT, STATISTICS, FIRST, SECOND = 0, 1, 2, 3
 DIGEST = short_digest(HASHED.digest)

@@ -13,8 +13,8 @@ from users_models import CLASSES, MODELS, UNSEEN, WIDTH, Of, batch, body, made
 
 import rudra
 from rudra.compute import first_gradient
+from rudra.compute.checks import check_batching
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import check_batching
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.tasks import Classification
 from rudra.data.load import load

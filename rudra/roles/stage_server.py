@@ -68,9 +68,10 @@ from rudra.core.records import Gradient
 from rudra.core.work import Work, portion
 from rudra.roles.first_stage import gradient_of
 from rudra.roles.ledger import Ledger
-from rudra.roles.machine import Outbox, Setup, States, Transition, self_loops
+from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.multi_owner import LOGGED
 from rudra.roles.norms import Norms, told
+from rudra.roles.outbox import Outbox
 from rudra.roles.relay import SumRelay
 from rudra.roles.sharded import Shard, ShardState
 

@@ -1,0 +1,79 @@
+"""Whether torch can compute what a job asks for: tried on one mini-batch before training."""
+
+import torch
+from torch import nn
+
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import put_together
+from rudra.compute.hooks import hooked
+from rudra.data.load import Batch
+from rudra.data.sparse import is_sparse, joined
+from rudra.errors import ConfigError
+from rudra.job.tables import TrainingTable
+
+
+def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sample: Batch) -> None:
+    """Makes sure that a model's gradients can be computed together, by trying.
+
+    Args:
+        batching: "big-batch" or "vmap".
+        model: in question.
+        weights: (size,) float32, that it can compute with.
+        sample: a batch of one.
+
+    Raises:
+        ConfigError: they cannot; the text says why.
+    """
+    where, instead = f"[simulation] batching = '{batching}'", "valid for this model: none"
+    norms = [name for name, m in model.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms:
+        raise ConfigError(f"{where}: BatchNorm ({norms[0]}) depends on which samples share a batch; {instead}")
+    if batching == "vmap" and is_sparse(sample[0]):
+        raise ConfigError(f"{where}: the inputs are sparse; {instead}, big-batch")
+    if hooked(model.module):
+        raise ConfigError(f"{where}: the model has hooks, which see each gradient by itself; {instead}")
+    pair = put_together(joined, [sample, sample])
+    out = torch.empty_like(weights)
+    if len(weights) > model.parameter_count:
+        model.bind(weights)
+        model.gradient(*pair, out, 0)
+        if not torch.equal(out[model.parameter_count :], weights[model.parameter_count :]):
+            raise ConfigError(f"{where}: the model changes its buffers while it learns; {instead}")
+    if batching == "vmap":
+        try:
+            model.mapped_gradients([weights, weights], *put_together(torch.stack, [pair, pair]), [out, out])
+        except Exception as error:  # torch and the user's own layers raise what they like here
+            what = " ".join(str(error).split())
+            raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
+
+
+def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alone: tuple[str, str] | None) -> None:
+    """Makes sure that torch can compute a model's gradients in a precision, and of one sample alone, by trying.
+
+    Args:
+        table: has the precision.
+        model: in question, made for that precision; afterwards of no use.
+        sample: a batch of one.
+        alone: because of what mini-batches may be of one sample, and what else is valid; None: they may not.
+
+    Raises:
+        ConfigError: it cannot; the text says why.
+    """
+    weights, out = torch.zeros(2, model.size, device=model.device)
+    model.read_into(weights)
+    model.bind(weights)
+    try:
+        model.gradient(*(sample if alone else put_together(joined, [sample, sample])), out, 0)
+    except (RuntimeError, TypeError, ValueError) as error:
+        what = " ".join(str(error).split()).partition(". ")[0][:200]  # advice for developers may follow
+        if alone is not None and isinstance(error, ValueError):  # BatchNorm's
+            where, valid = alone
+            raise ConfigError(
+                f"{where}: torch cannot do this model with one sample ({what}); valid: {valid}"
+            ) from error
+        if table.precision == "float32":
+            raise
+        where = f"[training] precision = '{table.precision}'"
+        raise ConfigError(
+            f"{where}: torch cannot do this model on this {model.device.type} ({what}); valid: float32"
+        ) from error

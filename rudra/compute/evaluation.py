@@ -1,0 +1,57 @@
+"""Loss and errors of weights on a split."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import ERROR, LOSS, Sums
+from rudra.compute.tasks import Task
+from rudra.core.events import Score
+from rudra.data.load import Samples
+from rudra.data.sampling import seed_all
+
+
+def evaluate(
+    model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, name: str = "test"
+) -> Iterator[Score | None]:
+    """Tests weights, one batch at a time, so that the caller can do other work in between.
+
+    Args:
+        model: computes; may do other work between two batches.
+        weights: (size,) float32, only read, and unchanged until the end.
+        split: the samples.
+        batch_size: samples in a batch.
+        name: of the split.
+
+    Yields:
+        None after each batch but the last, and the result after that.
+    """
+    sums: Sums = defaultdict(float)
+    batches = -(-len(split) // batch_size)
+    for batch in range(batches):
+        add_batch(sums, model, weights, split, batch_size, batch)
+        if batch + 1 < batches:
+            yield None
+    yield score_of(name, sums, len(split), model.task)
+
+
+def add_batch(sums: Sums, model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, batch: int) -> None:
+    """Tests weights on one batch of a split, and adds to sums what is measured; see `evaluate`."""
+    indices = np.arange(batch * batch_size, min((batch + 1) * batch_size, len(split)))
+    if split.random:
+        seed_all(batch * batch_size)
+    samples = split.batch(indices)
+    model.bind(weights)
+    loss, wrong, metrics = model.evaluate_batch(*samples)
+    for metric, value in {LOSS: loss, ERROR: wrong, **metrics}.items():
+        sums[metric] += value * len(indices)
+
+
+def score_of(name: str, sums: Sums, samples: int, task: Task) -> Score:
+    """What a split came to, of sums over all its samples."""
+    means = {metric: total / samples for metric, total in sums.items()}
+    loss, error = means.pop(LOSS), means.pop(ERROR)
+    return Score(name, loss, error, tuple({**task.derived(loss), **means}.items()))

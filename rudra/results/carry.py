@@ -1,0 +1,137 @@
+"""The rows of a run that a resumed run, or a branch, begins its result file with."""
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rudra.core.events import TableName
+from rudra.core.messages import Rows
+from rudra.core.phases import parts
+from rudra.core.records import EVENT, LEARNER, TIMES
+from rudra.core.training_state import TrainingState
+from rudra.errors import ResultsError
+from rudra.job.job import Job
+from rudra.results.reader import Results
+from topologies import Plan
+
+KEPT = ("initial_weights_sha256", "started")
+"""Attributes of the result file that a restart does not change. What cannot be replayed stays so, too."""
+
+
+class Carried(NamedTuple):
+    """What the result file of a resumed run begins with.
+
+    Attributes:
+        rows: of each table.
+        weights: of epochs that are kept, with their numbers.
+        attributes: that stay.
+        learners: account of the learners, as far as rows tell it: `records.LEARNER`.
+    """
+
+    rows: dict[TableName, Iterable[Rows]]
+    weights: Iterable[tuple[int, NDArray[np.float32]]]
+    attributes: dict[str, Any]
+    learners: Rows
+
+
+def moved(before: Plan, job: Job, plan: Plan) -> str:
+    """Why a run that goes on elsewhere cannot be replayed as a whole; or nothing.
+
+    Args:
+        before: who was who so far.
+        job: resolved.
+        plan: who is who now.
+    """
+    if all(its_plan.reduction != "nodes" for _, _, its_plan in parts(job, plan)):
+        return ""
+    then, now = ([of.roles[i].node for i in of.learners] for of in (before, plan))
+    together = [[nodes.index(node) for node in nodes] for nodes in (then, now)]
+    if together[0] == together[1]:
+        return ""
+    return "reduction = 'nodes', and learners were placed otherwise on nodes before the restart"
+
+
+def carried(results: Results, position: TrainingState, replanned: str = "", branched: bool = False) -> Carried:
+    """The rows of a run up to a checkpoint, read piece by piece while they are written again.
+
+    Args:
+        results: of the run; stays open until that has been done.
+        position: of the checkpoint.
+        replanned: why it could not be replayed, or nothing.
+        branched: another run goes on with them.
+
+    Raises:
+        ResultsError: rows are missing.
+    """
+    steps = np.array(position.steps)
+    learners = np.zeros(len(steps), LEARNER)
+    kept = dropped = 0
+    for piece in results.pieces("updates"):
+        later = int((piece["timestamp"] > position.timestamp).sum())
+        kept, dropped = kept + len(piece) - later, dropped + later
+    if kept != position.timestamp:
+        raise ResultsError(
+            f"{results.path}: holds {kept} updates, and the checkpoint is of update {position.timestamp}"
+        )
+
+    def minibatches() -> Iterator[Rows]:
+        for piece in results.pieces("minibatches"):
+            rows = piece[piece["step"] < steps[piece["learner"]]]
+            for name in TIMES:
+                learners[name] += np.bincount(rows["learner"], rows[name], len(steps))
+            yield rows
+
+    def gradients() -> Iterator[Rows]:
+        for piece in results.pieces("gradients"):
+            rows = piece[piece["update"] <= position.timestamp]
+            learners["samples"] += np.bincount(rows["learner"], rows["samples"], len(steps)).astype(np.int64)
+            yield rows
+
+    def upto(table: TableName) -> Iterator[Rows]:
+        for piece in results.pieces(table):
+            yield piece[piece["timestamp"] <= position.timestamp]
+
+    def stages() -> Iterator[Rows]:
+        for piece in results.pieces("stages"):
+            yield piece[piece["step"] < steps[piece["learner"]]]
+
+    def metrics() -> Iterator[Rows]:
+        for piece in results.pieces("metrics"):
+            yield piece[piece["epoch"] <= position.epoch]
+
+    def events() -> Iterator[Rows]:
+        lowered = 0  # those that the checkpoint does not know are told again
+        for piece in upto("events"):
+            plateau = piece["kind"] == b"plateau"
+            yield piece[~plateau | (np.cumsum(plateau) + lowered <= len(position.lowered))]
+            lowered += int(plateau.sum())
+        state = results.state
+        ended = {"running": "was killed", "finished": "was finished"}.get(state["status"], state["status"])
+        ended += f": {state['reason']}" if state["reason"] else ""
+        text = f"goes on from the checkpoint of update {position.timestamp}; {dropped} updates after it are done again"
+        about = (position.timestamp, position.applied, position.time_s, time.time())
+        row = (b"restart", -1, 0, *about, f"{text}; it {ended}".encode()[:512])
+        if branched:
+            text = f"begins with update {position.timestamp} of {results.path.name}"
+            row = (b"branch", -1, 0, *about, text.encode()[:512])
+        yield np.array([row], EVENT)
+
+    rows: dict[TableName, Iterable[Rows]] = {
+        "gradients": gradients(),
+        "updates": upto("updates"),
+        "minibatches": minibatches(),
+        "epochs": upto("epochs"),
+        "metrics": metrics(),
+        "events": events(),
+        "averages": upto("averages"),
+        "stages": stages(),
+    }
+    weights = ((epoch, results.weights_of(epoch)) for epoch in results.kept_epochs if epoch <= position.epoch)
+    stay = KEPT if results.attributes["replayable"] else (*KEPT, "replayable", "not_replayable")
+    attributes = {name: results.attributes[name] for name in stay}
+    if replanned:
+        attributes |= {"replayable": False, "not_replayable": replanned}
+    return Carried(rows, weights, attributes, learners)

@@ -1,0 +1,213 @@
+"""Learners of compute groups: synchronous inside a group, which acts as one learner of batch kμ.
+
+Source: omnivore.txt §IV-A and appendix D-A3. Members average their gradients on the group's communicator. Where there
+is a parameter server, the first member pushes the average and pulls for all, and weights go down a tree of the group.
+With one group there is no server (`rudra.roles.replica`).
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from rudra.core.events import (
+    GRADIENT,
+    WEIGHTS,
+    Action,
+    Computed,
+    Fail,
+    Hashed,
+    Received,
+    Reduce,
+    Reduced,
+    Send,
+    Sent,
+)
+from rudra.core.messages import (
+    ChildDone,
+    MessageKind,
+    PullAnswer,
+    PushedGradient,
+    Ready,
+    Stop,
+    TrainingStarted,
+    Weights,
+)
+from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.machine import Setup, States, Transition, listed, self_loops, short_digest
+
+
+class GroupLearner(Learner):
+    """One member of one of several groups; arguments as for `Learner`.
+
+    As `Learner`, with this between: a gradient that is ready is reduced first; then the first member exchanges it for
+    newer weights, and the others wait in the same state for what it hands on. Each goes on when it has handed on all.
+    """
+
+    __slots__ = (
+        "_before",
+        "_digest",
+        "_early",
+        "_first",
+        "_group",
+        "_handing_on",
+        "_leads",
+        "_members",
+        "_receivers",
+        "_reducing",
+    )
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        **Learner.TRANSITIONS,
+        **self_loops(
+            [LearnerState.HASHING, LearnerState.READY], {Sent: "_handed_on", MessageKind.READY: "_member_ready"}
+        ),
+        (LearnerState.COMPUTING, Computed): Transition("_push", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Sent): Transition("_handed_on", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Reduced): Transition(
+            "_reduced", LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STOPPED
+        ),
+        (LearnerState.COMPUTING, MessageKind.TIMESTAMP): Transition("_answered_early", LearnerState.COMPUTING),
+        (LearnerState.EXCHANGING, Sent): Transition(
+            "_returned", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
+        ),
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        plan = setup.plan
+        group = plan.roles[role].group
+        assert group is not None
+        self._group = group
+        self._leads = plan.group_of(role)[0] == role
+        # Members may have come from other groups, so they count what they have pushed since they are together.
+        self._first, self._before = self.pushed, setup.position.below(plan, role)
+        self._members = plan.children[role]
+        self._receivers = plan.receivers[role]
+        self._handing_on = 0
+        self._reducing = False
+        self._early: Received[PullAnswer] | None = None  # what the others are told, before the reduction has ended here
+        self._digest: list[int] = []  # of the first weights, here and at the members
+
+    @property
+    def waiting_for(self) -> str:
+        if self._reducing:
+            return f"the gradients of compute group {self._group}"
+        if self.state is LearnerState.EXCHANGING and self._handing_on:
+            return f"{listed([self.plan.roles[i].name for i in self._receivers])} to take weights"
+        if self.state is LearnerState.EXCHANGING and not self._leads:
+            return f"{self.plan.roles[self._source].name} to hand on weights"
+        return super().waiting_for
+
+    def validate(self) -> None:
+        assert 0 <= self._handing_on <= len(self._receivers)
+
+    # Start: the first member reports for all.
+
+    def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
+        return [*super()._first_weights(event, now), *self._hand_on(event)]
+
+    def _report_digest(self, event: Hashed, now: float) -> list[Action]:
+        self.state = LearnerState.READY
+        return self._ready(short_digest(event.digest))
+
+    def _member_ready(self, event: Received[Ready], now: float) -> list[Action]:
+        return self._ready(event.message.digest)
+
+    def _ready(self, digest: int) -> list[Action]:
+        self._digest.append(digest)
+        if len(self._digest) <= len(self._members):
+            return []
+        if len(set(self._digest)) > 1:
+            return [Fail(f"learners of compute group {self._group} received different initial weights")]
+        return [Send(self.server, Ready(self.id, digest))]
+
+    def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
+        return [*(Send(to, event.message) for to in self._receivers), *super()._begin(event, now)]
+
+    # Gradients: to the group, and from its first member to the server.
+
+    def _push(self, event: Computed, now: float) -> list[Action]:
+        # Who is to stop goes on for once: the others do not know yet, and will reduce.
+        stopping, self._stopping = self._stopping, False
+        actions, ends = self._computed(event, now)
+        if ends:
+            return actions
+        self._stopping, self._reducing = stopping, True
+        return [Reduce(GRADIENT, self._group, self._together, self._gradient(event, now), to_all=False), *actions]
+
+    @property
+    def _together(self) -> int:
+        """Gradients that each member has pushed since all began."""
+        return self.pushed - self._first
+
+    def _reduced(self, event: Reduced, now: float) -> list[Action]:
+        self._reducing = False
+        if self._stopping:
+            if self._leads:  # nobody's gradient of this step is pushed
+                self._uncount()
+            self.log.report_unused()
+            return self._leave(now)
+        self.state, self._pushed_at = LearnerState.EXCHANGING, now
+        if not self._leads:
+            self._delivered_at = now
+            early, self._early = self._early, None
+            return [] if early is None else self._answered(early, now)
+        message = PushedGradient(self.id, self.timestamp, self.timestamp, event.gradients)
+        return [Send(self.server, message, GRADIENT)]
+
+    def _uncount(self) -> None:
+        self.pushed -= 1
+        self.log.take_back()
+
+    # Weights: from the server to the first member, and down the group.
+
+    def _answered_early(self, event: Received[PullAnswer], now: float) -> list[Action]:
+        self._early = event
+        return []
+
+    def _answered(self, event: Received[PullAnswer], now: float) -> list[Action]:
+        return [*(Send(to, event.message) for to in self._receivers), *super()._answered(event, now)]
+
+    def _pulled(self, event: Received[Weights], now: float) -> list[Action]:
+        self._expects_weights = False
+        self.timestamp = event.message.timestamp
+        return self._hand_on(event) or self._advance(now)
+
+    def _hand_on(self, event: Received[Weights]) -> list[Action]:
+        self._handing_on = len(self._receivers)
+        return [Send(to, event.message, WEIGHTS) for to in self._receivers]
+
+    def _returned(self, event: Sent, now: float) -> list[Action]:
+        if event.buffer == GRADIENT:
+            return self._delivered(event, now)
+        self._handing_on -= 1
+        return self._advance(now)
+
+    def _handed_on(self, event: Sent, now: float) -> list[Action]:
+        self._handing_on -= 1
+        return []
+
+    def _advance(self, now: float) -> list[Action]:
+        if self._handing_on:
+            return []
+        # A first member that has told the others to go on has to go with them.
+        stopping = self._stopping
+        self._stopping = stopping and not (self._leads and self._answered_at is not None)
+        actions = super()._advance(now)
+        self._stopping = stopping
+        return actions
+
+    # The end: the first member tells the others, and how many gradients were pushed.
+
+    def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
+        if not self._leads and self._together > event.message.pushed:
+            self._uncount()
+        return super()._stop_soon(event, now)
+
+    def _leave(self, now: float) -> list[Action]:
+        stop = Stop(self.id, self._together)
+        actions: list[Action] = [Send(to, stop) for to in self._receivers]
+        *report, _ = super()._leave(now)
+        if not self._leads:
+            return actions + report
+        in_all = self._before + self._together * (1 + len(self._members))
+        return [*actions, *report, Send(self.server, ChildDone(self.id, in_all))]
