@@ -1,8 +1,7 @@
 """Where ranks compute: on the GPUs of their nodes or on the CPU, and where the vectors are that travel."""
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -11,14 +10,12 @@ import torch
 from rudra.errors import ConfigError
 from topologies import Plan
 
-if TYPE_CHECKING:
-    from rudra.compute.vectors import Buffer
-
 CPU = torch.device("cpu")
 
 Placing = Literal["device", "staged", "direct"]
 """Where buffers are: all on the device that computes; all in main memory, where MPI reads and writes, while those who
-compute do so on copies (`Stage`); those of who computes on the device, which MPI reads and writes, others in memory."""
+compute do so on copies (`Staging`); those of roles that compute on the device, which MPI reads and writes, and others
+in main memory."""
 
 
 def gpus_here() -> int:
@@ -87,40 +84,3 @@ def page_locked(length: int) -> npt.NDArray[np.uint8]:
 def lock_pages(memory: npt.NDArray[np.uint8]) -> None:
     """The same of memory that is there already; without it, copies are slower."""
     torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
-
-
-class Stage:
-    """Vectors on the device where a role computes, while its buffers lie in main memory, where MPI reads and writes.
-
-    Args:
-        size: of a vector.
-        device: that computes; a CPU will do, too.
-    """
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.size, self.device = size, device
-        self._held: tuple[Buffer, int] | None = None
-
-    @cached_property
-    def gradient(self) -> torch.Tensor:
-        """Room for a gradient, (size,) float32."""
-        return torch.zeros(self.size, device=self.device)
-
-    @cached_property
-    def _weights(self) -> torch.Tensor:
-        return torch.zeros(self.size, device=self.device)
-
-    def weights(self, buffer: "Buffer") -> torch.Tensor:
-        """A buffer's vector, (size,) float32, which is copied if it is not here yet; good until the next one.
-
-        The device may be reading the buffer still: it must not change until what was computed of it has come back.
-        """
-        if self._held != (buffer, buffer.version):
-            self.copied(buffer.vector)
-            self._held = buffer, buffer.version
-        return self._weights
-
-    def copied(self, vector: torch.Tensor) -> torch.Tensor:
-        """A copy of weights in main memory, (size,) float32, as good for as long."""
-        self._held = None
-        return self._weights.copy_(vector, non_blocking=True)

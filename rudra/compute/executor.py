@@ -10,9 +10,10 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CHUNK, slices
-from rudra.compute.devices import CPU, Stage
+from rudra.compute.devices import CPU
 from rudra.compute.flat import sha256
 from rudra.compute.rows import RowForm
+from rudra.compute.staging import Staging
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import BorrowedBuffer, Buffer, Deferred, DirectBuffer, Memory, RowBuffer, Take
 from rudra.core.events import (
@@ -123,7 +124,7 @@ class Executor:
         parameters: int,
         gradients: int,
         device: torch.device = CPU,
-        stage: Stage | None = None,
+        stage: Staging | None = None,
         *,
         direct: bool = False,
         memory: Memory | None = None,

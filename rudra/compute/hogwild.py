@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rudra.compute.devices import Stage
 from rudra.compute.executor import Executor, arithmetic_of_thread, performs
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.owners import ServerExecutor
+from rudra.compute.staging import Staging
 from rudra.compute.window import LOGGED, Contribution, Shape, Update, Window, WindowEntry
 from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
 from rudra.core.records import Gradient
@@ -41,7 +41,7 @@ class _Thread:
         on_gpu = source.model.device.type == "cuda"
         self.gradient = torch.zeros(size, pin_memory=on_gpu)
         self.own = torch.zeros(size, pin_memory=on_gpu) if copies else None
-        self._stage = Stage(size, source.model.device) if on_gpu else None
+        self._stage = Staging(size, source.model.device) if on_gpu else None
 
     def compute(self, step: int, work: Work, batch: Batch, weights: torch.Tensor) -> BatchResult:
         """Computes a gradient at weights in main memory, to where it comes back."""

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from rudra.compute import models, tasks
-from rudra.compute.devices import CPU, Placing, Stage
+from rudra.compute.devices import CPU, Placing
 from rudra.compute.executor import Executor
 from rudra.compute.first_gradient import portion_of
 from rudra.compute.flat import FlatModel, Gradients
@@ -25,6 +25,7 @@ from rudra.compute.stages import (
     PieceExecutor,
     cut_model,
 )
+from rudra.compute.staging import Staging
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
@@ -242,7 +243,7 @@ def _allocated(
 ) -> Executor:
     """An executor of a role of that kind, with room for the whole vector, or for the part of it that the role owns."""
     computes = not kind.serves
-    stage = Stage(flat.size, flat.device) if placing == "staged" and computes else None
+    stage = Staging(flat.size, flat.device) if placing == "staged" and computes else None
     direct = placing == "direct" and computes
     where = flat.device if placing == "device" or direct else CPU
     size, parameters = flat.size, flat.parameter_count

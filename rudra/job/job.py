@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 import protocols
 import topologies
@@ -21,85 +21,28 @@ from rudra import plugins
 from rudra.errors import ConfigError
 from rudra.job import pairing
 from rudra.job.changes import MAY_CHANGE, JobChange
+from rudra.job.fields import JobFields
 from rudra.job.jobfiles import Change, apply, parsed, read_job
-from rudra.job.simulation import PER_BYTE, SimulationTable
+from rudra.job.simulation import PER_BYTE
 from rudra.job.table import Table, explain, name_of, named
 from rudra.job.tables import (
-    AugmentTable,
-    AveragingTable,
-    ClusterTable,
-    DataTable,
-    FaultToleranceTable,
     Hook,
-    ModelTable,
-    OptimizerTable,
-    PlacementTable,
-    ProtocolTable,
-    ResultsTable,
-    StudyTable,
-    TaskTable,
-    TopologyTable,
-    TrainingTable,
-    WeightsTable,
     WorkersTable,
 )
 from topologies.kinds import TREE_SERVER
 
 
-class Job(Table):
+class Job(JobFields):
     """The complete description of a run, checked when it is made.
 
     A job cannot be changed; `with_` makes a changed copy. `load` reads a job from a file; from Python each table is a
     dictionary: `Job(training={"epochs": 5}, cluster={"learners": 2})`. Tables and keys that are left out have their
     defaults. A key that names a callable takes the callable itself, too. `docs/job-reference.md` lists every key, with
-    what is allowed.
-
-    Attributes:
-        name: name of the job, by which result files are called.
-        model: table `[model]`: the network.
-        data: table `[data]`: the training and test sets.
-        augment: table `[augment]`: random changes of the training inputs.
-        task: table `[task]`: the loss, and what tests measure.
-        training: table `[training]`: epochs, mini-batch size, seed, tests, target.
-        optimizer: table `[optimizer]`: the update rule and the learning rate.
-        protocol: table `[protocol]`: how many gradients make an update, and the modulation of the learning rate.
-        weights: table `[weights]`: where the weights are, and how workers update them.
-        averaging: table `[averaging]`: how learners average replicas of their own.
-        placement: table `[placement]`: which layers a stage server has.
-        topology: table `[topology]`: which roles exchange gradients and weights.
-        cluster: table `[cluster]`: learners, threads and devices.
-        simulation: table `[simulation]`: what takes how long in virtual time.
-        fault_tolerance: table `[fault_tolerance]`: what a run does about ranks that die or wait.
-        results: table `[results]`: what the result file records.
-        workers: tables `[[workers]]`: what batches the learners take to which a coordinator deals samples out.
-        hooks: tables `[[hooks]]`: code of the user that roles call.
-        changes: tables `[[changes]]`: what has other values after an epoch.
-        study: table `[study]`: what `rudra sweep` makes of the job.
+    what is allowed, and `JobFields` says what each table is for.
 
     Raises:
         ConfigError: an unknown table or key, a wrong type, or keys that contradict each other.
     """
-
-    name: str = Field("job", description="what result files are called; default: the name of the job file")
-    model: ModelTable = ModelTable()
-    data: DataTable = DataTable()
-    augment: AugmentTable = AugmentTable()
-    task: TaskTable = TaskTable()
-    training: TrainingTable = TrainingTable()
-    optimizer: OptimizerTable = OptimizerTable()
-    protocol: ProtocolTable = ProtocolTable()
-    weights: WeightsTable = WeightsTable()
-    averaging: AveragingTable = AveragingTable()
-    placement: PlacementTable = PlacementTable()
-    topology: TopologyTable = TopologyTable()
-    cluster: ClusterTable = ClusterTable()
-    simulation: SimulationTable = SimulationTable()
-    fault_tolerance: FaultToleranceTable = FaultToleranceTable()
-    results: ResultsTable = ResultsTable()
-    workers: tuple[WorkersTable, ...] = ()
-    hooks: tuple[Hook, ...] = ()
-    changes: tuple[JobChange, ...] = ()
-    study: StudyTable = StudyTable()
 
     def __init__(self, **tables: Any) -> None:
         try:
@@ -141,7 +84,7 @@ class Job(Table):
             self._check_sharing()
         if self.cluster.learners is not None:
             plan = self.plan()
-            pairing.check(self, plan)
+            pairing.check(self, plan, self.make_protocol(plan))
             pairing.check_hooks(self, plan, placed=False)
             numbers = {key: list(getattr(self.simulation, key)) for key in ("slowdown", "learner_jitter")}
             numbers["faults"] = [fault.learner for fault in self.simulation.faults if fault.learner is not None]
@@ -356,10 +299,11 @@ class Job(Table):
             ConfigError: the protocol cannot work on the plan, or a hook names a role that is not in it.
         """
         try:
-            pairing.check(self, plan)
+            pairing.check(self, plan, self.make_protocol(plan))
             pairing.check_hooks(self, plan, placed=True)
             for change in self.changes:
-                pairing.check(self.at(change.at_epoch), self.plan_after(change.at_epoch, plan))
+                later, its_plan = self.at(change.at_epoch), self.plan_after(change.at_epoch, plan)
+                pairing.check(later, its_plan, later.make_protocol(its_plan))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

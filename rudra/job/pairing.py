@@ -2,20 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import protocols
 import topologies
+from rudra.job.fields import JobFields
 from rudra.job.table import Named, named
 from topologies.kinds import TREE_SERVER
 
-if TYPE_CHECKING:
-    from rudra.job.job import Job
 
-
-def check(job: "Job", plan: topologies.Plan) -> None:
+def check(job: JobFields, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
     """Raises ValueError where a job's protocol cannot work on a plan, or another key does not go with these."""
-    protocol = job.make_protocol(plan)
     _check_shape(protocol, plan, job.topology.name)
     if job.placement.given:
         _check_placement(job, plan, protocol)
@@ -104,7 +101,7 @@ def _check_shape(protocol: protocols.Protocol, plan: topologies.Plan, topology: 
             )
 
 
-def _check_microbatches(job: "Job", protocol: protocols.Protocol) -> None:
+def _check_microbatches(job: JobFields, protocol: protocols.Protocol) -> None:
     """Raises ValueError where gradients cannot be computed in parts."""
     most = job.training.minibatch_size
     if isinstance(protocol, protocols.Hogbatch):
@@ -118,7 +115,7 @@ def _check_microbatches(job: "Job", protocol: protocols.Protocol) -> None:
     _refuse(refused, f"[training] microbatches = {job.training.microbatches}")
 
 
-def _check_averaging(job: "Job", plan: topologies.Plan) -> None:
+def _check_averaging(job: JobFields, plan: topologies.Plan) -> None:
     """Raises ValueError for what has no sense where learners average replicas."""
     if plan.served and job.optimizer.plateau is not None:
         raise ValueError(
@@ -136,7 +133,7 @@ def _check_averaging(job: "Job", plan: topologies.Plan) -> None:
         )
 
 
-def _check_scheduled(job: "Job", plan: topologies.Plan) -> None:
+def _check_scheduled(job: JobFields, plan: topologies.Plan) -> None:
     """Raises ValueError for what cannot be where a coordinator deals the samples out."""
     on, batching = "[protocol] name: hogbatch", job.simulation.batching
     plain = all(plan.roles[i].parent == plan.server for i in plan.learners) and not plan.groups
@@ -151,7 +148,7 @@ def _check_scheduled(job: "Job", plan: topologies.Plan) -> None:
     _refuse(refused, on)
 
 
-def _check_window(job: "Job", plan: topologies.Plan, protocol: protocols.Protocol) -> None:
+def _check_window(job: JobFields, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
     """Raises ValueError for what cannot be where workers update the weights themselves."""
     on, optimizer, kept = "[weights] at = 'window'", job.optimizer, job.results.kept_interval
     nodes = len({plan.roles[i].node for i in plan.learners})
@@ -186,7 +183,7 @@ def _check_window(job: "Job", plan: topologies.Plan, protocol: protocols.Protoco
     _refuse(refused, on)
 
 
-def _check_placement(job: "Job", plan: topologies.Plan, protocol: protocols.Protocol) -> None:
+def _check_placement(job: JobFields, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
     """Raises ValueError for what cannot be where layers are placed."""
     on, table, optimizer = "[placement] cut", job.placement, job.optimizer
     if plan.averaging or plan.scheduled:
@@ -246,7 +243,7 @@ def _check_placement(job: "Job", plan: topologies.Plan, protocol: protocols.Prot
     _refuse(refused)
 
 
-def _check_parts(job: "Job") -> None:
+def _check_parts(job: JobFields) -> None:
     """Raises ValueError for what needs all of a gradient, or of the weights, in one place."""
     on = "[topology] name: sharded"
     if job.optimizer.clip_norm is not None:
@@ -268,7 +265,7 @@ def _check_parts(job: "Job") -> None:
         )
 
 
-def _check_shares(job: "Job", plan: topologies.Plan, protocol: protocols.Protocol) -> None:
+def _check_shares(job: JobFields, plan: topologies.Plan, protocol: protocols.Protocol) -> None:
     shares, learners = job.cluster.parts, plan.learner_numbers
     if len(shares) != learners:
         raise ValueError(f"[cluster] shares: {len(shares)} numbers for {learners} learners; valid: one for each")
@@ -285,7 +282,7 @@ def _check_shares(job: "Job", plan: topologies.Plan, protocol: protocols.Protoco
         )
 
 
-def check_hooks(job: "Job", plan: topologies.Plan, *, placed: bool) -> None:
+def check_hooks(job: JobFields, plan: topologies.Plan, *, placed: bool) -> None:
     """Raises ValueError where a hook is of no role; servers of a tree depend on where all are placed."""
     for place, hook in enumerate(job.hooks):
         if placed or hook.at != "end" or not str(hook.role).startswith(TREE_SERVER):

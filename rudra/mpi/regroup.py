@@ -7,20 +7,51 @@ their sender had regrouped, and so do the tags of tensors, so that nothing of be
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 from mpi4py import MPI
 
-from rudra.core.events import Received, Regroup, Stopped
+from rudra.core.events import Event, Received, Regroup, Stopped
 from rudra.core.messages import BETWEEN_OWNERS, Message, MessageKind
-from rudra.core.phases import phase_at
+from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import TrainingState
 from rudra.mpi.tags import REGROUP_TAG
 from topologies import Plan
 
-if TYPE_CHECKING:
-    from rudra.mpi.driver import Rank
+
+class RegroupingRank(Protocol):
+    """What the agreement to regroup needs of a rank.
+
+    Attributes:
+        comm: of all ranks.
+        plan: who is who.
+        phases: of the run.
+    """
+
+    comm: MPI.Comm
+    plan: Plan
+    phases: Phases
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks that have died."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing of before can write into memory any more."""
+
+    def tell(self, data: bytes, to: int, tag: int) -> None:
+        """Sends a rank something small."""
+
+    def announce(self, role: int, event: Event) -> None:
+        """Gives a role an event."""
+
+    def abandon(self, plan: Plan, position: TrainingState) -> None:
+        """Drops what is under way; from now on this plan holds."""
+
+    def regroup(self, position: TrainingState) -> None:
+        """Makes the roles again, for training that continues from there."""
 
 
 class RankRegrouping:
@@ -33,7 +64,7 @@ class RankRegrouping:
         generation: how often this rank has regrouped.
     """
 
-    def __init__(self, rank: "Rank") -> None:
+    def __init__(self, rank: RegroupingRank) -> None:
         self._rank = rank
         self.generation = 0
         self._position: TrainingState | None = None  # where this rank begins when nothing of before can write any more

@@ -1,15 +1,11 @@
 """The weights of a run as a file for torch or for safetensors: what `rudra export` writes."""
 
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
-from rudra.compute.statedict import StateEntry
-from rudra.errors import ConfigError, ResultsError
+from rudra.errors import ConfigError
 from rudra.files import check_output, written
 from rudra.results import safetensors
 from rudra.results.reader import Results
@@ -76,28 +72,6 @@ def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
             torch.save(tensors, file)
         except RuntimeError as error:  # with which torch hides that of the file
             raise OSError(f"torch.save failed ({error}); is there room?") from None
-
-
-def tensors_of(named: Sequence[StateEntry], path: Path) -> dict[str, torch.Tensor]:
-    """A result file's tensors by their names, each in the model's type and in memory of its own; tied ones are one.
-
-    Raises:
-        ResultsError: a value is no tensor of that type.
-    """
-    own = {each.tensor: _tensor(each, path) for each in named}
-    return {each.name: own[each.tensor] for each in named}
-
-
-def _tensor(named: StateEntry, path: Path) -> torch.Tensor:
-    """A tensor of its own, in the model's type."""
-    dtype = getattr(torch, named.dtype, None)
-    with suppress(TypeError, ValueError):  # types that torch does not have
-        tensor = torch.from_numpy(np.array(named.value))
-        if isinstance(dtype, torch.dtype) and (
-            tensor.dtype is dtype or (tensor.dtype is torch.float32 and dtype.is_floating_point)
-        ):
-            return tensor.to(dtype)
-    raise ResultsError(f"{path}: damaged: {named.tensor} is not a tensor of type '{named.dtype}'")
 
 
 def _parts(tensors: dict[str, torch.Tensor], output: Path) -> dict[str, safetensors.Tensor]:

@@ -1,19 +1,17 @@
 """Tables of a result file for pandas."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
 from rudra.errors import ConfigError, unknown
+from rudra.results.tables import RunTables
 from rudra.results.writer import GROWING
-
-if TYPE_CHECKING:
-    from rudra.results.reader import Results
 
 TABLES = (*GROWING, "roles", "learners")
 
 
-def frame(results: "Results", table: str) -> Any:
+def frame(results: RunTables, table: str) -> Any:
     """See `Results.frame`."""
     if table not in TABLES:
         raise ConfigError(f"table {unknown(table, TABLES)}")

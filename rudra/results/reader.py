@@ -332,7 +332,7 @@ class Results:
         Raises:
             ResultsError: the file does not have these weights, or their checksum is wrong.
         """
-        from rudra.results.export import tensors_of  # torch, for which other readers need not wait
+        from rudra.results.tensors import tensors_of  # torch, for which other readers need not wait
 
         return tensors_of(self.tensors(epoch), self.path)
 

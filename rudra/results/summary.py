@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,12 +12,10 @@ from rudra.core.records import TIMES
 from rudra.errors import printable
 from rudra.job.job import hogbatch_of
 from rudra.job.target import WINDOW, Best, Target, Watch
-
-if TYPE_CHECKING:
-    from rudra.results.reader import Results
+from rudra.results.tables import RunTables
 
 
-def summarise(results: "Results", target: str | None = None, window: int | None = None) -> dict[str, Any]:
+def summarise(results: RunTables, target: str | None = None, window: int | None = None) -> dict[str, Any]:
     """See `Results.summary`."""
     attributes, job, state = results.attributes, results.job, results.state
     updates, gradients, epochs, totals = results.updates, results.gradients, results.epochs, results.totals
@@ -85,7 +83,7 @@ def summarise(results: "Results", target: str | None = None, window: int | None 
     }
 
 
-def _changes(results: "Results") -> list[str]:
+def _changes(results: RunTables) -> list[str]:
     """What of the job has changed so far, and when."""
     events = results.events
     return [printable(text.decode("utf-8", "replace")) for text in events["text"][events["kind"] == b"change"]]
@@ -143,7 +141,7 @@ def _untested(job: dict[str, Any], epochs: NDArray[np.void]) -> int:
     return int(((epochs["evaluated"] == 0) & np.isfinite(epochs["mean_staleness"])).sum())
 
 
-def _check_target(target: str, results: "Results") -> None:
+def _check_target(target: str, results: RunTables) -> None:
     """Raises ConfigError where the tests of a run, if there were any, do not tell what a target is about."""
     epochs = results.epochs
     measured: dict[str, list[str]] = {}
@@ -169,7 +167,7 @@ def _time_to_target(
     return {"time_to_target_s": None, "target_epoch": None}
 
 
-def tests(results: "Results", split: str, epochs: int | None) -> dict[int, dict[str, float | None]]:
+def tests(results: RunTables, split: str, epochs: int | None) -> dict[int, dict[str, float | None]]:
     """What the tests of a split measured: epoch -> "loss", "error" and metrics; None where that was not measured.
 
     Epochs that were not tested are not there.
@@ -185,7 +183,7 @@ def tests(results: "Results", split: str, epochs: int | None) -> dict[int, dict[
     return {int(row["epoch"]): scores for row, scores in zip(rows, found, strict=True) if row["evaluated"]}
 
 
-def best_epoch(results: "Results", among: Collection[int] | None = None) -> int | None:
+def best_epoch(results: RunTables, among: Collection[int] | None = None) -> int | None:
     """See `Results.best_epoch`."""
     best, number = Best(results.job.get("training", {}).get("target")), None
     for epoch, scores in tests(results, best.split, None).items():
@@ -209,7 +207,7 @@ def _overlap(learners: NDArray[np.void]) -> float | None:
     return compute_s / whole_s if whole_s > 0 else None
 
 
-def _workers(results: "Results") -> list[dict[str, Any]]:
+def _workers(results: RunTables) -> list[dict[str, Any]]:
     """Where a coordinator dealt the samples out: what each worker was, took and did; the busy share once it is known.
 
     Batches are those of all threads of a worker.
@@ -230,7 +228,7 @@ def _workers(results: "Results") -> list[dict[str, Any]]:
     return found
 
 
-def _time_s(results: "Results") -> float:
+def _time_s(results: RunTables) -> float:
     """Seconds of training so far."""
     updates, totals = results.updates, results.totals
     return float(totals[0]["time_s"]) if len(totals) else float(updates["time_s"][-1]) if len(updates) else 0.0

@@ -3,14 +3,13 @@
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from math import inf
 
 from rudra.core.events import Action, Backward, Compute, Event, Forward, Local, Receive, Send
 from rudra.data.sampling import mix
 from rudra.roles import Machine
-
-if TYPE_CHECKING:
-    from rudra.simulation.network import Route
+from rudra.simulation.costs import Link
+from rudra.simulation.links import Port, Ports
 
 Offer = tuple["Route", Send, float]
 """A tensor on its way, and when it comes."""
@@ -84,3 +83,33 @@ class Actor:
         self.offered: tuple[dict[int, list[Offer]], ...] = ({}, OrderedDict() if serves else {})
         self.routes: dict[int, Route] = {}
         self.turns: deque[tuple[Actor, Compute | Forward | Backward]] = deque()
+
+
+class Route:
+    """From one role to another; control messages do not overtake each other on it."""
+
+    __slots__ = (
+        "between",
+        "blocking",
+        "bytes_per_s",
+        "delivered_at",
+        "into",
+        "latency_s",
+        "out",
+        "receiver",
+        "sender",
+        "transfer_s",
+    )
+
+    def __init__(self, sender: Actor, receiver: Actor, link: Link, size_bytes: float, ports: Ports, own: Ports) -> None:
+        self.sender, self.receiver = sender, receiver
+        self.latency_s = link.latency_s
+        self.transfer_s = size_bytes * link.seconds_per_byte
+        self.bytes_per_s = rate = 1 / link.seconds_per_byte if link.seconds_per_byte else inf
+        self.between = link.out[0] == "node"
+        of = ports if self.between else own
+        self.out = of.setdefault(("out", *link.out), Port(rate))
+        self.into = of.setdefault(("into", *link.into), Port(rate))
+        # Of servers whose calls block, both ways are one.
+        self.blocking = [own.setdefault(("both", *end), Port(rate)) for end in link.blocking]
+        self.delivered_at = 0.0

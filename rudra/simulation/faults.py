@@ -12,17 +12,14 @@ import random
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
 
 from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent
 from rudra.data.sampling import mix
 from rudra.job.simulation import Fault
 from rudra.simulation.actor import Actor
 from rudra.simulation.queue import Scheduled, owner
+from rudra.simulation.running import RunningSimulation
 from topologies.kinds import LEARNER, TREE_SERVER
-
-if TYPE_CHECKING:
-    from rudra.simulation.driver import Simulation
 
 
 class Faults:
@@ -33,7 +30,7 @@ class Faults:
         seed: of random times.
     """
 
-    def __init__(self, simulation: "Simulation", seed: int) -> None:
+    def __init__(self, simulation: RunningSimulation, seed: int) -> None:
         self._sim, self._actors = simulation, simulation.actors
         self._queue, self._network = simulation.queue, simulation.network
         self._detection_s = simulation.costs.table.detection_s

@@ -12,42 +12,12 @@ from typing import Any
 
 from rudra.core.events import Receive, Received, Reduce, Reduced, Send, Sent, Withdraw, Withdrawn
 from rudra.core.messages import GRADIENTS
-from rudra.simulation.actor import Actor, Offer
-from rudra.simulation.costs import CostModel, Link
-from rudra.simulation.links import Port, Ports, SharedLinks
+from rudra.simulation.actor import Actor, Offer, Route
+from rudra.simulation.costs import CostModel
+from rudra.simulation.links import Ports, SharedLinks
 from rudra.simulation.queue import Call, EventQueue, Scheduled
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
-
-
-class Route:
-    """From one role to another; control messages do not overtake each other on it."""
-
-    __slots__ = (
-        "between",
-        "blocking",
-        "bytes_per_s",
-        "delivered_at",
-        "into",
-        "latency_s",
-        "out",
-        "receiver",
-        "sender",
-        "transfer_s",
-    )
-
-    def __init__(self, sender: Actor, receiver: Actor, link: Link, size_bytes: float, ports: Ports, own: Ports) -> None:
-        self.sender, self.receiver = sender, receiver
-        self.latency_s = link.latency_s
-        self.transfer_s = size_bytes * link.seconds_per_byte
-        self.bytes_per_s = rate = 1 / link.seconds_per_byte if link.seconds_per_byte else inf
-        self.between = link.out[0] == "node"
-        of = ports if self.between else own
-        self.out = of.setdefault(("out", *link.out), Port(rate))
-        self.into = of.setdefault(("into", *link.into), Port(rate))
-        # Of servers whose calls block, both ways are one.
-        self.blocking = [own.setdefault(("both", *end), Port(rate)) for end in link.blocking]
-        self.delivered_at = 0.0
 
 
 class Network:

@@ -4,7 +4,6 @@ All that is under way between the roles is gone a latency later; what the statis
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from rudra.core.events import Regroup, Started
 from rudra.core.training_state import TrainingState
@@ -13,10 +12,8 @@ from rudra.roles.ledger import outlasts
 from rudra.simulation.actor import Actor
 from rudra.simulation.costs import CostModel
 from rudra.simulation.queue import Scheduled, owner
+from rudra.simulation.running import RunningSimulation
 from topologies import Plan
-
-if TYPE_CHECKING:
-    from rudra.simulation.driver import Simulation
 
 Make = Callable[[int, Plan, TrainingState], Machine]
 """Makes the machine of a role of a plan, for a beginning there."""
@@ -32,7 +29,7 @@ class SimulatedRegrouping:
     """
 
     def __init__(
-        self, simulation: "Simulation", make: Make | None, price: Callable[[TrainingState], CostModel] | None
+        self, simulation: RunningSimulation, make: Make | None, price: Callable[[TrainingState], CostModel] | None
     ) -> None:
         self._sim, self._make, self._price = simulation, make, price
 

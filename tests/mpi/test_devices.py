@@ -10,7 +10,7 @@ import user_code
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from rudra.compute.devices import Stage
+from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
 from rudra.core.messages import tail_bytes
 from rudra.errors import ConfigError, RudraError
@@ -150,7 +150,7 @@ def gpu() -> torch.device:
 
 @pytest.mark.gpu
 def test_vectors_come_back_from_a_gpu_as_they_went(gpu: torch.device) -> None:
-    stage = Stage(100_003, gpu)
+    stage = Staging(100_003, gpu)
     buffer, back = (Buffer(stage.size, tail_bytes(1), pinned=True) for _ in range(2))
     assert buffer.vector.is_pinned()
     for seed in range(3):

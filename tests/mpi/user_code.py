@@ -317,16 +317,16 @@ def run_on_nodes(nodes: list[int], payload: dict[str, Any]) -> int:
 
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
     """As `train_all`, with vectors that lie as on a GPU; how often learners and tests used a copy, and MPI theirs."""
-    from rudra.compute.devices import Stage
+    from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import session
 
-    make, weights, read, copies, direct = session.make_executors, Stage.weights, DirectBuffer.read, [], []
+    make, weights, read, copies, direct = session.make_executors, Staging.weights, DirectBuffer.read, [], []
 
     def placed(*arguments: Any, **keywords: Any) -> Any:
         return make(*arguments, **{**keywords, "placing": placing})
 
-    def copied(stage: Stage, buffer: Any) -> torch.Tensor:
+    def copied(stage: Staging, buffer: Any) -> torch.Tensor:
         copies.append(buffer.version)
         return weights(stage, buffer)
 
@@ -334,7 +334,7 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
         direct.append(buffer.version)
         return read(buffer)
 
-    session.make_executors, Stage.weights, DirectBuffer.read = placed, copied, read_there  # type: ignore[method-assign]
+    session.make_executors, Staging.weights, DirectBuffer.read = placed, copied, read_there  # type: ignore[method-assign]
     train_all(comm, directory, jobs)
     return {"copies": len(copies), "direct": len(direct)}
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from rudra.compute.devices import CPU, Stage, agreed, of_rank
+from rudra.compute.devices import CPU, agreed, of_rank
 from rudra.compute.making import make_executors
+from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
 from rudra.core.messages import Weights, tail_bytes
 from rudra.errors import ConfigError
@@ -93,7 +94,7 @@ def test_learners_of_a_node_take_its_gpus_in_turn(
 
 
 def test_weights_are_copied_when_they_have_changed_and_only_then() -> None:
-    stage, tail = Stage(3, CPU), tail_bytes(1)
+    stage, tail = Staging(3, CPU), tail_bytes(1)
     one, other = Buffer(3, tail), Buffer(3, tail)
     one.write(Weights(0, 5))
     one.vector.fill_(1.0)
