@@ -10,6 +10,7 @@ import pytest
 
 from rudra.compute.making import EXECUTORS
 from rudra.roles import MACHINES
+from tests.structure import circles, imports, trees
 from topologies.kinds import Variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,3 +122,13 @@ def test_files_that_texts_name_are_there(text: str) -> None:
     assert {name for name in named if not (ROOT / name).is_file()} == set()
     if text == "docs/architecture.md":
         assert {room for room in RULES.keys() - {"above"} if room not in content} == set()
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Neither in functions nor for type checking alone."""
+    modules = {name: tree for name, tree in trees().items() if not name.startswith("rudra.bench")}
+    assert circles(imports(modules)) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
