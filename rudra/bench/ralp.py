@@ -99,7 +99,7 @@ def _communication(stand_in: str, workers: int) -> float:
     """Share of a step in which a worker does not compute, with as many servers as workers."""
     job = Job(
         model={"name": f"rudra.studies.standins:{stand_in}"},
-        data={"name": "rudra.bench.prediction:noise", "options": {"shape": [1]}, "classes": 1000},
+        data={"name": "rudra.data.noise:noise", "options": {"shape": [1]}, "classes": 1000},
         training={"minibatch_size": next(size for name, (_, size) in NETWORKS.items() if _short(name) == stand_in)},
         protocol={"name": "hardsync"},
         topology={"name": "sharded", "options": {"shards": workers, "apart": True}},

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from rudra.api import simulate
-from rudra.bench.prediction import noise
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.core.work import Work
 from rudra.data.load import load
+from rudra.data.noise import noise
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
