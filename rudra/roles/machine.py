@@ -13,6 +13,7 @@ from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import ProtocolError
 from rudra.job.job import Job
+from rudra.probe import probed
 from topologies import Plan
 
 Trigger = Kind | type[Event]
@@ -173,6 +174,7 @@ class Outbox:
     def add(self, kind: Kind, *row: Any) -> None:
         self.extend(kind, [PACK[kind](*row)])
 
+    @probed
     def extend(self, kind: Kind, rows: Sequence[bytes]) -> None:
         """Adds rows that are packed already."""
         self._rows.setdefault(kind, []).extend(rows)
@@ -184,6 +186,7 @@ class Outbox:
             return []
         return self.flush(now)
 
+    @probed
     def flush(self, now: float) -> list[Action]:
         """Everything that was gathered."""
         self._since = now

@@ -7,10 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from benchmarks.hosts import missing
 from compiler import needs_compiler
 
 from rudra.bench import BENCHMARKS
-from rudra.bench.hosts import missing
 from tests import forks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]

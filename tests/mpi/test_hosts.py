@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import user_code
+from benchmarks.behind import behind_a_link
+from benchmarks.hosts import NAMES, missing
 from processes import HERE, ROOT
 
-from rudra.bench.behind import behind_a_link
-from rudra.bench.hosts import NAMES, missing
 from tests.waiting import eventually
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
 
 SCRIPT = """
 import user_code
-from rudra.bench.behind import behind_a_link
+from benchmarks.behind import behind_a_link
 behind_a_link(user_code.staying, gbit_s=1, learners=2, turns=1, there={!r})
 """
 

@@ -10,7 +10,7 @@ import pytest
 from processes import below, finish, gone, mpirun_of, ours, ranks_of, replays, start, wait_for_updates
 
 import rudra
-from rudra.bench.phases import PLACES, kill
+from tests.campaigns.phases import PLACES, kill
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]

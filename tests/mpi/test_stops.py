@@ -15,8 +15,8 @@ import pytest
 from processes import ROOT
 
 import rudra
-from rudra.bench.phases import PLACES, kill
-from rudra.bench.strikes import DURING, Armed, Strike, command
+from tests.campaigns.phases import PLACES, kill
+from tests.campaigns.strikes import DURING, Armed, Strike, command
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -46,7 +46,7 @@ def hits_of(victims: list[str], *, everybody: bool) -> Iterator[tuple[str, str, 
 def job_file(directory: Path, topology: str, learners: int = 3, protocol: str = "async") -> Path:
     path = directory / "job.toml"
     path.write_text(
-        '[model]\nname = "mlp"\noptions.hidden = [16]\n[data]\nname = "rudra.bench.points:points"\n'
+        '[model]\nname = "mlp"\noptions.hidden = [16]\n[data]\nname = "tests.campaigns.points:points"\n'
         "[training]\nepochs = 8\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.01\n"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = {learners}\n[topology]\n{topology}\n'
         '[results]\ncheckpoint_every = "8 updates"\nreport_s = 0.0\nflush_s = 0.1\n'

@@ -19,7 +19,7 @@ pytestmark = [
 
 LASTS = "setsid sleep 600 & echo $$ $! >started.new; mv started.new started; exec sleep 600"
 SCRIPT = """
-from rudra.bench.hosts import two_hosts
+from benchmarks.hosts import two_hosts
 with two_hosts(gbit_s=10.0, slots=(1, 1)) as hosts:
     print(*hosts.pids, hosts.directory, flush=True)
     hosts.run(["sh", "-c", {lasts!r}], host=1)

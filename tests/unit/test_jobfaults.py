@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rudra
-from rudra.bench.jobfaults import FAULTS, _at_end
-from rudra.bench.phases import End
+from tests.campaigns.jobfaults import FAULTS, _at_end
+from tests.campaigns.phases import End
 
 GOOD = End(0, "", 1.0, (), struck=True)
 DIED = "rudra: parameter server (rank 0): learner 1 (rank 3) died; 2 learners are left, 2 gradients make an update\n"

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rudra.bench.faults import adds_up
-from rudra.bench.strikes import PHASES, Strike, command
 from rudra.errors import RudraError
 from rudra.findings import Goal, Report
 from rudra.results.reader import open_results
+from tests.campaigns.faults import adds_up
+from tests.campaigns.strikes import PHASES, Strike, command
 from topologies.kinds import PARAMETER_SERVER, STATISTICS_SERVER
 
 TIMES = 5
@@ -37,7 +37,7 @@ JOB = """
 name = "mlp"
 options.hidden = [16]
 [data]
-name = "rudra.bench.points:points"
+name = "tests.campaigns.points:points"
 [training]
 epochs = 4
 minibatch_size = 4

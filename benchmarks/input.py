@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import torch
 
+from benchmarks.shared import one_thread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
@@ -17,7 +18,6 @@ from rudra.data.load import DataInfo, Samples, Split, in_memory, load
 from rudra.data.sources import Dense
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
-from rudra.mpi.session import keep_freed_memory
 
 SIZES = (4, 16, 64)
 LIMIT = 2.0  # percent
@@ -25,28 +25,24 @@ TURN_S = 0.3
 CHUNK = 8  # samples that HDF5 compresses together
 
 
+@one_thread()
 def run(*, quick: bool) -> Report:
     """Measures in this process, one torch thread: the input thread has a core of its own where there are two."""
     report = Report(
         ["network, data", "μ", "wait, % of a step", "with a thread", "thread: times the steps/s", "a run has"]
     )
-    threads, found = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    try:
-        with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:
-            for name, job, samples, wanted in _cases(Path(directory), 64 if quick else None):
-                for size in SIZES[:1] if quick else SIZES:
-                    ahead = not in_memory(samples)
-                    case = _Case(job.with_(training={"minibatch_size": size}), samples)
-                    times, waits = case.measure(1 if quick else 15, 0.0 if quick else TURN_S)
-                    faster = ratios(times[False], times[True])
-                    shares = {way: spread(wait * 100 for wait in waits[way]) for way in waits}
-                    report.rows.append((name, size, shares[False], shares[True], faster, "thread" if ahead else "none"))
-                    if wanted:
-                        found.append(shares[ahead].median)
-    finally:
-        torch.set_num_threads(threads)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:
+        for name, job, samples, wanted in _cases(Path(directory), 64 if quick else None):
+            for size in SIZES[:1] if quick else SIZES:
+                ahead = not in_memory(samples)
+                case = _Case(job.with_(training={"minibatch_size": size}), samples)
+                times, waits = case.measure(1 if quick else 15, 0.0 if quick else TURN_S)
+                faster = ratios(times[False], times[True])
+                shares = {way: spread(wait * 100 for wait in waits[way]) for way in waits}
+                report.rows.append((name, size, shares[False], shares[True], faster, "thread" if ahead else "none"))
+                if wanted:
+                    found.append(shares[ahead].median)
     report.notes = [
         "a step is drawing a mini-batch and its gradient; noise in the number, size and type of the real images;",
         f"crop: augment.crop = 4 and flip; gzip: HDF5, {CHUNK} images in a chunk, few of which stay decoded",

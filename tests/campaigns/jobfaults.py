@@ -19,14 +19,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rudra.bench.faults import adds_up
-from rudra.bench.phases import AT_ONCE, SAID, End, hit
-from rudra.bench.strikes import LAUNCHERS, PHASES, Strike
 from rudra.errors import RudraError
 from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.results.checkpoint import path_of
 from rudra.results.reader import open_results
+from tests.campaigns.faults import adds_up
+from tests.campaigns.phases import AT_ONCE, SAID, End, hit
+from tests.campaigns.strikes import LAUNCHERS, PHASES, Strike
 from topologies import Plan
 
 RANK, MPIRUN, RUDRA = "a rank", *LAUNCHERS

@@ -1,10 +1,10 @@
 """The server's update of a large model against the time in which memory can move what it must."""
 
-import time
 from collections.abc import Callable
 
 import torch
 
+from benchmarks.shared import seconds
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.owners import ServerExecutor
@@ -94,7 +94,7 @@ def _measure(
     times: list[float] = []
     bounds: list[float] = []
     for turn in range(rounds + 1):
-        taken, bound = _seconds(ours), _seconds(lambda: a.add_(b, alpha=1e-9))
+        taken, bound = seconds(ours), seconds(lambda: a.add_(b, alpha=1e-9))
         if turn:  # the first one makes the optimiser's state
             times.append(taken)
             bounds.append(bound * vectors / ADD)
@@ -109,9 +109,3 @@ def _measure(
         )
     )
     return ratio.median
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    function()
-    return time.perf_counter() - began

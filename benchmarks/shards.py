@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.pushes import UpdatingServer
 from rudra.bench.ranks import on_ranks
-from rudra.bench.stubs import StubLearner, StubStatistics, UpdatingServer, drive
+from rudra.bench.stubs import StubLearner, StubStatistics, drive, stub_job
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import Memory
 from rudra.findings import Goal, Report, ratios, spread
@@ -81,14 +82,8 @@ def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds
     figures: dict[str, Any] = {str(shards): [] for shards in HERE}
     for turn in range(rounds + 1):
         for shards in HERE:
-            job = Job(
-                data={"classes": 2},
-                training={"epochs": 1, "minibatch_size": 1, "evaluate": False},
-                protocol={"name": "async"},
-                topology={"name": "sharded", "options": {"shards": shards}},
-                cluster={"learners": senders, "threads_per_rank": 1},
-                results={"minibatches": False},
-            )
+            sharded = {"name": "sharded", "options": {"shards": shards}}
+            job = stub_job(senders, topology=sharded, results={"minibatches": False})
             figures[str(shards)] += [rate for rate in _one(comm, job, pushes) if turn]
             rest(comm)
     return figures

@@ -104,7 +104,7 @@ def command(strike: Strike, argv: Sequence[str]) -> list[str]:
     """The command line of `rudra`, of which the first launch is hit."""
     code = """
 import sys
-from rudra.bench.strikes import armed
+from tests.campaigns.strikes import armed
 from rudra.cli.main import main
 sys.exit(main(armed(sys.argv[1:])))
 """

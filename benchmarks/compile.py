@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.shared import one_thread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.shortcuts import gradients_of
@@ -14,19 +15,17 @@ from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
-from rudra.mpi.session import keep_freed_memory
 
 LENET = DataInfo("lenet", 1, 1, (1, 28, 28), 10)
 RESNET = DataInfo("resnet32", 1, 1, (3, 32, 32), 10)
 
 
+@one_thread()
 def run(*, quick: bool) -> Report:
     """Measures in this process, with one thread, on random images."""
     cases = [(LENET, 4), (LENET, 16), (RESNET, 16)]
     report = Report(["network", "μ", "ms without", "ms compiled", "times the steps/s", "s to compile"])
-    threads, medians = torch.get_num_threads(), []
-    torch.set_num_threads(1)
-    keep_freed_memory()
+    medians = []
     try:
         for info, size in cases[:1] if quick else cases:
             case = _Case(info, size)
@@ -38,8 +37,6 @@ def run(*, quick: bool) -> Report:
                 medians.append(faster.median)
     except ConfigError as error:
         report.notes = [str(error)]
-    finally:
-        torch.set_num_threads(threads)
     report.goals = [Goal("lenet: >= 1.3 times the steps/s", medians, at_least=1.3)] if medians else []
     return report
 

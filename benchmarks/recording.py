@@ -2,10 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -19,8 +18,9 @@ from rudra.core.messages import Kind
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.session import rest
-from rudra.results import recorder
-from rudra.roles import machine
+from rudra.probe import Method, wrapped
+from rudra.results.recorder import Recorder
+from rudra.roles.machine import Outbox
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,6 +29,14 @@ STEPS = {4: 240, 16: 120}
 LEARNERS = 2
 LARGE = 72_000_000
 REPLAYED = {Kind.GRADIENTS, Kind.UPDATES}
+PIECES = (
+    (Buffer, "digest"),
+    (StatisticsExecutor, "sha256"),
+    (Recorder, "record"),
+    (Outbox, "extend"),
+    (Outbox, "flush"),
+)
+"""Methods that record."""
 
 
 def run(*, quick: bool) -> Report:
@@ -100,7 +108,7 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: in
 def _timed(spent: list[float]) -> Iterator[None]:
     """Adds up the time that this rank spends on recording."""
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(function: Method) -> Method:
         def call(*arguments: Any) -> Any:
             began = time.perf_counter()
             try:
@@ -110,38 +118,27 @@ def _timed(spent: list[float]) -> Iterator[None]:
 
         return call
 
-    with (
-        mock.patch.object(Buffer, "digest", timed(Buffer.digest)),
-        mock.patch.object(StatisticsExecutor, "sha256", timed(StatisticsExecutor.sha256)),
-        mock.patch.object(recorder.Recorder, "record", timed(recorder.Recorder.record)),
-        mock.patch.multiple(
-            machine.Outbox,
-            extend=timed(machine.Outbox.extend),
-            flush=timed(machine.Outbox.flush),
-        ),
-    ):
+    with ExitStack() as until:
+        for owner, name in PIECES:
+            until.enter_context(wrapped(owner, name, timed))
         yield
 
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
     """Leaves out what only a replay needs."""
-    extend = machine.Outbox.extend
 
-    def others(outbox: machine.Outbox, kind: Kind, rows: Any) -> None:
-        if kind not in REPLAYED:
-            extend(outbox, kind, rows)
+    def others(extend: Method) -> Method:
+        def call(outbox: Outbox, kind: Kind, rows: Any) -> None:
+            if kind not in REPLAYED:
+                extend(outbox, kind, rows)
 
-    def no_digest(weights: Buffer, timestamp: int) -> int:
-        return 0
-
-    def no_hash(of: Executor, name: str) -> str:
-        return "0" * 64
+        return call
 
     with (
-        mock.patch.object(Buffer, "digest", no_digest),
-        mock.patch.object(Executor, "sha256", no_hash),
-        mock.patch.object(machine.Outbox, "extend", others),
+        wrapped(Buffer, "digest", lambda _: lambda weights, timestamp: 0),
+        wrapped(Executor, "sha256", lambda _: lambda executor, name: "0" * 64),
+        wrapped(Outbox, "extend", others),
     ):
         yield
 

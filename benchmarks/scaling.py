@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rudra.bench.paper import IMAGENET
+from benchmarks.paper import IMAGENET
 from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.simulation.predict import Prediction, predict

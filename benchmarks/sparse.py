@@ -1,13 +1,13 @@
 """Inputs of which most is 0: the first layer and the whole step with sparse rows, against the same with dense ones."""
 
 import itertools
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch.nn import functional
 
+from benchmarks.shared import one_thread, seconds
 from rudra.compute.first_gradient import settled
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
@@ -21,7 +21,6 @@ from rudra.data.sources import Dense, Source, Sparse
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
-from rudra.mpi.session import keep_freed_memory
 
 FEATURES, STORED, WIDTH, SAMPLES = 8315, 44, 512, 777
 """As Reuters has them, in a tenth of its samples. Features are as frequent as 1 / (rank + 10)^1.1, by which 8 and 64
@@ -34,31 +33,27 @@ RATE = 1e-6
 BATCHES, TURN_S = 8, 0.05  # mini-batches that take turns; of calls one after the other
 
 
+@one_thread()
 def run(*, quick: bool) -> Report:
     """Measures in this process, with one thread."""
     report = Report(["what", "μ", "rows", "dense, ms", "sparse, ms", "dense / sparse", "bound, ms", "bound / sparse"])
-    threads, rounds, turn_s = torch.get_num_threads(), 3 if quick else 15, 0.0 if quick else TURN_S
+    rounds, turn_s = (3, 0.0) if quick else (15, TURN_S)
     firsts, steps = list[float](), list[float]()
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    try:
-        matrix = _matrix()
-        others = Dense(np.random.default_rng(0).random((SAMPLES, WIDTH), np.float32))
-        for size in SIZES[:1] if quick else SIZES:
-            which = np.arange(BATCHES * size).reshape(BATCHES, size) % SAMPLES
-            ours, theirs = ([Split(matrix, others, sparse=on).batch(i)[0] for i in which] for on in (True, False))
-            wanted = torch.randn(size, WIDTH)
-            rows = sum(len(batch.col_indices().unique()) for batch in ours) // BATCHES
-            least_s = ROWS * rows * WIDTH * 4 / _bytes_per_s()
-            ways: list[Callable[[], object]] = [_Dense(theirs, wanted), _Sparse(ours, wanted)]
-            about = (size, rows)
-            firsts.append(_compare(report, "first layer", about, least_s, ways, rounds, turn_s))
-            rest = _Step(others, size, 3, sparse=False)
-            alone_s = spread(_seconds(rest, turn_s) for _ in range(rounds)).median
-            ways = [_Step(matrix, size, 4, sparse=on) for on in (False, True)]
-            steps.append(_compare(report, "step", about, least_s + alone_s, ways, rounds, turn_s))
-    finally:
-        torch.set_num_threads(threads)
+    matrix = _matrix()
+    others = Dense(np.random.default_rng(0).random((SAMPLES, WIDTH), np.float32))
+    for size in SIZES[:1] if quick else SIZES:
+        which = np.arange(BATCHES * size).reshape(BATCHES, size) % SAMPLES
+        ours, theirs = ([Split(matrix, others, sparse=on).batch(i)[0] for i in which] for on in (True, False))
+        wanted = torch.randn(size, WIDTH)
+        rows = sum(len(batch.col_indices().unique()) for batch in ours) // BATCHES
+        least_s = ROWS * rows * WIDTH * 4 / _bytes_per_s()
+        ways: list[Callable[[], object]] = [_Dense(theirs, wanted), _Sparse(ours, wanted)]
+        about = (size, rows)
+        firsts.append(_compare(report, "first layer", about, least_s, ways, rounds, turn_s))
+        rest = _Step(others, size, 3, sparse=False)
+        alone_s = spread(_seconds(rest, turn_s) for _ in range(rounds)).median
+        ways = [_Step(matrix, size, 4, sparse=on) for on in (False, True)]
+        steps.append(_compare(report, "step", about, least_s + alone_s, ways, rounds, turn_s))
     report.notes = [
         f"first layer: {FEATURES:,} x {WIDTH}, {STORED} features of each sample: forward, gradient, update by SGD",
         f"step: mini-batch, gradient and update of {FEATURES:,}-512x4-2, by learner and server; nothing travels",
@@ -95,11 +90,7 @@ def _compare(
 def _seconds(function: Callable[[], object], span_s: float = 0.0) -> float:
     """How long one call takes, of as many as fill the span, after one that brings what it needs into the caches."""
     function()
-    calls, began = 0, time.perf_counter()
-    while not calls or time.perf_counter() < began + span_s:
-        function()
-        calls += 1
-    return (time.perf_counter() - began) / calls
+    return seconds(function, span_s)
 
 
 def _bytes_per_s() -> float:

@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.behind import behind_a_link, link_rate, on_half_the_cores, sent_bytes, turn_is_over
-from rudra.bench.hosts import missing
-from rudra.bench.ranks import LEARNER, STATISTICS, lenet_job, step_s, train, write_images
+from benchmarks.links import (
+    ALONE,
+    HALF,
+    behind_a_link,
+    carried,
+    in_turns_behind,
+    missing,
+    on_half_the_cores,
+    trained,
+)
+from benchmarks.shared import unconnected
+from rudra.bench.ranks import LEARNER, STATISTICS, lenet_job, write_images
 from rudra.findings import Goal, Report, ratios, spread
-from rudra.machine import cores
 from rudra.mpi.session import rest
 
 if TYPE_CHECKING:
@@ -48,13 +56,11 @@ def run(*, quick: bool) -> Report:
     figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
     for name in names:
         _add(report, name, figures[name])
-    links = [rate / 1e6 for name in names for rate in figures[name]["link"]]
     report.notes = [
-        f"the link, by MPI from one rank to one: {spread(links)} MB/s",
+        carried(rate for name in names for rate in figures[name]["link"]),
         "bound: computing alone (without, for bare MPI), and then one model each way by the link, the least there is",
-        "computing alone: the same learners at the same time compute and update, and nothing is exchanged",
-        f"sent: what has left a host, for each step; the {LEARNERS} learners have one torch thread each, and "
-        f"half of this machine's {cores()} cores are each host's",
+        ALONE,
+        f"sent: what has left a host, for each step; the {LEARNERS} {HALF}",
         "bare MPI: each host sends half a model as sums, and when the other half has come, half a model as means, as "
         '"nodes" does; nothing is added; by all its learners, each its part, or by one for all',
     ]
@@ -92,8 +98,8 @@ def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, qu
     for name in names:
         model, steps = MODELS[name]
         job = lenet_job(directory, "hardsync", LEARNERS, SIZE, 8 if quick else steps).with_(model=model)
-        for turn in range(rounds + 1):
-            taken: dict[str, Any] = {"link": link_rate(comm, 0.1 if quick else 0.5, GBIT_S)}
+        link = {"gbit_s": GBIT_S, "rounds": rounds, "figures": figures.setdefault(name, {})}
+        for taken in in_turns_behind(comm, **link, seconds=0.1 if quick else 0.5):
             for way in (*WAYS, "alone"):
                 rest(comm)
                 if comm.rank >= STATISTICS:
@@ -102,9 +108,6 @@ def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, qu
                 rest(comm)
                 if comm.rank >= LEARNER:
                     taken[way] = _exchange_s(learners, taken["bytes"], leader=way == "leader", times=2 if quick else 10)
-            turn_is_over(comm)
-            for key, value in taken.items() if turn or not rounds else ():  # the first one warms up
-                figures.setdefault(name, {}).setdefault(key, []).append(value)
         if comm.rank >= LEARNER:
             figures[name]["bytes"] = figures[name]["bytes"][0]
     return figures
@@ -113,18 +116,12 @@ def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, qu
 def _trained(ranks: "MPI.Comm", job: "Job", way: str, path: Path) -> dict[str, Any]:
     """Seconds per step, and what has crossed the link, each way, in sizes of the model."""
     steps = (job.data.train_limit or 0) // (LEARNERS * SIZE)
-    if way == "alone":  # averages once, at its end
-        job = job.with_(protocol={"name": "average"}, averaging={"period": steps}, topology={"name": "replicas"})
-    else:
-        job = job.with_(topology={"name": "groups", "options": {"reduction": way}})
-    before = sent_bytes()
-    with train(job, path, ranks) as results:
-        size, rows, updated = results.weights_of().nbytes, results.minibatches, results.updates["time_s"]
-    sent = max(ranks.allgather(sent_bytes() - before))  # of the host that sent more
     if way == "alone":
-        each = [step_s(rows["time_s"][rows["learner"] == learner]) for learner in range(LEARNERS)]
-        return {"alone": max(each), "bytes": size}
-    return {way: step_s(updated), f"{way}, sent": sent / size / steps}
+        alone = trained(ranks, unconnected(job, steps), path, connected=False)
+        return {"alone": alone.step_s, "bytes": alone.size}
+    grouped = job.with_(topology={"name": "groups", "options": {"reduction": way}})
+    found = trained(ranks, grouped, path, connected=True)
+    return {way: found.step_s, f"{way}, sent": found.sent / found.size / steps}
 
 
 def _exchange_s(learners: "MPI.Comm", size: int, *, leader: bool, times: int) -> float:

@@ -24,18 +24,17 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 import rudra
-from rudra.bench.asked import check_only, chosen, data_directory
+from benchmarks.shared import check_only, chosen, data_directory
 from rudra.bench.ranks import SERVER, on_ranks, train
 from rudra.compute import models, tasks
 from rudra.compute.flat import FlatModel
-from rudra.compute.hogwild import Sharing, give_window
+from rudra.compute.hogwild import Sharing
 from rudra.compute.window import Window
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError
@@ -44,12 +43,11 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores
 from rudra.mpi.session import rest
+from rudra.probe import Method, wrapped
 from rudra.report.workers import workers_of
 from rudra.results.reader import Results
-from rudra.simulation import assembly
 from rudra.simulation.driver import Simulation
 from rudra.studies import sweep
-from topologies import Plan
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -317,26 +315,27 @@ def _simulate(task: Task, root: Path, *, quick: bool) -> Run:
     end_s, looks = (SETS[task.data].virtual_s / 100, 10) if quick else (SETS[task.data].virtual_s, LOOKS)
     probe = _probe(task.data, task.seed, root)
     seconds, losses = list[float](), list[float]()
-    assemble = assembly.assemble
 
-    def watched(job: Job, plan: Plan, *about: Any, **more: Any) -> Simulation:
-        simulation = assemble(job, plan, *about, **more)
-        owner = simulation.tensors.executors[plan.server]
-        assert isinstance(owner, Sharing)
-        own = torch.empty(owner.size)
+    def watched(run: Method) -> Method:
+        def call(simulation: Simulation) -> Any:
+            owner = simulation.tensors.executors[simulation.plan.server]
+            assert isinstance(owner, Sharing)
+            own = torch.empty(owner.size)
 
-        def look(*_: None) -> None:
-            seconds.append(simulation.queue.now)
-            losses.append(probe.loss(own.copy_(owner.window.vector)))
+            def look(*_: None) -> None:
+                seconds.append(simulation.queue.now)
+                losses.append(probe.loss(own.copy_(owner.window.vector)))
 
-        for at in _moments(end_s, looks):
-            simulation.queue.later(at, look, None, None)
-        simulation.stop_at(end_s)
-        return simulation
+            for at in _moments(end_s, looks):
+                simulation.queue.later(at, look, None, None)
+            simulation.stop_at(end_s)
+            return run(simulation)
+
+        return call
 
     with (
         tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory,
-        mock.patch.object(assembly, "assemble", watched),
+        wrapped(Simulation, "run", watched),
         rudra.simulate(job, output=Path(directory) / "run.h5", progress="quiet") as results,
     ):
         return _came_of(results, seconds, losses)
@@ -382,12 +381,15 @@ def _watched(comm: "MPI.Comm", path: Path, job: Job, end_s: float) -> tuple[Look
     """One run, which the server's rank looks at and stops."""
     looks: Looks = []
 
-    def given(executors: Any, window: Window) -> None:
-        give_window(executors, window)
-        if comm.rank == SERVER:
-            threading.Thread(target=_watch, args=(window, end_s, looks), daemon=True).start()
+    def watched(enter: Method) -> Method:
+        def call(executor: Sharing, window: Window) -> None:
+            enter(executor, window)
+            if comm.rank == SERVER:
+                threading.Thread(target=_watch, args=(window, end_s, looks), daemon=True).start()
 
-    with mock.patch("rudra.mpi.session.give_window", given):
+        return call
+
+    with wrapped(Sharing, "enter", watched):
         return looks, train(job, path, comm, ends=EXIT_STOPPED)
 
 

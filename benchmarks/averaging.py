@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rudra.bench.ranks import LEARNER, STATISTICS, alexnet_job, on_ranks, step_s, train
+from benchmarks.shared import learner_step_s, unconnected
+from rudra.bench.ranks import LEARNER, STATISTICS, alexnet_job, in_turns, on_ranks, train
 from rudra.findings import Goal, Report, Spread, ratios, spread
 from rudra.mpi.session import rest
 
@@ -54,30 +55,29 @@ def measure(comm: "MPI.Comm", directory: Path, size: int, width: int, steps: int
     """Takes turns; on learners: way -> seconds per step, one for each round."""
     torch.set_num_threads(1)
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
-    figures: dict[str, list[float]] = {way: [] for way in WAYS}
-    for turn in range(rounds + 1):
-        taken = {}
+    figures: dict[str, list[float]] = {}
+    for taken in in_turns(rounds, figures):
         for way in ("averaged", "messages", "alone"):
             rest(comm)
             if comm.rank < STATISTICS:
                 continue
             with train(_job(way, size, width, steps), directory / "run.h5", ranks) as results:
-                model, rows = results.weights_of().size, results.minibatches
-                taken[way] = step_s(rows["time_s"][rows["learner"] == max(comm.rank - LEARNER, 0)])
+                taken[way] = learner_step_s(results, max(comm.rank - LEARNER, 0))
+                model = results.weights_of().size
         rest(comm)
         if comm.rank >= LEARNER:
             taken["bound"] = taken["alone"] + ADDED / ADD * _add_s(model)
-            for way, value in taken.items() if turn or not rounds else ():  # the first one warms up
-                figures[way].append(value)
     rest(comm)
     return figures
 
 
 def _job(way: str, size: int, width: int, steps: int) -> "Job":
-    alone = way == "alone"
-    return alexnet_job("hardsync", LEARNERS, size, steps, width=width).with_(
-        protocol={"name": "average" if alone else "sma"},
-        averaging={"period": steps if alone else 1},
+    job = alexnet_job("hardsync", LEARNERS, size, steps, width=width)
+    if way == "alone":
+        return unconnected(job, steps)
+    return job.with_(
+        protocol={"name": "sma"},
+        averaging={"period": 1},
         topology={"name": "replicas"},
         cluster={"node_memory": way != "messages"},
     )

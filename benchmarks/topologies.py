@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rudra.bench.paper import GRADIENTS, Row, imagenet, paper_tables, table4
+from benchmarks.paper import GRADIENTS, Row, imagenet, paper_tables, table4
 from rudra.findings import Goal, Report
 from rudra.simulation.predict import Prediction
 

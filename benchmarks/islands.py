@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.asked import data_directory
-from rudra.bench.behind import behind_a_link, link_rate, on_half_the_cores, sent_bytes, turn_is_over
-from rudra.bench.hosts import missing
-from rudra.bench.ranks import LEARNER, STATISTICS, step_s, train
+from benchmarks.links import (
+    ALONE,
+    HALF,
+    behind_a_link,
+    carried,
+    in_turns_behind,
+    missing,
+    on_half_the_cores,
+    trained,
+)
+from benchmarks.shared import data_directory, unconnected
+from rudra.bench.ranks import LEARNER, STATISTICS
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
-from rudra.machine import cores
 from rudra.mpi.session import rest
 
 if TYPE_CHECKING:
@@ -45,16 +52,14 @@ def run(*, quick: bool) -> Report:
     figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
     for name in models:
         _add(report, name, figures[name], period)
-    links = [rate / 1e6 for name in models for rate in figures[name]["link"]]
     report.notes = [
-        f"the link, by MPI from one rank to one: {spread(links)} MB/s",
+        carried(rate for name in models for rate in figures[name]["link"]),
         f"DiLoCo: an average every {period} mini-batches; a sample is 64 characters "
         + ("of tinyshakespeare" if text.is_file() else f"of noise, as there is no {text}"),
         'hardsync: by allreduce, all to all; "nodes": gradients are added on each host first',
         "bound: computing alone, and then what must cross the link, each way, at that rate",
-        "computing alone: the same learners at the same time compute and update, and nothing is exchanged",
-        f"sent: what has left a host; the {LEARNERS} learners have one torch thread each, and half of this machine's "
-        f"{cores()} cores are each host's",
+        ALONE,
+        f"sent: what has left a host; the {LEARNERS} {HALF}",
     ]
     return report
 
@@ -89,8 +94,7 @@ def measure(
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
     figures: dict[str, Any] = {}
     for name, hidden in models.items():
-        for turn in range(rounds + 1):
-            taken: dict[str, Any] = {"link": link_rate(comm, 0.5, GBIT_S)}
+        for taken in in_turns_behind(comm, GBIT_S, rounds, figures.setdefault(name, {})):
             for way in (*WAYS, "alone"):
                 rest(comm)
                 if comm.rank >= STATISTICS:
@@ -100,21 +104,12 @@ def measure(
                 taken["diloco, sent"] /= BATCH * period * (AVERAGES - 1)
                 for way in ("ordered", "nodes"):
                     taken[f"{way}, sent"] /= BATCH * STEPS
-            turn_is_over(comm)
-            for key, value in taken.items() if turn or not rounds else ():  # the first one warms up
-                figures.setdefault(name, {}).setdefault(key, []).append(value)
     return figures
 
 
 def _job(text: Path, hidden: int, way: str, period: int) -> Job:
     steps = AVERAGES * period if way == "diloco" else STEPS
-    tables: dict[str, dict[str, Any]] = {
-        "diloco": {"protocol": {"name": "diloco"}, "topology": {"name": "replicas"}, "averaging": {"period": period}},
-        # once, at its end
-        "alone": {"protocol": {"name": "average"}, "topology": {"name": "replicas"}, "averaging": {"period": steps}},
-    }
-    together = {"protocol": {"name": "hardsync"}, "topology": {"name": "groups", "options": {"reduction": way}}}
-    return Job(
+    job = Job(
         name="bench",
         model={"name": "lstm", "options": {"hidden": hidden}},
         data={"name": "text", "path": text, "options": {"length": 64}, "train_limit": BATCH * steps},
@@ -122,16 +117,17 @@ def _job(text: Path, hidden: int, way: str, period: int) -> Job:
         training={"epochs": 1, "minibatch_size": SIZE, "evaluate": False},
         optimizer={"name": "adamw", "learning_rate": 0.004},
         cluster={"learners": LEARNERS, "threads_per_rank": 1},
-    ).with_(**tables.get(way, together))
+    )
+    if way == "alone":
+        return unconnected(job, steps)
+    if way == "diloco":
+        return job.with_(protocol={"name": "diloco"}, topology={"name": "replicas"}, averaging={"period": period})
+    return job.with_(protocol={"name": "hardsync"}, topology={"name": "groups", "options": {"reduction": way}})
 
 
 def _trained(ranks: "MPI.Comm", job: Job, path: Path, way: str) -> dict[str, Any]:
     """Seconds per mini-batch, and bytes that have left the host that sends more."""
-    before = sent_bytes()
-    with train(job, path, ranks) as results:
-        rows, updated, size = results.minibatches, results.updates["time_s"], results.weights_of().nbytes
-    sent = max(ranks.allgather(sent_bytes() - before))
+    found = trained(ranks, job, path, connected=way != "alone")
     if way == "alone":
-        each = [step_s(rows["time_s"][rows["learner"] == learner]) for learner in range(LEARNERS)]
-        return {"alone": max(each), "bytes": size, "alone, sent": sent}
-    return {way: step_s(updated) / (job.averaging.period or 1), f"{way}, sent": sent}
+        return {"alone": found.step_s, "bytes": found.size, "alone, sent": found.sent}
+    return {way: found.step_s / (job.averaging.period or 1), f"{way}, sent": found.sent}

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from benchmarks.pushes import MOMENTUM, RATE, UpdatingServer
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
-from rudra.bench.stubs import MOMENTUM, RATE, Maker, StubLearner, StubStatistics, UpdatingServer, drive, kept
+from rudra.bench.stubs import Maker, StubLearner, StubStatistics, drive, kept, stub_job
 from rudra.compute.optim import UpdateRule
 from rudra.findings import Goal, Report, ratios, spread
-from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from rudra.machine import cores
 from rudra.mpi.session import rest
@@ -63,13 +63,7 @@ def run(*, quick: bool) -> Report:
 def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds: int) -> dict[str, Any]:
     """Takes turns; on the statistics server's rank what the roles did, on the server's the rates of what is beside."""
     torch.set_num_threads(1)
-    job = Job(
-        data={"classes": 2},
-        training={"epochs": 1, "minibatch_size": 1, "evaluate": False},
-        protocol={"name": "async"},
-        cluster={"learners": senders, "threads_per_rank": 1},
-        results={"minibatches": False},
-    )
+    job = stub_job(senders, results={"minibatches": False})
     plan = job.plan()
     kind = {SERVER: UpdatingServer, STATISTICS: StubStatistics}.get(comm.rank, StubLearner)
     makers: dict[str, Maker] = {"memory": partial(kind, FLOATS), "messages": kept(kind(FLOATS))}

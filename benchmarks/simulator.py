@@ -115,7 +115,7 @@ def _at_scale(learners: int, updates: int) -> tuple[float, int, float]:
     """Seconds, messages and peak memory in MB of a timing-only run."""
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:
         path = Path(directory) / "run.h5"
-        code = f"from rudra.bench import simulator; simulator.scale({learners}, {updates}, {str(path)!r})"
+        code = f"from benchmarks import simulator; simulator.scale({learners}, {updates}, {str(path)!r})"
         command = [sys.executable, "-P", "-c", code]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
         taken, peak = map(float, done.stdout.split())

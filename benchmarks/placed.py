@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rudra.bench.behind import behind_a_link, link_rate, on_half_the_cores, sent_bytes, turn_is_over
-from rudra.bench.hosts import missing
-from rudra.bench.ranks import STATISTICS, lenet_job, on_ranks, step_s, train, write_images
+from benchmarks.links import behind_a_link, in_turns_behind, missing, on_half_the_cores, sent_bytes
+from rudra.bench.ranks import STATISTICS, in_turns, lenet_job, on_ranks, step_s, train, write_images
 from rudra.core.placement import Cluster, Layer, choose
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
@@ -155,8 +154,10 @@ def measure(
         write_images(directory)
     rest(comm)
     figures: dict[str, list[float]] = {}
-    for turn in range(rounds + 1):
-        taken = {"link": link_rate(comm, 0.5 if rounds else 0.1, link_gbit_s)} if link_gbit_s else {}
+    turns = in_turns(rounds, figures)
+    if link_gbit_s:
+        turns = in_turns_behind(comm, link_gbit_s, rounds, figures, seconds=0.5 if rounds else 0.1)
+    for taken in turns:
         for way, count in zip(WAYS, steps, strict=True):
             rest(comm)
             before = sent_bytes() if link_gbit_s else 0
@@ -166,10 +167,6 @@ def measure(
             if link_gbit_s:
                 sent = dict(comm.allgather((socket.gethostname(), sent_bytes() - before)))
                 taken[f"{way}, sent"] = sum(sent.values()) / count / 1e6
-        if link_gbit_s:
-            turn_is_over(comm)
-        for key, value in taken.items() if turn or not rounds else ():  # the first one warms up
-            figures.setdefault(key, []).append(value)
     return figures
 
 

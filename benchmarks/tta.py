@@ -22,9 +22,9 @@ import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from rudra.bench.asked import check_only, chosen, data_directory
-from rudra.bench.contestants import LEARNERS, measure, read_kept
-from rudra.bench.heats import CONTESTANTS, DATA, MOVING, RATES, SCHEDULES, SIZES, Outcome, Perform, Point, search
+from benchmarks.contestants import LEARNERS, measure, read_kept
+from benchmarks.heats import CONTESTANTS, DATA, MOVING, RATES, SCHEDULES, SIZES, Outcome, Perform, Point, search
+from benchmarks.shared import check_only, chosen, data_directory
 from rudra.bench.ranks import on_ranks
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, Spread, ratios, spread

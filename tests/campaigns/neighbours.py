@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rudra.bench.faults import SETTINGS, TREE, Campaign, Tally
 from rudra.findings import Goal, Report
+from tests.campaigns.faults import SETTINGS, TREE, Campaign, Tally
 from topologies.kinds import LEARNER, PARAMETER_SERVER, TREE_SERVER
 
 CHANGED = "has changed meanwhile"
-MODEL = "model.name=rudra.bench.checked:network"
+MODEL = "model.name=tests.campaigns.checked:network"
 SMALL = (MODEL, "model.options.hidden=[625, 625]")
 LARGE = (
     MODEL,

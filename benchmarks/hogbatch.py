@@ -19,13 +19,13 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 from tqdm import tqdm
 
-from rudra.bench.faults import Campaign
 from rudra.bench.ranks import on_ranks, train
 from rudra.compute.window import Contribution, Shape, Update
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 from rudra.mpi.shared_window import WindowFile
+from tests.campaigns.faults import Campaign
 from topologies.kinds import LEARNER
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from rudra.bench.asked import data_directory
+from benchmarks.shared import data_directory
 from rudra.errors import ConfigError, RunError
 from rudra.findings import Goal, Report, spread
 from rudra.results.reader import open_results
