@@ -3,12 +3,10 @@
 Source: Hogbatch §6.1, and the example `mnist_hogwild` of PyTorch, whose processes share the tensors of a model.
 """
 
-import random
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
-from tqdm import tqdm
 
 from rudra.bench.ranks import on_ranks, train
 from rudra.compute.window import Contribution, Shape, Update
@@ -25,8 +22,6 @@ from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 from rudra.mpi.shared_window import WindowFile
-from tests.campaigns.faults import Campaign
-from topologies.kinds import LEARNER
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,7 +31,6 @@ SMALL, LARGE = (64, 64), (512, 512)
 TURNS = 5
 TURN_S = 2.0
 TWICE, BEYOND, WAITING = 1.7, 1.5, 3.0
-KILLS = 15
 
 
 class Case(NamedTuple):
@@ -91,7 +85,7 @@ def job(case: Case, workers: int, update: Update = "racing", seconds: float = TU
 
 
 def run(*, quick: bool) -> Report:
-    """Measures in turns on the ranks of this machine, then kills workers at random moments."""
+    """Measures in turns on the ranks of this machine."""
     turns, seconds = (1, 0.05) if quick else (TURNS, TURN_S)
     cases = HOGWILD[1:] if quick else (*HOGWILD, BIG)
     found = on_ranks(_measure, 2, cases=cases, turns=turns, seconds=seconds)[0]
@@ -114,13 +108,10 @@ def run(*, quick: bool) -> Report:
         f"two racing workers wait {found['waiting']:.2f} % of their time for work of {found['work_ms']:.2f} ms"
     )
     report.notes += _locks(1000 if quick else 100_000)
-    survived, kills, texts = _campaign(1 if quick else KILLS)
-    report.notes += [f"{survived} of {kills} runs went on without a worker that was killed", *texts]
     report.goals = [
         Goal(f"two racing workers >= {TWICE:g} times the samples/s of one", twice, at_least=TWICE),
         Goal(f">= {BEYOND:g} times the samples/s of torch's Hogwild at μ = 1 and 8", beyond, at_least=BEYOND),
         Goal(f"waiting for work <= {WAITING:g} % at about 1 ms of work", [found["waiting"]], at_most=WAITING),
-        Goal("all go on without a worker that was killed, and apply every sample", [survived / kills], at_least=1.0),
     ]
     return report
 
@@ -243,28 +234,3 @@ def _locks(rounds: int) -> list[str]:
             f"which the lock, twice, is {2 * lock_us:.1f} µs"
         )
     return lines
-
-
-def _campaign(kills: int) -> tuple[int, int, list[str]]:
-    """Kills workers at random moments; how many of the runs went on, of how many, and what was wrong."""
-    seed = random.SystemRandom().randrange(1 << 32)
-    survived = faults = 0
-    texts = [f"seed {seed}"]
-    kinds: tuple[Update, ...] = ("racing", "locked")
-    kinds = kinds[-kills:]
-    with (
-        tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
-        tqdm(total=kills * len(kinds), unit=" kills", leave=False, disable=None) as bar,
-        closing(Campaign(Path(name), random.Random(seed), bar)) as campaign,
-    ):
-        for update in kinds:
-            settings = (
-                "protocol.name=hogbatch",
-                "workers=[{kind = 'small', threads = 2, min = 8, max = 8}]",
-                "weights.at=window",
-                f"weights.update={update}",
-            )
-            tally = campaign.outlived(LEARNER, settings, kills)
-            survived, faults = survived + tally.survived, faults + tally.faults
-            texts += [f"{update}: {text}" for text in tally.texts]
-    return survived, faults, texts

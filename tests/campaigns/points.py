@@ -1,10 +1,13 @@
-"""Data for campaigns on real ranks; apart, so that what launches them needs no torch."""
+"""Data and a model for campaigns on real ranks; apart, so that what launches them needs no torch."""
 
 import time
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Dataset
+
+from rudra.compute.networks import mlp
 
 
 class Points(Dataset[Any]):
@@ -30,3 +33,11 @@ class Points(Dataset[Any]):
 def points() -> tuple[Points, Points]:
     """Data that is there at once."""
     return Points(320), Points(40)
+
+
+def checked_mlp(input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+    """An mlp whose ranks check what neighbours lend them: each builds it before it sends anything."""
+    from rudra.mpi import leases  # starts MPI, which is the ranks' affair
+
+    leases.CHECKED = True
+    return mlp(input_shape, classes, **options)

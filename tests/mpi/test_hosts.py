@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import user_code
-from benchmarks.behind import behind_a_link
-from benchmarks.hosts import NAMES, missing
 from processes import HERE, ROOT
 
+from benchmarks.links import NAMES, behind_a_link, missing
 from tests.waiting import eventually
 
 pytestmark = [
@@ -23,7 +22,7 @@ pytestmark = [
 
 SCRIPT = """
 import user_code
-from benchmarks.behind import behind_a_link
+from benchmarks.links import behind_a_link
 behind_a_link(user_code.staying, gbit_s=1, learners=2, turns=1, there={!r})
 """
 

@@ -135,7 +135,7 @@ EARLY = [
 @pytest.mark.parametrize(("phase", "number"), EARLY)
 def test_a_stop_of_one_rank_before_training_ends_the_job_in_one_line(tmp_path: Path, phase: str, number: int) -> None:
     found = kill(tmp_path, PLACES["base"], "learner 1", phase, number)
-    assert (found.code, found.left, found.wrong) == (1, 0, "")
+    assert (found.end.code, found.end.left, found.wrong) == (1, [], "")
 
 
 ENDS = [("close", 0, "to end after training"), ("set-up", 1, "to get ready")]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import rudra
+from benchmarks import paper
 from benchmarks.paper import Row
-from rudra.bench import paper
 from rudra.job.job import Job
 from rudra.simulation import costs
 

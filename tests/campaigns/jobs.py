@@ -5,31 +5,34 @@ is resumed, if it has a checkpoint, and has to finish; what finished is replayed
 """
 
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from tqdm import tqdm
-
-from rudra.errors import RudraError
 from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.results.checkpoint import path_of
-from rudra.results.reader import open_results
-from tests.campaigns.faults import adds_up
-from tests.campaigns.phases import AT_ONCE, SAID, End, hit
-from tests.campaigns.strikes import LAUNCHERS, PHASES, Strike
+from tests.campaigns.ends import (
+    MPIRUN,
+    RANK,
+    RUDRA,
+    End,
+    Fault,
+    Outcome,
+    accounts,
+    at_end,
+    environment,
+    finished,
+    hit,
+    shown,
+)
+from tests.campaigns.progress import side_by_side
+from tests.campaigns.strikes import PHASES, Strike
 from topologies import Plan
-
-RANK, MPIRUN, RUDRA = "a rank", *LAUNCHERS
 
 SETTINGS = (
     'results.checkpoint_every="8 updates"',
@@ -40,31 +43,12 @@ SETTINGS = (
 )
 """Of every run, so that there is something to go back to, and nobody waits for long."""
 
-LIMIT_S, LATE_S = 12.0, 45.0
-"""How long a run may wait, and may take to end when it has been hit: a rest of training, and all that it tries."""
-
 PAUSE_S = 2.0
 AFTER_S = 240.0
 """How long a resumed run, or a replay, may take."""
 
 DRAWS = 6
 """Moments that are drawn until one comes before the run's end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What a run is hit by.
-
-    Attributes:
-        whom: a rank, or what started it.
-        number: the signal.
-        pause_s: seconds after which it may go on; None: never.
-    """
-
-    whom: str
-    number: int
-    pause_s: float | None = None
-
 
 FAULTS = {
     "a rank killed": Fault(RANK, signal.SIGKILL),
@@ -80,23 +64,6 @@ FAULTS = {
     "rudra terminated": Fault(RUDRA, signal.SIGTERM),
     "rudra interrupted": Fault(RUDRA, signal.SIGINT),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a run.
-
-    Attributes:
-        end: of the run that was hit.
-        resumed: whether it was resumed.
-        replayed: whether what finished was replayed.
-        wrong: what must not be, for people; empty if all is well.
-    """
-
-    end: End
-    resumed: bool = False
-    replayed: bool = False
-    wrong: str = ""
 
 
 def run(jobs: Sequence[str], *, times: int | None = None, quick: bool) -> Report:
@@ -117,24 +84,20 @@ def run(jobs: Sequence[str], *, times: int | None = None, quick: bool) -> Report
     plans = {job: Job.load(job).plan() for job in jobs}
     outcomes: dict[str, list[Outcome]] = {}
     report = Report(["hit", "times", "exit codes", "resumed", "replayed", "s to end (longest)", "wrong"])
-    with (
-        tempfile.TemporaryDirectory(prefix="rudra-bench-") as name,
-        ThreadPoolExecutor(AT_ONCE) as pool,
-        tqdm(total=len(faults), unit=" faults", leave=False, disable=None) as bar,
-        ExitStack() as stack,
-    ):
-        stack.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C waits for those under way alone
+    with tempfile.TemporaryDirectory(prefix="rudra-campaign-") as name:
 
-        def one(place: int) -> tuple[str, Outcome]:
-            job, kind = faults[place]
+        def one(task: tuple[int, str, str]) -> tuple[str, Outcome]:
+            place, job, kind = task
             return _hit(Path(name), random.Random(f"{seed} {place}"), job, plans[job], FAULTS[kind])
 
-        for (job, kind), (when, outcome) in zip(faults, pool.map(one, range(len(faults))), strict=True):
-            outcomes.setdefault(kind, []).append(outcome)
+        def tell(task: tuple[int, str, str], found: tuple[str, Outcome]) -> str:
+            return f"{Path(task[1]).stem}, {task[2]}, {found[0]}: {found[1].told}"
+
+        tasks = [(place, *fault) for place, fault in enumerate(faults)]
+        for task, (when, outcome) in side_by_side(one, tasks, tell):
+            outcomes.setdefault(task[2], []).append(outcome)
             if outcome.wrong:
-                report.notes.append(f"{Path(job).stem}, {kind}, {when}: {outcome.wrong}")
-                bar.write(report.notes[-1], file=sys.stderr)
-            bar.update()
+                report.notes.append(tell(task, (when, outcome)))
     for kind, found in outcomes.items():
         codes = " ".join(f"{code}:{n}" for code, n in sorted(_counted(each.end.code for each in found).items()))
         again = [sum(each.resumed for each in found), sum(each.replayed for each in found)]
@@ -169,75 +132,32 @@ def _hit(directory: Path, chance: random.Random, job: str, plan: Plan, fault: Fa
             if end.struck:
                 return when, _judged(output, fault, rank, end)
             if end.code:
-                return when, Outcome(end, wrong=f"code {end.code} before it was hit: {_shown(end.said)}")
+                return when, Outcome(end, wrong=f"code {end.code} before it was hit: {shown(end.said)}")
     return when, Outcome(end, wrong=f"none of {DRAWS} moments came")
 
 
 def _judged(output: Path, fault: Fault, rank: int | None, end: End) -> Outcome:
     """Looks at the end of a run, has it go on, and repeats it."""
-    if wrong := _at_end(output, fault, rank, end):
-        return Outcome(end, wrong=f"{wrong}: {_shown(end.said)}")
-    resumed = not _finished(output) and path_of(output).exists()
+    if wrong := at_end(output, fault, rank, end):
+        return Outcome(end, wrong=f"{wrong}: {shown(end.said)}")
+    resumed = not finished(output) and path_of(output).exists()
     if resumed and (wrong := _after("resume", output)):
         return Outcome(end, resumed, wrong=wrong)
-    replayed = _finished(output)
-    wrong = _accounts(output) or _after("replay", output) if replayed else ""
+    replayed = finished(output)
+    wrong = accounts(output) or _after("replay", output) if replayed else ""
     return Outcome(end, resumed, replayed, wrong)
-
-
-def _at_end(output: Path, fault: Fault, rank: int | None, end: End) -> str:
-    """What is wrong about the end of a run that was hit; empty: nothing."""
-    if end.code is None:
-        return "it hung"
-    killed = fault.whom == RUDRA and fault.number == signal.SIGKILL  # nobody is left to say or to remove anything
-    explained = killed or not end.code or any(line.startswith("rudra: ") for line in end.lines)
-    falsely_dead = _named_dead(end.lines) - {rank} if rank is not None else set()
-    wrong = {
-        f"left over: {', '.join(end.left)}": end.left,
-        f"it took {end.seconds:.0f} s": end.seconds > LATE_S,
-        "a traceback": "Traceback" in end.said,
-        f"code {end.code}": end.code not in {0, 1, 3, -signal.SIGKILL if killed else 0},
-        f"code {end.code} without a word": not explained,
-        f"code {end.code} after a pause": fault.pause_s is not None and end.code,
-        f"code {end.code}, but the file is finished": end.code and not killed and _finished(output),
-        f"code {end.code}, but the file is not finished": end.code == 0 and not _finished(output),
-        f"ranks {falsely_dead} are said to have died": falsely_dead,
-        "files were left over": not killed and any(output.parent.glob(".*")),
-    }
-    return "; ".join(text for text, found in wrong.items() if found)
-
-
-def _named_dead(lines: Iterable[str]) -> set[int]:
-    """World ranks of which a run says that they have died."""
-    named = [line.partition(" died")[0].rpartition(": ")[2] for line in lines if " died" in line]
-    return {int(rank) for text in named for rank in re.findall(r"rank (\d+)", text)}
-
-
-def _finished(output: Path) -> bool:
-    with suppress(RudraError), open_results(output) as results:
-        return results.status == "finished"
-    return False
-
-
-def _accounts(output: Path) -> str:
-    with open_results(output) as results:
-        return "" if adds_up(results) else "its accounts do not add up"
 
 
 def _after(command: str, output: Path) -> str:
     """What is wrong about a resumed run, or a replay; empty: nothing."""
     asked = [sys.executable, "-m", "rudra", command, str(output), "--quiet"]
     try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=AFTER_S, check=False)
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=AFTER_S, check=False, env=environment())
     except subprocess.TimeoutExpired:
         return f"{command} hung"
     said = done.stdout + done.stderr
     if command == "replay" and done.returncode == 2 and "cannot be replayed" in said:  # as of workers that race
         return ""
-    if done.returncode or "Traceback" in said or (command == "resume" and not _finished(output)):
-        return f"{command} ended with code {done.returncode}: {_shown(said)}"
+    if done.returncode or "Traceback" in said or (command == "resume" and not finished(output)):
+        return f"{command} ended with code {done.returncode}: {shown(said)}"
     return ""
-
-
-def _shown(said: str) -> str:
-    return " | ".join(line for line in said.splitlines() if line)[-SAID:] or "nothing was said"

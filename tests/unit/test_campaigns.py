@@ -1,4 +1,4 @@
-"""What the campaign on the user's own jobs takes for wrong."""
+"""What campaigns take for wrong, and how they show how far they are."""
 
 import signal
 from dataclasses import replace
@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import rudra
-from tests.campaigns.jobfaults import FAULTS, _at_end
-from tests.campaigns.phases import End
+from tests.campaigns.ends import End, Outcome, at_end
+from tests.campaigns.jobs import FAULTS
+from tests.campaigns.progress import side_by_side
 
 GOOD = End(0, "", 1.0, (), struck=True)
 DIED = "rudra: parameter server (rank 0): learner 1 (rank 3) died; 2 learners are left, 2 gradients make an update\n"
@@ -48,12 +49,23 @@ def test_what_is_wrong_about_an_end(
     finished: Path, tmp_path: Path, kind: str, end: End, *, is_finished: bool, wrong: str
 ) -> None:
     output = finished if is_finished else tmp_path / "out.h5"
-    found = _at_end(output, FAULTS[kind], 3 if kind.startswith("a rank") else None, end)
+    found = at_end(output, FAULTS[kind], 3 if kind.startswith("a rank") else None, end)
     assert (wrong in found) if wrong else not found
 
 
 def test_files_that_are_left_over_are_wrong(tmp_path: Path) -> None:
     (tmp_path / ".out.ckpt.saved").touch()
     end = replace(GOOD, code=1, said=DIED)
-    assert _at_end(tmp_path / "out.h5", FAULTS["mpirun killed"], None, end) == "files were left over"
-    assert not _at_end(tmp_path / "out.h5", FAULTS["rudra killed"], None, replace(end, code=-signal.SIGKILL))
+    assert at_end(tmp_path / "out.h5", FAULTS["mpirun killed"], None, end) == "files were left over"
+    assert not at_end(tmp_path / "out.h5", FAULTS["rudra killed"], None, replace(end, code=-signal.SIGKILL))
+
+
+def test_a_log_has_a_line_for_each_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [Outcome(GOOD), Outcome(GOOD, wrong="it hung")]
+    found = side_by_side(outcomes.__getitem__, [1, 0], lambda place, outcome: f"{place}, {outcome.told}")
+    assert [place for place, _ in found] == [1, 0]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "campaign: 1 of 2 faults, 0.0 min: 1, it hung",
+        "campaign: 2 of 2 faults, 0.0 min: 0, code 0 after 1.0 s",
+    ]
