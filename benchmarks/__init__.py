@@ -62,10 +62,6 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "within 15 %",
     ),
     "paper": ("the times of the paper's Tables 2, 3 and 4, against those that the preset p775 predicts", "within 20 %"),
-    "topologies": (
-        "overlap, minutes per epoch and staleness of base, adv and adv*, against the paper's Tables 1 and 4",
-        "overlap within 10 points, adv* >= 99.5 %; times within 20 %",
-    ),
     "studies": (
         "test errors of the paper's Figure 5 and Table 2 on few images, three seeds; needs CIFAR-10 (data/cifar-10)",
         "the paper's order at every seed",

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.pushes import MOMENTUM, RATE, UpdatingServer
-from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
+from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, in_turns, on_ranks
 from rudra.bench.stubs import Maker, StubLearner, StubStatistics, drive, kept, stub_job
 from rudra.compute.optim import UpdateRule
 from rudra.findings import Goal, Report, ratios, spread
@@ -68,21 +68,18 @@ def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds
     kind = {SERVER: UpdatingServer, STATISTICS: StubStatistics}.get(comm.rank, StubLearner)
     makers: dict[str, Maker] = {"memory": partial(kind, FLOATS), "messages": kept(kind(FLOATS))}
     buffers = np.zeros(FLOATS, np.float32), np.ones(FLOATS, np.float32)
-    figures: dict[str, Any] = {way: [] for way in (*WAYS, *BESIDE)}
-    for turn in range(rounds + 1):
+    figures: dict[str, Any] = {}
+    for taken in in_turns(rounds, figures):
         for way in WAYS:
             near = job.with_(cluster={"node_memory": way == "memory"})
             accounts = drive(comm, near, plan, makers[way], pushes, spins=senders < cores())
-            if turn and accounts:
+            if accounts:
                 pushed = [account["pushed"] for account in accounts]
-                figures[way].append({"rate": sum(pushed) / accounts[0]["time_s"], "pushed": pushed})
+                taken[way] = {"rate": sum(pushed) / accounts[0]["time_s"], "pushed": pushed}
         rest(comm)
         bare = _bare(comm, senders, pushes, *buffers)
         if comm.rank == SERVER:
-            traffic = _traffic(senders, pushes)
-            if turn:
-                figures["bare"].append(bare)
-                figures["traffic"].append(traffic)
+            taken |= {"bare": bare, "traffic": _traffic(senders, pushes)}
         rest(comm)
     return figures
 

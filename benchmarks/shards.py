@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.pushes import UpdatingServer
-from rudra.bench.ranks import on_ranks
+from rudra.bench.ranks import in_turns, on_ranks
 from rudra.bench.stubs import StubLearner, StubStatistics, drive, stub_job
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import Memory
@@ -48,7 +48,7 @@ def run(*, quick: bool) -> Report:
         report.rows.append((about, shards, f"{rates[shards]:.1f}", f"{rates[shards] / rates[1]:.2f}", f"{bound:.1f}"))
     pushes, rounds = (30, 1) if quick else (300, 7)
     figures = on_ranks(measure, SENDERS + HERE[-1] - 1, senders=SENDERS, pushes=pushes, rounds=rounds)
-    found = {shards: [rate for rank in figures for rate in rank[str(shards)]] for shards in HERE}
+    found = {shards: [rate for rank in figures for rate in rank.get(str(shards), [])] for shards in HERE}
     for shards in HERE:
         about = f"real ranks, {FLOATS * 4 / 1e6:.0f} MB, {SENDERS} learners"
         report.rows.append((about, shards, spread(found[shards]), ratios(found[shards], found[1]), "-"))
@@ -79,23 +79,25 @@ def simulated(shards: int, updates: int) -> tuple[float, float]:
 def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds: int) -> dict[str, Any]:
     """Takes turns; on the statistics servers' ranks pushes/s, by the number of servers."""
     torch.set_num_threads(1)  # each rank has a core at most
-    figures: dict[str, Any] = {str(shards): [] for shards in HERE}
-    for turn in range(rounds + 1):
+    figures: dict[str, Any] = {}
+    for taken in in_turns(rounds, figures):
         for shards in HERE:
             sharded = {"name": "sharded", "options": {"shards": shards}}
             job = stub_job(senders, topology=sharded, results={"minibatches": False})
-            figures[str(shards)] += [rate for rate in _one(comm, job, pushes) if turn]
+            if (rate := _rate(comm, job, pushes)) is not None:
+                taken[str(shards)] = rate
             rest(comm)
     return figures
 
 
-def _one(comm: "MPI.Comm", job: Job, pushes: int) -> list[float]:
+def _rate(comm: "MPI.Comm", job: Job, pushes: int) -> float | None:
+    """Pushes/s of a run, on the rank of its statistics server; None elsewhere."""
     from mpi4py import MPI
 
     plan = job.plan()
     mine = comm.Split(0 if comm.rank < plan.ranks else MPI.UNDEFINED, comm.rank)
     if mine == MPI.COMM_NULL:
-        return []
+        return None
     ends = [FLOATS * i // len(plan.owners) // 16 * 16 for i in range(len(plan.owners))] + [FLOATS]
     parts = {owner: slice(*ends) for owner, ends in zip(plan.owners, pairwise(ends), strict=True)}
     (role,) = plan.on_rank(mine.rank)
@@ -109,4 +111,4 @@ def _one(comm: "MPI.Comm", job: Job, pushes: int) -> list[float]:
 
     accounts = drive(mine, job, plan, made, pushes, spins=plan.ranks <= cores())
     mine.Free()
-    return [sum(account["pushed"] for account in accounts) / accounts[0]["time_s"]] if accounts else []
+    return sum(account["pushed"] for account in accounts) / accounts[0]["time_s"] if accounts else None

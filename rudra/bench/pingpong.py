@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
+from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, in_turns, on_ranks
 from rudra.bench.stubs import AveragingServer, Maker, StubLearner, StubStatistics, drive, kept, stub_job
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.mpi.session import rest
@@ -68,9 +68,8 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
     makers: dict[str, Maker] = {"memory": partial(kind, floats), "messages": kept(kind(floats))}
     plan = job.plan()
     there, back, average = (np.full(floats, i, np.float32) for i in range(3))
-    figures: dict[str, Any] = {"raw": [], "copy": [], **{way: [] for way in WAYS}}
-    for turn in range(rounds + 1):
-        taken: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+    for taken in in_turns(rounds, figures):
         for way in WAYS:
             near = job.with_(cluster={"node_memory": way == "memory"})
             account = drive(comm, near, plan, makers[way], steps)
@@ -83,9 +82,6 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
             np.copyto(there, back)
         taken["copy"] = time.perf_counter() - began
         rest(comm)
-        if turn:  # the first one warms up
-            for name, value in taken.items():
-                figures[name].append(value)
     return figures
 
 

@@ -39,15 +39,7 @@ NEEDS = {
 }
 
 
-def papers_tables(rows: list[list[Any]], goals: list[dict[str, Any]]) -> None:
-    """Of `topologies`."""
-    assert [goal["goal"] for goal in goals if not goal["reached"] and "staleness" not in goal["goal"]] == []
-    assert len(rows) == 3 * 4 + 6
-    assert {row[0].split(",")[0].strip() for row in rows if row[-1].startswith("fitted")} == {"adv", "adv*"}
-    assert not any(" adv " in f"{goal['goal']} " for goal in goals if goal["goal"].startswith("Table 1"))
-
-
-def every_topology(rows: list[list[Any]], goals: list[dict[str, Any]]) -> None:
+def every_topology(rows: list[list[Any]]) -> None:
     """Of `scaling`."""
     names = {row[0] for row in rows}
     assert {"base", "adv", "adv*", "groups of 8", "one group (hardsync)", "best fan-out of adv"} <= names
@@ -55,7 +47,7 @@ def every_topology(rows: list[list[Any]], goals: list[dict[str, Any]]) -> None:
     assert minutes["adv*, fan-out 4"] < minutes["adv, fan-out 4"] < minutes["base"]
 
 
-CHECKS = {"topologies": papers_tables, "scaling": every_topology}
+CHECKS = {"scaling": every_topology}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])
@@ -73,5 +65,5 @@ def test_a_benchmark_prints_ratios_and_goals(name: str, tmp_path: Path) -> None:
                 assert cell["low"] <= cell["median"] <= cell["high"]
                 assert all(map(math.isfinite, cell.values()))
     assert bool(report["goals"]) == (BENCHMARKS[name][1] != "no goal")
-    CHECKS.get(name, lambda rows, goals: None)(report["rows"], report["goals"])
+    CHECKS.get(name, lambda rows: None)(report["rows"])
     assert list(tmp_path.glob("*rudra*")) == []
