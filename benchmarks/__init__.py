@@ -62,12 +62,8 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "within 15 %",
     ),
     "paper": ("the times of the paper's Tables 2, 3 and 4, against those that the preset p775 predicts", "within 20 %"),
-    "studies": (
-        "test errors of the paper's Figure 5 and Table 2 on few images, three seeds; needs CIFAR-10 (data/cifar-10)",
-        "the paper's order at every seed",
-    ),
     "ralp": (
-        "the RALP paper's Tables 1 to 4 and Figure 2 beside ours, and how well its rule and `auto` cut",
+        "the RALP paper's Tables 1 and 2 and Figure 2 beside ours, and how well its rule and `auto` cut",
         "Tables 1 and 2 to two decimals; auto within 5 % of the better of placed and whole",
     ),
     "hogbatch": (

@@ -1,8 +1,8 @@
-"""The RALP paper's tables beside ours: skewness, bytes of a step, communication, jobs that share machines, its rule.
+"""The RALP paper's tables beside ours: skewness, bytes of a step, communication, its rule.
 
-Tables 1 and 2 follow from the shapes of eight networks alone. Figure 2 and Tables 3 and 4 are predicted with the costs
-of the preset "ralp", of which one constant is fitted to a row of Table 3. Then both rules of `rudra place` choose cuts
-for these networks behind links of three rates: in virtual time, is a cut of theirs as good as any, and as none?
+Tables 1 and 2 follow from the shapes of eight networks alone. Figure 2 is predicted with the costs of the preset
+"ralp", as Tables 3 and 4 are by the studies `ralp/table3` and `ralp/table4`. Then both rules of `rudra place` choose
+cuts for these networks behind links of three rates: in virtual time, is a cut of theirs as good as any, and as none?
 
 Source: Park et al., RALP, §3, §4.3 and §6.
 """
@@ -19,7 +19,6 @@ from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.simulation.predict import Outline, predict
-from rudra.studies import sweep
 from rudra.studies.convnets import NETWORKS
 from rudra.studies.place import RULES
 from rudra.studies.standins import DEVICES
@@ -37,8 +36,6 @@ def run(*, quick: bool) -> Report:
     paper = _paper()
     _tables_1_and_2(report, paper)
     _figure_2(report, paper["figure2"]["rows"], list(NETWORKS)[-2:-1] if quick else list(NETWORKS))
-    for name in ("table3",) if quick else ("table3", "table4"):
-        _together(report, name, paper[name]["rows"][:2] if quick else paper[name]["rows"], 12 if quick else 60)
     _rules(report, ["LeNet", "ResNet-50"] if quick else list(NETWORKS), (4,) if quick else LEARNERS, every=not quick)
     return report
 
@@ -107,18 +104,6 @@ def _communication(stand_in: str, workers: int) -> float:
         simulation={"costs": "ralp", "tensors": False},
     )
     return 1 - predict(job, samples=10**6, updates=40).shares["compute"]
-
-
-def _together(report: Report, name: str, rows: Sequence[Mapping[str, Any]], updates: int) -> None:
-    """Rows of a table of jobs that share machines."""
-    report.rows.append((f"{name.capitalize().replace('e3', 'e 3').replace('e4', 'e 4')}, images/s of a job", *[""] * 4))
-    study = sweep.plan(f"ralp/{name}")
-    jobs = {point.file: (point.label, point.job) for point in study.points}
-    files = [row["file"] for row in study.paper]
-    rates = {file: predict(jobs[file][1], samples=10**6, updates=updates).samples_per_s for file in files[: len(rows)]}
-    for row, file in zip(rows, files, strict=False):
-        fitted = f"fitted: {row['fitted']}" if "fitted" in row else ""
-        _row(report, jobs[file][0], row["samples_per_s"], rates[file], ",.1f", fitted)
 
 
 def _rules(report: Report, networks: Sequence[str], learners: Sequence[int], *, every: bool) -> None:

@@ -30,7 +30,6 @@ def needs_data(name: str) -> pytest.MarkDecorator:
 needs_hosts = pytest.mark.skipif(bool(missing()), reason=f"no two hosts: {missing()}")
 NEEDS = {
     "compile": needs_compiler,
-    "studies": needs_data("cifar-10"),
     "tta": needs_data("fashion-mnist"),
     "unlike": needs_data("delicious"),
     "reduction": needs_hosts,
