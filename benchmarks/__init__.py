@@ -32,7 +32,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         "layers on a stage server (RALP, merged) against whole models: behind 100 Mbit/s, 1 Gbit/s, and on one host",
         ">= 5 times the samples/s of base behind 100 Mbit/s, 0.8 of what bytes foretell; >= 0.9 on one host",
     ),
-    "overlap_link": (
+    "overlap_10g": (
         "what `overlap` measures, for one learner behind 10 Gbit/s",
         "overlap of adv* >= 95 %; 0.72 of compute alone",
     ),

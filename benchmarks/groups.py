@@ -16,8 +16,9 @@ t_server is the update alone.
 """
 
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rudra.api import run as train
 from rudra.bench.ranks import PlainLoop, write_images
@@ -52,55 +53,21 @@ LIGHT = {**OMNIVORE, "compute_s": {BATCH: 1.6e12 / (0.52 * 4.89e12)}, "update_s"
 """Machines with four K520 (Figures 3, 9) and a server that only adds gradients: its link takes most of its time."""
 
 LENET_BATCH = 64
+POWERS = (1, 2, 4, 8, 16, 32)
 
 
 def run(*, quick: bool) -> Report:
     """Simulates 32 machines, then measures a few ranks here."""
-    report = Report(
-        [
-            "",
-            "g",
-            "k",
-            "μ",
-            "t_compute, ms",
-            "t_server, ms",
-            "t_busy, ms",
-            "HE(g), ms",
-            "found, ms",
-            "found / HE",
-            "P_HE",
-            "⟨σ⟩",
-        ]
-    )
-    ratios: dict[str, list[float]] = {"simulated": [], "measured": []}
+    heads = ["g", "k", "μ", "t_compute, ms", "t_server, ms", "t_busy, ms", "HE(g), ms", "found, ms", "found / HE"]
+    report = Report(["", *heads, "P_HE", "⟨σ⟩"])
+    off: dict[str, list[float]] = {"simulated": [], "measured": []}
     for name, table in (("FC at the server", OMNIVORE), ("light server", LIGHT)):
-        synchronous = 0.0
-        for groups in (1, 4) if quick else (1, 2, 4, 8, 16, 32):
-            times, found_s, staleness = simulated(table, groups, updates=100 if quick else 2000)
-            synchronous = synchronous or found_s
-            ratio = found_s / times.iteration_s(groups)
-            _row(report, f"simulated, {name}", MACHINES, groups, BATCH, times, found_s, ratio, synchronous, staleness)
-            ratios["simulated"].append(abs(ratio - 1))
+        found = [simulated(table, groups, 100 if quick else 2000) for groups in ((1, 4) if quick else POWERS)]
+        off["simulated"] += _add(report, f"simulated, {name}", MACHINES, BATCH, found)
     for learners in (2,) if quick else (2, 4):
-        synchronous = 0.0
-        for groups, times, turns, staleness in measured(learners, turns=1 if quick else 3, steps=20 if quick else 150):
-            found = spread(turns)
-            synchronous = synchronous or found.median
-            ratio = found.median / times.iteration_s(groups)
-            _row(
-                report,
-                f"ranks, LeNet, {cores()} cores",
-                learners,
-                groups,
-                LENET_BATCH,
-                times,
-                found,
-                ratio,
-                synchronous,
-                staleness,
-            )
-            if learners <= cores():
-                ratios["measured"].append(abs(ratio - 1))
+        found = measured(learners, turns=1 if quick else 3, steps=20 if quick else 150)
+        apart = _add(report, f"ranks, LeNet, {cores()} cores", learners, LENET_BATCH, found)
+        off["measured"] += apart if learners <= cores() else []
     report.notes = [
         "constant: λ and b, the batch of a group (an iteration is one group's gradient); μ = b/k",
         "found: simulated, or on real ranks; P_HE: against g = 1; HE(g) = max(t_busy, (t_compute(k) + t_server)/g)",
@@ -108,51 +75,51 @@ def run(*, quick: bool) -> Report:
         "beyond that at μ = 1; t_server is what a run of one learner and a server takes beyond it at μ = 1",
     ]
     report.goals = [
-        Goal("simulated within 15 % of HE(g)", ratios["simulated"], at_most=0.15),
-        Goal("measured within 15 % of HE(g), a core for each learner", ratios["measured"], at_most=0.15),
+        Goal("simulated within 15 % of HE(g)", off["simulated"], at_most=0.15),
+        Goal("measured within 15 % of HE(g), a core for each learner", off["measured"], at_most=0.15),
     ]
     return report
 
 
-def _row(
-    report: Report,
-    name: str,
-    learners: int,
-    groups: int,
-    batch: int,
-    times: Times,
-    found: float | Spread,
-    ratio: float,
-    synchronous: float,
-    staleness: float,
-) -> None:
-    median = found.median if isinstance(found, Spread) else found
-    ms = (round(1e3 * seconds, 2) for seconds in (*times, times.iteration_s(groups)))
-    shown = Spread(*(1e3 * x for x in found)) if isinstance(found, Spread) else round(1e3 * found, 2)
-    k = learners // groups
-    report.rows.append(
-        (
-            f"{name}, λ = {learners}",
-            groups,
-            k,
-            batch // k,
-            *ms,
-            shown,
-            round(ratio, 3),
-            round(median / synchronous, 3),
-            round(staleness, 2),
-        )
-    )
+class Found(NamedTuple):
+    """What came of a number of groups.
+
+    Attributes:
+        groups: g.
+        times: of the model.
+        iteration_s: seconds per iteration.
+        staleness: mean.
+    """
+
+    groups: int
+    times: Times
+    iteration_s: Spread
+    staleness: float
+
+
+def _add(report: Report, name: str, learners: int, batch: int, found: Sequence[Found]) -> list[float]:
+    """Adds a row for each number of groups, of which the first is 1; returns how far each time is from the model."""
+    off = []
+    for groups, times, seconds, staleness in found:
+        ratio = seconds.median / times.iteration_s(groups)
+        off.append(abs(ratio - 1))
+        ms = (round(1e3 * each, 2) for each in (*times, times.iteration_s(groups)))
+        shown = Spread(*(1e3 * each for each in seconds)) if seconds.low < seconds.high else 1e3 * seconds.median
+        against = seconds.median / found[0].iteration_s.median
+        k = learners // groups
+        cells = (groups, k, batch // k, *ms, shown, round(ratio, 3), round(against, 3), round(staleness, 2))
+        report.rows.append((f"{name}, λ = {learners}", *cells))
+    return off
 
 
 # In virtual time.
 
 
-def simulated(table: dict[str, Any], groups: int, updates: int = 2000) -> tuple[Times, float, float]:
-    """The model's times, seconds per iteration and mean staleness of 32 simulated machines."""
+def simulated(table: dict[str, Any], groups: int, updates: int = 2000) -> Found:
+    """What comes of groups of 32 simulated machines."""
     job = _job(MACHINES, groups, BATCH, simulation=table)
     found = predict(job, updates=updates, known=Outline(BATCH, CONVOLUTIONS_BYTES))  # an epoch of one batch
-    return model(job, CONVOLUTIONS_BYTES), found.epoch_s, found.mean_staleness
+    return Found(groups, model(job, CONVOLUTIONS_BYTES), spread([found.epoch_s]), found.mean_staleness)
 
 
 def model(job: Job, size_bytes: int) -> Times:
@@ -165,8 +132,8 @@ def model(job: Job, size_bytes: int) -> Times:
 # On real ranks.
 
 
-def measured(learners: int, *, turns: int, steps: int) -> list[tuple[int, Times, list[float], float]]:
-    """For each number of groups: the model's times, seconds per iteration in each turn, and the mean staleness."""
+def measured(learners: int, *, turns: int, steps: int) -> list[Found]:
+    """What comes of each number of groups, in turns."""
     numbers = [g for g in (1, 2, 4) if g <= learners]
     sizes = [k for k in (2, 4) if k <= learners]
     found: dict[int, list[float]] = {g: [] for g in numbers}
@@ -193,7 +160,7 @@ def measured(learners: int, *, turns: int, steps: int) -> list[tuple[int, Times,
         k = learners // g
         compute_s = crowd * compute[LENET_BATCH // k] + group_s[k]
         times = Times(compute_s, server_s, server_s) if g > 1 else Times(compute_s, 0.0, 0.0)
-        rows.append((g, times, found[g], staleness[g]))
+        rows.append(Found(g, times, spread(found[g]), staleness[g]))
     return rows
 
 

@@ -29,11 +29,11 @@ def wrapped(owner: type, name: str, wrap: Callable[[Method], Method]) -> Iterato
         wrap: gets the method, whose first argument is the object, and returns what is called in its place.
 
     Raises:
-        ValueError: the method is not marked with `probed`.
+        TypeError: the method is not marked with `probed`.
     """
     method = getattr(owner, name)
     if not getattr(method, _MARK, False):
-        raise ValueError(f"{owner.__name__}.{name} is no probe; mark it with rudra.probe.probed")
+        raise TypeError(f"{owner.__name__}.{name} is no probe; mark it with rudra.probe.probed")
     own = name in vars(owner)
     setattr(owner, name, wrap(method))
     try:

@@ -60,7 +60,7 @@ def listing() -> str:
     lines = []
     for package, table in tables().items():
         lines += ["", f"benchmarks{' of a checkout' * (package == IN_CHECKOUT)}:"]
-        lines += [f"  {name:14}{what}\n{'':16}goal: {goal}" for name, (what, goal) in table.items()]
+        lines += [f"  {name:12}{what}\n{'':14}goal: {goal}" for name, (what, goal) in table.items()]
     return "\n".join(lines[1:])
 
 

@@ -16,19 +16,26 @@ from topologies.kinds import PARAMETER_SERVER, STATISTICS_SERVER
 TIMES = 5
 """How often each role is killed at each phase."""
 
-JOB = """
+
+def job_text(topology: str, learners: int, protocol: str = "async", epochs: int = 4) -> str:
+    """A job of a few seconds, with the keys of `[topology]`."""
+    return f"""
 [model]
 name = "mlp"
 options.hidden = [16]
 [data]
 name = "tests.campaigns.points:points"
 [training]
-epochs = 4
+epochs = {epochs}
 minibatch_size = 4
 [optimizer]
 learning_rate = 0.01
 [protocol]
-name = "async"
+name = "{protocol}"
+[cluster]
+learners = {learners}
+[topology]
+{topology}
 [results]
 checkpoint_every = "8 updates"
 report_s = 0.0
@@ -46,7 +53,7 @@ class Place:
     victims: tuple[str, ...]
 
     def job(self) -> str:
-        return f'{JOB}[topology]\nname = "{self.topology}"\n{self.options}\n[cluster]\nlearners = {self.learners}\n'
+        return job_text(f'name = "{self.topology}"\n{self.options}', self.learners)
 
 
 SHARD = "parameter shard 1"

@@ -34,7 +34,7 @@ NEEDS = {
     "unlike": needs_data("delicious"),
     "reduction": needs_hosts,
     "islands": needs_hosts,
-    "overlap_link": needs_hosts,
+    "overlap_10g": needs_hosts,
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import contestants, heats, islands, overlap_link, placed, reduction, scaling, tta, unlike
+from benchmarks import contestants, heats, islands, overlap_10g, placed, reduction, scaling, tta, unlike
 from rudra import bench, siblings
 from rudra.cli.main import main
 from rudra.errors import ConfigError
@@ -21,7 +21,7 @@ def test_each_benchmark_is_listed_with_its_goal(capsys: pytest.CaptureFixture[st
     assert main(["bench"]) == 0
     listed = capsys.readouterr().out
     for name, (what, goal) in (bench.BENCHMARKS | benchmarks.BENCHMARKS).items():
-        assert f"  {name:14}{what}\n" in listed
+        assert f"  {name:12}{what}\n" in listed
         assert f"goal: {goal}\n" in listed
     with pytest.raises(SystemExit) as end:
         main(["bench", "--help"])
@@ -236,7 +236,7 @@ def test_who_is_first_to_95_percent_of_the_drop_to_the_lowest_loss_of_all(
     ]
 
 
-@pytest.mark.parametrize("benchmark", [reduction, islands, overlap_link])
+@pytest.mark.parametrize("benchmark", [reduction, islands, overlap_10g])
 def test_what_needs_two_hosts_says_in_a_line_why_there_are_none(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,5 +31,5 @@ def test_a_probe_is_wrapped_until_the_block_ends(owner: type[Thing]) -> None:
 
 
 def test_a_method_without_a_mark_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Thing\.plain is no probe; mark it with rudra\.probe\.probed"):
+    with pytest.raises(TypeError, match=r"Thing\.plain is no probe; mark it with rudra\.probe\.probed"):
         wrapped(Thing, "plain", negative).__enter__()
