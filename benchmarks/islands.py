@@ -11,19 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from benchmarks.links import (
-    ALONE,
-    HALF,
-    behind_a_link,
-    carried,
-    in_turns_behind,
-    missing,
-    on_half_the_cores,
-    trained,
-)
+from benchmarks import links
 from benchmarks.shared import data_directory, unconnected
-from rudra.bench.ranks import LEARNER, STATISTICS
-from rudra.findings import Goal, Report, ratios, spread
+from rudra.bench.ranks import STATISTICS
+from rudra.findings import Goal, Report, ratios
 from rudra.job.job import Job
 from rudra.mpi.session import rest
 
@@ -42,39 +33,31 @@ def run(*, quick: bool) -> Report:
     period, rounds = (4, 0) if quick else (50, 3)
     heads = ["way", "samples/s", "DiLoCo / it", "bound, samples/s", "/ bound", "bytes sent / sample"]
     report = Report([f"λ = {LEARNERS}, μ = {SIZE}, {GBIT_S * 1000:g} Mbit/s", *heads])
-    if lacking := missing():
-        report.notes = [f"no rows: {lacking}"]
-        return report
     text = data_directory() / "tinyshakespeare" / "input.txt"
     models = {"0.1 MB": 32} if quick else HIDDEN
-    given: dict[str, Any] = {"models": models, "period": period, "rounds": rounds, "text": str(text)}
-    turns = len(models) * (rounds + 1)
-    figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
+    given: dict[str, Any] = {"models": models, "period": period, "text": str(text)}
+    figures = links.measured(report, measure, list(models), rounds, gbit_s=GBIT_S, learners=LEARNERS, **given)
+    if not figures:
+        return report
     for name in models:
         _add(report, name, figures[name], period)
-    report.notes = [
-        carried(rate for name in models for rate in figures[name]["link"]),
+    report.notes += [
         f"DiLoCo: an average every {period} mini-batches; a sample is 64 characters "
         + ("of tinyshakespeare" if text.is_file() else f"of noise, as there is no {text}"),
         'hardsync: by allreduce, all to all; "nodes": gradients are added on each host first',
         "bound: computing alone, and then what must cross the link, each way, at that rate",
-        ALONE,
-        f"sent: what has left a host; the {LEARNERS} {HALF}",
+        links.ALONE,
+        f"sent: what has left a host; the {LEARNERS} {links.HALF}",
     ]
     return report
 
 
 def _add(report: Report, name: str, found: dict[str, Any], period: int) -> None:
     """Rows and goal of a model."""
-    rates = {way: [BATCH / s for s in found[way]] for way in (*WAYS, "alone")}
-    link_s = [found["bytes"][0] / rate for rate in found["link"]]  # for one model each way
-    against = {way: ratios(rates["diloco"], rates[way]) for way in ("ordered", "nodes")}
-    for way, about in WAYS.items():
-        crossing = LEARNERS / HOSTS / period if way == "diloco" else 1 if way == "nodes" else LEARNERS / HOSTS
-        bound = [BATCH / (alone + crossing * by) for alone, by in zip(found["alone"], link_s, strict=True)]
-        cells = (spread(rates[way]), against.get(way, ""), spread(bound), ratios(rates[way], bound))
-        report.rows.append((name, about, *cells, spread(found[f"{way}, sent"])))
-    report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * 4))
+    against = {way: ratios(found[way], found["diloco"]) for way in ("ordered", "nodes")}  # of times
+    whole = LEARNERS / HOSTS
+    crossing = {"diloco": whole / period, "ordered": whole, "nodes": 1.0}
+    links.add_ways(report, name, found, WAYS, crossing=crossing, against=against, unit=BATCH)
     both = [ratio.median for ratio in against.values()]
     report.goals.append(Goal(f"{name}: DiLoCo / hardsync >= 5, in either order", both, at_least=5))
 
@@ -83,7 +66,7 @@ def measure(
     comm: "MPI.Comm", directory: Path, models: dict[str, int], period: int, rounds: int, text: str
 ) -> dict[str, Any]:
     """Takes turns; on learners: model -> figure -> one for each round."""
-    on_half_the_cores()
+    links.on_half_the_cores()
     torch.set_num_threads(1)
     file = Path(text)
     if not file.is_file():
@@ -94,7 +77,7 @@ def measure(
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
     figures: dict[str, Any] = {}
     for name, hidden in models.items():
-        for taken in in_turns_behind(comm, GBIT_S, rounds, figures.setdefault(name, {})):
+        for taken in links.in_turns_behind(comm, GBIT_S, rounds, figures.setdefault(name, {})):
             for way in (*WAYS, "alone"):
                 rest(comm)
                 if comm.rank >= STATISTICS:
@@ -127,7 +110,6 @@ def _job(text: Path, hidden: int, way: str, period: int) -> Job:
 
 def _trained(ranks: "MPI.Comm", job: Job, path: Path, way: str) -> dict[str, Any]:
     """Seconds per mini-batch, and bytes that have left the host that sends more."""
-    found = trained(ranks, job, path, connected=way != "alone")
-    if way == "alone":
-        return {"alone": found.step_s, "bytes": found.size, "alone, sent": found.sent}
-    return {way: found.step_s / (job.averaging.period or 1), f"{way}, sent": found.sent}
+    taken_s, sent, size = links.trained(ranks, job, path, connected=way != "alone")
+    steps = job.averaging.period or 1 if way == "diloco" else 1
+    return {way: taken_s / steps, f"{way}, sent": sent, "bytes": size}

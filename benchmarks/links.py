@@ -5,7 +5,7 @@ over TCP through the link, whose token bucket (`tc … tbf`) sets the bandwidth 
 the machine's own network. Each host gets half of the machine's cores, so that its ranks know how many they have.
 
 Nothing on them outlives the process that made them, however it ends: Ctrl-C and SIGTERM end what is there, and what
-`Hosts.run` has started dies with it.
+`Hosts.start` has started dies with it.
 
 `python -m benchmarks.links MODULE FUNCTION LEARNERS ARGUMENTS` runs on the first host, and starts the ranks on both.
 """
@@ -22,12 +22,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -35,7 +34,7 @@ from tqdm import tqdm
 from benchmarks.shared import learner_step_s
 from rudra.bench.ranks import LEARNER, Measure, in_turns, on_ranks, step_s, train
 from rudra.errors import RudraError, RunError
-from rudra.findings import spread
+from rudra.findings import Report, Spread, ratios, spread
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores, end_with_parent
@@ -79,42 +78,35 @@ class Hosts:
     directory: Path
     pids: tuple[int, int]
 
-    def command(self, argv: Sequence[str], host: int = 0) -> list[str]:
-        """What runs a command on a host."""
-        return [*_enter(self.pids[host]), f"--wd={os.getcwd()}", *argv]
+    def start(self, argv: Sequence[str], host: int = 0, **streams: Any) -> "subprocess.Popen[str]":
+        """Starts a command on a host, which is told to end if this process ends.
 
-    def run(
-        self, argv: Sequence[str], host: int = 0, timeout: float | None = None
-    ) -> subprocess.CompletedProcess[bytes]:
-        """Runs a command on a host, from which it can start ranks on both; it is killed if this process is."""
-        process = subprocess.Popen(
-            self.command(argv, host),
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            preexec_fn=partial(end_with_parent, signal.SIGKILL),
-        )
-        with process:
-            try:
-                out, err = process.communicate(timeout=timeout)
-            except BaseException:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        On the first host, an Open MPI mpirun in it starts ranks on both, and fills the first one's slots first.
 
-    def environment(self) -> dict[str, str]:
-        """With this, an Open MPI mpirun on the first host starts ranks on both, filling its slots first."""
-        return {
+        Args:
+            argv: the command.
+            host: where.
+            streams: its `stdout` and `stderr`.
+        """
+        env = {
             **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
             "PRTE_MCA_plm_ssh_agent": str(self.directory / "agent"),
             "PRTE_MCA_prte_default_hostfile": str(self.directory / "slots"),
             "PRTE_MCA_prte_keep_fqdn_hostnames": "0",
             "OMPI_MCA_btl_tcp_if_include": "eth0",
             "OMPI_MCA_mpi_yield_when_idle": "1",  # both hosts' ranks share the cores, of which MPI knows nothing
         }
+        env.pop(SERVER, None)  # it is not on these hosts
+        return subprocess.Popen(
+            [*_enter(self.pids[host]), f"--wd={os.getcwd()}", *argv],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C of the terminal comes to this process alone
+            preexec_fn=end_with_parent,
+            **streams,
+        )
 
 
 @contextmanager
@@ -271,21 +263,10 @@ def behind_a_link(
     away = learners // 2 if away is None else away
     with two_hosts(gbit_s=gbit_s, slots=(LEARNER + learners - away, away)) as hosts:
         what = [measure.__module__, measure.__name__, str(learners), json.dumps(arguments)]
-        command = [sys.executable, "-m", __name__, *what]
-        env = hosts.environment() | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
-        env.pop(SERVER, None)  # it is not on these hosts
         said = hosts.directory / "stderr"
         with said.open("wb") as stderr:
-            process = subprocess.Popen(
-                hosts.command(command),
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                start_new_session=True,  # Ctrl-C of the terminal comes to this process alone
-                preexec_fn=end_with_parent,
-            )
+            command = [sys.executable, "-m", __name__, *what]
+            process = hosts.start(command, stdout=subprocess.PIPE, stderr=stderr)
         last = ""
         try:
             assert process.stdout is not None
@@ -368,35 +349,76 @@ def in_turns_behind(
         turn_is_over(comm)
 
 
-class Trained(NamedTuple):
-    """What a run of all learners took.
+def trained(ranks: "MPI.Comm", job: Job, path: Path, *, connected: bool) -> tuple[float, int, int]:
+    """Runs a job on the ranks of the statistics server and the learners.
 
-    Attributes:
-        step_s: seconds between updates; of learners that are not connected, between mini-batches of the slowest one.
-        sent: bytes that have left the host that sends more.
-        size: bytes of the weights.
+    Returns:
+        Seconds between updates, or of learners that are not connected between mini-batches of the slowest one; bytes
+        that have left the host that sends more; bytes of the weights.
     """
-
-    step_s: float
-    sent: int
-    size: int
-
-
-def trained(ranks: "MPI.Comm", job: Job, path: Path, *, connected: bool) -> Trained:
-    """Runs a job on the ranks of the statistics server and the learners."""
     before = sent_bytes()
     with train(job, path, ranks) as results:
         size = results.weights_of().nbytes
-        if connected:
-            taken_s = step_s(results.updates["time_s"])
-        else:
-            taken_s = max(learner_step_s(results, learner) for learner in range(job.learners))
-    return Trained(taken_s, max(ranks.allgather(sent_bytes() - before)), size)
+        each = [] if connected else [learner_step_s(results, learner) for learner in range(job.learners)]
+        taken_s = step_s(results.updates["time_s"]) if connected else max(each)
+    return taken_s, max(ranks.allgather(sent_bytes() - before)), size
 
 
-def carried(rates: Iterable[float]) -> str:
-    """The line about what the link carried in each turn, in bytes per second."""
-    return f"the link, by MPI from one rank to one: {spread(rate / 1e6 for rate in rates)} MB/s"
+def measured(
+    report: Report, measure: Measure, models: Sequence[str], rounds: int, *, gbit_s: float, learners: int, **given: Any
+) -> dict[str, dict[str, Any]]:
+    """Measures models behind a link in turns: model -> figure -> one for each round, of the first learner.
+
+    Args:
+        report: gets a note about what the link carries; about why there are no hosts, if there are none.
+        measure: see `behind_a_link`; it takes turns by `in_turns_behind`.
+        models: their names.
+        rounds: turns that count.
+        gbit_s: of the link.
+        learners: half of them on each host.
+        given: arguments of `measure`.
+    """
+    if lacking := missing():
+        report.notes = [f"no rows: {lacking}"]
+        return {}
+    turns = len(models) * (rounds + 1)
+    ranks = behind_a_link(measure, gbit_s=gbit_s, learners=learners, turns=turns, rounds=rounds, **given)
+    found: dict[str, dict[str, Any]] = ranks[LEARNER]
+    links = [rate / 1e6 for name in models for rate in found[name]["link"]]
+    report.notes = [f"the link, by MPI from one rank to one: {spread(links)} MB/s"]
+    return found
+
+
+def add_ways(
+    report: Report,
+    name: str,
+    found: dict[str, list[Any]],
+    ways: dict[str, str],
+    *,
+    crossing: dict[str, float],
+    against: dict[str, Spread],
+    unit: int = 1,
+) -> None:
+    """Adds the rows of a model: rate, comparison, bound, share of the bound, bytes sent; and of computing alone.
+
+    Args:
+        report: what gets the rows.
+        name: of the model.
+        found: its figures.
+        ways: those compared, each with its name in the report.
+        crossing: how many models must cross the link each way in a step, by way.
+        against: comparison of a way, if it has one.
+        unit: what is counted in a step.
+    """
+    width = len(report.columns)
+    rates = {way: [unit / s for s in found[way]] for way in (*ways, "alone")}
+    for way, about in ways.items():
+        by_link = [crossing[way] * found["bytes"][0] / rate for rate in found["link"]]
+        bound = [unit / (alone + by) for alone, by in zip(found["alone"], by_link, strict=True)]
+        cells = (spread(rates[way]), against.get(way, ""), spread(bound), ratios(rates[way], bound))
+        row = (name, about, *cells, spread(found[f"{way}, sent"]))
+        report.rows.append((*row, *[""] * (width - len(row))))
+    report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * (width - 3)))
 
 
 ALONE = "computing alone: the same learners at the same time compute and update, and nothing is exchanged"

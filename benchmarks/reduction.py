@@ -14,16 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from benchmarks.links import (
-    ALONE,
-    HALF,
-    behind_a_link,
-    carried,
-    in_turns_behind,
-    missing,
-    on_half_the_cores,
-    trained,
-)
+from benchmarks import links
 from benchmarks.shared import unconnected
 from rudra.bench.ranks import LEARNER, STATISTICS, lenet_job, write_images
 from rudra.findings import Goal, Report, ratios, spread
@@ -47,20 +38,17 @@ def run(*, quick: bool) -> Report:
     """Measures learners of one torch thread each, in turns."""
     heads = ["way", "1/s", "/ ordered", "bound, 1/s", "/ bound", "sent each way / model", "/ one leader"]
     report = Report([f"λ = {LEARNERS}, μ = {SIZE}, {GBIT_S} Gbit/s", *heads])
-    if lacking := missing():
-        report.notes = [f"no rows: {lacking}"]
-        return report
     names, rounds = list(MODELS)[: 1 if quick else None], 0 if quick else 5
-    given: dict[str, Any] = {"names": names, "rounds": rounds, "quick": quick}
-    turns = len(names) * (rounds + 1)
-    figures = behind_a_link(measure, gbit_s=GBIT_S, learners=LEARNERS, turns=turns, **given)[LEARNER]
+    given = {"names": names, "quick": quick}
+    figures = links.measured(report, measure, names, rounds, gbit_s=GBIT_S, learners=LEARNERS, **given)
+    if not figures:
+        return report
     for name in names:
         _add(report, name, figures[name])
-    report.notes = [
-        carried(rate for name in names for rate in figures[name]["link"]),
+    report.notes += [
         "bound: computing alone (without, for bare MPI), and then one model each way by the link, the least there is",
-        ALONE,
-        f"sent: what has left a host, for each step; the {LEARNERS} {HALF}",
+        links.ALONE,
+        f"sent: what has left a host, for each step; the {LEARNERS} {links.HALF}",
         "bare MPI: each host sends half a model as sums, and when the other half has come, half a model as means, as "
         '"nodes" does; nothing is added; by all its learners, each its part, or by one for all',
     ]
@@ -69,15 +57,10 @@ def run(*, quick: bool) -> Report:
 
 def _add(report: Report, name: str, found: dict[str, Any]) -> None:
     """Rows and goal of a model."""
-    rates = {way: [1 / s for s in found[way]] for way in (*WAYS, "alone", *EXCHANGES)}
-    link_s = [found["bytes"] / rate for rate in found["link"]]
-    bound = [1 / (alone + by_link) for alone, by_link in zip(found["alone"], link_s, strict=True)]
+    rates = {way: [1 / s for s in found[way]] for way in (*WAYS, *EXCHANGES)}
     against = {way: ratios(rates[way], rates["ordered"]) for way in ("nodes", "mpi")}
-    for way, about in WAYS.items():
-        cells = (spread(rates[way]), against.get(way, ""), spread(bound), ratios(rates[way], bound))
-        report.rows.append((name, about, *cells, spread(found[f"{way}, sent"]), ""))
-    report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * 5))
-    free = [1 / s for s in link_s]
+    links.add_ways(report, name, found, WAYS, crossing=dict.fromkeys(WAYS, 1.0), against=against)
+    free = [rate / found["bytes"][0] for rate in found["link"]]
     beside = {"parallel": ratios(rates["parallel"], rates["leader"])}
     for way, about in EXCHANGES.items():
         cells = (spread(rates[way]), "", spread(free), ratios(rates[way], free))
@@ -87,7 +70,7 @@ def _add(report: Report, name: str, found: dict[str, Any]) -> None:
 
 def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, quick: bool) -> dict[str, Any]:
     """Takes turns; on learners: model -> figure -> one for each round."""
-    on_half_the_cores()
+    links.on_half_the_cores()
     torch.set_num_threads(1)
     if comm.rank == 0:
         write_images(directory)
@@ -99,7 +82,7 @@ def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, qu
         model, steps = MODELS[name]
         job = lenet_job(directory, "hardsync", LEARNERS, SIZE, 8 if quick else steps).with_(model=model)
         link = {"gbit_s": GBIT_S, "rounds": rounds, "figures": figures.setdefault(name, {})}
-        for taken in in_turns_behind(comm, **link, seconds=0.1 if quick else 0.5):
+        for taken in links.in_turns_behind(comm, **link, seconds=0.1 if quick else 0.5):
             for way in (*WAYS, "alone"):
                 rest(comm)
                 if comm.rank >= STATISTICS:
@@ -108,8 +91,6 @@ def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, qu
                 rest(comm)
                 if comm.rank >= LEARNER:
                     taken[way] = _exchange_s(learners, taken["bytes"], leader=way == "leader", times=2 if quick else 10)
-        if comm.rank >= LEARNER:
-            figures[name]["bytes"] = figures[name]["bytes"][0]
     return figures
 
 
@@ -117,11 +98,11 @@ def _trained(ranks: "MPI.Comm", job: "Job", way: str, path: Path) -> dict[str, A
     """Seconds per step, and what has crossed the link, each way, in sizes of the model."""
     steps = (job.data.train_limit or 0) // (LEARNERS * SIZE)
     if way == "alone":
-        alone = trained(ranks, unconnected(job, steps), path, connected=False)
-        return {"alone": alone.step_s, "bytes": alone.size}
+        taken_s, _, size = links.trained(ranks, unconnected(job, steps), path, connected=False)
+        return {"alone": taken_s, "bytes": size}
     grouped = job.with_(topology={"name": "groups", "options": {"reduction": way}})
-    found = trained(ranks, grouped, path, connected=True)
-    return {way: found.step_s, f"{way}, sent": found.sent / found.size / steps}
+    taken_s, sent, size = links.trained(ranks, grouped, path, connected=True)
+    return {way: taken_s, f"{way}, sent": sent / size / steps}
 
 
 def _exchange_s(learners: "MPI.Comm", size: int, *, leader: bool, times: int) -> float:

@@ -68,7 +68,7 @@ LARGE = (
     "training.minibatch_size=4",
     "training.epochs=3",
 )
-CHANGED, HUNG = "has changed meanwhile", "it hung"
+CHANGED, HUNG, UNREADABLE = "has changed meanwhile", "it hung", "the result file cannot be read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,6 @@ class Tally:
         seconds: until a death was noticed, or until the run ended or began again.
         errors: final test errors of disturbed runs.
         calm: those of the others.
-        unreadable: result files that could not be read.
         texts: what went wrong, for people.
     """
 
@@ -139,7 +138,6 @@ class Tally:
     seconds: list[float] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     calm: list[float] = field(default_factory=list)
-    unreadable: int = 0
     texts: list[str] = field(default_factory=list)
 
     def said(self, word: str) -> int:
@@ -174,27 +172,27 @@ def run(*, checksums: bool = False, quick: bool) -> Report:
             tallies[about] = campaign.case(about, case)
         if job_kills:
             tallies[WHOLE_JOB] = campaign.jobs(WHOLE_JOB, job_kills)
-    heads = ["survived or recovered", "changed while read", "hung", "s to notice or end", "files unreadable"]
+    heads = ["survived or recovered", "changed while read", "hung", "files unreadable", "s to notice or end"]
     report = Report(["killed", "times", *heads])
     for about, tally in tallies.items():
         took = f"{statistics.median(tally.seconds):.2f} ({max(tally.seconds):.2f})" if tally.seconds else "-"
-        hits = tally.said(CHANGED), tally.said(HUNG)
-        report.rows.append([about, tally.faults, tally.survived, *hits, took, tally.unreadable])
+        hits = map(tally.said, (CHANGED, HUNG, UNREADABLE))
+        report.rows.append([about, tally.faults, tally.survived, *hits, took])
         report.notes += [f"{about}: {text}" for text in tally.texts]
     every = tallies.values()
     survived = sum(tally.survived for tally in every) / sum(tally.faults for tally in every)
     report.goals = [
         Goal("all survived or recovered", [survived], at_least=1.0),
         Goal("hangs = 0", [float(sum(tally.said(HUNG) for tally in every))], at_most=0.0),
-        Goal("files unreadable = 0", [float(sum(tally.unreadable for tally in every))], at_most=0.0),
+        Goal("files unreadable = 0", [float(sum(tally.said(UNREADABLE) for tally in every))], at_most=0.0),
     ]
     if checksums:
         changed = float(sum(tally.said(CHANGED) for tally in every))
         report.goals.append(Goal("changed while read = 0", [changed], at_most=0.0))
-    else:
-        goes_on = {about: about in cases and cases[about].kind not in SERVERS for about in tallies}
-        noticed = [tally for about, tally in tallies.items() if goes_on[about]]
-        ended = [tally for about, tally in tallies.items() if not goes_on[about]]
+    elif not quick:
+        outlived = {about for about, case in cases.items() if case.kind not in SERVERS}
+        noticed = [tally for about, tally in tallies.items() if about in outlived]
+        ended = [tally for about, tally in tallies.items() if about not in outlived]
         report.goals += [
             Goal("noticed within 2 s", [_longest(noticed)], at_most=2.0),
             Goal("ended within 10 s", [_longest(ended)], at_most=10.0),
@@ -213,12 +211,12 @@ def _compare(report: Report, tallies: Mapping[str, Tally]) -> float:
     worse = []
     for about, tally in tallies.items():
         if tally.errors and tally.calm:
-            middle, shown = (
+            middle, calm = (
                 statistics.median(tally.errors),
                 f"{min(tally.calm):.2%} to {max(tally.calm):.2%} undisturbed",
             )
             killed = f"{min(tally.errors):.2%} to {max(tally.errors):.2%} with learners killed, median {middle:.2%}"
-            report.notes.append(f"test error, {about}: {shown}, {killed}")
+            report.notes.append(f"test error, {about}: {calm}, {killed}")
             worse.append(100 * max(0.0, middle - max(tally.calm)))
     return max(worse, default=math.nan)
 
@@ -278,8 +276,8 @@ class Campaign:
             try:
                 with open_results(output) as results:
                     lost, complete = results.events[results.events["kind"] == b"lost"], adds_up(results)
-            except RudraError:
-                tally.unreadable += 1
+            except RudraError as error:
+                tally.texts.append(f"{UNREADABLE}: {error}")
             else:
                 if code == 0 and len(lost) < len(victims) and complete and late < LATE:
                     late += 1  # it had left already, and nothing is missing: no fault
@@ -324,8 +322,8 @@ class Campaign:
                     else:
                         text = f"exit code {code}, back to {list(back)}, had checkpoint {kept}"
                         tally.texts.append(f"{text}: {''.join(lines)[-300:]}{said[-300:]}")
-            except RudraError:
-                tally.unreadable += 1
+            except RudraError as error:
+                tally.texts.append(f"{UNREADABLE}: {error}")
             self._progress.done(f"{about}: {tally.told}")
         return tally
 
@@ -353,8 +351,8 @@ class Campaign:
             try:
                 with open_results(output) as results:
                     update = max(update, len(results.updates))
-            except RudraError:
-                tally.unreadable += 1
+            except RudraError as error:
+                tally.texts.append(f"{UNREADABLE}: {error}")
         codes = [_finish(self._start(output, settings, "--resume"))[0], _finish(self._start(calm, settings))[0]]
         with open_results(output) as killed, open_results(calm) as whole:
             same = killed.state["weights_sha256"] == whole.state["weights_sha256"] != ""

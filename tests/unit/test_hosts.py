@@ -22,7 +22,7 @@ SCRIPT = """
 from benchmarks.links import two_hosts
 with two_hosts(gbit_s=10.0, slots=(1, 1)) as hosts:
     print(*hosts.pids, hosts.directory, flush=True)
-    hosts.run(["sh", "-c", {lasts!r}], host=1)
+    hosts.start(["sh", "-c", {lasts!r}], host=1).wait()
 """
 
 
