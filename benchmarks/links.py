@@ -238,6 +238,10 @@ TURN = "turn"
 """A line of standard output that says that one is over."""
 
 MESSAGE = 1 << 20
+ALONE = "computing alone: the same learners at the same time compute and update, and nothing is exchanged"
+HALF = f"learners have one torch thread each, and half of this machine's {cores()} cores are each host's"
+"""Notes of reports; the second one goes on after a number."""
+
 INSISTS_S, ENDS_S = 3.0, 10.0
 """How long a measurement may take to end when it is told to, before it is told again, and before it is killed."""
 
@@ -365,7 +369,15 @@ def trained(ranks: "MPI.Comm", job: Job, path: Path, *, connected: bool) -> tupl
 
 
 def measured(
-    report: Report, measure: Measure, models: Sequence[str], rounds: int, *, gbit_s: float, learners: int, **given: Any
+    report: Report,
+    measure: Measure,
+    models: Sequence[str],
+    rounds: int,
+    /,
+    *,
+    gbit_s: float,
+    learners: int,
+    **given: Any,
 ) -> dict[str, dict[str, Any]]:
     """Measures models behind a link in turns: model -> figure -> one for each round, of the first learner.
 
@@ -419,10 +431,6 @@ def add_ways(
         row = (name, about, *cells, spread(found[f"{way}, sent"]))
         report.rows.append((*row, *[""] * (width - len(row))))
     report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * (width - 3)))
-
-
-ALONE = "computing alone: the same learners at the same time compute and update, and nothing is exchanged"
-HALF = f"learners have one torch thread each, and half of this machine's {cores()} cores are each host's"
 
 
 def sent_bytes() -> int:

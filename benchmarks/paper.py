@@ -18,7 +18,7 @@ from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, shipped_jobs
 from rudra.simulation import costs
-from rudra.simulation.predict import Outline, Prediction, outline, predict
+from rudra.simulation.predict import Outline, outline, predict
 
 EPOCHS = 140
 GRADIENTS = 10_000
@@ -217,14 +217,9 @@ def cifar10_s(row: Row, gradients: int = GRADIENTS, **constants: Any) -> float:
     return predict(_cifar10(row, constants), updates=_updates(row, gradients), known=_images()).epoch_s * EPOCHS
 
 
-def imagenet(row: Row, gradients: int = GRADIENTS, **constants: Any) -> Prediction:
-    """One epoch on ImageNet; `constants` replace keys of the preset."""
-    return predict(_imagenet(row, constants), updates=_updates(row, gradients), known=IMAGENET)
-
-
 def imagenet_s(row: Row, gradients: int = GRADIENTS, **constants: Any) -> float:
-    """Predicted seconds of that."""
-    return imagenet(row, gradients, **constants).epoch_s
+    """Predicted seconds of one epoch on ImageNet; `constants` replace keys of the preset."""
+    return predict(_imagenet(row, constants), updates=_updates(row, gradients), known=IMAGENET).epoch_s
 
 
 def computing_s(row: Row) -> float:

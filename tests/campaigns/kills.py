@@ -211,10 +211,8 @@ def _compare(report: Report, tallies: Mapping[str, Tally]) -> float:
     worse = []
     for about, tally in tallies.items():
         if tally.errors and tally.calm:
-            middle, calm = (
-                statistics.median(tally.errors),
-                f"{min(tally.calm):.2%} to {max(tally.calm):.2%} undisturbed",
-            )
+            middle = statistics.median(tally.errors)
+            calm = f"{min(tally.calm):.2%} to {max(tally.calm):.2%} undisturbed"
             killed = f"{min(tally.errors):.2%} to {max(tally.errors):.2%} with learners killed, median {middle:.2%}"
             report.notes.append(f"test error, {about}: {calm}, {killed}")
             worse.append(100 * max(0.0, middle - max(tally.calm)))
