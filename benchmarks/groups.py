@@ -82,13 +82,13 @@ def run(*, quick: bool) -> Report:
 
 
 class Found(NamedTuple):
-    """What came of a number of groups.
+    """Figures of one number of groups.
 
     Attributes:
-        groups: g.
-        times: of the model.
+        groups: g, the number of groups.
+        times: times of Omnivore's model.
         iteration_s: seconds per iteration.
-        staleness: mean.
+        staleness: mean staleness.
     """
 
     groups: int
@@ -116,7 +116,7 @@ def _add(report: Report, name: str, learners: int, batch: int, found: Sequence[F
 
 
 def simulated(table: dict[str, Any], groups: int, updates: int = 2000) -> Found:
-    """What comes of groups of 32 simulated machines."""
+    """Simulates 32 machines in this number of groups."""
     job = _job(MACHINES, groups, BATCH, simulation=table)
     found = predict(job, updates=updates, known=Outline(BATCH, CONVOLUTIONS_BYTES))  # an epoch of one batch
     return Found(groups, model(job, CONVOLUTIONS_BYTES), spread([found.epoch_s]), found.mean_staleness)
@@ -133,7 +133,7 @@ def model(job: Job, size_bytes: int) -> Times:
 
 
 def measured(learners: int, *, turns: int, steps: int) -> list[Found]:
-    """What comes of each number of groups, in turns."""
+    """Measures each possible number of groups, in turns."""
     numbers = [g for g in (1, 2, 4) if g <= learners]
     sizes = [k for k in (2, 4) if k <= learners]
     found: dict[int, list[float]] = {g: [] for g in numbers}

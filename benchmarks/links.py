@@ -79,14 +79,14 @@ class Hosts:
     pids: tuple[int, int]
 
     def start(self, argv: Sequence[str], host: int = 0, **streams: Any) -> "subprocess.Popen[str]":
-        """Starts a command on a host, which is told to end if this process ends.
+        """Starts a command on a host; the command gets SIGTERM when this process ends.
 
-        On the first host, an Open MPI mpirun in it starts ranks on both, and fills the first one's slots first.
+        An Open MPI mpirun that the command starts on the first host starts ranks on both hosts.
 
         Args:
             argv: the command.
-            host: where.
-            streams: its `stdout` and `stderr`.
+            host: number of the host.
+            streams: `stdout` and `stderr` of the command.
         """
         env = {
             **os.environ,
@@ -97,7 +97,7 @@ class Hosts:
             "OMPI_MCA_btl_tcp_if_include": "eth0",
             "OMPI_MCA_mpi_yield_when_idle": "1",  # both hosts' ranks share the cores, of which MPI knows nothing
         }
-        env.pop(SERVER, None)  # it is not on these hosts
+        env.pop(SERVER, None)  # the fork server is not on these hosts
         return subprocess.Popen(
             [*_enter(self.pids[host]), f"--wd={os.getcwd()}", *argv],
             env=env,
@@ -240,7 +240,7 @@ TURN = "turn"
 MESSAGE = 1 << 20
 ALONE = "computing alone: the same learners at the same time compute and update, and nothing is exchanged"
 HALF = f"learners have one torch thread each, and half of this machine's {cores()} cores are each host's"
-"""Notes of reports; the second one goes on after a number."""
+"""Notes of reports; the second note begins with a number."""
 
 INSISTS_S, ENDS_S = 3.0, 10.0
 """How long a measurement may take to end when it is told to, before it is told again, and before it is killed."""
@@ -379,16 +379,19 @@ def measured(
     learners: int,
     **given: Any,
 ) -> dict[str, dict[str, Any]]:
-    """Measures models behind a link in turns: model -> figure -> one for each round, of the first learner.
+    """Measures models behind a link, in turns.
 
     Args:
-        report: gets a note about what the link carries; about why there are no hosts, if there are none.
-        measure: see `behind_a_link`; it takes turns by `in_turns_behind`.
-        models: their names.
-        rounds: turns that count.
-        gbit_s: of the link.
-        learners: half of them on each host.
+        report: report that gets a note: the rate of the link, or the reason why there are no two hosts.
+        measure: function for `behind_a_link`, which uses `in_turns_behind`.
+        models: names of the models.
+        rounds: number of turns that count.
+        gbit_s: bandwidth of the link.
+        learners: number of learners, half of them on each host.
         given: arguments of `measure`.
+
+    Returns:
+        Model -> figure -> a value for each turn, of the first learner; empty without two hosts.
     """
     if lacking := missing():
         report.notes = [f"no rows: {lacking}"]
@@ -411,16 +414,17 @@ def add_ways(
     against: dict[str, Spread],
     unit: int = 1,
 ) -> None:
-    """Adds the rows of a model: rate, comparison, bound, share of the bound, bytes sent; and of computing alone.
+    """Adds a row for each way to train a model (rate, comparison, bound, share of the bound, bytes sent), and one for
+    computing without communication.
 
     Args:
-        report: what gets the rows.
-        name: of the model.
-        found: its figures.
-        ways: those compared, each with its name in the report.
-        crossing: how many models must cross the link each way in a step, by way.
-        against: comparison of a way, if it has one.
-        unit: what is counted in a step.
+        report: report that gets the rows.
+        name: name of the model.
+        found: figures of the model.
+        ways: names of the ways in the report.
+        crossing: models that must cross the link in each direction in a step, by way.
+        against: comparisons of some ways.
+        unit: number of things that a step counts for, such as samples.
     """
     width = len(report.columns)
     rates = {way: [unit / s for s in found[way]] for way in (*ways, "alone")}

@@ -1,4 +1,4 @@
-"""What the benchmark `overlap` measures, behind a link: the servers are on one host, the learner on the other."""
+"""The benchmark `overlap` behind a link: the servers are on one host, the learner on the other."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

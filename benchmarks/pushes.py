@@ -1,4 +1,4 @@
-"""What `requests` and `shards` share: a server that averages and updates as in a run."""
+"""A server for the benchmarks `requests` and `shards`, which averages and updates as in a run."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""What several benchmarks need: words of `--only`, real data, one thread, and learners that exchange nothing."""
+"""Helpers of several benchmarks: words of `--only`, real data, one thread, and learners without communication."""
 
 import os
 import time
@@ -19,26 +19,26 @@ T = TypeVar("T")
 
 
 def check_only(benchmark: str, only: Collection[str], known: Iterable[Any]) -> None:
-    """Refuses a word that is none of those known, with a ConfigError."""
+    """Raises ConfigError if a word of `--only` is unknown."""
     words = [str(word) for word in known]
     if strange := [word for word in only if word not in words]:
         raise ConfigError(f"bench {benchmark}: --only {strange[0]}; valid: {', '.join(words)}")
 
 
 def chosen(only: Collection[str], words: Iterable[T]) -> list[T]:
-    """Those of one sort that are asked for; all, if none is."""
+    """Returns the words of one sort that `--only` names; all of them, if it names none."""
     every = list(words)
     return [word for word in every if str(word) in only] or every
 
 
 def data_directory() -> Path:
-    """Where real data is, as `RUDRA_DATA` says."""
+    """Returns the directory of real data: `RUDRA_DATA`, or `data`."""
     return Path(os.environ.get("RUDRA_DATA", "data")).absolute()
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Has torch compute on one thread, and memory that a step frees stay for the next step."""
+    """Lets torch compute on one thread, and keeps memory that a step frees for the next step."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -49,7 +49,7 @@ def one_thread() -> Iterator[None]:
 
 
 def seconds(function: Callable[[], object], span_s: float = 0.0) -> float:
-    """Returns how long one call takes, of as many as fill the span, and of one at least."""
+    """Returns the mean seconds of a call, over at least one call and at least `span_s` seconds."""
     calls, began = 0, time.perf_counter()
     while not calls or time.perf_counter() < began + span_s:
         function()
@@ -58,11 +58,11 @@ def seconds(function: Callable[[], object], span_s: float = 0.0) -> float:
 
 
 def unconnected(job: Job, steps: int) -> Job:
-    """The same learners at the same time, which compute and update, and exchange nothing before the last step."""
+    """Returns a job in which the same learners compute and update, and exchange nothing before the last step."""
     return job.with_(protocol={"name": "average"}, averaging={"period": steps}, topology={"name": "replicas"})
 
 
 def learner_step_s(results: Results, learner: int) -> float:
-    """Mean time between the mini-batches of a learner; the first, which warms caches up, does not count."""
+    """Returns the mean time between mini-batches of a learner, without the first one, which warms up caches."""
     rows = results.minibatches
     return step_s(rows["time_s"][rows["learner"] == learner])

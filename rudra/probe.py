@@ -1,6 +1,6 @@
-"""Probes: methods that a benchmark may wrap while it runs, to look at a run, to time a part of it or to leave it out.
+"""Probes: methods that a benchmark may wrap, in order to watch a run, to time a part of it or to skip that part.
 
-The methods are marked with `probed`, which costs nothing. No other method of Rudra is wrapped.
+`probed` marks these methods and costs nothing. `wrapped` refuses all other methods.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,12 +21,12 @@ def probed(method: F) -> F:
 
 @contextmanager
 def wrapped(owner: type, name: str, wrap: Callable[[Method], Method]) -> Iterator[None]:
-    """Has calls of a method go to `wrap(method)` until the block ends, in this process.
+    """Replaces a method by `wrap(method)` until the block ends, in this process.
 
     Args:
-        owner: class whose objects are concerned, and those of its subclasses that do not override the method.
-        name: of the method.
-        wrap: gets the method, whose first argument is the object, and returns what is called in its place.
+        owner: class of the method. Subclasses that do not override the method are affected, too.
+        name: name of the method.
+        wrap: gets the method as a function of the object and its arguments, and returns the replacement.
 
     Raises:
         TypeError: the method is not marked with `probed`.

@@ -1,7 +1,7 @@
-"""Benchmarks that an installed Rudra has: what a user measures on his own machines in order to decide something.
+"""Benchmarks of an installed Rudra: users run them on their own machines in order to decide something.
 
-A benchmark is a module with `run(*, quick)`, which measures Rudra beside its alternative in one run, as ratios, and
-returns a `Report`. A checkout has more of them, in its directory `benchmarks`.
+A benchmark is a module with a function `run(*, quick)`. It measures Rudra and an alternative in turns, in one run, and
+returns a `Report` with their ratios. A checkout has more benchmarks, in its directory `benchmarks`.
 """
 
 import importlib
@@ -43,7 +43,7 @@ IN_CHECKOUT = "benchmarks"
 
 
 def tables() -> dict[str, Mapping[str, tuple[str, str]]]:
-    """The tables of the benchmarks that are here, by the package that has their modules."""
+    """Returns the tables of the available benchmarks, by the package of their modules."""
     found: dict[str, Mapping[str, tuple[str, str]]] = {__name__: BENCHMARKS}
     if (siblings.ROOT / IN_CHECKOUT / "__init__.py").is_file():
         found[IN_CHECKOUT] = siblings.load(IN_CHECKOUT).BENCHMARKS
@@ -51,12 +51,12 @@ def tables() -> dict[str, Mapping[str, tuple[str, str]]]:
 
 
 def known() -> dict[str, str]:
-    """The benchmarks that are here, each with what it compares."""
+    """Returns the names of the available benchmarks, each with a text about what it compares."""
     return {name: what for table in tables().values() for name, (what, _) in table.items()}
 
 
 def listing() -> str:
-    """The benchmarks that are here, with their goals."""
+    """Returns the available benchmarks and their goals, as text."""
     lines = []
     for package, table in tables().items():
         lines += ["", f"benchmarks{' of a checkout' * (package == IN_CHECKOUT)}:"]
@@ -65,7 +65,7 @@ def listing() -> str:
 
 
 def module_of(name: str) -> Any:
-    """The module of a benchmark."""
+    """Imports the module of a benchmark."""
     package = next(package for package, table in tables().items() if name in table)
     return importlib.import_module(f"{package}.{name}")
 
@@ -86,7 +86,7 @@ def measure(name: str, *, quick: bool, as_json: bool, **more: Any) -> None:
     if load > 0.3 * cores() and not quick:
         log.warning(f"warning: the machine is busy (load {load:.1f}); figures may be off")
     if (root := str(siblings.ROOT)) not in sys.path[:1]:
-        sys.path.insert(0, root)  # where ranks look for the benchmark first
+        sys.path.insert(0, root)  # ranks import the benchmark from here
     report: Report = module_of(name).run(quick=quick, **more)
     if as_json:
         print(json.dumps({"benchmark": name, "quick": quick, **_machine(load), **report.as_dict()}), flush=True)

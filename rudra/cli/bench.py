@@ -19,11 +19,11 @@ A checkout of Rudra has more benchmarks than an installed package.
 EXAMPLES = {
     "rudra bench": "list the benchmarks with their goals",
     "rudra bench overhead ddp": "run two of them",
-    "rudra bench pingpong --quick": "try one on the smallest sizes, for which no goal counts",
+    "rudra bench pingpong --quick": "try one on the smallest sizes, without goals",
 }
 
 OPTIONS = ("only", "keep")
-"""What some benchmarks take."""
+"""Options of some benchmarks."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

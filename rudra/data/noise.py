@@ -1,4 +1,4 @@
-"""Noise in place of images: what a job trains on whose time alone counts."""
+"""Noise instead of images, for jobs that measure only time."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ class Noise(Dataset[tuple[torch.Tensor, int]]):
     """A data set of noise with 10 classes, of any length, in the memory of a few samples.
 
     Args:
-        shape: of one sample.
+        shape: shape of one sample.
         samples: length of the data set.
         pool: number of different samples, which repeat.
     """
@@ -29,5 +29,5 @@ class Noise(Dataset[tuple[torch.Tensor, int]]):
 
 
 def noise(shape: Sequence[int], samples: int = 50_000, pool: int = 512) -> tuple[Noise, Noise]:
-    """Makes a training set of so many samples and a test set of 256; the arguments are those of `Noise`."""
+    """Makes a training set, and a test set of 256 samples, with the arguments of `Noise`."""
     return Noise(shape, samples, pool), Noise(shape, 256, pool)

@@ -1,4 +1,4 @@
-"""Runs a campaign and prints what came of it."""
+"""Runs a campaign and prints its report."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""What hits a run, how the run ends, and what is wrong about that."""
+"""Faults, the ends of runs that they hit, and the checks of these ends."""
 
 import os
 import re
@@ -18,23 +18,23 @@ RANK, MPIRUN, RUDRA = "a rank", *LAUNCHERS
 
 ROOT = Path(__file__).resolve().parents[2]
 SAID = 1500
-"""Of a run that did not end well, so many characters of what it said, and MPI."""
+"""Characters of standard error that are shown of a run that did not end well."""
 
 BEGIN_S, HANG_S, LEFT_S = 300.0, 180.0, 10.0
-"""How long a run may take to come to the phase, and to end after it, and its processes after that."""
+"""Limits for a run to reach the phase, then to end, and for its processes to end after it."""
 
 LATE_S = 60.0
-"""How long a run may take to end when it has been hit: the rest of training, and all attempts to go on."""
+"""Limit for the end of a run after it was hit: the rest of training, and all attempts to recover."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What a run is hit by.
+    """A signal to a process of a run.
 
     Attributes:
-        whom: a rank, or what started it.
-        number: the signal.
-        pause_s: seconds after which it may go on; None: never.
+        whom: the process: a rank, or one of the processes that started the ranks.
+        number: number of the signal.
+        pause_s: seconds after which a stopped process continues; None: it does not.
     """
 
     whom: str
@@ -44,14 +44,14 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a run ended that was hit.
+    """The end of a run that was hit.
 
     Attributes:
-        code: exit code; None: it hung.
-        said: on standard error.
-        seconds: from the hit to the end.
-        left: the processes that were there later than they may be, for people.
-        struck: whether it was hit before it ended.
+        code: exit code; None: the run hung.
+        said: what the run wrote to standard error.
+        seconds: time from the hit to the end.
+        left: descriptions of processes that were left over.
+        struck: whether the run was hit before it ended.
     """
 
     code: int | None
@@ -62,19 +62,19 @@ class End:
 
     @property
     def lines(self) -> list[str]:
-        """What was said, without empty lines."""
+        """The lines of `said` that are not empty."""
         return [line for line in self.said.splitlines() if line]
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a run that was hit.
+    """The outcome of a run that was hit.
 
     Attributes:
-        end: of that run.
-        resumed: whether it was resumed.
-        replayed: whether what finished was replayed.
-        wrong: what must not be, for people; empty if all is well.
+        end: end of the run.
+        resumed: whether the run was resumed.
+        replayed: whether the finished run was replayed.
+        wrong: description of what went wrong; empty if all went well.
     """
 
     end: End
@@ -84,24 +84,24 @@ class Outcome:
 
     @property
     def told(self) -> str:
-        """In a few words."""
+        """A description in a few words."""
         return self.wrong or f"code {self.end.code} after {self.end.seconds:.1f} s"
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The variables of a run, whose ranks find the modules of this checkout."""
+    """Returns the environment of a run whose ranks can import the modules of this checkout."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
 def hit(home: Path, strike: Strike, argv: Sequence[str], *, pause_s: float | None = None) -> End:
-    """Runs a command line of `rudra`, which is hit.
+    """Runs a command line of `rudra` and hits it.
 
     Args:
-        home: directory of the run, by which its processes are known.
-        strike: what hits it.
+        home: directory of the run; it identifies the processes of the run.
+        strike: victim, moment and signal.
         argv: the command line, without `rudra`.
-        pause_s: seconds after which whoever is stopped may go on; None: never.
+        pause_s: seconds after which a stopped process continues; None: it does not.
     """
     process = subprocess.Popen(
         command(strike, argv),
@@ -132,17 +132,17 @@ def hit(home: Path, strike: Strike, argv: Sequence[str], *, pause_s: float | Non
 
 
 def at_end(output: Path, fault: Fault, rank: int | None, end: End) -> str:
-    """What is wrong about the end of a run that was hit; empty: nothing.
+    """Describes what is wrong about the end of a run that was hit; empty if nothing is.
 
     Args:
-        output: its result file, in a directory of its own.
-        fault: what it was hit by.
-        rank: that was hit; None: it was no rank.
-        end: of the run.
+        output: result file of the run, in a directory of its own.
+        fault: the fault that hit the run.
+        rank: world rank of the victim; None if the victim is no rank.
+        end: end of the run.
     """
     if end.code is None:
         return "it hung"
-    killed = fault.whom == RUDRA and fault.number == signal.SIGKILL  # nobody is left to say or to remove anything
+    killed = fault.whom == RUDRA and fault.number == signal.SIGKILL  # no process is left to explain or to clean up
     explained = killed or not end.code or any(line.startswith("rudra: ") for line in end.lines)
     falsely_dead = _named_dead(end.lines) - {rank} if rank is not None else set()
     wrong = {
@@ -161,26 +161,26 @@ def at_end(output: Path, fault: Fault, rank: int | None, end: End) -> str:
 
 
 def _named_dead(lines: Iterable[str]) -> set[int]:
-    """World ranks of which a run says that they have died."""
+    """Returns the world ranks that died according to the lines of a run."""
     named = [line.partition(" died")[0].rpartition(": ")[2] for line in lines if " died" in line]
     return {int(rank) for text in named for rank in re.findall(r"rank (\d+)", text)}
 
 
 def finished(output: Path) -> bool:
-    """Whether there is a result file that says so."""
+    """Returns whether the result file exists and its run has finished."""
     with suppress(RudraError), open_results(output) as results:
         return results.status == "finished"
     return False
 
 
 def accounts(output: Path) -> str:
-    """What is wrong about the accounts of a run that is finished; empty: nothing."""
+    """Describes what is wrong about the accounts of a finished run; empty if nothing is."""
     with open_results(output) as results:
         return "" if adds_up(results) else "its accounts do not add up"
 
 
 def adds_up(results: Results) -> bool:
-    """Whether a run is complete: every gradient accounted for, none applied twice."""
+    """Returns whether a run is complete: every gradient is accounted for, and none was applied twice."""
     if results.status != "finished":
         return False
     totals, gradients = results.totals[0], results.gradients
@@ -190,18 +190,18 @@ def adds_up(results: Results) -> bool:
 
 
 def shown(said: str) -> str:
-    """The end of what a run said, on one line."""
+    """Returns the end of a run's standard error, on one line."""
     return " | ".join(line for line in said.splitlines() if line)[-SAID:] or "nothing was said"
 
 
 def _left(name: str, within_s: float) -> list[str]:
-    """The processes of a run that are there when that time is over: what they run, and in which state they are."""
+    """Describes and kills the processes of a run that have not ended within this time."""
     deadline = time.monotonic() + within_s
     while (left := _processes(name)) and time.monotonic() < deadline:
         time.sleep(0.05)
     found = []
     for process in left:
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended
             about = Path("/proc", str(process))
             words = (about / "cmdline").read_text().split("\0")
             state = (about / "stat").read_text().rpartition(")")[2].split()[0]
@@ -211,10 +211,10 @@ def _left(name: str, within_s: float) -> list[str]:
 
 
 def _processes(name: str) -> Sequence[int]:
-    """Those whose command line or environment names a directory."""
+    """Returns the ids of processes whose command line or environment names a directory."""
     found = []
     for entry in os.listdir("/proc"):
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # the process has ended
             about = Path("/proc", entry)
             if entry.isdigit() and name.encode() in (about / "cmdline").read_bytes() + (about / "environ").read_bytes():
                 found.append(int(entry))

@@ -1,7 +1,7 @@
-"""A campaign on real ranks and the user's own jobs: what is hit, when and by what is drawn.
+"""A campaign on real ranks and the user's own jobs: victim, moment and fault are drawn at random.
 
-A run that was hit has to end in time, say why in a line, leave nothing behind and lose nothing. One that did not finish
-is resumed, if it has a checkpoint, and has to finish; what finished is replayed, bit for bit.
+A run that was hit must end in time, give the reason in a line, leave nothing behind and lose nothing. A run that did
+not finish is resumed if it has a checkpoint, and must then finish. A finished run is replayed, bitwise.
 """
 
 import random
@@ -41,14 +41,14 @@ SETTINGS = (
     "fault_tolerance.stall_warning_s=6",
     "fault_tolerance.stall_limit_s=12",
 )
-"""Of every run, so that there is something to go back to, and nobody waits for long."""
+"""Settings of every run, so that it has checkpoints, and waits are short."""
 
 PAUSE_S = 2.0
 AFTER_S = 240.0
-"""How long a resumed run, or a replay, may take."""
+"""Limit for a resumed run, and for a replay."""
 
 DRAWS = 6
-"""Moments that are drawn until one comes before the run's end."""
+"""Moments that are drawn at most until one comes before the end of the run."""
 
 FAULTS = {
     "a rank killed": Fault(RANK, signal.SIGKILL),
@@ -67,12 +67,12 @@ FAULTS = {
 
 
 def run(jobs: Sequence[str], *, times: int | None = None, quick: bool) -> Report:
-    """Hits each job by each kind of fault once, in an order that is drawn; the seed in the notes draws the same again.
+    """Hits each job by each kind of fault once, in random order. The notes of the report name the seed.
 
     Args:
-        jobs: as `rudra run` takes them.
-        times: so many of these faults; None: all.
-        quick: the first job is killed once.
+        jobs: jobs as for `rudra run`.
+        times: limit of the number of faults; None: all.
+        quick: kill only the first job, once.
     """
     seed = random.SystemRandom().randrange(1 << 32)
     faults = [(job, kind) for job in jobs for kind in FAULTS]
@@ -117,7 +117,7 @@ def _counted(codes: Iterable[int | None]) -> dict[str, int]:
 
 
 def _hit(directory: Path, chance: random.Random, job: str, plan: Plan, fault: Fault) -> tuple[str, Outcome]:
-    """Runs a job, and hits it at a moment that comes; says whom and when, too."""
+    """Runs a job and hits it at a random moment; returns victim and moment, and the outcome."""
     when = ""
     for _ in range(DRAWS):
         role, phase = chance.choice(plan.roles), chance.choice(PHASES)
@@ -137,7 +137,7 @@ def _hit(directory: Path, chance: random.Random, job: str, plan: Plan, fault: Fa
 
 
 def _judged(output: Path, fault: Fault, rank: int | None, end: End) -> Outcome:
-    """Looks at the end of a run, has it go on, and repeats it."""
+    """Checks the end of a run, resumes the run, and replays it."""
     if wrong := at_end(output, fault, rank, end):
         return Outcome(end, wrong=f"{wrong}: {shown(end.said)}")
     resumed = not finished(output) and path_of(output).exists()
@@ -149,14 +149,14 @@ def _judged(output: Path, fault: Fault, rank: int | None, end: End) -> Outcome:
 
 
 def _after(command: str, output: Path) -> str:
-    """What is wrong about a resumed run, or a replay; empty: nothing."""
+    """Runs `resume` or `replay`; describes what is wrong about it, empty if nothing is."""
     asked = [sys.executable, "-m", "rudra", command, str(output), "--quiet"]
     try:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=AFTER_S, check=False, env=environment())
     except subprocess.TimeoutExpired:
         return f"{command} hung"
     said = done.stdout + done.stderr
-    if command == "replay" and done.returncode == 2 and "cannot be replayed" in said:  # as of workers that race
+    if command == "replay" and done.returncode == 2 and "cannot be replayed" in said:  # workers that race
         return ""
     if done.returncode or "Traceback" in said or (command == "resume" and not finished(output)):
         return f"{command} ended with code {done.returncode}: {shown(said)}"

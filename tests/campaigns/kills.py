@@ -1,12 +1,12 @@
-"""A campaign on real ranks: SIGKILLs at random moments, and what comes of the runs.
+"""A campaign on real ranks: SIGKILLs at random moments.
 
-Learners and servers of a tree are killed while the others train. The two other servers are killed in runs that have a
-checkpoint to go back to, and whole jobs are killed and resumed until they are done. Every file is read afterwards, and
-every account added up.
+Learners and servers of a tree are killed while the others train. The two other servers are killed in runs with a
+checkpoint, from which they restart. Whole jobs are killed and resumed until they finish. The campaign then reads every
+result file and checks its accounts.
 
-With checksums ranks are killed while others read gradients and weights in their memory. Each place carries a checksum,
-which its reader compares when it takes the tensor and when it gives it back. A place that was written to meanwhile
-ends the run with an error, and is counted.
+With checksums, ranks are killed while other ranks read gradients and weights in their memory. The reader compares the
+checksum of a tensor when it takes the tensor and when it returns it. A tensor that changed in between ends the run with
+an error, and is counted.
 """
 
 import math
@@ -34,10 +34,10 @@ from topologies.kinds import LEARNER, PARAMETER_SERVER, STATISTICS_SERVER, TREE_
 
 LEARNERS = 4
 LATE = 10
-"""Kills in a row that find a learner done with its work, until the campaign gives up."""
+"""Kills in a row that may come after the end of the victim's work, until the campaign counts them as failures."""
 
 LIMIT_S = 120.0
-"""A run that takes longer has hung: none needs a third of it."""
+"""A run that takes longer has hung: a run needs less than a third of it."""
 
 COMMON = (
     f"cluster.learners={LEARNERS}",
@@ -48,7 +48,7 @@ COMMON = (
     "cluster.device=cpu",
 )
 SERVERS = (PARAMETER_SERVER, STATISTICS_SERVER)
-"""Without one of these a run begins again from its checkpoint."""
+"""Without one of these servers a run restarts from its checkpoint."""
 
 SOFTSYNC, ASYNC = ("protocol.name=softsync",), ("protocol.name=async",)
 TREE = (*SOFTSYNC, "topology.name=adv", "topology.options.fan_out=2")
@@ -73,14 +73,14 @@ CHANGED, HUNG, UNREADABLE = "has changed meanwhile", "it hung", "the result file
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is killed, and how often.
+    """Victims of one kind under one job.
 
     Attributes:
-        kind: of role.
-        settings: of the job.
-        kills: how many roles are killed; a run goes on without a learner or a server of a tree, and begins again from
-            a checkpoint without another server.
-        calm: runs that nobody disturbs.
+        kind: kind of the role that is killed.
+        settings: settings of the job.
+        kills: number of roles that are killed. A run continues without a learner or a server of a tree, and restarts
+            from a checkpoint without another server.
+        calm: number of undisturbed runs.
     """
 
     kind: str
@@ -122,15 +122,15 @@ WHOLE_JOB, JOB_KILLS = "whole job, hardsync", 20
 
 @dataclass(slots=True)
 class Tally:
-    """What became of one case.
+    """The outcomes of one case.
 
     Attributes:
-        faults: kills.
-        survived: those that the run survived, or recovered from.
-        seconds: until a death was noticed, or until the run ended or began again.
+        faults: number of kills.
+        survived: number of kills that the run survived, or recovered from.
+        seconds: times until a death was noticed, or until the run ended or restarted.
         errors: final test errors of disturbed runs.
-        calm: those of the others.
-        texts: what went wrong, for people.
+        calm: final test errors of undisturbed runs.
+        texts: descriptions of what went wrong.
     """
 
     faults: int = 0
@@ -141,21 +141,21 @@ class Tally:
     texts: list[str] = field(default_factory=list)
 
     def said(self, word: str) -> int:
-        """In how many of the texts a word is."""
+        """Returns the number of texts that contain a word."""
         return sum(word in text for text in self.texts)
 
     @property
     def told(self) -> str:
-        """In a few words."""
+        """A description in a few words."""
         return f"{self.survived} of {self.faults} survived"
 
 
 def run(*, checksums: bool = False, quick: bool) -> Report:
-    """Runs the campaign; a seed that the notes give tells every moment again, as far as a machine repeats itself.
+    """Runs the campaign. The notes of the report name the seed of victims and moments.
 
     Args:
-        checksums: ranks are killed while others read their memory, and all that is read is checked.
-        quick: a few kills.
+        checksums: kill ranks while others read their memory, and check what is read.
+        quick: only a few kills, and no goals for times and errors.
     """
     if checksums:
         cases, job_kills = (QUICK_WITH_CHECKSUMS if quick else WITH_CHECKSUMS), 0
@@ -207,7 +207,7 @@ def _longest(tallies: Iterable[Tally]) -> float:
 
 
 def _compare(report: Report, tallies: Mapping[str, Tally]) -> float:
-    """Notes test errors; returns by how many points the middle one of disturbed runs exceeds all undisturbed ones."""
+    """Notes test errors; returns by how many points the median of disturbed runs exceeds all undisturbed runs."""
     worse = []
     for about, tally in tallies.items():
         if tally.errors and tally.calm:
@@ -220,13 +220,13 @@ def _compare(report: Report, tallies: Mapping[str, Tally]) -> float:
 
 
 class Campaign:
-    """Runs and kills.
+    """Runs of jobs, and kills of their processes.
 
     Args:
-        directory: for results.
-        chance: draws victims and moments.
-        progress: counts the kills.
-        quick: shorter runs.
+        directory: directory of the result files.
+        chance: source of victims and moments.
+        progress: counter of the kills.
+        quick: whether runs are shorter.
     """
 
     def __init__(self, directory: Path, chance: random.Random, progress: Progress, *, quick: bool = False) -> None:
@@ -236,12 +236,12 @@ class Campaign:
         self._last: subprocess.Popen[str] | None = None
 
     def close(self) -> None:
-        """Ends what still runs, because the campaign was broken off."""
+        """Ends the run that is left if the campaign is interrupted."""
         if self._last is not None and self._last.poll() is None:
             _finish(self._last, within_s=0.0)
 
     def case(self, about: str, case: Case) -> Tally:
-        """Runs a case, of that name."""
+        """Runs a case; `about` is its name."""
         calm = [self._undisturbed(case.settings) for _ in range(case.calm)]
         kill = self._servers if case.kind in SERVERS else self._outlived
         tally = kill(about, case)
@@ -249,7 +249,7 @@ class Campaign:
         return tally
 
     def _undisturbed(self, settings: Sequence[str]) -> float:
-        """Final test error of a run that nobody disturbs."""
+        """Returns the final test error of an undisturbed run."""
         output = self._output()
         code, said = _finish(self._start(output, settings))
         if code:
@@ -257,7 +257,7 @@ class Campaign:
         return _final_error(output)
 
     def _outlived(self, about: str, case: Case) -> Tally:
-        """Kills roles of a kind while the others go on, one or two in a run."""
+        """Kills roles while the others continue, one or two in a run."""
         tally, late = Tally(), 0
         while tally.faults < case.kills:
             output = self._output()
@@ -292,7 +292,7 @@ class Campaign:
         return tally
 
     def _servers(self, about: str, case: Case) -> Tally:
-        """Kills a role without which nothing goes on; the run is to begin again from its checkpoint."""
+        """Kills a role that the run needs; the run must restart from its checkpoint."""
         tally = Tally()
         settings = (*case.settings, "fault_tolerance.restarts=1", "results.checkpoint_every=3 updates")
         for _ in range(case.kills):
@@ -326,7 +326,7 @@ class Campaign:
         return tally
 
     def jobs(self, about: str, kills: int) -> Tally:
-        """Kills one job again and again, and resumes it, until it is done; then compares its weights."""
+        """Kills and resumes one job again and again; compares its final weights with an undisturbed run."""
         tally = Tally()
         settings = (
             "protocol.name=hardsync",
@@ -374,7 +374,7 @@ class Campaign:
         return self._directory / f"{self._runs}.h5"
 
     def _wait(self, output: Path, process: "subprocess.Popen[str]", updates: int) -> None:
-        """Until the run has made so many updates, and a random moment longer."""
+        """Waits until the run has made this number of updates, and then a random moment."""
         deadline = time.monotonic() + LIMIT_S
         while process.poll() is None and time.monotonic() < deadline and _updates(output) < updates:
             time.sleep(0.01)
@@ -393,7 +393,7 @@ def _finish(process: "subprocess.Popen[str]", within_s: float = LIMIT_S) -> tupl
 
 
 def _ranks(output: Path, process: "subprocess.Popen[str]") -> dict[str, int]:
-    """World rank of each role, when the run has begun."""
+    """Returns the world rank of each role, as soon as the run has begun."""
     deadline = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < deadline:
         with suppress(RudraError), open_results(output) as results:
@@ -414,7 +414,7 @@ def _updates(output: Path) -> int:
 
 
 def _checkpoints(output: Path) -> int:
-    """Timestamp of the last checkpoint that the file speaks of, and that is there."""
+    """Returns the timestamp of the last checkpoint that the result file names; 0 if the checkpoint does not exist."""
     with suppress(RudraError), open_results(output) as results:
         events = results.events  # once: the file grows
         made = events["timestamp"][events["kind"] == b"checkpoint"]

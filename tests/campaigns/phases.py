@@ -1,4 +1,4 @@
-"""A campaign on real ranks: every role is killed at every phase of a run, and nothing may hang or be left over."""
+"""A campaign on real ranks: each role is killed at each phase of a run; no run may hang or leave processes behind."""
 
 import signal
 import tempfile
@@ -14,11 +14,11 @@ from tests.campaigns.strikes import PHASES, Strike
 from topologies.kinds import PARAMETER_SERVER, STATISTICS_SERVER
 
 TIMES = 5
-"""How often each role is killed at each phase."""
+"""Kills of each role at each phase."""
 
 
 def job_text(topology: str, learners: int, protocol: str = "async", epochs: int = 4) -> str:
-    """A job of a few seconds, with the keys of `[topology]`."""
+    """Returns the text of a job of a few seconds; `topology` has the keys of `[topology]`."""
     return f"""
 [model]
 name = "mlp"
@@ -45,7 +45,7 @@ flush_s = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where roles are killed: a topology of few ranks, and who there; of learners of several kinds, one of each."""
+    """A topology with few ranks, and its victims: each server, and one learner of each kind."""
 
     topology: str
     options: str
@@ -72,11 +72,11 @@ PLACES = {
 
 
 def run(topologies: Sequence[str] = (), *, quick: bool) -> Report:
-    """Runs the campaign; each cell of its table has the exit codes, `-` for a run that hung.
+    """Runs the campaign. Each cell of its table has the exit codes, and `-` for a run that hung.
 
     Args:
-        topologies: on which; none: on all.
-        quick: a few kills of one learner.
+        topologies: names of the topologies; empty: all.
+        quick: only a few kills of one learner.
     """
     report = Report(["killed", *PHASES])
     places = [PLACES[name] for name in topologies or PLACES]
@@ -111,11 +111,11 @@ def kill(directory: Path, place: Place, victim: str, phase: str, number: int = s
     """Runs a job and kills one of its roles.
 
     Args:
-        directory: for what belongs to the run.
-        place: where.
+        directory: directory for the files of the run.
+        place: topology of the run.
         victim: name of the role.
         phase: one of `PHASES`.
-        number: the signal.
+        number: number of the signal.
     """
     with tempfile.TemporaryDirectory(dir=directory) as name:
         home = Path(name)

@@ -1,4 +1,4 @@
-"""Data and a model for campaigns on real ranks; apart, so that what launches them needs no torch."""
+"""Data and a model for campaigns on real ranks, in a module of its own, so that the launcher does not need torch."""
 
 import time
 from typing import Any
@@ -36,8 +36,8 @@ def points() -> tuple[Points, Points]:
 
 
 def checked_mlp(input_shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
-    """An mlp whose ranks check what neighbours lend them: each builds it before it sends anything."""
-    from rudra.mpi import leases  # starts MPI, which is the ranks' affair
+    """Makes an mlp, and lets the rank check the tensors that neighbours lend it; ranks call this before they send."""
+    from rudra.mpi import leases  # not in the launcher: this starts MPI
 
     leases.CHECKED = True
     return mlp(input_shape, classes, **options)

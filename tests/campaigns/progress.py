@@ -1,4 +1,4 @@
-"""How far a campaign is: a bar on a terminal, and plain lines in a log."""
+"""Progress of a campaign: a bar on a terminal, and plain lines in a log."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from typing import TypeVar
 from tqdm import tqdm
 
 AT_ONCE = 2
-"""Runs side by side, because each waits now and then; more of them would only be slow."""
+"""Runs in parallel: each waits now and then, and more of them would only be slow."""
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ class Progress:
         self._bar = tqdm(total=total, unit=" faults", leave=False, disable=None)  # None: no bar but on a terminal
 
     def done(self, about: str, faults: int = 1) -> None:
-        """Some faults are over; `about` says which, and what came of them."""
+        """Counts faults whose runs have ended; `about` names them and their outcome."""
         self._done += faults
         self._bar.update(faults)
         if self._bar.disable:
@@ -36,7 +36,7 @@ class Progress:
             self.note(f"{self._done} of {self._total} faults, {minutes:.1f} min: {about}")
 
     def note(self, text: str) -> None:
-        """Says something that is to be seen, beside the bar too."""
+        """Prints a line, above the bar if there is one."""
         self._bar.write(f"campaign: {text}", file=sys.stderr)
         sys.stderr.flush()
 
@@ -47,17 +47,17 @@ class Progress:
 def side_by_side(
     run: Callable[[Task], Result], tasks: Sequence[Task], tell: Callable[[Task, Result], str]
 ) -> Iterator[tuple[Task, Result]]:
-    """Runs tasks, a few at a time, and yields each with what came of it, in order.
+    """Runs tasks, a few at a time, and yields each task with its result, in order.
 
     Args:
         run: runs a task.
-        tasks: one for each fault.
-        tell: says in a few words what came of a task.
+        tasks: one task for each fault.
+        tell: describes a task and its result in a few words.
     """
     progress = Progress(len(tasks))
     with ThreadPoolExecutor(AT_ONCE) as pool, ExitStack() as stack:
         stack.callback(progress.close)
-        stack.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C waits for those under way alone
+        stack.callback(pool.shutdown, cancel_futures=True)  # Ctrl-C waits only for runs that have begun
         for task, result in zip(tasks, pool.map(run, tasks), strict=True):
             progress.done(tell(task, result))
             yield task, result
