@@ -4,7 +4,7 @@ import argparse
 from inspect import signature
 from pathlib import Path
 
-from rudra.bench import known, listing, tables
+from rudra.bench import known, listing, measure, module_of, tables
 from rudra.errors import ConfigError, meant, unknown
 
 SUMMARY = "measure Rudra against torch, MPI and memory on this machine"
@@ -30,34 +30,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="BENCHMARK", help="benchmarks to run; without one, list them")
     parser.add_argument("--quick", action="store_true", help="smallest sizes: show that it works, not how fast")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
-    about = (
-        "for `tta`: only these data, contestants, mini-batch sizes, rates, schedules, such as sma ddp 32 64 cosine; "
-    )
-    about += "for `unlike`: only these data, scalings, and `virtual` or `ranks`, such as w8a sqrt virtual"
+    about = "for `tta` and `unlike`: only runs with these words, such as sma ddp 32; a wrong word lists the valid ones"
     parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
-    about = "for `tta`: keep runs in this file; those that it has are not made again"
+    about = "for `tta`: keep finished runs in this file, and do not repeat them"
     parser.add_argument("--keep", type=Path, metavar="FILE", help=about)
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from rudra import bench
-
     for name in arguments.names:
-        if name in known():
-            continue
-        if len(tables()) == 1:
+        if name not in known() and len(tables()) > 1:
+            raise ConfigError(f"benchmark {unknown(name, known())}")
+        if name not in known():
             there = f"installed are {', '.join(known())}"
             raise ConfigError(f"benchmark '{name}' needs a checkout of Rudra; {there}{meant(name, known())}")
-        raise ConfigError(f"benchmark {unknown(name, known())}")
     more = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
     for name in arguments.names:
         for option in more:
-            if option not in signature(bench.module_of(name).run).parameters:
+            if option not in signature(module_of(name).run).parameters:
                 raise ConfigError(f"--{option} is no option of the benchmark {name}")
     if not arguments.names:
         if more:
             raise ConfigError(f"--{next(iter(more))} needs a benchmark; `rudra bench` lists them")
         print(listing())
     for name in arguments.names:
-        bench.measure(name, quick=arguments.quick, as_json=arguments.json, **more)
+        measure(name, quick=arguments.quick, as_json=arguments.json, **more)
     return 0
