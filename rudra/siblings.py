@@ -7,28 +7,33 @@ imports this module before anything else.
 import importlib
 import sys
 from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+"""Where the siblings are: in a checkout its root."""
 
 SIBLINGS = ("protocols", "topologies")
 
 
-def load() -> None:
-    """Imports the siblings from beside this package, whatever else is on `sys.path`.
+def load(name: str) -> ModuleType:
+    """Imports a sibling from beside this package, whatever else is on `sys.path`.
 
     Raises:
         ImportError: somebody else's package of that name was imported before.
     """
-    root = Path(__file__).resolve().parent.parent
-    sys.path.insert(0, str(root))
+    sys.path.insert(0, str(ROOT))
     try:
-        for name in SIBLINGS:
-            found = importlib.import_module(name).__file__
-            if found is None or Path(found).resolve().parent != root / name:
-                raise ImportError(
-                    f"rudra needs its own package {name!r} in {root}, but {found} is in its place; "
-                    "install rudra into an environment of its own, and import it first"
-                )
+        module = importlib.import_module(name)
     finally:
-        sys.path.remove(str(root))
+        sys.path.remove(str(ROOT))
+    found = module.__file__
+    if found is None or Path(found).resolve().parent != ROOT / name:
+        raise ImportError(
+            f"rudra needs its own package {name!r} in {ROOT}, but {found} is in its place; "
+            "install rudra into an environment of its own, and import it first"
+        )
+    return module
 
 
-load()
+for _name in SIBLINGS:
+    load(_name)

@@ -15,6 +15,7 @@ from rudra.bench.ranks import (
     STATISTICS,
     PlainLoop,
     alexnet_job,
+    in_turns,
     lenet_job,
     on_ranks,
     step_s,
@@ -123,16 +124,15 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
             model = job.model.name if isinstance(job.model.name, str) else ""
             plain = partial(PlainLoop, size, model=model, compiled=job.training.compile)
             loops = {"ddp": plain(wrap=wrapped), "hand": plain(exchange=partial(_average, learners)), "alone": plain()}
-        for turn in range((rounds if case.startswith("lenet") else min(rounds, 3)) + 1):
-            taken = _rudra(comm, serverless, directory / "run.h5", job)
+        few = rounds if case.startswith("lenet") else min(rounds, 3)
+        for taken in in_turns(few, figures.setdefault(case, {})):
+            taken |= _rudra(comm, serverless, directory / "run.h5", job)
             for name in ("ddp", "hand", "alone"):
                 rest(comm)
                 if name in loops:
                     loops[name].run(2)
                     distributed.barrier()
                     taken[name] = loops[name].run(count)[0]
-            for name, value in taken.items() if turn or not rounds else ():  # the first one warms up
-                figures.setdefault(case, {}).setdefault(name, []).append(value)
     rest(comm)
     if comm.rank >= LEARNER:
         distributed.destroy_process_group()

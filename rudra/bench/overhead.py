@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, lenet_job, on_ranks, step_s, train, write_images
+from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, in_turns, lenet_job, on_ranks, step_s, train, write_images
 from rudra.compute import networks
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
@@ -76,10 +76,8 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: in
     for size, count in steps.items():
         job = lenet_job(directory, "async", 1, size, count)
         step = _Step(comm, job)
-        for turn in range(rounds + 1):
-            taken = _turn(comm, directory / "run.h5", job, step, count)
-            for name, value in taken.items() if turn or not rounds else ():  # the first one warms up
-                figures.setdefault(str(size), {}).setdefault(name, []).append(value)
+        for taken in in_turns(rounds, figures.setdefault(str(size), {})):
+            taken |= _turn(comm, directory / "run.h5", job, step, count)
     return figures
 
 

@@ -5,12 +5,10 @@ Where ranks read each other's memory, and by messages; both in turns.
 Overlap is compute / (compute + what the learner waited for communication), as in Table 1 of the paper. It flatters: a
 thread that spins in MPI hides its transfer and stretches the computation meanwhile. So steps per second, and the time
 of a gradient, stand beside it against computing alone.
-
-Behind a link of 10 Gbit/s: two hosts in network namespaces, with a token bucket between them; servers on one,
-learners on the other. That takes root, and `ip` and `tc`; without them these rows are missing, and the report says
-so.
 """
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.behind import behind_a_link, turn_is_over
-from rudra.bench.hosts import missing
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.compute.first_gradient import settled
 from rudra.compute.learners import LearnerExecutor
@@ -37,11 +33,10 @@ if TYPE_CHECKING:
 
     from mpi4py import MPI
 
-GBIT_S = 10
 BY_MESSAGES = ", by messages"
 WARM_UP = 2  # steps that do not count
-GOALS = {"1": (0.995, 0.97), "2": (None, 0.97), f"1, {GBIT_S} Gbit/s": (0.95, 0.72)}
-"""Overlap of adv*, and steps/s as a multiple of computing alone."""
+SIZES: dict[str, Any] = {"size": 4, "steps": 10, "rounds": 6, "options": {}}
+SMALLEST: dict[str, Any] = {"size": 1, "steps": 5, "rounds": 1, "options": {"width": 64}}
 
 
 class Direct:
@@ -53,44 +48,52 @@ class Direct:
 
 
 def run(*, quick: bool) -> Report:
-    """Measures one and two learners of one torch thread each over shared memory, and one behind the link."""
-    about: dict[str, Any] = {"size": 4, "steps": 10, "rounds": 6, "options": {}}
-    if quick:
-        about = {"size": 1, "steps": 5, "rounds": 1, "options": {"width": 64}}
-    figures = {
-        str(count): _slowest(on_ranks(measure, count, count=count, link=False, **about))
-        for count in ((1,) if quick else (1, 2))
-    }
-    lacking = missing()
-    if not quick and not lacking:
-        there = {"gbit_s": GBIT_S, "learners": 1, "away": 1, "turns": about["rounds"]}
-        figures[f"1, {GBIT_S} Gbit/s"] = _slowest(behind_a_link(measure, **there, count=1, link=True, **about))
+    """Measures one and two learners of one torch thread each over shared memory."""
+    report = new_report()
+    for count, least in (1, 0.995), (2, None):
+        if count == 1 or not quick:
+            figures = on_ranks(measure, count, count=count, **(SMALLEST if quick else SIZES))
+            add(report, str(count), figures, overlap=least, rates={"base": 0.97, "adv*": 0.97})
+    return report
+
+
+def new_report() -> Report:
+    """A report without rows."""
     columns = ["topology", "overlap", "steps/s", "compute alone, steps/s", "/ alone", "gradient / alone"]
     report = Report([f"{'289 MB, μ = 4':14}", *columns, "by messages, / alone", "/ messages"])
-    for where, by_topology in figures.items():
-        alone = [1 / s for s in by_topology["alone"]["step_s"]]
-        for topology in ("base", "adv*"):
-            found, messages = by_topology[topology], by_topology[f"{topology}{BY_MESSAGES}"]
-            rates, slow = ([1 / s for s in way["step_s"]] for way in (found, messages))
-            slower = ratios(found["compute_s"], by_topology["alone"]["step_s"])
-            overlap, share = spread(found["overlap"]), ratios(rates, alone)
-            cells = (_percent(overlap), spread(rates), spread(alone), share, slower)
-            report.rows.append((where, topology, *cells, ratios(slow, alone), ratios(rates, slow)))
-            if where not in GOALS:
-                continue
-            least, rate = GOALS[where]
-            if topology == "adv*" and least is not None:
-                report.goals.append(Goal(f"{where}: overlap >= {least:.1%}", [overlap.median], at_least=least))
-            if topology == "adv*" or where in {"1", "2"}:
-                text = f"{where}, {topology}: steps/s >= {rate} of compute alone"
-                report.goals.append(Goal(text, [share.median], at_least=rate))
     report.notes = [
         "learners: one torch thread each; alone: the same learners at the same time compute the same gradients only",
         "gradient / alone: how much longer a gradient takes while threads communicate",
     ]
-    if lacking:
-        report.notes.append(f"no rows behind a link: {lacking}")
     return report
+
+
+def add(
+    report: Report, where: str, ranks: list[dict[str, Any]], *, overlap: float | None, rates: dict[str, float]
+) -> None:
+    """Adds the rows and goals of some learners.
+
+    Args:
+        report: what gets them.
+        where: name of the rows.
+        ranks: what `measure` returned on each rank.
+        overlap: goal for adv*; None: there is none.
+        rates: topology -> goal for steps/s as a share of computing alone.
+    """
+    by_topology = _slowest(ranks)
+    alone = [1 / s for s in by_topology["alone"]["step_s"]]
+    for topology in ("base", "adv*"):
+        found, messages = by_topology[topology], by_topology[f"{topology}{BY_MESSAGES}"]
+        quick, slow = ([1 / s for s in way["step_s"]] for way in (found, messages))
+        slower = ratios(found["compute_s"], by_topology["alone"]["step_s"])
+        hidden, share = spread(found["overlap"]), ratios(quick, alone)
+        cells = (_percent(hidden), spread(quick), spread(alone), share, slower)
+        report.rows.append((where, topology, *cells, ratios(slow, alone), ratios(quick, slow)))
+        if topology == "adv*" and overlap is not None:
+            report.goals.append(Goal(f"{where}: overlap >= {overlap:.1%}", [hidden.median], at_least=overlap))
+        if (rate := rates.get(topology)) is not None:
+            text = f"{where}, {topology}: steps/s >= {rate} of compute alone"
+            report.goals.append(Goal(text, [share.median], at_least=rate))
 
 
 def _percent(overlap: Spread) -> str:
@@ -120,8 +123,7 @@ def measure(
     steps: int,
     rounds: int,
     options: dict[str, int],
-    *,
-    link: bool,
+    over: "Callable[[MPI.Comm], None]" = rest,
 ) -> dict[str, Any]:
     """Takes turns; on learners: topology -> name -> one figure for each round but the first, if there are several.
 
@@ -133,7 +135,7 @@ def measure(
         steps: of a run.
         rounds: how many turns there are.
         options: of the model.
-        link: the ranks are on two hosts.
+        over: is called on all ranks at the end of each turn, and waits for them.
     """
     torch.set_num_threads(1)
     ways: list[tuple[str, Any, bool]] = []
@@ -155,9 +157,7 @@ def measure(
             taken = _alone(plain, comm.rank - LEARNER, steps)
             if turn or rounds == 1:
                 figures["alone"]["step_s"].append(taken)
-        if link:
-            turn_is_over(comm)
-        rest(comm)
+        over(comm)
     return figures
 
 
@@ -175,8 +175,6 @@ def _of_learner(rows: np.ndarray[Any, np.dtype[np.void]]) -> dict[str, float]:
 
 def _alone(job: Job, learner: int, steps: int) -> float:
     """Seconds that a gradient takes where nothing is exchanged."""
-    import time
-
     loaded = load(job.data, test=False, seed=job.training.seed)
     plan = job.plan()
     role = plan.learners[learner]

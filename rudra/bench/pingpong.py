@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, on_ranks
-from rudra.bench.stubs import AveragingServer, Maker, StubLearner, StubStatistics, drive, kept
+from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, in_turns, on_ranks
+from rudra.bench.stubs import AveragingServer, Maker, StubLearner, StubStatistics, drive, kept, stub_job
 from rudra.findings import Goal, Report, ratios, spread
-from rudra.job.job import Job
 from rudra.mpi.session import rest
 
 if TYPE_CHECKING:
@@ -64,19 +63,13 @@ def run(*, quick: bool) -> Report:
 def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: int) -> dict[str, Any]:
     """Takes turns; `raw` and `copy` in seconds, and by way the learner's account of each run through the roles."""
     torch.set_num_threads(1)
-    job = Job(
-        data={"classes": 2},
-        training={"epochs": 1, "minibatch_size": 1, "evaluate": False},
-        protocol={"name": "async"},
-        cluster={"learners": 1, "threads_per_rank": 1},
-    )
+    job = stub_job(1)
     kind = {SERVER: AveragingServer, STATISTICS: StubStatistics, LEARNER: StubLearner}[comm.rank]
     makers: dict[str, Maker] = {"memory": partial(kind, floats), "messages": kept(kind(floats))}
     plan = job.plan()
     there, back, average = (np.full(floats, i, np.float32) for i in range(3))
-    figures: dict[str, Any] = {"raw": [], "copy": [], **{way: [] for way in WAYS}}
-    for turn in range(rounds + 1):
-        taken: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+    for taken in in_turns(rounds, figures):
         for way in WAYS:
             near = job.with_(cluster={"node_memory": way == "memory"})
             account = drive(comm, near, plan, makers[way], steps)
@@ -89,9 +82,6 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
             np.copyto(there, back)
         taken["copy"] = time.perf_counter() - began
         rest(comm)
-        if turn:  # the first one warms up
-            for name, value in taken.items():
-                figures[name].append(value)
     return figures
 
 

@@ -2,14 +2,11 @@
 
 import tempfile
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.utils.data import Dataset
-
 from rudra.api import run as train
+from rudra.data.noise import noise
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.simulation.costs import at
@@ -27,27 +24,6 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "λ-softsync": {"name": "async"},
 }
 MODELS = {"lenet": (1, 28, 28), "cifar10_full": (3, 32, 32)}
-
-
-class Noise(Dataset[tuple[torch.Tensor, int]]):
-    """As many samples as one likes, of noise, in the memory of a few."""
-
-    def __init__(self, shape: Sequence[int], samples: int, pool: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._inputs = torch.randn(pool, *shape, generator=generator)
-        self._labels = torch.randint(10, (pool,), generator=generator).tolist()
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self._inputs[index % len(self._labels)], self._labels[index % len(self._labels)]
-
-
-def noise(shape: Sequence[int], samples: int = EPOCH, pool: int = 512) -> tuple[Noise, Noise]:
-    """Training and test set."""
-    return Noise(shape, samples, pool), Noise(shape, 256, pool)
 
 
 def run(*, quick: bool) -> Report:

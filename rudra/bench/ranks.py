@@ -5,7 +5,7 @@ import struct
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,20 @@ def train(job: Job, path: Path, comm: "MPI.Comm | None" = None, ends: int = 0) -
     if code != ends:
         raise RunError(f"the run ended with exit code {code}")
     return open_results(path)
+
+
+def in_turns(rounds: int, figures: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    """Yields for each turn a dictionary to put its figures into, and adds them to those of the other turns.
+
+    Args:
+        rounds: turns that count. One more comes first, which warms up; with 0 rounds it is the only one, and counts.
+        figures: name -> one figure for each turn that counts.
+    """
+    for turn in range(rounds + 1):
+        taken: dict[str, Any] = {}
+        yield taken
+        for name, value in taken.items() if turn or not rounds else ():
+            figures.setdefault(name, []).append(value)
 
 
 def step_s(time_s: NDArray[np.float64]) -> float:

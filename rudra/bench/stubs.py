@@ -2,23 +2,18 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from rudra.compute.executor import Executor
-from rudra.compute.flat import sha256
 from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
-from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import ServerExecutor
 from rudra.compute.schedule import schedule_of
 from rudra.compute.vectors import Memory
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update, Updated
-from rudra.core.layout import Part
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.job.tables import OptimizerTable
 from rudra.mpi.session import rest
 from rudra.results.recorder import Recorder
 from rudra.roles import make
@@ -31,9 +26,6 @@ if TYPE_CHECKING:
 
 Maker = Callable[[Memory | None], Executor]
 """Makes a stand-in whose buffers lie in that memory."""
-
-RATE, MOMENTUM = 1e-6, 0.9
-"""Of updates."""
 
 TOUCHED, RESERVED = 4, 16
 """Buffers that each stand-in has before it begins, so that none is made meanwhile; and that it may ever have."""
@@ -76,19 +68,6 @@ class AveragingServer(StubServer):
         return super().update(action)
 
 
-class UpdatingServer(ServerExecutor):
-    """Averages and updates as in a run: SGD with momentum; all weights, or a part of them."""
-
-    def __init__(self, floats: int, memory: Memory | None = None, part: slice | None = None) -> None:
-        length = floats if part is None else part.stop - part.start
-        Executor.__init__(self, (), length, length, 1, memory=memory)
-        self._part, self._of = None if part is None else Part((part,)), floats
-        self._first_sha256 = sha256(np.zeros(floats, np.float32))
-        table = OptimizerTable(learning_rate=RATE, momentum=MOMENTUM)
-        self._rule = UpdateRule(table, self.buffer("weights").vector)
-        self.prepare()
-
-
 class StubStatistics(StatisticsExecutor):
     def __init__(self, floats: int, memory: Memory | None = None) -> None:
         Executor.__init__(self, (), floats, floats, 1, memory=memory)
@@ -109,6 +88,17 @@ class Account(Recorder):
         names = ("pushed", "pulls", "push_s", "wait_s", "pull_s")
         time_s = float(action.totals["time_s"][0])
         self.learners = [{**{name: float(row[name]) for name in names}, "time_s": time_s} for row in action.learners]
+
+
+def stub_job(learners: int, **tables: Any) -> Job:
+    """A job under async whose learners push a gradient for each sample, and which nobody tests."""
+    return Job(
+        data={"classes": 2},
+        training={"epochs": 1, "minibatch_size": 1, "evaluate": False},
+        protocol={"name": "async"},
+        cluster={"learners": learners, "threads_per_rank": 1},
+        **tables,
+    )
 
 
 def kept(executor: Executor) -> Maker:

@@ -112,9 +112,9 @@ def _assignments(prefix: str) -> dict[str, str]:
 
 
 def _benchmarks(_: str) -> dict[str, str]:
-    from rudra.bench import BENCHMARKS
+    from rudra.bench import known
 
-    return {name: what for name, (what, _) in BENCHMARKS.items()}
+    return known()
 
 
 _KINDS: dict[str, Callable[[str], dict[str, str]]] = {

@@ -31,6 +31,7 @@ from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import PARTS, Message, tail_bytes
 from rudra.job.job import Job
+from rudra.probe import probed
 
 
 @contextmanager
@@ -346,6 +347,7 @@ class Executor:
         if name == SNAPSHOT:
             self.release(name)
 
+    @probed
     def sha256(self, name: str) -> str:
         """SHA-256 of a buffer's floats, in hexadecimal."""
         return sha256(self.buffer(name).array)

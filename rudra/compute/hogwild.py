@@ -24,6 +24,7 @@ from rudra.core.work import DEALT, Work
 from rudra.data.load import Batch
 from rudra.data.trees import mapped
 from rudra.job.job import Job
+from rudra.probe import probed
 from topologies import Plan
 
 
@@ -64,6 +65,11 @@ class Sharing(Executor):
     """
 
     window: Window
+
+    @probed
+    def enter(self, window: Window) -> None:
+        """Shares this window from now on."""
+        self.window = window
 
     @performs(Publish)
     def publish(self, action: Publish) -> None:
@@ -212,7 +218,7 @@ def give_window(executors: Mapping[int, Executor], window: Window) -> None:
     """Has the roles of a process share a window."""
     for executor in executors.values():
         if isinstance(executor, Sharing):
-            executor.window = window
+            executor.enter(window)
 
 
 def _split(tree: Any, sizes: Sequence[int]) -> Iterator[Any]:

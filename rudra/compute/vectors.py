@@ -14,6 +14,7 @@ from rudra.compute.half import from_half, to_half
 from rudra.compute.rows import RowForm, RowGradient
 from rudra.core.digest import digest_of, sample
 from rudra.core.messages import Message
+from rudra.probe import probed
 
 EXPONENT = 2
 """Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
@@ -95,6 +96,7 @@ class Buffer:
         taken = self.vector[which].numpy(force=True) if self._array is None else self._array[which]
         return taken.tobytes()
 
+    @probed
     def digest(self, timestamp: int) -> int:
         """64 bits that tell weights of one timestamp from others (`rudra.core.digest`)."""
         return digest_of(self.sampled(sample(timestamp, len(self.vector))))

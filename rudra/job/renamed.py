@@ -14,6 +14,7 @@ KEYS = {
     },
 }
 
+DATA = {"rudra.bench.prediction:noise": "rudra.data.noise:noise"}
 HOOKS = {"rudra.hooks:csv": "csv", "rudra.hooks:tensorboard": "tensorboard"}
 
 
@@ -30,6 +31,8 @@ def translated(job: Mapping[str, Any]) -> dict[str, Any]:
     for name, renamed in KEYS.items():
         if isinstance(keys := found.get(name), dict):
             found[name] = {renamed.get(key, key): value for key, value in keys.items()}
+    if isinstance(data := found.get("data"), dict) and isinstance(source := data.get("name"), str):
+        found["data"] = {**data, "name": DATA.get(source, source)}
     if isinstance(hooks := found.get("hooks"), list):
         found["hooks"] = [_renamed(hook) if isinstance(hook, dict) else hook for hook in hooks]
     return found

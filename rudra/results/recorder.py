@@ -29,6 +29,7 @@ from rudra.job.job import Job
 from rudra.job.table import named
 from rudra.log import log
 from rudra.machine import processor
+from rudra.probe import probed
 from rudra.results import plan_rows
 from rudra.results.progress import Progress
 from rudra.results.writer import ResultsWriter
@@ -113,6 +114,7 @@ class Recorder:
         self._writer, self._progress, self._weights = writer, progress, weights
         self._wall_clock, self._before, self._hooks = wall_clock, before, hooks
 
+    @probed
     def record(self, action: Record) -> None:
         rows = action.rows
         if action.table == "events" and self._wall_clock:

@@ -7,6 +7,7 @@ import numpy as np
 
 from rudra.core.events import Action, Send
 from rudra.core.messages import PACK, ROWS, MessageKind, reported
+from rudra.probe import probed
 
 
 class Outbox:
@@ -32,6 +33,7 @@ class Outbox:
     def add(self, kind: MessageKind, *row: Any) -> None:
         self.extend(kind, [PACK[kind](*row)])
 
+    @probed
     def extend(self, kind: MessageKind, rows: Sequence[bytes]) -> None:
         """Adds rows that are packed already."""
         self._rows.setdefault(kind, []).extend(rows)
@@ -43,6 +45,7 @@ class Outbox:
             return []
         return self.flush(now)
 
+    @probed
     def flush(self, now: float) -> list[Action]:
         """Everything that was gathered."""
         self._since = now

@@ -4,9 +4,10 @@ import importlib
 import inspect
 from collections.abc import Mapping
 
+import benchmarks
 import protocols
 import topologies
-from rudra.bench import BENCHMARKS
+from rudra import bench
 from rudra.cli.main import names
 from rudra.compute.networks import MODELS
 from rudra.compute.tasks import TASKS
@@ -29,9 +30,14 @@ def sections() -> list[str]:
         *_table("Tasks", "`[task] name`", _described(TASKS)),
         *_table("Jobs", "`rudra run`, `simulate` and `sweep`", jobs),
         *_table("Commands", "`rudra`", commands),
-        *_table("Benchmarks", "`rudra bench`", {name: what for name, (what, _) in BENCHMARKS.items()}),
+        *_table("Benchmarks", "`rudra bench`", _compared(bench.BENCHMARKS)),
+        *_table("Benchmarks of a checkout", "`rudra bench` there", _compared(benchmarks.BENCHMARKS)),
     ]
     return lines[:-1]
+
+
+def _compared(table: Mapping[str, tuple[str, str]]) -> dict[str, str]:
+    return {name: what for name, (what, _) in table.items()}
 
 
 def _described(found: Mapping[str, object]) -> dict[str, str]:

@@ -5,20 +5,21 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from compiler import needs_compiler
 
-from rudra.bench import BENCHMARKS
-from rudra.bench.hosts import missing
+import benchmarks
+from benchmarks.links import missing
+from rudra import bench
 from tests import forks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
 DATA = Path(os.environ.get("RUDRA_DATA", ROOT.parent / "shared" / "data"))
+BENCHMARKS = bench.BENCHMARKS | benchmarks.BENCHMARKS
 
 
 def needs_data(name: str) -> pytest.MarkDecorator:
@@ -29,12 +30,23 @@ def needs_data(name: str) -> pytest.MarkDecorator:
 needs_hosts = pytest.mark.skipif(bool(missing()), reason=f"no two hosts: {missing()}")
 NEEDS = {
     "compile": needs_compiler,
-    "studies": needs_data("cifar-10"),
     "tta": needs_data("fashion-mnist"),
     "unlike": needs_data("delicious"),
     "reduction": needs_hosts,
     "islands": needs_hosts,
+    "overlap_10g": needs_hosts,
 }
+
+
+def every_topology(rows: list[list[Any]]) -> None:
+    """Of `scaling`."""
+    names = {row[0] for row in rows}
+    assert {"base", "adv", "adv*", "groups of 8", "one group (hardsync)", "best fan-out of adv"} <= names
+    minutes = {row[0]: float(row[2]) for row in rows if row[1] and row[-1]}
+    assert minutes["adv*, fan-out 4"] < minutes["adv, fan-out 4"] < minutes["base"]
+
+
+CHECKS = {"scaling": every_topology}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])
@@ -52,15 +64,5 @@ def test_a_benchmark_prints_ratios_and_goals(name: str, tmp_path: Path) -> None:
                 assert cell["low"] <= cell["median"] <= cell["high"]
                 assert all(map(math.isfinite, cell.values()))
     assert bool(report["goals"]) == (BENCHMARKS[name][1] != "no goal")
-    assert list(tmp_path.glob("*rudra*")) == []
-
-
-def test_a_job_of_the_users_is_hit_by_a_fault(tmp_path: Path) -> None:
-    command = [*forks.rudra(), "bench", "faults", "--jobs", "digits", "--quick", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=550, check=False)
-    report = json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
-    assert [goal["reached"] for goal in report["goals"]] == [True, True], report["notes"]
-    assert report["rows"][0][:2] == ["a rank killed", 1]
+    CHECKS.get(name, lambda rows: None)(report["rows"])
     assert list(tmp_path.glob("*rudra*")) == []

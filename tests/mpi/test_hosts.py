@@ -11,8 +11,7 @@ import pytest
 import user_code
 from processes import HERE, ROOT
 
-from rudra.bench.behind import behind_a_link
-from rudra.bench.hosts import NAMES, missing
+from benchmarks.links import NAMES, behind_a_link, missing
 from tests.waiting import eventually
 
 pytestmark = [
@@ -23,7 +22,7 @@ pytestmark = [
 
 SCRIPT = """
 import user_code
-from rudra.bench.behind import behind_a_link
+from benchmarks.links import behind_a_link
 behind_a_link(user_code.staying, gbit_s=1, learners=2, turns=1, there={!r})
 """
 

@@ -10,7 +10,7 @@ import pytest
 from processes import below, finish, gone, mpirun_of, ours, ranks_of, replays, start, wait_for_updates
 
 import rudra
-from rudra.bench.phases import PLACES, kill
+from tests.campaigns.phases import PLACES, kill
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -262,7 +262,7 @@ def test_a_rank_that_dies_in_the_last_moments_is_missed_by_nobody(
     tmp_path: Path, topology: str, victim: str, phase: str
 ) -> None:
     found = kill(tmp_path, PLACES[topology], victim, phase)
-    assert (found.code, found.left, found.wrong) == (0, 0, "")
+    assert (found.end.code, found.end.left, found.wrong) == (0, [], "")
 
 
 def test_when_all_that_are_left_wait_the_run_ends(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 from processes import ROOT
 
 import rudra
-from rudra.bench.phases import PLACES, kill
-from rudra.bench.strikes import DURING, Armed, Strike, command
+from tests.campaigns.phases import PLACES, job_text, kill
+from tests.campaigns.strikes import DURING, Armed, Strike, command
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -45,12 +45,7 @@ def hits_of(victims: list[str], *, everybody: bool) -> Iterator[tuple[str, str, 
 
 def job_file(directory: Path, topology: str, learners: int = 3, protocol: str = "async") -> Path:
     path = directory / "job.toml"
-    path.write_text(
-        '[model]\nname = "mlp"\noptions.hidden = [16]\n[data]\nname = "rudra.bench.points:points"\n'
-        "[training]\nepochs = 8\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.01\n"
-        f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = {learners}\n[topology]\n{topology}\n'
-        '[results]\ncheckpoint_every = "8 updates"\nreport_s = 0.0\nflush_s = 0.1\n'
-    )
+    path.write_text(job_text(topology, learners, protocol, epochs=8))
     return path
 
 
@@ -135,7 +130,7 @@ EARLY = [
 @pytest.mark.parametrize(("phase", "number"), EARLY)
 def test_a_stop_of_one_rank_before_training_ends_the_job_in_one_line(tmp_path: Path, phase: str, number: int) -> None:
     found = kill(tmp_path, PLACES["base"], "learner 1", phase, number)
-    assert (found.code, found.left, found.wrong) == (1, 0, "")
+    assert (found.end.code, found.end.left, found.wrong) == (1, [], "")
 
 
 ENDS = [("close", 0, "to end after training"), ("set-up", 1, "to get ready")]

@@ -618,7 +618,7 @@ def pause(pace: random.Random) -> None:
 
 def over_the_link(comm: Any, directory: Path) -> dict[str, Any]:
     """Where a rank is, what its host has sent, and how fast that was."""
-    from rudra.bench.behind import link_rate, sent_bytes
+    from benchmarks.links import link_rate, sent_bytes
 
     before, seconds, gbit_s = sent_bytes(), 0.3, 0.1
     rate = link_rate(comm, seconds, gbit_s)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from clusters import SAMPLES, job, timing
 
-from rudra.bench import momentum as bench
+from benchmarks import momentum as bench
 
 pytestmark = pytest.mark.slow
 

@@ -1,4 +1,4 @@
-"""What the paper found of time and staleness, in the studies that come with Rudra; errors: `rudra bench studies`."""
+"""What the paper found of time and staleness, in the studies that come with Rudra."""
 
 from pathlib import Path
 from typing import Any

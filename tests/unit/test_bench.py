@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from rudra.bench import BENCHMARKS, contestants, heats, islands, placed, reduction, scaling, topologies, tta, unlike
+import benchmarks
+from benchmarks import contestants, heats, islands, overlap_10g, placed, reduction, scaling, tta, unlike
+from rudra import bench, siblings
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, ratios, spread
@@ -18,7 +20,7 @@ from rudra.findings import Goal, Report, ratios, spread
 def test_each_benchmark_is_listed_with_its_goal(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench"]) == 0
     listed = capsys.readouterr().out
-    for name, (what, goal) in BENCHMARKS.items():
+    for name, (what, goal) in (bench.BENCHMARKS | benchmarks.BENCHMARKS).items():
         assert f"  {name:12}{what}\n" in listed
         assert f"goal: {goal}\n" in listed
     with pytest.raises(SystemExit) as end:
@@ -27,33 +29,40 @@ def test_each_benchmark_is_listed_with_its_goal(capsys: pytest.CaptureFixture[st
     assert listed in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("package", [bench, benchmarks])
+def test_each_benchmark_is_a_module_of_its_own(package: Any) -> None:
+    modules = {file.stem for file in Path(package.__file__).parent.glob("*.py")}
+    assert set(package.BENCHMARKS) <= modules
+    assert not set(bench.BENCHMARKS) & set(benchmarks.BENCHMARKS)
+
+
 def test_an_unknown_benchmark_is_refused_before_any_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "update", "updates"]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("rudra: benchmark 'updates' is unknown; valid: overhead, ddp")
+    assert said.err.startswith("rudra: benchmark 'updates' is unknown; valid: ddp, overhead")
     assert said.err.endswith("; did you mean update?\n")
 
 
-@pytest.mark.parametrize(("option", "whose"), [(["--only", "sma"], "tta or unlike"), (["--keep", "runs"], "tta")])
-def test_options_of_one_benchmark_are_refused_with_others(
-    option: list[str], whose: str, capsys: pytest.CaptureFixture[str]
+def test_a_benchmark_of_a_checkout_is_refused_without_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for names in (["update"], ["tta", "update"], ["tta", "unlike", "update"]):
-        assert main(["bench", *names, *option]) == 2
-        assert capsys.readouterr().err == f"rudra: {option[0]} is an option of the benchmark {whose} alone\n"
+    monkeypatch.setattr(siblings, "ROOT", tmp_path)
+    assert main(["bench", "scaling"]) == 2
+    six = "ddp, overhead, pingpong, overlap, prediction, evaluation"
+    said = f"rudra: benchmark 'scaling' needs a checkout of Rudra; installed are {six}\n"
+    assert capsys.readouterr() == ("", said)
 
 
-def test_phases_are_of_faults_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "update", "--phases"]) == 2
-    assert capsys.readouterr().err == "rudra: --phases is an option of the benchmark faults alone\n"
-    assert main(["bench", "faults", "--phases", "base", "ring"]) == 2
-    assert "--phases: topology 'ring' is unknown; valid: base, sharded, adv, adv*, groups" in capsys.readouterr().err
-
-
-def test_times_are_of_jobs_that_are_hit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "faults", "--times", "3"]) == 2
-    assert capsys.readouterr().err == "rudra: --times says how often --jobs are hit; valid: with --jobs\n"
+@pytest.mark.parametrize(
+    ("names", "option"),
+    [(["update"], ["--only", "sma"]), (["tta", "update"], ["--only", "sma"]), (["update"], ["--keep", "runs"])],
+)
+def test_an_option_that_a_benchmark_does_not_have_is_refused(
+    names: list[str], option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *names, *option]) == 2
+    assert capsys.readouterr().err == f"rudra: {option[0]} is no option of the benchmark update\n"
 
 
 def test_ratios_are_of_neighbours() -> None:
@@ -90,16 +99,6 @@ def test_a_report_is_an_aligned_table_and_plain_json() -> None:
     ]
     assert report.as_text(goals=False).endswith("\na note"), "as with --quick"
     assert json.loads(json.dumps(report.as_dict()))["rows"][0] == ["a", 1.23456, {"median": 1, "low": 1, "high": 1}]
-
-
-def test_topologies_are_compared_with_the_papers_tables() -> None:
-    report = topologies.run(quick=True)
-    assert all(len(row) == len(report.columns) for row in report.rows)
-    assert [str(goal) for goal in report.goals if not goal.reached and "staleness" not in goal.text] == []
-    assert len(report.rows) == 3 * 4 + 6
-    fitted = {str(row[0]).split(",")[0].strip() for row in report.rows if str(row[-1]).startswith("fitted")}
-    assert fitted == {"adv", "adv*"}
-    assert not any(" adv " in f"{goal.text} " for goal in report.goals if goal.text.startswith("Table 1"))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +236,7 @@ def test_who_is_first_to_95_percent_of_the_drop_to_the_lowest_loss_of_all(
     ]
 
 
-@pytest.mark.parametrize("benchmark", [reduction, islands])
+@pytest.mark.parametrize("benchmark", [reduction, islands, overlap_10g])
 def test_what_needs_two_hosts_says_in_a_line_why_there_are_none(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,13 +256,3 @@ def test_bytes_that_cross_the_link_are_those_of_the_traffic_model() -> None:
     assert moved["ralp"] == moved["merged"] == (2 * learners * (activations + front), 1)
     size, ways = moved["allreduce"]
     assert size / ways == pytest.approx(2 * (learners - 1) / learners * whole)
-
-
-@pytest.mark.slow
-def test_scaling_has_every_topology() -> None:
-    report = scaling.run(quick=True)
-    assert all(len(row) == len(report.columns) for row in report.rows)
-    names = [row[0] for row in report.rows]
-    assert {"base", "adv", "adv*", "groups of 8", "one group (hardsync)", "best fan-out of adv"} <= set(names)
-    minutes = {str(row[0]): float(str(row[2])) for row in report.rows if row[1] and row[-1]}
-    assert minutes["adv*, fan-out 4"] < minutes["adv, fan-out 4"] < minutes["base"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import protocols
-from rudra.bench import BENCHMARKS
+from rudra.bench import known
 from rudra.cli.main import main, names
 from rudra.job import schema
 from rudra.job.jobfiles import shipped_jobs
@@ -40,7 +40,7 @@ CASES: list[tuple[str, list[str]]] = [
     ("rudra init --from .h", [".hidden.toml"]),
     ("rudra slurm digits --launcher ", ["mpirun", "srun"]),
     ("rudra bench sc", ["scaling"]),
-    ("rudra bench ", [*BENCHMARKS]),
+    ("rudra bench ", [*known()]),
     ("rudra completion ", ["bash", "fish", "zsh"]),
     ("rudra run digits --set ", [f"{key}=" for key in schema.job_keys()]),
     ("rudra run digits --set task.", ["task.name=", "task.metrics=", "task.options="]),

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from rudra.bench import hosts
+from benchmarks.links import _on, missing
 from rudra.mpi.failures import lives
 from tests.waiting import eventually
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.skipif(bool(hosts.missing()), reason=f"two hosts cannot be made: {hosts.missing()}"),
+    pytest.mark.skipif(bool(missing()), reason=f"two hosts cannot be made: {missing()}"),
 ]
 
 LASTS = "setsid sleep 600 & echo $$ $! >started.new; mv started.new started; exec sleep 600"
 SCRIPT = """
-from rudra.bench.hosts import two_hosts
+from benchmarks.links import two_hosts
 with two_hosts(gbit_s=10.0, slots=(1, 1)) as hosts:
     print(*hosts.pids, hosts.directory, flush=True)
-    hosts.run(["sh", "-c", {lasts!r}], host=1)
+    hosts.start(["sh", "-c", {lasts!r}], host=1).wait()
 """
 
 
@@ -53,5 +53,5 @@ def test_nothing_is_left_of_hosts(tmp_path: Path, number: int) -> None:
 
 def test_a_host_that_could_not_be_made_is_not_taken_for_the_machine() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert hosts._on(process.pid) == []
+        assert _on(process.pid) == []
         process.kill()

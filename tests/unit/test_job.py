@@ -546,6 +546,7 @@ def test_jobs_of_older_files_are_read_under_the_names_of_now() -> None:
         "cluster": {"wire": "float16", "learners": 2},
         "optimizer": {"factor": 0.5},
         "hooks": [{"at": "end", "call": "rudra.hooks:csv"}],
+        "data": {"name": "rudra.bench.prediction:noise"},
         "simulation": {"faults": []},
     }
     assert Job(**translated(older)) == Job(
@@ -553,4 +554,5 @@ def test_jobs_of_older_files_are_read_under_the_names_of_now() -> None:
         cluster={"gradient_format": "float16", "learners": 2},
         optimizer={"decay_factor": 0.5},
         hooks=[{"at": "end", "call": "csv"}],
+        data={"name": "rudra.data.noise:noise"},
     )

@@ -15,7 +15,7 @@ from rudra.simulation import costs
 from rudra.studies import sweep
 
 ROOT = Path(__file__).parents[2]
-NOISE = "rudra.bench.prediction:noise"
+NOISE = "rudra.data.noise:noise"
 TOKENS = torch.zeros(1, 64, dtype=torch.int64)
 DATA = {
     "digits": DataInfo("digits", 1437, 360, (1, 8, 8), 10),

@@ -35,7 +35,11 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
     "studies": ("ground job core data compute results mpi simulation above report", WITH_TORCH),
     "above": ("ground job core data compute roles results mpi simulation cli", WITH_TORCH | {"mpi4py"}),
     "bench": (
-        "ground job core data compute roles results mpi simulation above report studies",
+        "ground job core data compute roles results mpi simulation above studies",
+        WITH_TORCH | {"mpi4py"},
+    ),
+    "benchmarks": (
+        "ground job core data compute roles results mpi simulation above report studies bench",
         WITH_TORCH | {"mpi4py", "h5py"},
     ),
     "cli": (
@@ -44,7 +48,8 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
     ),
 }
 ONLY_INSIDE_FUNCTIONS = {"argcomplete", "matplotlib", "jinja2", "pandas", "PIL", "zstandard"}
-SOURCES = sorted(file for place in ("rudra", "protocols", "topologies") for file in (ROOT / place).rglob("*.py"))
+PLACES = ("rudra", "benchmarks", "protocols", "topologies")
+SOURCES = sorted(file for place in PLACES for file in (ROOT / place).rglob("*.py"))
 
 
 def room_of(file: Path) -> str:
@@ -118,7 +123,7 @@ def test_who_starts_ranks_does_without_torch() -> None:
 )
 def test_files_that_texts_name_are_there(text: str) -> None:
     content = (ROOT / text).read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:rudra|tests|protocols|topologies)/[a-z_/]+\.py)`", content))
+    named = set(re.findall(r"`((?:rudra|benchmarks|tests|protocols|topologies)/[a-z_/]+\.py)`", content))
     assert {name for name in named if not (ROOT / name).is_file()} == set()
     if text == "docs/architecture.md":
         assert {room for room in RULES.keys() - {"above"} if room not in content} == set()

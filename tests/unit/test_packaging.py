@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import rudra
+from rudra.bench import BENCHMARKS
 from rudra.job import schema
 from rudra.job.jobfiles import shipped_jobs
 
@@ -124,6 +125,15 @@ def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) 
     assert all(Path(path).is_relative_to(installed.parent.resolve()) for path in paths)
     for job in ("digits", "rudra/figure4"):
         assert output(installed / "rudra", "validate", "--syntax", job, cwd=tmp_path).startswith(f"{job}: valid\n")
+
+
+def test_the_wheel_has_the_benchmarks_that_users_need(wheel: Path, installed: Path, tmp_path: Path) -> None:
+    assert not {name.partition("/")[0] for name in zipfile.ZipFile(wheel).namelist()} & {"benchmarks", "tests"}
+    listed = output(installed / "rudra", "bench", cwd=tmp_path)
+    assert re.findall(r"^  (\w+) ", listed, re.M) == list(BENCHMARKS)
+    done = run(installed / "rudra", "bench", "scaling", "--quick", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("rudra: benchmark 'scaling' needs a checkout of Rudra; installed are ddp, ")
 
 
 def test_a_batch_script_is_made_from_the_wheel(installed: Path, tmp_path: Path) -> None:

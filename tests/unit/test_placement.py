@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.bench.ralp import step_s
+from benchmarks.ralp import step_s
 from rudra.core.placement import Layer, PlacementDecision, PlacementHardware, choose, cuts, server_s, skewness
 from rudra.studies.convnets import NETWORKS
 from rudra.studies.standins import DEVICES

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import rudra
-from rudra.bench import paper
-from rudra.bench.paper import Row
+from benchmarks import paper
+from benchmarks.paper import Row
 from rudra.job.job import Job
 from rudra.simulation import costs
 
@@ -81,7 +81,7 @@ CIFAR10, ALEXNET = (4 * parameters + 256 for parameters in (89_578, 72_221_944))
 DATA: dict[str, dict[str, Any]] = {
     "cifar10_full": {"name": "cifar10"},
     "alexnet": {
-        "name": "rudra.bench.prediction:noise",
+        "name": "rudra.data.noise:noise",
         "classes": 1000,
         "options": {"shape": [3, 224, 224], "pool": 1},
     },

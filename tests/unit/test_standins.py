@@ -31,7 +31,7 @@ def test_the_preset_has_the_times_of_a_stand_in(name: str) -> None:
 def test_a_stand_in_has_the_size_of_its_network_and_can_be_cut(name: str, millions: float) -> None:
     job = Job(
         model={"name": f"rudra.studies.standins:{name}"},
-        data={"name": "rudra.bench.prediction:noise", "options": {"shape": [1]}, "classes": 1000},
+        data={"name": "rudra.data.noise:noise", "options": {"shape": [1]}, "classes": 1000},
         training={"minibatch_size": 64},
         protocol={"name": "hardsync"},
         placement={"cut": "back", "rule": "synchronous"},

@@ -1,0 +1,78 @@
+"""Benchmarks that only a checkout has: each a module with `run(*, quick)`, which returns a `Report`.
+
+`rudra bench NAME` runs them. `rudra.bench` has those that users run on their own machines.
+"""
+
+BENCHMARKS = {  # name -> what it compares, and the goal
+    "tta": (
+        "time to accuracy of two learners, by protocol, against torch DDP; needs Fashion-MNIST or CIFAR-10",
+        "the best of ours >= 1.5 times as fast as the best DDP",
+    ),
+    "averaging": (
+        "averages of replicas with every mini-batch (sma), of 18 MB and 289 MB, against what memory allows",
+        ">= 0.9 of the bound",
+    ),
+    "requests": (
+        "pushes/s of 1.7 MB that a server takes from 1, 2 and 4 senders, and how evenly",
+        ">= 2.0 times those by messages; each sender within 5 % of the mean",
+    ),
+    "shards": (
+        "pushes/s that several servers take which share the weights (topology sharded), against one",
+        ">= 3 times with 4 servers behind 10 Gbit/s, in virtual time; >= 0.9 with 2 on the ranks of this machine",
+    ),
+    "reduction": (
+        "hardsync by allreduce on two hosts behind 1 Gbit/s: gradients added on each node first, against all to all",
+        'steps/s of reduction = "nodes" >= those of "ordered"',
+    ),
+    "islands": (
+        "DiLoCo, an average every 50 mini-batches, against hardsync by allreduce; two hosts behind 100 Mbit/s",
+        ">= 5 times its samples/s, in whichever order hardsync adds",
+    ),
+    "placed": (
+        "layers on a stage server (RALP, merged) against whole models: behind 100 Mbit/s, 1 Gbit/s, and on one host",
+        ">= 5 times the samples/s of base behind 100 Mbit/s, 0.8 of what bytes foretell; >= 0.9 on one host",
+    ),
+    "overlap_10g": (
+        "what `overlap` measures, for one learner behind 10 Gbit/s",
+        "overlap of adv* >= 95 %; 0.72 of compute alone",
+    ),
+    "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),
+    "sparse": (
+        "sparse inputs (44 of 8,315 features) against dense ones: the first layer, and the step of 8,315-512x4-2",
+        ">= 20 times as fast, and >= 5 times",
+    ),
+    "memory": ("peak memory of learner and server, in model sizes", "learner <= 3.5; server <= 4, +1 with a snapshot"),
+    "input": (
+        "how long a learner waits for its mini-batches, with and without an input thread, and the steps/s of both",
+        "< 2 % of a step of lenet and resnet32, in the way that a run draws them",
+    ),
+    "compile": ("gradients by torch.compile (training.compile), against the same without it", ">= 1.3 for lenet"),
+    "recording": ("what it costs to record a run so that it can be replayed", "<= 1 % of the run"),
+    "checkpoint": ("what a checkpoint costs the training beside it", "<= 2 % at one a minute"),
+    "simulator": (
+        "a simulation against its bare gradients; timing-only runs of up to 4,096 learners",
+        "<= 10 % over; >= 200,000 messages/s; 4.1 M pushes in < 120 s",
+    ),
+    "momentum": (
+        "the momentum that asynchrony alone adds, against Omnivore's 1 - 1/g; simulated, real gradients",
+        "within 0.05 for exponential step times",
+    ),
+    "groups": (
+        "time per iteration of g compute groups, against Omnivore's model; simulated, and on real ranks",
+        "within 15 %",
+    ),
+    "paper": ("the times of the paper's Tables 2, 3 and 4, against those that the preset p775 predicts", "within 20 %"),
+    "ralp": (
+        "the RALP paper's Tables 1 and 2 and Figure 2 beside ours, and how well its rule and `auto` cut",
+        "Tables 1 and 2 to two decimals; auto within 5 % of the better of placed and whole",
+    ),
+    "hogbatch": (
+        "workers that share weights in a window: two against one and against torch's Hogwild",
+        ">= 1.7 times the samples/s of one; >= 1.5 times torch's at μ = 1 and 8; <= 3 % waiting",
+    ),
+    "unlike": (
+        "who is first to 95 % of the drop in loss: small workers, large ones, or both under each rule; needs data",
+        "fixed and adaptive before either kind alone, the small worker with >= 95 % and 45 to 60 % of the updates",
+    ),
+    "scaling": ("time per epoch in virtual time, 4 to 4,096 learners, every topology: where it saturates", "no goal"),
+}

@@ -1,0 +1,453 @@
+"""Two hosts of one machine with a link between them: making them, starting ranks on both, and what the link carries.
+
+The hosts are Linux namespaces. Each has a host name, an address and a /dev/shm of its own, so MPI between them goes
+over TCP through the link, whose token bucket (`tc … tbf`) sets the bandwidth of each direction. Nothing is added to
+the machine's own network. Each host gets half of the machine's cores, so that its ranks know how many they have.
+
+Nothing on them outlives the process that made them, however it ends: Ctrl-C and SIGTERM end what is there, and what
+`Hosts.start` has started dies with it.
+
+`python -m benchmarks.links MODULE FUNCTION LEARNERS ARGUMENTS` runs on the first host, and starts the ranks on both.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from tqdm import tqdm
+
+from benchmarks.shared import learner_step_s
+from rudra.bench.ranks import LEARNER, Measure, in_turns, on_ranks, step_s, train
+from rudra.errors import RudraError, RunError
+from rudra.findings import Report, Spread, ratios, spread
+from rudra.job.job import Job
+from rudra.log import log
+from rudra.machine import cores, end_with_parent
+from rudra.mpi.forkserver import SERVER
+from rudra.mpi.session import rest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+ADDRESSES = ("10.213.0.1", "10.213.0.2")
+NAMES = ("node1", "node2")
+BURST_S, LEAST_BURST = 0.0032, 64 << 10  # seconds of the link's rate, and bytes: of one large packet
+_TOOLS = ("unshare", "nsenter", "ip", "tc")
+_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+_HOLD = (
+    'hostname "$1" && mount --bind "$2" /etc/hosts && mount -t tmpfs -o mode=1777 shm /dev/shm && ip link set lo up && '
+    "echo ready && exec cat"
+)
+
+
+def missing() -> str:
+    """What two hosts need and this machine does not have; empty if nothing."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    tools = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
+    if tools:
+        return f"{', '.join(tools)} not found (packages iproute2 and util-linux)"
+    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False)
+    return "" if tried.returncode == 0 else "this machine allows no namespaces"
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Two hosts.
+
+    Attributes:
+        directory: where their files are.
+        pids: of the processes that keep their namespaces.
+    """
+
+    directory: Path
+    pids: tuple[int, int]
+
+    def start(self, argv: Sequence[str], host: int = 0, **streams: Any) -> "subprocess.Popen[str]":
+        """Starts a command on a host; the command gets SIGTERM when this process ends.
+
+        An Open MPI mpirun that the command starts on the first host starts ranks on both hosts.
+
+        Args:
+            argv: the command.
+            host: number of the host.
+            streams: `stdout` and `stderr` of the command.
+        """
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+            "PRTE_MCA_plm_ssh_agent": str(self.directory / "agent"),
+            "PRTE_MCA_prte_default_hostfile": str(self.directory / "slots"),
+            "PRTE_MCA_prte_keep_fqdn_hostnames": "0",
+            "OMPI_MCA_btl_tcp_if_include": "eth0",
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # both hosts' ranks share the cores, of which MPI knows nothing
+        }
+        env.pop(SERVER, None)  # the fork server is not on these hosts
+        return subprocess.Popen(
+            [*_enter(self.pids[host]), f"--wd={os.getcwd()}", *argv],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C of the terminal comes to this process alone
+            preexec_fn=end_with_parent,
+            **streams,
+        )
+
+
+@contextmanager
+def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
+    """Makes the hosts, and ends every process that is left on them.
+
+    Args:
+        gbit_s: bandwidth of the link, each way.
+        slots: how many ranks to start on each.
+    """
+    holders: list[subprocess.Popen[str]] = []
+    with _ended_in_order(), tempfile.TemporaryDirectory(prefix="rudra-hosts-") as name:
+        directory = Path(name)
+        lines = ["127.0.0.1 localhost", *(f"{a} {n}" for a, n in zip(ADDRESSES, NAMES, strict=True))]
+        (directory / "hosts").write_text("\n".join(lines) + "\n")
+        (directory / "slots").write_text("".join(f"{n} slots={s}\n" for n, s in zip(NAMES, slots, strict=True)))
+        try:
+            for host in NAMES:
+                hold = ["sh", "-c", _HOLD, "sh", host, str(directory / "hosts")]
+                argv = ["unshare", "--net", "--uts", "--ipc", "--mount", "--propagation", "private", *hold]
+                holder = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+                holders.append(holder)
+                assert holder.stdout is not None
+                if holder.stdout.readline() != "ready\n":
+                    raise RuntimeError(f"host {host} could not be made")
+            pids = (holders[0].pid, holders[1].pid)
+            _link(pids, gbit_s)
+            agent = directory / "agent"
+            agent.write_text(_agent(pids))
+            agent.chmod(agent.stat().st_mode | stat.S_IXUSR)
+            yield Hosts(directory, pids)
+        finally:
+            for holder in holders:
+                _end(holder)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PATH": _PATH}
+
+
+def _enter(pid: int) -> list[str]:
+    return ["nsenter", "-t", str(pid), "-n", "-u", "-i", "-m"]
+
+
+def _link(pids: tuple[int, int], gbit_s: float) -> None:
+    """A cable between the hosts, and a token bucket at both ends.
+
+    What a bucket holds goes through at any rate: 3 ms of the link's, so that little of a transfer does.
+    """
+    plug = f"ip link add eth0 type veth peer name eth0 netns {pids[1]}"
+    subprocess.run([*_enter(pids[0]), *plug.split()], check=True, env=_environment())
+    for pid, address in zip(pids, ADDRESSES, strict=True):
+        burst = max(round(gbit_s * 1e9 / 8 * BURST_S), LEAST_BURST)
+        bucket = f"tc qdisc add dev eth0 root tbf rate {gbit_s * 1000:g}mbit burst {burst} latency 50ms"
+        for step in (f"ip addr add {address}/24 dev eth0", "ip link set eth0 up", bucket):
+            subprocess.run([*_enter(pid), *step.split()], check=True, env=_environment())
+
+
+def _agent(pids: tuple[int, int]) -> str:
+    """In place of ssh: `agent HOST COMMAND…` enters the host's namespaces."""
+    cases = "\n".join(f"  {name}) pid={pid} ;;" for name, pid in zip(NAMES, pids, strict=True))
+    return f"""#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift; done
+case "$1" in
+{cases}
+  *) echo "no host $1" >&2; exit 1 ;;
+esac
+shift
+exec nsenter -t "$pid" -n -u -i -m --wd="$PWD" sh -c "$*"
+"""
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM, as of `timeout`, is an exception meanwhile, so that what is to be ended is."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _on(host: int) -> list[int]:
+    """The processes on the host of this one, itself left out; none, if that was not made and this is the machine."""
+
+    def network(process: int | str) -> str:
+        with suppress(OSError):
+            return os.readlink(f"/proc/{process}/ns/net")
+        return ""
+
+    if (its := network(host)) in {"", network("self")}:
+        return []
+    processes = map(int, filter(str.isdigit, os.listdir("/proc")))
+    return [process for process in processes if process != host and network(process) == its]
+
+
+def _end(holder: "subprocess.Popen[str]", patience_s: float = 5.0) -> None:
+    """Ends what is left on a host, and the process that keeps its namespaces; with the last one they are gone."""
+    deadline = time.monotonic() + patience_s
+    while holder.returncode is None and (left := _on(holder.pid)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.01)
+    if holder.stdin is not None:
+        holder.stdin.close()
+    while holder.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with suppress(ProcessLookupError):
+        os.killpg(holder.pid, signal.SIGKILL)
+    holder.wait()
+    if holder.stdout is not None:
+        holder.stdout.close()
+
+
+# Ranks on both.
+
+TURN = "turn"
+"""A line of standard output that says that one is over."""
+
+MESSAGE = 1 << 20
+ALONE = "computing alone: the same learners at the same time compute and update, and nothing is exchanged"
+HALF = f"learners have one torch thread each, and half of this machine's {cores()} cores are each host's"
+"""Notes of reports; the second note begins with a number."""
+
+INSISTS_S, ENDS_S = 3.0, 10.0
+"""How long a measurement may take to end when it is told to, before it is told again, and before it is killed."""
+
+
+def behind_a_link(
+    measure: Measure, *, gbit_s: float, learners: int, turns: int, away: int | None = None, **arguments: Any
+) -> list[dict[str, Any]]:
+    """Calls a function on the ranks of two hosts, as `on_ranks` does.
+
+    Shows on a terminal how many turns are over, and leaves no process.
+
+    Args:
+        measure: a function of a module that can be imported there.
+        gbit_s: of the link, each way.
+        learners: there are two ranks more, which are on the first host.
+        turns: how often `turn_is_over` will be called on each rank.
+        away: how many learners, the last ones, are on the second host; without it, half of them.
+        arguments: keyword arguments that fit into JSON.
+
+    Raises:
+        RunError: it failed there, after what was said on standard error.
+    """
+    away = learners // 2 if away is None else away
+    with two_hosts(gbit_s=gbit_s, slots=(LEARNER + learners - away, away)) as hosts:
+        what = [measure.__module__, measure.__name__, str(learners), json.dumps(arguments)]
+        said = hosts.directory / "stderr"
+        with said.open("wb") as stderr:
+            command = [sys.executable, "-m", __name__, *what]
+            process = hosts.start(command, stdout=subprocess.PIPE, stderr=stderr)
+        last = ""
+        try:
+            assert process.stdout is not None
+            with process.stdout, tqdm(total=turns, unit=" turns", leave=False, disable=None) as bar:
+                for last in process.stdout:
+                    bar.update(last.strip() == TURN)
+            code = process.wait()
+        finally:
+            _stop(process)
+        if code:
+            sys.stderr.write(said.read_text(errors="replace"))
+            raise RunError("the benchmark failed on its hosts")
+        figures: list[dict[str, Any]] = json.loads(last)
+        return figures
+
+
+def _stop(process: "subprocess.Popen[str]") -> None:
+    """Tells a measurement to stop, and then to stop now, if it has not ended."""
+    for patience_s in (INSISTS_S, ENDS_S):
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
+    process.kill()
+    process.wait()
+
+
+def on_half_the_cores() -> None:
+    """Leaves the other half of the cores to the other host's ranks; one core is shared."""
+    mine = sorted(os.sched_getaffinity(0))
+    host, half = NAMES.index(socket.gethostname()), max(1, len(mine) // 2)
+    os.sched_setaffinity(0, mine[-half:] if host else mine[:half])
+
+
+def turn_is_over(comm: "MPI.Comm") -> None:
+    """To be called by all ranks."""
+    rest(comm)
+    if comm.rank == 0:
+        print(TURN, flush=True)
+
+
+def link_rate(comm: "MPI.Comm", seconds: float, gbit_s: float) -> float:
+    """Bytes per second that MPI brings from the first rank to the last, in about that time; the same on all ranks.
+
+    Args:
+        comm: of ranks on both hosts.
+        seconds: for which it sends.
+        gbit_s: what the link should have.
+
+    Raises:
+        RunError: it is faster than that, so that nothing limits it.
+    """
+    messages = max(2, round(seconds * gbit_s * 1e9 / 8 / MESSAGE))
+    buffer, last = np.zeros(MESSAGE, np.uint8), comm.size - 1
+    rest(comm)
+    began = time.perf_counter()
+    if comm.rank == 0:
+        for _ in range(messages):
+            comm.Send(buffer, last)
+        comm.recv(source=last)
+    elif comm.rank == last:
+        for _ in range(messages):
+            comm.Recv(buffer, 0)
+        comm.send(None, 0)
+    taken = time.perf_counter() - began
+    rest(comm)
+    rate: float = comm.bcast(messages * MESSAGE / taken)
+    if rate > 1.1 * gbit_s * 1e9 / 8:
+        raise RunError(f"the link between the hosts is not limited to {gbit_s:g} Gbit/s: {rate / 1e6:.0f} MB/s")
+    return rate
+
+
+def in_turns_behind(
+    comm: "MPI.Comm", gbit_s: float, rounds: int, figures: dict[str, list[Any]], *, seconds: float = 0.5
+) -> Iterator[dict[str, Any]]:
+    """Takes turns as `in_turns` does, on all ranks; each has what the link carries as its figure "link"."""
+    for taken in in_turns(rounds, figures):
+        taken["link"] = link_rate(comm, seconds, gbit_s)
+        yield taken
+        turn_is_over(comm)
+
+
+def trained(ranks: "MPI.Comm", job: Job, path: Path, *, connected: bool) -> tuple[float, int, int]:
+    """Runs a job on the ranks of the statistics server and the learners.
+
+    Returns:
+        Seconds between updates, or of learners that are not connected between mini-batches of the slowest one; bytes
+        that have left the host that sends more; bytes of the weights.
+    """
+    before = sent_bytes()
+    with train(job, path, ranks) as results:
+        size = results.weights_of().nbytes
+        each = [] if connected else [learner_step_s(results, learner) for learner in range(job.learners)]
+        taken_s = step_s(results.updates["time_s"]) if connected else max(each)
+    return taken_s, max(ranks.allgather(sent_bytes() - before)), size
+
+
+def measured(
+    report: Report,
+    measure: Measure,
+    models: Sequence[str],
+    rounds: int,
+    /,
+    *,
+    gbit_s: float,
+    learners: int,
+    **given: Any,
+) -> dict[str, dict[str, Any]]:
+    """Measures models behind a link, in turns.
+
+    Args:
+        report: report that gets a note: the rate of the link, or the reason why there are no two hosts.
+        measure: function for `behind_a_link`, which uses `in_turns_behind`.
+        models: names of the models.
+        rounds: number of turns that count.
+        gbit_s: bandwidth of the link.
+        learners: number of learners, half of them on each host.
+        given: arguments of `measure`.
+
+    Returns:
+        Model -> figure -> a value for each turn, of the first learner; empty without two hosts.
+    """
+    if lacking := missing():
+        report.notes = [f"no rows: {lacking}"]
+        return {}
+    turns = len(models) * (rounds + 1)
+    ranks = behind_a_link(measure, gbit_s=gbit_s, learners=learners, turns=turns, rounds=rounds, **given)
+    found: dict[str, dict[str, Any]] = ranks[LEARNER]
+    links = [rate / 1e6 for name in models for rate in found[name]["link"]]
+    report.notes = [f"the link, by MPI from one rank to one: {spread(links)} MB/s"]
+    return found
+
+
+def add_ways(
+    report: Report,
+    name: str,
+    found: dict[str, list[Any]],
+    ways: dict[str, str],
+    *,
+    crossing: dict[str, float],
+    against: dict[str, Spread],
+    unit: int = 1,
+) -> None:
+    """Adds a row for each way to train a model (rate, comparison, bound, share of the bound, bytes sent), and one for
+    computing without communication.
+
+    Args:
+        report: report that gets the rows.
+        name: name of the model.
+        found: figures of the model.
+        ways: names of the ways in the report.
+        crossing: models that must cross the link in each direction in a step, by way.
+        against: comparisons of some ways.
+        unit: number of things that a step counts for, such as samples.
+    """
+    width = len(report.columns)
+    rates = {way: [unit / s for s in found[way]] for way in (*ways, "alone")}
+    for way, about in ways.items():
+        by_link = [crossing[way] * found["bytes"][0] / rate for rate in found["link"]]
+        bound = [unit / (alone + by) for alone, by in zip(found["alone"], by_link, strict=True)]
+        cells = (spread(rates[way]), against.get(way, ""), spread(bound), ratios(rates[way], bound))
+        row = (name, about, *cells, spread(found[f"{way}, sent"]))
+        report.rows.append((*row, *[""] * (width - len(row))))
+    report.rows.append((name, "computing alone", spread(rates["alone"]), *[""] * (width - 3)))
+
+
+def sent_bytes() -> int:
+    """What has left this host by the link so far."""
+    lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if "eth0:" in line).partition(":")[2].split()[8])
+
+
+if __name__ == "__main__":
+    module, function, learners, arguments = sys.argv[1:]
+    measure = getattr(importlib.import_module(module), function)
+    try:
+        print(json.dumps(on_ranks(measure, int(learners), **json.loads(arguments))))
+    except RudraError as error:
+        log.error(str(error))
+        sys.exit(1)

@@ -1,0 +1,191 @@
+"""Layers placed on a stage server, against whole models by a server and by allreduce: two hosts behind a link, and one.
+
+The model is convolutions that hold a twentieth of the parameters, and fully connected layers behind them. The servers
+are on the first host and all learners on the second; for allreduce, which has no server, a learner is on the first,
+so that the link is crossed. What the link would foretell alone is a ratio of bytes: of those of a step that cross it
+one after the other, by Park et al.'s model (`rudra.core.placement`).
+"""
+
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from benchmarks.links import behind_a_link, in_turns_behind, missing, on_half_the_cores, sent_bytes
+from rudra.bench.ranks import STATISTICS, in_turns, lenet_job, on_ranks, step_s, train, write_images
+from rudra.core.placement import Layer, PlacementHardware, choose
+from rudra.findings import Goal, Report, ratios, spread
+from rudra.job.job import Job
+from rudra.machine import cores
+from rudra.mpi.session import rest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+LEARNERS, SIZE, CUT, CROSSING, HIDDEN = 3, 16, 5, 1024, 1280
+STAGE = 2  # world rank, on the first host like those of the two other servers; the learners' are behind it
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("base", {}),
+    "allreduce": ("allreduce", {"topology": {"name": "groups"}}),
+    "async": ("base, async", {"protocol": {"name": "async"}}),
+    "ralp": ("placed, synchronous (RALP)", {"placement": {"cut": CUT, "rule": "synchronous"}}),
+    "merged": ("placed, merged, async", {"placement": {"cut": CUT, "rule": "merged"}, "protocol": {"name": "async"}}),
+}
+LINKS = {0.1: (4, 8, 4, 20, 20), 1.0: (10, 20, 10, 40, 40)}  # Gbit/s: steps of a run, by way
+MEMORY = (60, 0, 0, 60, 60)
+ROUNDS = 2
+
+
+def network(input_shape: Sequence[int], classes: int, hidden: int = HIDDEN) -> nn.Module:
+    """Two convolutions and two fully connected layers, for images of 28x28."""
+    return nn.Sequential(
+        *(nn.Conv2d(input_shape[0], 32, 5, stride=2), nn.ReLU(), nn.Conv2d(32, 64, 5, stride=2), nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(CROSSING, hidden), nn.ReLU(), nn.Linear(hidden, classes)),
+    )
+
+
+def run(*, quick: bool) -> Report:
+    """Measures learners of one torch thread each, in turns."""
+    rounds, hidden = (0, 256) if quick else (ROUNDS, HIDDEN)
+    heads = ["way", "samples/s", "/ base", "foretold", "/ foretold", "the link alone, samples/s", "MB a step", "sent"]
+    report = Report([f"λ = {LEARNERS}, μ = {SIZE}", *heads])
+    moved = crossing(hidden)
+    given: dict[str, Any] = {"rounds": rounds, "hidden": hidden}
+    links: Mapping[float, Sequence[int]] = {1.0: (4, 4, 4, 4, 4)} if quick else LINKS
+    if lacking := missing():
+        links, report.notes = {}, [f"no rows of a link: {lacking}"]
+    for gbit_s, steps in links.items():
+        about = given | {"link_gbit_s": gbit_s, "steps": steps}
+        found = behind_a_link(measure, gbit_s=gbit_s, learners=LEARNERS + 1, away=LEARNERS, turns=rounds + 1, **about)[
+            STATISTICS
+        ]
+        _add(report, f"{gbit_s * 1000:g} Mbit/s", found, moved)
+        report.notes.append(
+            f"{gbit_s * 1000:g} Mbit/s, by MPI from rank to rank: {spread(rate / 1e6 for rate in found['link'])} MB/s"
+        )
+    steps = (4, 0, 0, 4, 4) if quick else MEMORY
+    found = on_ranks(measure, LEARNERS + 1, link_gbit_s=0.0, steps=steps, **given)[STATISTICS]
+    _add(report, "one host, by memory", found, {})
+    front, back = _sizes(hidden)
+    report.notes += [
+        f"the model: {(front + back) / 1e6:.3g} MB, {back / (front + back):.0%} of it placed; "
+        f"{4 * CROSSING * SIZE / 1e6:.2g} MB of activations of a mini-batch cross the cut",
+        "foretold: bytes that must cross the link one after the other, base's by the way's; computing takes no time",
+        "MB a step: that must cross, both ways together; sent: that did, with what begins and ends a run",
+        "servers on the first host, learners on the second; allreduce: one of them on the first, and its traffic goes "
+        "both ways at the same time, as async's may",
+        f"one torch thread for each learner and server; each host has half of this machine's {cores()} cores",
+    ]
+    return report
+
+
+def crossing(hidden: int) -> dict[str, tuple[float, int]]:
+    """Bytes of a step of all learners that must cross the link, and how many ways at the same time, by way."""
+    front, back = _sizes(hidden)
+    layers = [Layer("front", "convolution", front, 4 * CROSSING), Layer("back", "linear", back, 0)]
+    traffic = choose("ralp", layers, PlacementHardware(LEARNERS, SIZE))
+    placed = traffic.cuts[0].placed_bytes
+    ring = 2 * traffic.allreduce_bytes / LEARNERS  # of a member's own link, both ways
+    server = traffic.server_bytes
+    return {
+        "base": (server, 1),
+        "allreduce": (ring, 2),
+        "async": (server, 1),
+        "ralp": (placed, 1),
+        "merged": (placed, 1),
+    }
+
+
+def _sizes(hidden: int) -> tuple[int, int]:
+    """Bytes of the parameters before the cut and behind it."""
+    layers = list(network((1, 28, 28), 10, hidden).children())
+    front, back = (
+        sum(4 * p.numel() for layer in part for p in layer.parameters()) for part in (layers[:CUT], layers[CUT:])
+    )
+    return front, back
+
+
+def _add(report: Report, place: str, found: dict[str, list[float]], moved: Mapping[str, tuple[float, int]]) -> None:
+    """Rows and goals of a link, or of one host, which has none."""
+    against = {way: ratios(found[way], found["base"]) for way in WAYS if way in found}
+    foretold = {way: moved["base"][0] / size * ways for way, (size, ways) in moved.items()}
+    for way, ratio in against.items():
+        compared: tuple[Any, ...] = ("",) * 3
+        crossed: tuple[Any, ...] = ("",) * 3
+        if way != "base":
+            compared = (
+                ratio,
+                *((foretold[way], spread(value / foretold[way] for value in ratio)) if moved else ("", "")),
+            )
+        if moved:
+            size, ways = moved[way]
+            alone = spread(LEARNERS * SIZE * rate * ways / size for rate in found["link"])
+            crossed = (alone, size / 1e6, spread(found[f"{way}, sent"]))
+        report.rows.append((place, WAYS[way][0], spread(found[way]), *compared, *crossed))
+    placed = {way: against[way].median for way in ("ralp", "merged")}
+    if not moved:
+        report.goals.append(Goal(f"{place}: placed / base >= 0.9", [*placed.values()], at_least=0.9))
+    elif place == "100 Mbit/s":
+        shares = [ratio / foretold[way] for way, ratio in placed.items()]
+        report.goals.append(Goal(f"{place}: placed / base >= 5", [*placed.values()], at_least=5))
+        report.goals.append(Goal(f"{place}: placed / base >= 0.8 of what is foretold", shares, at_least=0.8))
+
+
+def measure(
+    comm: "MPI.Comm", directory: Path, link_gbit_s: float, steps: Sequence[int], rounds: int, hidden: int
+) -> dict[str, list[float]]:
+    """Takes turns; figure -> one for each round, on the statistics server.
+
+    Args:
+        comm: the servers' ranks, and then the learners'.
+        directory: for files.
+        link_gbit_s: of the link; 0: there is none.
+        steps: of a run, by way; 0: none is made.
+        rounds: how many turns count.
+        hidden: of the model.
+    """
+    if link_gbit_s:
+        on_half_the_cores()
+    torch.set_num_threads(1)
+    if comm.rank == 0:
+        write_images(directory)
+    rest(comm)
+    figures: dict[str, list[float]] = {}
+    turns = in_turns(rounds, figures)
+    if link_gbit_s:
+        turns = in_turns_behind(comm, link_gbit_s, rounds, figures, seconds=0.5 if rounds else 0.1)
+    for taken in turns:
+        for way, count in zip(WAYS, steps, strict=True):
+            rest(comm)
+            before = sent_bytes() if link_gbit_s else 0
+            if count:
+                taken[way] = _trained(comm, directory, way, count, hidden)
+            rest(comm)
+            if link_gbit_s:
+                sent = dict(comm.allgather((socket.gethostname(), sent_bytes() - before)))
+                taken[f"{way}, sent"] = sum(sent.values()) / count / 1e6
+    return figures
+
+
+def _trained(comm: "MPI.Comm", directory: Path, way: str, steps: int, hidden: int) -> float:
+    """Samples per second of a run; 0 on ranks that it does not need."""
+    places = {rank: rank for rank in range(comm.size)}
+    if way == "allreduce":  # the stage server's rank learns, in place of the last one
+        without = [0, comm.size - 1]
+    elif "placement" in WAYS[way][1]:
+        places[STAGE], without = comm.size, []
+    else:
+        without = [STAGE]
+    ranks = comm.Split(int(comm.rank in without), places[comm.rank])
+    found = 0.0
+    if comm.rank not in without:
+        model = {"name": f"{__name__}:{network.__name__}", "options": {"hidden": hidden}}
+        job: Job = lenet_job(directory, "hardsync", LEARNERS, SIZE, steps).with_(model=model)
+        with train(job.with_(**WAYS[way][1]), directory / "run.h5", ranks) as results:
+            updated = results.updates["time_s"]
+        found = LEARNERS * SIZE * steps / len(updated) / step_s(updated)
+    ranks.Free()
+    return found

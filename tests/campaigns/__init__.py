@@ -1,0 +1,1 @@
+"""Campaigns of faults on real ranks: `python -m tests.campaigns --help`."""
