@@ -4,13 +4,14 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from rudra.compute.making import EXECUTORS
 from rudra.roles import MACHINES
-from tests.structure import circles, imports, trees
+from tests.structure import circles, classes, imports, trees
 from topologies.kinds import Variant
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,9 +132,13 @@ def test_files_that_texts_name_are_there(text: str) -> None:
 
 def test_modules_import_each_other_in_no_circle() -> None:
     """Neither in functions nor for type checking alone."""
-    modules = {name: tree for name, tree in trees().items() if not name.startswith("rudra.bench")}
-    assert circles(imports(modules)) == []
+    assert circles(imports(trees())) == []
 
 
 def test_circles_are_found() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+def test_no_public_class_has_the_name_of_another() -> None:
+    names = [node.name for _, node in classes(trees()) if not node.name.startswith("_")]
+    assert [name for name, count in Counter(names).items() if count > 1] == []

@@ -384,7 +384,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
     "replica": (
         REPLICAS,
         1,
-        {*replica_.ReplicaState} - {*group_.AVERAGING, replica_.ReplicaState.POOLING},
+        {*replica_.ReplicaState} - {*replica_.AVERAGING, replica_.ReplicaState.POOLING},
         [
             *(Started(), HASHED, *(from_(i, MessageKind.READY, digest=DIGEST) for i in (2, 3))),
             *(Lost(3), Saved(0), from_(0, MessageKind.ROWS_FLUSHED), Committed(0), Started(), HASHED),

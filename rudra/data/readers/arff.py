@@ -38,7 +38,7 @@ _VALUE = re.compile(rf"\s*((?:[0-9]+\s+)?(?:{_QUOTED})|[^,]+)\s*(?:,|$)")  # the
 _MOST = 1000  # names of an input: each is an input of its own
 
 
-class Options(Table):
+class ArffOptions(Table):
     train: str | None = Field(None, description="training file in path; default: the only *-train.arff there, or path")
     test: str | None = Field(None, description="test file beside it; default: the only *-test.arff in path")
     labels: int | None = Field(None, ge=1, description="how many of the last attributes are labels")
@@ -127,7 +127,7 @@ def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
     Without `labels` and `xml` the last attribute is the class, or what regression is for if it is numeric. An attribute
     of names becomes one input for each name, of which one is 1 and the others are 0; one of {0,1} stays one input.
     """
-    options = checked(Options, table.options, "data", "options")
+    options = checked(ArffOptions, table.options, "data", "options")
     if options.labels is not None and options.xml is not None:
         raise ConfigError("[data] options.labels and options.xml are both given; valid: one of them")
     files = _files(path_of(table), options)
@@ -154,7 +154,7 @@ def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
     return arrays
 
 
-def _files(path: Path, options: Options) -> dict[str, Path]:
+def _files(path: Path, options: ArffOptions) -> dict[str, Path]:
     """Training and test file; no test file where none is named or found."""
     directory = path if os.path.isdir(path) else path.parent
     found = {"train": [path], "test": list[Path]()}
@@ -213,7 +213,7 @@ def _unquoted(text: str) -> str:
     return text
 
 
-def _layout(attributes: list[_Attribute], names: list[str] | None, options: Options, file: Path) -> _Layout:
+def _layout(attributes: list[_Attribute], names: list[str] | None, options: ArffOptions, file: Path) -> _Layout:
     places = {attribute.name: place for place, attribute in enumerate(attributes)}
     for name in options.left_out:
         if name not in places:

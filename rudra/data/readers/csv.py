@@ -39,7 +39,7 @@ def _is_column(value: Any) -> Any:
 Column = Annotated[Any, BeforeValidator(_is_column)]
 
 
-class Options(Table):
+class CsvOptions(Table):
     test: str | None = Field(None, description="test file, beside the training file")
     target: Column = Field(-1, description="column to be predicted: its name, or its number from 0; -1: the last")
     header: bool | None = Field(
@@ -119,7 +119,7 @@ def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
     A column of names becomes one input for each name of the training file, of which one is 1 and the others are 0.
     Classes are numbered in the order of their labels.
     """
-    options = checked(Options, table.options, "data", "options")
+    options = checked(CsvOptions, table.options, "data", "options")
     files = {"train": path_of(table)}
     if options.test is not None:
         files["test"] = files["train"].parent / options.test
@@ -149,7 +149,7 @@ def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
     return arrays
 
 
-def _layout_of(file: Path, options: Options) -> _Layout:
+def _layout_of(file: Path, options: CsvOptions) -> _Layout:
     """What the columns of the training file are, by the job and by the first sample."""
     with closing(_lines(file, options.delimiter)) as lines:
         line, first = next(lines, (0, []))
@@ -206,7 +206,7 @@ def _check_separators(values: Collection[str], file: Path, column: int, layout: 
         raise DataError(f"{file}: {what}; {_PLAIN}, or set data.options.categorical = [{place!r}]")
 
 
-def _read(file: Path, layout: _Layout, options: Options) -> _Rows:
+def _read(file: Path, layout: _Layout, options: CsvOptions) -> _Rows:
     """All rows of a file."""
     try:
         import pandas
@@ -264,7 +264,7 @@ def _take(frame: Any, layout: _Layout, rows: _Rows) -> bool:
 
 
 def _numbered(
-    column: int, found: dict[str, _Rows], files: dict[str, Path], layout: _Layout, options: Options
+    column: int, found: dict[str, _Rows], files: dict[str, Path], layout: _Layout, options: CsvOptions
 ) -> tuple[list[Any], dict[str, NDArray[np.int64]]]:
     """The names of the training file in order, as numbers if they all are, and their places in every row."""
     values = {split: list(rows.names[column].values) for split, rows in found.items()}
@@ -295,7 +295,7 @@ def _key(value: str, number: bool) -> Any:
     return float(value) if number and is_number(value.strip().encode()) else value
 
 
-def _where(file: Path, rows: _Rows, column: int, value: int, layout: _Layout, options: Options) -> str:
+def _where(file: Path, rows: _Rows, column: int, value: int, layout: _Layout, options: CsvOptions) -> str:
     """File, line and column where a name comes first."""
     row = int(np.flatnonzero(rows.names[column].codes == value)[0]) + layout.header
     with closing(_lines(file, options.delimiter)) as lines:
@@ -352,7 +352,7 @@ def _lines(file: Path, delimiter: str) -> Generator[tuple[int, Sequence[str]], N
             line = reader.line_num + 1
 
 
-def _header(file: Path, layout: _Layout, options: Options) -> int:
+def _header(file: Path, layout: _Layout, options: CsvOptions) -> int:
     """Lines until the samples begin. Raises DataError where a file has other columns than the training file."""
     with closing(_lines(file, options.delimiter)) as lines:
         line, names = next(lines, (1, ()))
@@ -363,7 +363,7 @@ def _header(file: Path, layout: _Layout, options: Options) -> int:
     return line
 
 
-def _complain(file: Path, layout: _Layout, options: Options, right: int = 0) -> NoReturn:
+def _complain(file: Path, layout: _Layout, options: CsvOptions, right: int = 0) -> NoReturn:
     """Finds the line that is wrong, behind so many rows that are right.
 
     Raises:

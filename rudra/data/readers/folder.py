@@ -21,7 +21,7 @@ ANNOTATIONS = "val_annotations.txt"
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 
 
-class Options(Table):
+class FolderOptions(Table):
     size: int = Field(224, ge=1, le=1 << 14, description="width and height that images are brought to")
     test: str | None = Field(None, description="directory of the test set; default: test, or val if that is missing")
     threads: int | None = Field(None, ge=1, le=256, description="that decode; default: as many as cores, up to 4")
@@ -34,7 +34,7 @@ def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
     their directories' names in train. Tiny ImageNet's test set is read as it comes: with all images in one directory,
     and their classes in a file.
     """
-    options = checked(Options, table.options, "data", "options")
+    options = checked(FolderOptions, table.options, "data", "options")
     root = path_of(table)
     directories = {"train": root / "train"}
     if not os.path.isdir(root / "train"):

@@ -26,7 +26,7 @@ _LEFT_OUT = re.compile(rb"#[^\n]*|(?<=\s)qid:\S*")
 _LABELS = re.compile(rb"^[^\S\n]*([^\s:]+(?!\S)|(?=\S))", re.MULTILINE)  # of a line that is not blank
 
 
-class Options(Table):
+class LibsvmOptions(Table):
     test: str | None = Field(None, description="test file, beside the training file")
     regression: bool = Field(False, description="labels are real numbers, not classes")
     zero_based: bool | None = Field(None, description="whether the first index is 0; default: if there is a 0")
@@ -59,7 +59,7 @@ def read_libsvm(table: DataTable, wanted: Collection[str]) -> Arrays:
     Classes are numbered in the order of their labels. Rows stay sparse until they are drawn. With `multilabel` the
     targets of a sample are 1 for each of its labels and 0 for the others.
     """
-    options = checked(Options, table.options, "data", "options")
+    options = checked(LibsvmOptions, table.options, "data", "options")
     if options.regression and options.multilabel:
         raise ConfigError("[data] options.regression and options.multilabel are both true; valid: one of them")
     files = {"train": path_of(table)}
@@ -82,7 +82,7 @@ def read_libsvm(table: DataTable, wanted: Collection[str]) -> Arrays:
     return arrays
 
 
-def _number_columns(found: dict[str, _Rows], files: dict[str, Path], options: Options) -> int:
+def _number_columns(found: dict[str, _Rows], files: dict[str, Path], options: LibsvmOptions) -> int:
     """Counts all columns from 0; returns how many there are."""
     zero_based = options.zero_based
     if zero_based is None:

@@ -17,7 +17,7 @@ from rudra.job.tables import DataTable
 _CODE_POINTS = 0x110000
 
 
-class Options(Table):
+class TextOptions(Table):
     length: int = Field(64, ge=1, description="T: characters of a sample")
     test: float = Field(0.1, gt=0, lt=1, description="fraction of the text, at its end, that is the test set")
     unit: Literal["characters", "bytes"] = Field("characters", description="of UTF-8; or bytes of any file")
@@ -29,7 +29,7 @@ def read_text(table: DataTable, wanted: Collection[str]) -> Arrays:
     Samples are T characters, their targets the same window one character further. Characters are numbered in the order
     of all that the file has.
     """
-    options = checked(Options, table.options, "data", "options")
+    options = checked(TextOptions, table.options, "data", "options")
     file = path_of(table)
     text, vocabulary = _numbered(file, options.unit)
     end = len(text) - round(len(text) * options.test)
