@@ -16,11 +16,9 @@ import protocols
 from protocols import Hogbatch
 from rudra.core import records
 from rudra.core.events import (
-    SNAPSHOT,
     WEIGHTS,
     Action,
     Committed,
-    Copy,
     Event,
     Fail,
     Lost,
@@ -34,7 +32,7 @@ from rudra.core.events import (
     Updated,
     Warn,
 )
-from rudra.core.messages import BETWEEN_OWNERS, PACK, EpochRows, MessageKind, Rows, Snapshot, TrainingStarted
+from rudra.core.messages import BETWEEN_OWNERS, PACK, EpochRows, MessageKind, Snapshot, TrainingStarted
 from rudra.core.phases import phase_at
 from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
@@ -45,10 +43,9 @@ from rudra.job.table import named
 from rudra.roles.machine import Setup, listed
 from rudra.roles.outbox import NullOutbox, Outbox
 from rudra.roles.sample_allocator import SampleAllocator
+from rudra.roles.snapshots import SnapshotQueue
+from rudra.roles.sums import EpochSums, PendingUpdate
 from topologies import Plan
-
-CREDITS = 2
-"""Snapshots that the statistics server can hold: one in work and one waiting."""
 
 ROW, UPDATE = PACK[MessageKind.GRADIENTS], PACK[MessageKind.UPDATES]
 
@@ -56,11 +53,6 @@ ROW, UPDATE = PACK[MessageKind.GRADIENTS], PACK[MessageKind.UPDATES]
 def left_over(learners: int) -> str:
     """Who is left, for people."""
     return f"{learners} learner{'s are' if learners > 1 else ' is'} left"
-
-
-def _mean(total: float, count: int) -> float:
-    """Of an epoch's gradients; it has none where the update that ended it ended the one before, too."""
-    return total / count if count else math.nan
 
 
 def outlasts(event: Event, statistics: int) -> bool:
@@ -105,7 +97,6 @@ class Ledger:
         began: seconds on the driver's clock.
         outbox: rows on their way.
         recorded_losses: roles whose end is told.
-        final_lent: the weights of the last epoch are not all sent yet.
         per_update: so many of its updates count as one for the schedule.
     """
 
@@ -123,18 +114,13 @@ class Ledger:
         self._reports = reports
         self.outbox = (Outbox if reports else NullOutbox)(role, setup.plan.statistics, job.results.report_s)
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
-        self._credits = CREDITS
-        self._tests_all = job.training.evaluate in ("always", "workers")
-        self._snapshot_lent = False
-        self.final_lent = False
+        self._evaluates_all = job.training.evaluate in ("always", "workers")
+        self._snapshots = SnapshotQueue(setup.plan.statistics)
         self.recorded_losses: set[int] = set()
         self._start_message: TrainingStarted | None = None
-        self._final: Rows | None = None
         self._spent_s = position.time_s  # before this start
         self.began = self._ended = 0.0
-        self._epoch_loss, self._epoch_errors = position.epoch_loss, position.epoch_errors
-        self._epoch_staleness, self._epoch_gradients = position.epoch_staleness, position.epoch_gradients
-        self._epoch_samples = position.epoch_samples
+        self._sums = EpochSums.of(position)
         self._told_stale = False
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
@@ -163,10 +149,7 @@ class Ledger:
         mine = {plan.roles[i].index: portion(plan, i, size, parts) for i in plan.learners} if between and parts else {}
         # With shares, samples of others lie between the mini-batches of a period.
         self._others = {learner: between * (own.batch - own.count) for learner, own in mine.items()}
-        self._pending_drawn: dict[int, int] = {}  # by stream
-        self._pending: list[bytes] = []  # rows of `records.GRADIENT`
-        self._pending_samples = self._pending_staleness = 0
-        self._pending_loss = self._pending_errors = 0.0
+        self._pending = PendingUpdate()
 
     def _keep_state(self) -> None:
         """Keeps the protocol's state of now, from which everybody would go on."""
@@ -187,7 +170,7 @@ class Ledger:
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold."""
-        assert 0 <= self._credits <= CREDITS
+        self._snapshots.validate()
         assert self.epoch <= self.epochs
         if self.dealer is not None:
             self.dealer.validate(self.samples - self.epoch * self._training_samples)
@@ -245,52 +228,54 @@ class Ledger:
     @property
     def pending(self) -> int:
         """Gradients that are in the books of the next update."""
-        return len(self._pending)
+        return len(self._pending.rows)
 
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Takes gradients into the books of the next update; returns their samples."""
         timestamp, pending = self.timestamp, self._pending
-        samples = 0
-        steps, learned, drawn = self.steps, self.learned, self._pending_drawn
+        samples = staleness_sum = 0
+        loss_sum, error_sum = pending.loss, pending.errors
+        steps, learned, drawn, rows = self.steps, self.learned, pending.drawn, pending.rows
         for g in gradients:
             learner, count, step, first, stream = g.learner, g.samples, g.step, g.first, g.stream
             loss, errors, staleness = g.loss, g.errors, timestamp - g.timestamp
             row = ROW(timestamp + 1, learner, count, step, first, g.timestamp, staleness, scale, loss, errors, stream)
-            pending.append(row)
+            rows.append(row)
             steps[learner] = step + 1
             learned[learner] += count
             end = first + count + self._others.get(learner, 0)
             if end > drawn.get(stream, 0):
                 drawn[stream] = end
             samples += count
-            self._pending_staleness += staleness
-            self._pending_loss += loss * count
-            self._pending_errors += errors
+            staleness_sum += staleness
+            loss_sum += loss * count
+            error_sum += errors
             if self.dealer is not None:
                 self.dealer.count(g)
-        self._pending_samples += samples
+        pending.samples += samples
+        pending.staleness += staleness_sum
+        pending.loss, pending.errors = loss_sum, error_sum
         return samples
 
     @property
     def is_ahead(self) -> bool:
         """Whether the next update would end an epoch whose weights could not be tested, although all are to be."""
-        if not self._tests_all or (self._credits and not self._snapshot_lent):
+        if not self._evaluates_all or self._snapshots.free:
             return False
         return self.ends_epoch
 
     @property
     def ends_epoch(self) -> bool:
         """Whether the next update would end an epoch."""
-        return self.samples + self._pending_samples >= (self.epoch + 1) * self._training_samples
+        return self.samples + self._pending.samples >= (self.epoch + 1) * self._training_samples
 
     def update(self, gradient: str, now: float) -> list[Action]:
         """Updates the weights by an average of all that was counted.
 
         Where learners have stepped replicas, that was at the rate of the schedule, and the weights have another one.
         """
-        gradients, samples, staleness = self._pending, self._pending_samples, self._pending_staleness
-        count = len(gradients)
-        mean_staleness = staleness / count
+        count, samples = len(self._pending.rows), self._pending.samples
+        mean_staleness = self._pending.staleness / count
         progress = (self.samples + samples) / self._training_samples
         protocol = self.protocol
         factor = protocol.modulation.rate_factor(mean_staleness) * protocol.rate_scale(samples)
@@ -337,11 +322,7 @@ class Ledger:
         self.timestamp = timestamp
         self.samples += samples
         self.applied += len(gradients)
-        self._epoch_loss += loss
-        self._epoch_errors += errors
-        self._epoch_staleness += staleness
-        self._epoch_gradients += len(gradients)
-        self._epoch_samples += samples
+        self._sums.add(loss, errors, staleness, len(gradients), samples)
         self._ended = now
         self.outbox.extend(MessageKind.GRADIENTS, rows)
         self.outbox.extend(MessageKind.UPDATES, updates)
@@ -354,30 +335,23 @@ class Ledger:
 
     def rate_for(self, samples: int) -> float:
         """The rate of the schedule for somebody who will apply so many samples, as it is now."""
-        progress = (self.samples + self._pending_samples + samples) / self._training_samples
+        progress = (self.samples + self._pending.samples + samples) / self._training_samples
         return self.schedule.rate(self.epoch, progress, self.timestamp)
 
     def _applied(self, rate: float, now: float) -> list[Action]:
         """Enters the update that led to this timestamp; what is to be done if an epoch ends with it."""
-        gradients, samples, staleness = self._pending, self._pending_samples, self._pending_staleness
-        count = len(gradients)
+        pending, self._pending = self._pending, PendingUpdate()
+        count, samples, staleness = len(pending.rows), pending.samples, pending.staleness
         mean_staleness, time_s = staleness / count, now - self.began
         actions: list[Action] = []
         self.samples += samples
         self.applied += count
-        self.outbox.extend(MessageKind.GRADIENTS, gradients)
-        self._epoch_loss += self._pending_loss
-        self._epoch_errors += self._pending_errors
-        self._epoch_staleness += staleness
-        self._epoch_gradients += count
-        self._epoch_samples += samples
+        self.outbox.extend(MessageKind.GRADIENTS, pending.rows)
+        self._sums.add(pending.loss, pending.errors, staleness, count, samples)
         self._ended = now
         self._update_rows.append((self.timestamp, self.epoch + 1, count, samples, rate, mean_staleness, time_s))
-        self._pending, self._pending_samples, self._pending_staleness = [], 0, 0
-        self._pending_loss = self._pending_errors = 0.0
-        for stream, end in self._pending_drawn.items():
+        for stream, end in pending.drawn.items():
             self.drawn[stream] = end
-        self._pending_drawn.clear()
         self._keep_state()
         if self.dealer is not None:
             self.dealer.applied()
@@ -394,11 +368,8 @@ class Ledger:
         self.epoch += 1
         if self.dealer is not None:
             self.dealer.end_epoch()
-        gradients, samples = self._epoch_gradients, self._epoch_samples
-        trained = (_mean(self._epoch_loss, samples), _mean(self._epoch_errors, samples))
-        means = (_mean(self._epoch_staleness, gradients), rate, *trained)
-        self._epoch_loss = self._epoch_errors = 0.0
-        self._epoch_staleness = self._epoch_gradients = self._epoch_samples = 0
+        sums, self._sums = self._sums, EpochSums()
+        means = (sums.mean_staleness, rate, sums.mean_loss, sums.error)
         if not self._reports:
             return []
         measured = (now - self.began, *means)
@@ -406,14 +377,10 @@ class Ledger:
         row = np.array([(self.epoch, 0, self.timestamp, self.samples, *measured, *untested)], records.EPOCH)
         actions = [*self.outbox.flush(now), *self._judge_staleness(means[0])]
         if self.epoch == self.epochs:
-            self._final, self.final_lent = row, True
-            return actions + self._send_final()
-        if not self._credits or self._snapshot_lent:
+            return actions + self._snapshots.send_final(Snapshot(self.id, self.timestamp, self.epochs, row))
+        if not self._snapshots.free:
             return [*actions, Send(self.plan.statistics, EpochRows(self.id, row))]
-        self._credits -= 1
-        self._snapshot_lent = True
-        message = Snapshot(self.id, self.timestamp, self.epochs, row)
-        return [*actions, Copy(WEIGHTS, SNAPSHOT), Send(self.plan.statistics, message, SNAPSHOT)]
+        return [*actions, *self._snapshots.send(Snapshot(self.id, self.timestamp, self.epochs, row))]
 
     def _judge_staleness(self, mean_staleness: float) -> list[Action]:
         """Says once where an epoch's gradients were so stale that the rate is too high for them (rudra.txt §5.1)."""
@@ -429,26 +396,18 @@ class Ledger:
         )
         return [Warn(f"{text} = {2 * n}, but modulation 'n' divides the rate by {n} alone; {remedy}")]
 
-    def _send_final(self) -> list[Action]:
-        """Sends the last weights as soon as the statistics server has room; they change no more."""
-        if self._final is None or not self._credits:
-            return []
-        self._credits -= 1
-        message = Snapshot(self.id, self.timestamp, self.epochs, self._final)
-        self._final = None
-        return [Send(self.plan.statistics, message, WEIGHTS)]
+    @property
+    def final_lent(self) -> bool:
+        """Whether the weights of the last epoch are not all sent yet."""
+        return self._snapshots.final_lent
 
     def returned(self, buffer: str) -> None:
         """The statistics server has a snapshot."""
-        if buffer == SNAPSHOT:
-            self._snapshot_lent = False
-        else:
-            self.final_lent = False
+        self._snapshots.returned(buffer)
 
     def credit(self) -> list[Action]:
         """The statistics server has room for one snapshot more."""
-        self._credits += 1
-        return self._send_final()
+        return self._snapshots.credit()
 
     # Beginning anew: by another job, or without roles that have died.
 
@@ -518,15 +477,15 @@ class Ledger:
     def position(self, now: float) -> TrainingState:
         """Where training stands, without what is pending."""
         steps, learned = list(self.steps), list(self.learned)
-        for row in np.frombuffer(b"".join(self._pending), records.GRADIENT)[::-1]:
+        for row in np.frombuffer(b"".join(self._pending.rows), records.GRADIENT)[::-1]:
             steps[row["learner"]] = int(row["step"]) + 1 - self.protocol.period
             learned[row["learner"]] -= int(row["samples"])
-        sums = (self._epoch_loss, self._epoch_errors)
-        counts = (self._epoch_staleness, self._epoch_gradients, self._epoch_samples)
+        sums = self._sums
+        totals, counts = (sums.loss, sums.errors), (sums.staleness, sums.gradients, sums.samples)
         books = (self.timestamp, self.epoch, self.samples, self.applied)
         begun = (tuple(steps), tuple(learned), tuple(self.drawn))
         dealt = () if self.dealer is None else self.dealer.about()
-        found = TrainingState(*books, now - self.began, *begun, *sums, *counts, self.lowered, *dealt)
+        found = TrainingState(*books, now - self.began, *begun, *totals, *counts, self.lowered, *dealt)
         if not self._protocol_state:
             return found
         return structs.replace(found, protocol=self._protocol_name, protocol_state=self._protocol_state)
@@ -538,7 +497,7 @@ class Ledger:
 
     def tell(self, kind: str, timestamp: int, time_s: float, text: str, role: int = -1) -> None:
         """Enters something into the table of events."""
-        gradients = self.applied + len(self._pending)
+        gradients = self.applied + len(self._pending.rows)
         self.outbox.add(
             MessageKind.EVENTS, kind.encode(), role, 0, timestamp, gradients, time_s, 0.0, text.encode()[:512]
         )

@@ -67,8 +67,8 @@ from rudra.core.messages import (
 )
 from rudra.errors import EXIT_FAILED, EXIT_STOPPED
 from rudra.job.target import Best, Target, Watch
-from rudra.roles.ledger import CREDITS
 from rudra.roles.machine import Machine, Setup, States, Transition
+from rudra.roles.snapshots import CREDITS
 
 SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))
 
