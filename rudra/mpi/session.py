@@ -628,9 +628,9 @@ class _Session:
         alarm = signal.signal(signal.SIGALRM, self._press)
         with _on_stops(self._interrupt):
             self._meet()
-            if self._launched and self._comm.rank == 0:
-                os.write(2, TRAINING_LINE)
             self._rank = rank = self._make_rank(recorder)
+            if self._launched and self._comm.rank == 0:
+                os.write(2, TRAINING_LINE)  # from now on each rank looks after its own waits
             if self._keeps_results:
                 end_with_parent()  # asked to, in place of being killed at once
             try:

@@ -149,6 +149,7 @@ def _branched(job: Job, begin: StartDecision, origin: Path) -> StartDecision:
         other += f" was {differences[0][1]}"
     replanned = other or _replanned(state, fitting)
     about: dict[str, Any] = {"overwrite": begin.overwrite, "replanned": replanned, "branched": True, "text": text}
+    about["fingerprints"] = state.attributes.get("data_fingerprints", {})
     return StartDecision(begin.output, origin, position, decided, **about, temporary=begin.temporary)
 
 

@@ -133,7 +133,7 @@ def test_a_stop_of_one_rank_before_training_ends_the_job_in_one_line(tmp_path: P
     assert (found.end.code, found.end.left, found.wrong) == (1, [], "")
 
 
-ENDS = [("close", 0, "to end after training"), ("set-up", 1, "to get ready")]
+ENDS = [("close", 0, "to end after training"), ("set-up", 1, "to get ready"), ("roles", 1, "to get ready")]
 
 
 @pytest.mark.parametrize(("phase", "code", "said"), ENDS)
@@ -146,8 +146,8 @@ def test_nobody_waits_longer_than_the_limit_for_a_rank_that_is_stopped(
     asked = ["run", str(job), "--output", str(output), *limit]
     argv = command(Strike("learner 1", phase, signal.SIGSTOP, tmp_path / "mark"), asked)
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("rudra: ")]
-    assert (done.returncode, len(lines)) == (code, 1), done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("rudra: ") and "rudra resume" not in line]
+    assert (done.returncode, len(lines)) == (code, 1), done.stderr  # mpirun ends a rank by letting it go on for a while
     assert re.search(rf"has waited \d+ s for .*learner 1.* {said}", lines[0])
     if not code:
         assert lines[0].endswith(f"its results are complete: {output}")

@@ -25,6 +25,7 @@ from rudra.roles.checkpoint_cycle import name_of
 
 REPLAYABLE = {"replayable": True, "not_replayable": "", "started": "then", "initial_weights_sha256": "a"}
 LAYOUT = (Entry("w", (3,), 0, 3, "parameter"),)
+DATA = {"training": {"sizes": [256]}}
 
 
 def run(directory: Path, *, finish: bool = True) -> tuple[Job, Path]:
@@ -34,10 +35,11 @@ def run(directory: Path, *, finish: bool = True) -> tuple[Job, Path]:
     write_run(
         path, updates=32, epochs=4, staleness=0, finish=finish, job=job.to_json(), training_samples=256, **REPLAYABLE
     )
-    writer = CheckpointWriter(path.with_suffix(".ckpt"), said, {"python_objects": "", "layout": shapes(LAYOUT)})
+    about = {"python_objects": "", "layout": shapes(LAYOUT), "data_fingerprints": DATA}
+    writer = CheckpointWriter(path.with_suffix(".ckpt"), said, about)
     for epoch, keep in ((2, "2"), (4, "")):
-        about = {"timestamp": 8 * epoch, "epoch": epoch, "samples": 256 * epoch, "applied": 16 * epoch}
-        position = TrainingState(**about, time_s=0.08 * epoch, steps=(4 * epoch,) * 4)  # type: ignore[arg-type]
+        counts = {"timestamp": 8 * epoch, "epoch": epoch, "samples": 256 * epoch, "applied": 16 * epoch}
+        position = TrainingState(**counts, time_s=0.08 * epoch, steps=(4 * epoch,) * 4)  # type: ignore[arg-type]
         writer.save(position, {"weights": np.full(3, epoch, np.float32)})
         writer.commit(keep)
     return job, directory / "run-2.ckpt"
@@ -52,6 +54,7 @@ def test_a_branch_of_the_same_job_has_its_rows_and_can_be_replayed(tmp_path: Pat
     job, origin = run(tmp_path)
     found = branched(job, origin)
     assert (found.checkpoint, found.position.epoch, found.branched, found.replanned) == (origin, 2, True, "")
+    assert found.fingerprints == DATA, "ranks compare their data with those"
     with open_results(tmp_path / "run.h5") as results:
         rows = carried(results, found.position, found.replanned, found.branched)
         assert sum(len(piece) for piece in rows.rows["updates"]) == 16
