@@ -7,7 +7,8 @@ and the gradient of its outputs, which is that of a zero ("probe") added to them
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -109,6 +110,18 @@ class CompiledStep:
         if sources:
             torch._foreach_copy_(targets, sources)
         return loss, output
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Until the block ends, the module computes as torch does."""
+        probes = [(probed, probed.probe) for probed in self._probed.values()]
+        for probed, _ in probes:
+            probed.probe = None
+        try:
+            yield
+        finally:
+            for probed, probe in probes:
+                probed.probe = probe
 
     def _loss(self, inputs: Any, target: Any) -> tuple[torch.Tensor, Any]:
         output = self._task.compared(called(self._module, inputs))

@@ -83,6 +83,7 @@ def test_gradients_losses_and_buffers_are_those_of_torch(case: str) -> None:
         loss = plain.gradient(inputs, labels, wanted, step)
         assert compiled.gradient(inputs, labels, found, step) == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        assert compiled.compiled_difference(inputs, labels) < 1e-5
     for model in (plain, compiled):
         model.bind(weights[0])
     assert compiled.evaluate_batch(draw(), labels)[2].keys() == plain.evaluate_batch(draw(), labels)[2].keys()
