@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.pushes import MOMENTUM, RATE, UpdatingServer
-from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, in_turns, on_ranks
+from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, TAG, in_turns, on_ranks
 from rudra.bench.stubs import Maker, StubLearner, StubStatistics, drive, kept, stub_job
 from rudra.compute.optim import UpdateRule
 from rudra.findings import Goal, Report, ratios, spread
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 FLOATS = 431_080  # lenet's parameters
 SENDERS = (1, 2, 4)
-TAG = 7
 WAYS, BESIDE = ("memory", "messages"), ("bare", "traffic")
 
 

@@ -1,14 +1,25 @@
 """Rudra's own time per step: what is left when torch's, the transfers' and the update's are taken off."""
 
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from rudra.bench.ranks import LEARNER, SERVER, PlainLoop, in_turns, lenet_job, on_ranks, step_s, train, write_images
+from rudra.bench.ranks import (
+    LEARNER,
+    SERVER,
+    PlainLoop,
+    exchange,
+    in_turns,
+    lenet_job,
+    on_ranks,
+    step_s,
+    train,
+    write_images,
+)
 from rudra.compute import networks
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
@@ -22,7 +33,6 @@ if TYPE_CHECKING:
 STEPS = {4: 120, 16: 60, 64: 24}
 PARTS = ("torch", "transfer", "update")
 GOAL_AT = 16
-TAG = 7
 
 
 def run(*, quick: bool) -> Report:
@@ -110,6 +120,7 @@ class _Step:
         self._comm = comm
         self._flat = FlatModel(networks.lenet((1, 28, 28), 10), gradients="direct")
         self._weights, self._gradient = (torch.full((self._flat.size,), 0.0) for _ in range(2))
+        self._both = self._gradient.numpy(), self._weights.numpy()
         self._flat.read_into(self._weights)
         self._rule = UpdateRule(job.optimizer, self._weights)
         self._rule.prepare()
@@ -119,8 +130,8 @@ class _Step:
 
     def transfers(self, count: int) -> float:
         """Seconds for a gradient there and weights back."""
-        self._exchange(lambda: None, lambda: None, 2)
-        return self._exchange(lambda: None, lambda: None, count)[0]
+        exchange(self._comm, *self._both, 2)
+        return exchange(self._comm, *self._both, count)[0]
 
     def updates(self, count: int) -> float:
         self._rule.step(self._gradient, 1e-9)
@@ -136,22 +147,5 @@ class _Step:
             self._flat.bind(self._weights)
             self._flat.gradient(*self._batch, self._gradient, 0)
 
-        return self._exchange(compute, lambda: self._rule.step(self._gradient, 1e-9), steps)
-
-    def _exchange(self, before: Callable[[], None], between: Callable[[], None], count: int) -> tuple[float, float]:
-        """Seconds per turn; and, on the learner, without what it does before the push."""
-        gradient, weights = self._gradient.numpy(), self._weights.numpy()
-        exchange_s = 0.0
-        began = time.perf_counter()
-        for _ in range(count):
-            if self._comm.rank == LEARNER:
-                before()
-                since = time.perf_counter()
-                self._comm.Send(gradient, SERVER, TAG)
-                self._comm.Recv(weights, SERVER, TAG)
-                exchange_s += time.perf_counter() - since
-            elif self._comm.rank == SERVER:
-                self._comm.Recv(gradient, LEARNER, TAG)
-                between()
-                self._comm.Send(weights, LEARNER, TAG)
-        return (time.perf_counter() - began) / count, exchange_s / count
+        update = partial(self._rule.step, self._gradient, 1e-9)
+        return exchange(self._comm, *self._both, steps, before=compute, between=update)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, in_turns, on_ranks
+from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, exchange, in_turns, on_ranks
 from rudra.bench.stubs import AveragingServer, Maker, StubLearner, StubStatistics, drive, kept, stub_job
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.mpi.session import rest
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 FLOATS = 72_221_944  # alexnet's parameters
-TAG = 7
 WAYS = ("memory", "messages")
 
 
@@ -68,6 +67,7 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
     makers: dict[str, Maker] = {"memory": partial(kind, floats), "messages": kept(kind(floats))}
     plan = job.plan()
     there, back, average = (np.full(floats, i, np.float32) for i in range(3))
+    averages = partial(torch.from_numpy(average).lerp_, torch.from_numpy(there), 0.5)
     figures: dict[str, Any] = {}
     for taken in in_turns(rounds, figures):
         for way in WAYS:
@@ -75,7 +75,7 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
             account = drive(comm, near, plan, makers[way], steps)
             taken[way] = account[0] if account else {}
             rest(comm)
-        taken["raw"] = _ping_pong(comm, there, back, average, steps)
+        taken["raw"] = exchange(comm, there, back, steps, between=averages)[0]
         rest(comm)
         began = time.perf_counter()
         if comm.rank == SERVER:
@@ -83,18 +83,3 @@ def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: 
         taken["copy"] = time.perf_counter() - began
         rest(comm)
     return figures
-
-
-def _ping_pong(comm: "MPI.Comm", there: Any, back: Any, average: Any, count: int) -> float:
-    """Seconds for a gradient, its average, and weights."""
-    into, gradient = torch.from_numpy(average), torch.from_numpy(there)
-    began = time.perf_counter()
-    for _ in range(count):
-        if comm.rank == LEARNER:
-            comm.Send(there, SERVER, TAG)
-            comm.Recv(back, SERVER, TAG)
-        elif comm.rank == SERVER:
-            comm.Recv(there, LEARNER, TAG)
-            into.lerp_(gradient, 0.5)
-            comm.Send(back, LEARNER, TAG)
-    return (time.perf_counter() - began) / count

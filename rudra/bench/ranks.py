@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 SERVER, STATISTICS, LEARNER = 0, 1, 2  # world ranks in topology base
+TAG = 7
 IMAGES = 4096
 PICTURE, CLASSES, PICTURES = (3, 224, 224), 1000, 64
 RATE, MOMENTUM = 0.001, 0.9
@@ -108,6 +109,43 @@ def in_turns(rounds: int, figures: dict[str, list[Any]]) -> Iterator[dict[str, A
 def step_s(time_s: NDArray[np.float64]) -> float:
     """Mean time between steps that ended at these times; the first, which warms caches up, does not count."""
     return float((time_s[-1] - time_s[1]) / (len(time_s) - 2))
+
+
+def exchange(
+    comm: "MPI.Comm",
+    gradient: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    count: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+    between: Callable[[], object] = lambda: None,
+) -> tuple[float, float]:
+    """Sends a gradient to the server and weights back, by blocking MPI calls between the server and one learner.
+
+    Args:
+        comm: communicator of all ranks; each calls this.
+        gradient: what the learner sends.
+        weights: what the server sends.
+        count: number of turns.
+        before: called on the learner at the beginning of a turn.
+        between: called on the server when it has the gradient.
+
+    Returns:
+        Seconds per turn; and, on the learner, without `before`.
+    """
+    exchange_s, began = 0.0, time.perf_counter()
+    for _ in range(count):
+        if comm.rank == LEARNER:
+            before()
+            since = time.perf_counter()
+            comm.Send(gradient, SERVER, TAG)
+            comm.Recv(weights, SERVER, TAG)
+            exchange_s += time.perf_counter() - since
+        elif comm.rank == SERVER:
+            comm.Recv(gradient, LEARNER, TAG)
+            between()
+            comm.Send(weights, LEARNER, TAG)
+    return (time.perf_counter() - began) / count, exchange_s / count
 
 
 def write_images(directory: Path, samples: int = IMAGES) -> None:
