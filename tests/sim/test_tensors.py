@@ -23,6 +23,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import tensors
 from rudra.simulation.batching import BigBatchTensors, VmapTensors
+from rudra.simulation.cluster import find_device
 from rudra.simulation.tensors import RealTensors
 from topologies import load as load_topology
 
@@ -348,9 +349,9 @@ def test_a_model_that_needs_real_tensors_is_built_for_its_size_alone(tmp_path: P
 
 def test_no_gpu_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert tensors.find_device(make_job(cluster={"device": "auto"})).type == "cpu"
+    assert find_device(make_job(cluster={"device": "auto"})).type == "cpu"
     with pytest.raises(ConfigError, match=r"\[cluster\] device = 'cuda': torch sees no GPU here; valid: cpu, auto"):
-        tensors.find_device(make_job(cluster={"device": "cuda"}))
+        find_device(make_job(cluster={"device": "cuda"}))
 
 
 @pytest.mark.gpu
