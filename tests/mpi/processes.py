@@ -164,14 +164,27 @@ def below(pid: int) -> list[int]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
-    """World rank -> process, of all that a launch started."""
-    return ranks_below(process_of(process.pid))
+    """World rank -> process, of all that a launch started; read again, for a list misses one if another leaves."""
+    found: dict[int, int] = {}
+    for _ in range(3):
+        found |= ranks_below(process_of(process.pid))
+    return found
 
 
 def mpirun_of(process: "subprocess.Popen[Any]") -> int:
-    """The mpirun that a launch started."""
-    (found,) = (pid for pid in below(process.pid) if Path(f"/proc/{pid}/comm").read_text() == "prterun\n")
-    return found
+    """The mpirun that a launch started; looked for again, for a list of processes misses one if another leaves."""
+    found: set[int] = set()
+
+    def there() -> bool:
+        for pid in below(process.pid):
+            with suppress(OSError):  # it has ended
+                if Path(f"/proc/{pid}/comm").read_text() == "prterun\n":
+                    found.add(pid)
+        return bool(found)
+
+    assert eventually(there)
+    (mpirun,) = found
+    return mpirun
 
 
 def gone(pids: list[int], within_s: float = 40.0) -> bool:

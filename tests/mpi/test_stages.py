@@ -70,7 +70,7 @@ def test_a_step_sends_the_activations_and_the_first_layers_of_each_learner_and_b
         "WEIGHTS": steps * 3 * front,
         "GRADIENT": steps * 3 * front,
         "ACTIVATIONS": steps * 3 * crossing,
-        "RETURNED": steps * 3 * crossing,
+        "ACTIVATION_GRADIENT": steps * 3 * crossing,
     }
     assert sum(tensors.values()) == steps * 2 * 3 * (front + crossing) == steps * told_bytes
 
