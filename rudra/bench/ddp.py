@@ -124,7 +124,7 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
             model = job.model.name if isinstance(job.model.name, str) else ""
             plain = partial(PlainLoop, size, model=model, compiled=job.training.compile)
             loops = {"ddp": plain(wrap=wrapped), "hand": plain(exchange=partial(_average, learners)), "alone": plain()}
-        few = rounds if case.startswith("lenet") else min(rounds, 3)
+        few = rounds if case.startswith("lenet,") else min(rounds, 3)  # a large model, or one compiled for each run
         for taken in in_turns(few, figures.setdefault(case, {})):
             taken |= _rudra(comm, serverless, directory / "run.h5", job)
             for name in ("ddp", "hand", "alone"):

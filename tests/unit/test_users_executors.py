@@ -50,6 +50,7 @@ class Way(NamedTuple):
 
 REPLICAS = {"name": "replicas"}
 SERVED = {"name": "replicas", "options": {"server": True}}
+BLOCK = {"name": "hierarchical", "options": {"blocks": 1}}
 ALONE = {"learners": 1}
 
 WAYS = {
@@ -74,6 +75,7 @@ WAYS = {
     ),
     "average": Way({"protocol": {"name": "average"}, "topology": REPLICAS}),
     "easgd": Way({"protocol": {"name": "easgd"}, "topology": REPLICAS}, 2 / 3, 2),
+    "easgd, hierarchical": Way({"protocol": {"name": "easgd"}, "topology": BLOCK}, 1 / 3, 2),
     "easgd, server": Way({"protocol": {"name": "easgd"}, "topology": SERVED, "cluster": ALONE}, 1 / 2),
 }
 
