@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from rudra.api import run as train
 from rudra.bench.ranks import PlainLoop, write_images
 from rudra.compute.executor import torch_as_in
-from rudra.core.messages import tensor_bytes
+from rudra.core.wire import tensor_bytes
 from rudra.findings import Goal, Report, Spread, spread
 from rudra.job.job import Job
 from rudra.machine import cores

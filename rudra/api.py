@@ -171,7 +171,7 @@ def simulate(
 def _simulate(job: Job, path: Path, force: bool, progress: ProgressMode | None) -> None:
     """Simulates a job and writes its result file; `force` allows to replace an existing one."""
     from rudra.compute.executor import torch_as_in
-    from rudra.core.messages import tail_bytes
+    from rudra.core.wire import tail_bytes
     from rudra.results.progress import Progress
     from rudra.results.recorder import Recorder, make_writer
     from rudra.simulation import costs

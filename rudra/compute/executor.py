@@ -29,7 +29,8 @@ from rudra.core.events import (
 )
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry, Part
-from rudra.core.messages import PARTS, Message, tail_bytes
+from rudra.core.messages import PARTS, Message
+from rudra.core.wire import tail_bytes
 from rudra.job.job import Job
 from rudra.probe import probed
 

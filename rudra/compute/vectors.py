@@ -14,6 +14,7 @@ from rudra.compute.half import from_half, to_half
 from rudra.compute.rows import RowForm, RowGradient
 from rudra.core.digest import digest_of, sample
 from rudra.core.messages import Message
+from rudra.core.wire import decode, encode
 from rudra.probe import probed
 
 EXPONENT = 2
@@ -103,14 +104,14 @@ class Buffer:
 
     def write(self, message: Message) -> npt.NDArray[np.uint8]:
         """Puts a message behind the tensor; returns what is to travel: no more of the tail than is used."""
-        data_ = message.encode()
+        data_ = encode(message)
         self._tail[: len(data_)] = data_
         return self.wire[: len(self.wire) - len(self._tail) + len(data_)]
 
     def read(self) -> Message:
         """The message behind a vector that has come."""
         self.version += 1
-        return Message.decode(self._tail)
+        return decode(self._tail)
 
     def take_half(self, half: torch.Tensor) -> None:
         """Takes over a tensor that another buffer has as float16: (size * 2 + 2,) uint8."""
@@ -132,7 +133,7 @@ class Buffer:
 
     def write_half(self, message: Message) -> npt.NDArray[np.uint8]:
         """As `write`, with the tensor as float16."""
-        (numbers, exponent, tail), data_ = self._halves, message.encode()
+        (numbers, exponent, tail), data_ = self._halves, encode(message)
         exponent[0] = to_half(self.vector, numbers)
         tail[: len(data_)] = data_
         return self.half[: len(self.half) - len(tail) + len(data_)]
@@ -141,7 +142,7 @@ class Buffer:
         """Takes over what came as float16."""
         self.version += 1
         self.take_half(torch.from_numpy(self.half))
-        return Message.decode(self._halves[2])
+        return decode(self._halves[2])
 
 
 class BorrowedBuffer(Buffer):
@@ -199,7 +200,7 @@ class RowBuffer(Buffer):
         return self._array[: self._rows.used]
 
     def write(self, message: Message) -> npt.NDArray[np.uint8]:
-        data_ = message.encode()
+        data_ = encode(message)
         self._tail[: len(data_)] = data_
         return self.wire[: len(self._tail) + 4 * self._rows.used]
 
@@ -220,7 +221,7 @@ class DirectBuffer(Buffer):
         self._array = None
 
     def write(self, message: Message) -> torch.Tensor:  # type: ignore[override]
-        data_ = torch.frombuffer(bytearray(message.encode()), dtype=torch.uint8)
+        data_ = torch.frombuffer(bytearray(encode(message)), dtype=torch.uint8)
         first = len(self.vector) * 4
         self.wire[first : first + len(data_)] = data_
         finish(self.wire.device)
@@ -228,7 +229,7 @@ class DirectBuffer(Buffer):
 
     def read(self) -> Message:
         self.version += 1
-        return Message.decode(self.wire[len(self.vector) * 4 :].numpy(force=True).data)
+        return decode(self.wire[len(self.vector) * 4 :].numpy(force=True).data)
 
 
 class Deferred(NamedTuple):

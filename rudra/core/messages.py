@@ -1,15 +1,8 @@
-"""Messages between roles: a fixed header, rows, and at most one tensor.
+"""Messages between roles: what each kind says. `rudra.core.wire` has how they travel."""
 
-A control message is header and rows alone. A message with a tensor carries header and rows in a tail
-behind the floats, so that one transfer from one buffer delivers all of it. A part of a tensor, which lies between
-others, travels bare: what it is has been told before.
-"""
-
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum, auto
-from operator import attrgetter
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -117,41 +110,11 @@ URGENT = frozenset({MessageKind.LOG, MessageKind.TAKEN})
 BETWEEN_OWNERS = frozenset({MessageKind.LOG, MessageKind.STEPPED})
 """Kinds that owners of weights tell each other of these, and heed even if everybody else begins anew."""
 
-_HEADER = struct.Struct("<iiqqdi?3x")
-_KIND_BITS = 8
-_KIND_MASK = (1 << _KIND_BITS) - 1
-_CODES = {
-    "<i4": "i",
-    "<i8": "q",
-    "<u8": "Q",
-    "<f4": "f",
-    "<f8": "d",
-    "|S64": "64s",
-    "|S16": "16s",
-    "|S512": "512s",
-}  # NumPy's letters mean other sizes to struct
-
-
-def _struct(dtype: np.dtype[np.void]) -> struct.Struct:
-    return struct.Struct("<" + "".join(_CODES[dtype[name].str] for name in dtype.names or ()))
-
-
-PACK = {kind: _struct(dtype).pack for kind, dtype in ROWS.items()}
-"""Makes one row of a kind from numbers: a third of the time that NumPy takes."""
-
-_GRADIENT = _struct(records.GRADIENT)
-CONTROL_BYTES = 3584
-"""Largest control message; below the eager limit of every transport that we know."""
-
-CONTROL_GRADIENTS = (CONTROL_BYTES - _HEADER.size) // _GRADIENT.size
-"""Gradients of which one can tell."""
-
 
 class Message(msgspec.Struct, frozen=True, gc=False):
     """One message: what all kinds have.
 
-    The numbers of a kind travel in the header: a `timestamp` in its place there, of other whole numbers the first as
-    `value` and a second one as the timestamp, a time or another float as `seconds`, and yes or no as `flag`.
+    A kind has at most two whole numbers, one float, one flag, rows and gradients: there is that much room in a header.
 
     Attributes:
         kind: what it says.
@@ -166,32 +129,6 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     _ABSENT_GRADIENTS: ClassVar[tuple[Gradient, ...]] = ()
 
     sender: int
-
-    def encode(self, generation: int = 0) -> bytes:
-        """As it travels; how often ranks had regrouped by then goes with it."""
-        kind = self.kind
-        timestamp, value, seconds, flag, rows, gradients = _FORMATS[kind].fields(self)
-        count = len(gradients) if rows is None else len(rows)
-        code = kind | generation << _KIND_BITS
-        header = _HEADER.pack(code, self.sender, timestamp, value, seconds, count, flag)
-        if gradients:
-            return header + b"".join(_GRADIENT.pack(*msgspec.structs.astuple(gradient)) for gradient in gradients)
-        return header if rows is None else header + rows.tobytes()
-
-    @staticmethod
-    def decode(data: bytes | bytearray | memoryview) -> "Message":
-        code, sender, timestamp, value, seconds, count, flag = _HEADER.unpack_from(data)
-        kind, type_, _, order = _FORMATS[code & _KIND_MASK]
-        rows: Rows | None = None
-        gradients: tuple[Gradient, ...] = ()
-        if kind in DESCRIBED:
-            body = memoryview(data)[_HEADER.size : _HEADER.size + count * _GRADIENT.size]
-            gradients = tuple(Gradient(*fields) for fields in _GRADIENT.iter_unpack(body))
-        elif count:
-            rows = np.frombuffer(data, ROWS[kind], count, _HEADER.size).copy()
-        found = (timestamp, value, seconds, flag, rows, gradients)
-        message: Message = type_(sender, *[found[place] for place in order])
-        return message
 
     def with_own_rows(self) -> "Message":
         """The same, with rows that its receiver may write into."""
@@ -699,44 +636,6 @@ class EpochEvaluated(Message, frozen=True, gc=False):
     rows: Rows | None
 
 
-class _Format(NamedTuple):
-    """How a kind travels.
-
-    Attributes:
-        kind: which.
-        type: class of its messages.
-        fields: timestamp, value, seconds, flag, rows and gradients of a message.
-        order: the places, among those, of what the class takes after `sender`.
-    """
-
-    kind: MessageKind
-    type: type[Any]
-    fields: Callable[[Message], Any]
-    order: tuple[int, ...]
-
-
-_PLACES = ("timestamp", "value", "seconds", "flag", "rows", "gradients")
-_ABSENT = ("_ABSENT_NUMBER", "_ABSENT_NUMBER", "_ABSENT_FLOAT", "_ABSENT_FLAG", "_ABSENT_ROWS", "_ABSENT_GRADIENTS")
-
-
-def _format_of(type_: type[Message]) -> _Format:
-    taken: dict[str, str] = {}
-    for field in msgspec.structs.fields(type_):
-        if field.name == "sender":
-            continue
-        if field.name in ("timestamp", "rows", "gradients"):
-            place = field.name
-        elif field.type is int:
-            place = "timestamp" if "value" in taken else "value"
-        else:
-            place = {float: "seconds", bool: "flag"}[field.type]
-        assert place not in taken, (type_, field.name)
-        taken[place] = field.name
-    names = [taken.get(place, absent) for place, absent in zip(_PLACES, _ABSENT, strict=True)]
-    order = tuple(_PLACES.index(place) for place in taken)
-    return _Format(type_.kind, type_, attrgetter(*names), order)
-
-
 def _types(base: type[Message]) -> Iterator[type[Message]]:
     for type_ in base.__subclasses__():
         if hasattr(type_, "kind"):
@@ -746,8 +645,6 @@ def _types(base: type[Message]) -> Iterator[type[Message]]:
 
 MESSAGES: dict[MessageKind, type[Any]] = {type_.kind: type_ for type_ in _types(Message)}
 """The class of the messages of each kind."""
-
-_FORMATS = {int(kind): _format_of(type_) for kind, type_ in MESSAGES.items()}
 
 
 class GroupFlags(msgspec.Struct, frozen=True, gc=False):
@@ -768,53 +665,3 @@ class GroupFlags(msgspec.Struct, frozen=True, gc=False):
     stopped: bool = False
     saves: bool = False
     distance: float = 0.0
-
-    def encode(self) -> bytes:
-        return _WORD.pack(*msgspec.structs.astuple(self))
-
-    @classmethod
-    def decode(cls, data: bytes | bytearray | memoryview) -> "GroupFlags":
-        return cls(*_WORD.unpack_from(data))
-
-
-_WORD = struct.Struct("<Qi???xd")
-WORD_BYTES = _WORD.size
-
-
-def generation_of(data: bytes | bytearray | memoryview) -> int:
-    """With which `Message.encode` was called."""
-    code: int = _HEADER.unpack_from(data)[0]
-    return code >> _KIND_BITS
-
-
-def tail_bytes(gradients: int) -> int:
-    """Room behind a tensor for the header and the rows of any kind, `gradients` of them for a gradient."""
-    rows = max(gradients * records.GRADIENT.itemsize, records.EPOCH.itemsize)
-    return -(-(_HEADER.size + rows) // 64) * 64
-
-
-def behind_bytes(gradients: int) -> int:
-    """What travels behind a tensor that is of so many gradients."""
-    return _HEADER.size + gradients * _GRADIENT.size
-
-
-def tensor_bytes(wire_bytes: int) -> int:
-    """Of the tensor alone, where so many bytes travel with one gradient's rows."""
-    return max(0, wire_bytes - tail_bytes(1))
-
-
-def in_pieces(rows: Rows) -> list[Rows]:
-    """The rows in pieces of which each has room in a control message."""
-    room = (CONTROL_BYTES - _HEADER.size) // rows.dtype.itemsize
-    return [rows[i : i + room] for i in range(0, len(rows), room)]
-
-
-def reported(kind: MessageKind, sender: int, rows: Rows) -> list[Message]:
-    """Messages with the rows of a table for the statistics server."""
-    return [MESSAGES[kind](sender, piece) for piece in in_pieces(rows)]
-
-
-def in_pieces_or_none(rows: Rows) -> list[tuple[Rows | None, bool]]:
-    """The same pieces, or None if there are no rows; and whether each is the last one."""
-    pieces: list[Rows | None] = [*in_pieces(rows)] or [None]
-    return [(piece, place == len(pieces)) for place, piece in enumerate(pieces, 1)]

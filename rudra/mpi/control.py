@@ -2,7 +2,8 @@
 
 from mpi4py import MPI
 
-from rudra.core.messages import CONTROL_BYTES, Message, generation_of
+from rudra.core.messages import Message
+from rudra.core.wire import CONTROL_BYTES, decode, generation_of
 from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.tags import CHANNELS, CONTROL, FIRST_TAG
 
@@ -28,7 +29,7 @@ class ControlRing:
         if outcome(request) != "done":
             return None
         data = self._buffers[self._head]
-        found = generation_of(data), Message.decode(data)
+        found = generation_of(data), decode(data)
         request.Start()
         self._head = (self._head + 1) % RING
         return found

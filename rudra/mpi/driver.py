@@ -55,6 +55,7 @@ from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import URGENT, GradientPart, Message, StopRequested, WeightsPart
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
+from rudra.core.wire import encode
 from rudra.errors import RunError
 from rudra.log import log
 from rudra.mpi.arena import Arena
@@ -226,7 +227,7 @@ class Rank:
             return
         to = self.plan.roles[server].world_rank
         asked = StopRequested(next(iter(self._machines), server))
-        self.tell(asked.encode(), to, FIRST_TAG + server * CHANNELS + CONTROL)
+        self.tell(encode(asked), to, FIRST_TAG + server * CHANNELS + CONTROL)
         self._doorbell.ring(to)
 
     def run(self) -> int:
@@ -454,7 +455,7 @@ class Rank:
     def _send(self, role: int, action: Send) -> None:
         to = self.plan.roles[action.to].world_rank
         if action.buffer is None:
-            data = action.message.encode(self._regrouping.generation)
+            data = encode(action.message, self._regrouping.generation)
             self.tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
             if action.message.kind in URGENT:
                 self._doorbell.ring(to)

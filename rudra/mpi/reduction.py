@@ -33,8 +33,9 @@ from rudra.compute.averaging import CACHE_LINE, CHUNK, Addends, added, average, 
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce, Reduced
-from rudra.core.messages import NOT_PULLING, WORD_BYTES, GroupFlags, Message, PushedGradient, tail_bytes
+from rudra.core.messages import NOT_PULLING, PushedGradient
 from rudra.core.records import Gradient
+from rudra.core.wire import FLAGS_BYTES, decode, decode_flags, encode, encode_flags, tail_bytes
 from rudra.mpi.arena import Arena
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import outcome
@@ -45,7 +46,7 @@ FEW = 2
 
 _ALIGNED = CACHE_LINE // 4
 _OFFSET = struct.Struct("<q")
-_MESSAGE = _OFFSET.size + WORD_BYTES
+_MESSAGE = _OFFSET.size + FLAGS_BYTES
 _ROW = _MESSAGE + tail_bytes(1)
 
 
@@ -175,8 +176,8 @@ class GroupReduction:
         """
         offset = self._arena.offset(buffer.array) if self._near and self._arena is not None else 0
         assert offset is not None
-        message = PushedGradient(0, 0, NOT_PULLING, (action.gradient,)).encode()
-        said = _OFFSET.pack(offset) + action.word.encode() + message
+        message = encode(PushedGradient(0, 0, NOT_PULLING, (action.gradient,)))
+        said = _OFFSET.pack(offset) + encode_flags(action.word) + message
         row.data[: len(said)] = said
         for rank in self._far:
             for owner in self._added_by(rank):
@@ -240,8 +241,8 @@ class GroupReduction:
         for rank, places in (*self._on_rank.items(), (self._comm.rank, self._mine)):
             rows |= zip(places, (row.data for row in self._told[rank]), strict=True)
         ordered = [rows[place] for place in range(len(rows))]
-        self._gradients = tuple(cast(PushedGradient, Message.decode(row[_MESSAGE:])).gradients[0] for row in ordered)
-        self._words = tuple(GroupFlags.decode(row[_OFFSET.size :]) for row in ordered)
+        self._gradients = tuple(cast(PushedGradient, decode(row[_MESSAGE:])).gradients[0] for row in ordered)
+        self._words = tuple(decode_flags(row[_OFFSET.size :]) for row in ordered)
         self._factors = factors_of([gradient.samples for gradient in self._gradients])
         self._offsets = [_OFFSET.unpack_from(row)[0] for row in ordered]
         self._give_back(self._lent_before)

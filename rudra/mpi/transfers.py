@@ -11,6 +11,7 @@ from rudra.compute.executor import Executor
 from rudra.compute.vectors import BorrowedBuffer, Buffer
 from rudra.core.events import GRADIENT
 from rudra.core.messages import PARTS, Message
+from rudra.core.wire import decode, encode
 from rudra.mpi import leases
 from rudra.mpi.arena import Arena
 from rudra.mpi.failures import Losses, outcome
@@ -118,7 +119,7 @@ class Transfers:
         copied = executor.held(going.name) >= most
         moves = executor.moves(going.name)
         place = self._leases.lend(executor.buffer(going.name), array, to, going, copied=copied, moves=moves)
-        data = place.encode() + (b"" if message.kind in PARTS else message.encode())
+        data = place.encode() + (b"" if message.kind in PARTS else encode(message))
         self._told.append((self._comm.Isend(data, to, tag), data))
 
     def receive(self, wanted: Wanted) -> None:
@@ -153,7 +154,7 @@ class Transfers:
             self._received(wanted, None)
             return
         executor, place = self._executors[wanted.role], Place.decode(coming.memory)
-        message = None if wanted.part_of is not None else Message.decode(memoryview(coming.memory)[PLACE_BYTES:])
+        message = None if wanted.part_of is not None else decode(memoryview(coming.memory)[PLACE_BYTES:])
         where = source, place.offset, place.length
         done = partial(self._give_back, source, place, self._anew)
         if leases.CHECKED:

@@ -17,8 +17,9 @@ import numpy as np
 
 from rudra.core import records
 from rudra.core.events import WEIGHTS, Action, Lost, Received, Send, Stopped
-from rudra.core.messages import AssignWork, EpochEvaluated, EvaluatePart, MessageKind, PartEvaluated, in_pieces_or_none
+from rudra.core.messages import AssignWork, EpochEvaluated, EvaluatePart, MessageKind, PartEvaluated
 from rudra.core.training_state import TrainingState
+from rudra.core.wire import in_pieces_or_none
 from rudra.roles.distributed_evaluation import DistributedEvaluation
 from rudra.roles.machine import States, Transition, listed
 from rudra.roles.server import TRAINING, ParameterServer, ServerState

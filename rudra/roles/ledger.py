@@ -32,11 +32,12 @@ from rudra.core.events import (
     Updated,
     Warn,
 )
-from rudra.core.messages import BETWEEN_OWNERS, PACK, EpochRows, MessageKind, Snapshot, TrainingStarted
+from rudra.core.messages import BETWEEN_OWNERS, EpochRows, MessageKind, Snapshot, TrainingStarted
 from rudra.core.phases import phase_at
 from rudra.core.records import TIMES, Gradient
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
+from rudra.core.wire import PACK
 from rudra.core.work import portion
 from rudra.errors import ProtocolError
 from rudra.job.table import named

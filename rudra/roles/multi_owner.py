@@ -28,7 +28,8 @@ from rudra.core.events import (
     Updated,
     Withdraw,
 )
-from rudra.core.messages import PACK, LogEntries, MessageKind, OwnerStepped, in_pieces
+from rudra.core.messages import LogEntries, MessageKind, OwnerStepped
+from rudra.core.wire import PACK, in_pieces
 from rudra.roles.machine import Setup, States, Transition
 from rudra.roles.server import ParameterServer
 

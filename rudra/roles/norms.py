@@ -13,7 +13,8 @@ from msgspec import structs
 
 from rudra.core import records
 from rudra.core.events import Action, Fail, Measure, Measured, Send, Update
-from rudra.core.messages import GradientNorms, LogEntries, in_pieces
+from rudra.core.messages import GradientNorms, LogEntries
+from rudra.core.wire import in_pieces
 
 
 @dataclass(slots=True)

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from rudra.core.events import Action, Send
-from rudra.core.messages import PACK, ROWS, MessageKind, reported
+from rudra.core.messages import ROWS, MessageKind
+from rudra.core.wire import PACK, reported
 from rudra.probe import probed
 
 

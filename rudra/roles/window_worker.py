@@ -26,7 +26,6 @@ from rudra.core.events import (
     Trained,
 )
 from rudra.core.messages import (
-    CONTROL_GRADIENTS,
     AppliedInPlace,
     AssignWork,
     CollectWindow,
@@ -38,6 +37,7 @@ from rudra.core.messages import (
     WindowWeights,
 )
 from rudra.core.records import Gradient
+from rudra.core.wire import CONTROL_GRADIENTS
 from rudra.core.work import Work
 from rudra.roles.learner import LearnerState
 from rudra.roles.machine import Setup, States, Transition, self_loops

@@ -38,10 +38,10 @@ from rudra.core.messages import (
     Stop,
     TrainingStarted,
     Weights,
-    in_pieces_or_none,
 )
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
+from rudra.core.wire import in_pieces_or_none
 from rudra.core.work import DEALT, Work
 from rudra.job.job import Job
 from rudra.roles.coordinator import NO_WEIGHTS

@@ -7,9 +7,9 @@ from rudra import roles
 from rudra.compute.schedule import phases_of
 from rudra.core.events import Save
 from rudra.core.layout import Placed
-from rudra.core.messages import tail_bytes, tensor_bytes
 from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
+from rudra.core.wire import tail_bytes, tensor_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.roles import Machine

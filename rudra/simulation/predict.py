@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from rudra.core.events import Accumulate, Compute, Conclude, Copy, Event, Finish, Forward, Keep, Local, Record, Update
 from rudra.core.layout import Placed
-from rudra.core.messages import tail_bytes
 from rudra.core.records import TIMES
+from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
 from rudra.findings import Report
 from rudra.job.job import Job

@@ -37,7 +37,7 @@ from rudra.core.events import (
     Reduce,
     Update,
 )
-from rudra.core.messages import behind_bytes, tail_bytes
+from rudra.core.wire import behind_bytes, tail_bytes
 from rudra.data.fingerprint import fingerprints, unrepeatable
 from rudra.data.load import load
 from rudra.errors import ConfigError

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from rudra.core.events import GRADIENT, SNAPSHOT, WEIGHTS, Accumulate, Compute, Copy, Evaluate
-from rudra.core.messages import Rows, tensor_bytes
+from rudra.core.messages import Rows
+from rudra.core.wire import tensor_bytes
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
 from rudra.machine import cores

@@ -12,7 +12,7 @@ import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
-from rudra.core.messages import tail_bytes
+from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError, RudraError
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]

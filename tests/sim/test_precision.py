@@ -4,7 +4,7 @@ import pytest
 import torch
 from clusters import train
 
-from rudra.core.messages import tail_bytes
+from rudra.core.wire import tail_bytes
 from rudra.job.job import Job
 
 pytestmark = pytest.mark.slow

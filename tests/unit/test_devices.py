@@ -14,7 +14,8 @@ from rudra.compute.devices import CPU, agreed, of_rank
 from rudra.compute.making import make_executors
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
-from rudra.core.messages import Weights, tail_bytes
+from rudra.core.messages import Weights
+from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import trial

@@ -13,8 +13,9 @@ import rudra
 from rudra.compute import tasks
 from rudra.compute.half import from_half, to_half
 from rudra.compute.vectors import Buffer
-from rudra.core.messages import PushedGradient, tail_bytes
+from rudra.core.messages import PushedGradient
 from rudra.core.records import Gradient
+from rudra.core.wire import tail_bytes
 from rudra.job.job import Job
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))

@@ -11,10 +11,8 @@ from role_traces import any_message
 
 from rudra.core import records
 from rudra.core.messages import (
-    CONTROL_BYTES,
     MESSAGES,
     ROWS,
-    WORD_BYTES,
     GroupFlags,
     Message,
     MessageKind,
@@ -22,10 +20,18 @@ from rudra.core.messages import (
     Ready,
     Snapshot,
     Weights,
+)
+from rudra.core.records import Gradient
+from rudra.core.wire import (
+    CONTROL_BYTES,
+    FLAGS_BYTES,
+    decode,
+    decode_flags,
+    encode,
+    encode_flags,
     in_pieces,
     tail_bytes,
 )
-from rudra.core.records import Gradient
 
 INT32 = st.integers(0, 2**31 - 1)
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -58,15 +64,15 @@ def test_round_trip_without_rows(kind: MessageKind, data: st.DataObject) -> None
     """No field is lost, or taken for another."""
     fields = {field.name: data.draw(NUMBERS[field.type]) for field in msgspec.structs.fields(MESSAGES[kind])}
     message = MESSAGES[kind](**{**fields, "sender": data.draw(INT32)})
-    assert same(Message.decode(message.encode()), message)
+    assert same(decode(encode(message)), message)
 
 
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_round_trip_with_rows_from_a_buffer_that_is_used_again(kind: MessageKind, count: int) -> None:
     message = any_message(kind, 3, rows=rows(kind, count))
-    buffer = bytearray(message.encode() + b"\xff" * 100)  # a receive buffer is longer than what arrived
-    decoded: Any = Message.decode(memoryview(buffer))
+    buffer = bytearray(encode(message) + b"\xff" * 100)  # a receive buffer is longer than what arrived
+    decoded: Any = decode(memoryview(buffer))
     buffer[:] = bytes(len(buffer))
     assert same(decoded, message)
     assert decoded.rows.flags.writeable, "roles write into the rows that they receive"
@@ -86,8 +92,8 @@ def test_a_receiver_may_write_into_rows_of_its_own() -> None:
 def test_round_trip_of_gradients_from_a_buffer_that_is_used_again(gradients: list[Gradient], timestamp: int) -> None:
     """Steps and timestamps beyond 32 bits included."""
     message = PushedGradient(3, timestamp, 9, tuple(gradients))
-    buffer = bytearray(message.encode() + b"\xff" * 100)
-    decoded: Any = Message.decode(memoryview(buffer))
+    buffer = bytearray(encode(message) + b"\xff" * 100)
+    decoded: Any = decode(memoryview(buffer))
     buffer[:] = bytes(len(buffer))
     assert same(decoded, message)
     assert all(type(gradient) is Gradient for gradient in decoded.gradients)
@@ -96,13 +102,13 @@ def test_round_trip_of_gradients_from_a_buffer_that_is_used_again(gradients: lis
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 1), st.booleans(), st.booleans())
 def test_round_trip_of_what_a_group_is_told(digest: int, lowered: int, enough: bool, stopped: bool) -> None:
     word = GroupFlags(digest, lowered, enough, stopped)
-    assert GroupFlags.decode(word.encode() + b"\xff") == word
-    assert len(word.encode()) == WORD_BYTES
+    assert decode_flags(encode_flags(word) + b"\xff") == word
+    assert len(encode_flags(word)) == FLAGS_BYTES
 
 
 def test_gradients_on_the_wire_are_rows_of_their_table() -> None:
     gradient = Gradient(-1, 2, 3, 2**40, 2**42, 2**41, -1, 0.25, 1.5, 7, 5)
-    (row,) = np.frombuffer(PushedGradient(0, 0, 0, (gradient,)).encode()[-72:], records.GRADIENT)
+    (row,) = np.frombuffer(encode(PushedGradient(0, 0, 0, (gradient,)))[-72:], records.GRADIENT)
     assert row.item() == msgspec.structs.astuple(gradient)
 
 
@@ -111,9 +117,9 @@ def test_the_tail_behind_a_tensor_holds_what_comes_with_tensors(gradients: int) 
     room = tail_bytes(gradients)
     assert room % 64 == 0, "what follows stays aligned"
     many = tuple(Gradient(-1, i, 4, 0, 0, 0, -1, 1.0, 0.5, 1, i) for i in range(gradients))
-    assert len(PushedGradient(0, 0, 0, many).encode()) <= room
-    assert len(Snapshot(0, 0, 0, rows(MessageKind.SNAPSHOT, 1)).encode()) <= room
-    assert len(Weights(0, 0).encode()) <= room
+    assert len(encode(PushedGradient(0, 0, 0, many))) <= room
+    assert len(encode(Snapshot(0, 0, 0, rows(MessageKind.SNAPSHOT, 1)))) <= room
+    assert len(encode(Weights(0, 0))) <= room
 
 
 @pytest.mark.parametrize(("gradients", "room"), [(1, 256), (2, 256), (3, 256), (4, 384), (30, 2240)])
@@ -127,11 +133,11 @@ def test_the_tail_is_as_small_as_what_it_holds_allows(gradients: int, room: int)
 def test_pieces_keep_every_row_in_messages_of_limited_size(kind: MessageKind, count: int) -> None:
     all_ = rows(kind, count)
     messages = [any_message(kind, 5, rows=piece) for piece in in_pieces(all_)]
-    encoded = [m.encode() for m in messages]
+    encoded = [encode(m) for m in messages]
     assert all(len(data) <= CONTROL_BYTES for data in encoded)
     fill = (CONTROL_BYTES - 64) // ROWS[kind].itemsize
     assert len(messages) <= -(-count // fill), "no more messages than needed"
-    parts: list[Any] = [Message.decode(data) for data in encoded]
+    parts: list[Any] = [decode(data) for data in encoded]
     assert all((p.kind, p.sender) == (kind, 5) for p in parts)
     assert b"".join(p.rows.tobytes() for p in parts if p.rows is not None) == all_.tobytes()
 

@@ -9,8 +9,8 @@ import pytest
 
 import rudra
 from rudra.cli.main import main
-from rudra.core.messages import tail_bytes, tensor_bytes
 from rudra.core.records import UPDATE
+from rudra.core.wire import tail_bytes, tensor_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation.predict import Outline, as_text, outline, predict, steady_rate

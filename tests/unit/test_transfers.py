@@ -11,6 +11,7 @@ from fake_mpi import ANYBODY, FAILED, IN_STATUS, PENDING, Error, Status, fake_mp
 from rudra.compute.executor import Executor
 from rudra.core.messages import PushedGradient
 from rudra.core.records import Gradient
+from rudra.core.wire import encode
 from rudra.errors import RunError
 from rudra.mpi import leases
 from rudra.mpi.arena import LEASES
@@ -313,7 +314,7 @@ class Neighbours(Server):
 
     def tell(self, request: Request, number: int = 5, *, second: bool = False, copied: bool = False) -> None:
         """A place comes."""
-        data = Place(SIZE * 4 * second, SIZE * 4, number, copied, self.checksum).encode() + MESSAGE.encode()
+        data = Place(SIZE * 4 * second, SIZE * 4, number, copied, self.checksum).encode() + encode(MESSAGE)
         request.wire[: len(data)] = data if isinstance(request.wire, bytearray) else np.frombuffer(data, np.uint8)
         request.source, request.state = NEAR, "done"
 
