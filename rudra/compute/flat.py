@@ -15,22 +15,21 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from rudra.compute.buffers import buffers_of, changed
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
 from rudra.compute.direct import LARGE, DirectLinear, direct_layers
+from rudra.compute.flat_buffers import FlatBuffers
+from rudra.compute.guard import WeightsGuard
 from rudra.compute.rows import RowForm, RowGradient
 from rudra.compute.sparse import SparseLinear, rows_of
 from rudra.compute.statedict import StateEntry
 from rudra.compute.tasks import Classification, LossReduction, Task
+from rudra.compute.views import NOWHERE, FlatViews
 from rudra.core.layout import Entry, EntryKind
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
 
 _KEPT = 8  # vectors for each role whose views are kept: generations of weights and of gradients
-_COUNTED = 2**20  # the mean of several float32 is nearest to the right whole number up to here
-_NOWHERE = torch.empty(0)
-"""In place of a view: of what has another place than the vector."""
 _SCALE, _LESS = 2.0**12, 2.0**-4
 """What a loss is multiplied with in float16, where small gradients would be lost, and that scale where large ones are:
 2^12, 2^8, 2^4, 1, in each step anew, so that a step's bits depend on no other."""
@@ -55,13 +54,11 @@ class FlatModel:
             those of "autograd".
 
     Attributes:
-        racing: whether others may write to the bound weights while a gradient is computed.
+        guard: makes sure that a pass leaves the weights as they were.
 
     Raises:
         ConfigError: nothing to train, or a tensor that is not float32.
     """
-
-    racing = False
 
     def __init__(
         self,
@@ -76,27 +73,24 @@ class FlatModel:
         self.module = module
         self.task = task or Classification(0)
         parameters = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        buffers = [buffer for buffer in buffers_of(module) if travels(buffer.tensor)]
-        floats = [buffer for buffer in buffers if buffer.tensor.is_floating_point()]
-        counters = [buffer for buffer in buffers if _is_counter(buffer.tensor)]
         if not parameters:
             raise ConfigError("[model] has no parameter to train")
+        self._parameters: list[torch.Tensor] = [p for _, p in parameters]
+        self.device = self._parameters[0].device
+        self._buffers = FlatBuffers(module, self.device)
         travelling: list[tuple[EntryKind, str, torch.Tensor]] = [
             *(("parameter", name, parameter) for name, parameter in parameters),
-            *(("buffer", buffer.name, buffer.tensor) for buffer in floats),
-            *(("counter", counter.name, counter.tensor) for counter in counters),
+            *(("buffer", buffer.name, buffer.tensor) for buffer in self._buffers.floats),
+            *(("counter", counter.name, counter.tensor) for counter in self._buffers.counters),
         ]
         for kind, name, tensor in travelling:
             if kind != "counter" and tensor.dtype != torch.float32:
                 raise ConfigError(f"[model] {name} is {tensor.dtype}; only torch.float32 is supported")
             if isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
                 raise ConfigError(f"[model] {name} has no shape yet; call the model once where you make it")
-        self._parameters: list[torch.Tensor] = [p for _, p in parameters]
         for parameter in self._parameters:
             if not parameter.is_leaf:  # of a copied TorchScript module: autograd would give it no gradient
                 parameter.detach_().requires_grad_()
-        self._floats = [buffer.tensor for buffer in floats]
-        self._buffers = [*floats, *counters]
         entries: list[Entry] = []
         for kind, name, tensor in travelling:
             offset = entries[-1].offset + entries[-1].size if entries else 0
@@ -104,14 +98,10 @@ class FlatModel:
         self.layout = tuple(entries)
         self.parameter_count = sum(p.numel() for p in self._parameters)
         self.size = entries[-1].offset + entries[-1].size
-        self.device = self._parameters[0].device
-        self._counts = torch.tensor([int(each.tensor) for each in counters], dtype=torch.int64, device=self.device)
-        for counter, place in zip(counters, self._counts, strict=True):
-            counter.tensor.data = place
         places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         layers = [layer for layer in module.modules() if isinstance(layer, SparseLinear)]
-        self._sparse = {places[id(each.weight)]: each for each in layers if id(each.weight) in places}
-        self._rows = min(self._sparse, default=None)  # of which layer gradients may have rows
+        sparse = (places[id(each.weight)] for each in layers if id(each.weight) in places)
+        self._rows = min(sparse, default=None)  # of which layer gradients may have rows
         self._generator = torch.default_generator
         if self.device.type == "cuda":
             self._generator = torch.cuda.default_generators[self.device.index or 0]
@@ -120,7 +110,6 @@ class FlatModel:
         self._scale = _SCALE if precision == "float16" else 1.0
         direct = gradients == "direct" and not mixed and not compiled
         self._chain = Chain.of(module, self._parameters, self.task) if direct else None
-        self.does_without_autograd = self._chain is not None
         self._direct: dict[int, DirectLinear] = direct_layers(module, self._parameters) if direct else {}
         self.compiled = compiled
         self._step = (
@@ -128,14 +117,10 @@ class FlatModel:
             if compiled
             else None
         )
-        self._steps = 0
-        self._sizes = [entry.size for entry in entries]
-        self._behind = self.size - self.parameter_count
-        self._kept = _KEPT * roles
-        self._views: dict[int, list[torch.Tensor]] = {}  # by address of the vector, which they keep alive
         self._weights = torch.empty(0)  # the bound vector
-        self._buffers_at = 0  # address of the vector that the module's floating-point buffers lie in
         self._training: bool | None = None
+        self._views = FlatViews(self.layout, _KEPT * roles)
+        self.guard = WeightsGuard(self.layout, self._parameters, self.parameter_count)
 
     def bind(self, weights: torch.Tensor) -> None:
         """Makes the module compute with these weights, without a copy.
@@ -145,15 +130,15 @@ class FlatModel:
                 gradients do not change them.
         """
         if weights.data_ptr() != self._weights.data_ptr():
-            for parameter, view in zip(self._parameters, self._split(weights), strict=False):
+            for parameter, view in zip(self._parameters, self._views.of(weights), strict=False):
                 parameter.data = view
             self._weights = weights
 
     def read_into(self, out: torch.Tensor) -> None:
         """Copies the current values of all that the vector holds to `out`, (size,) float32."""
         with torch.no_grad():
-            tensors = [*self._parameters, *(buffer.tensor for buffer in self._buffers)]
-            for view, tensor in zip(self._split(out), tensors, strict=True):
+            tensors = [*self._parameters, *self._buffers.tensors]
+            for view, tensor in zip(self._views.of(out), tensors, strict=True):
                 view.copy_(tensor)
 
     def state_dict(self) -> tuple[StateEntry, ...]:
@@ -187,11 +172,10 @@ class FlatModel:
             entries = self.layout[len(self._parameters) :]
             parts = torch.split(behind, [entry.size for entry in entries])
             views = [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
-            views = [_NOWHERE] * len(self._parameters) + views
-            self._place_buffers(behind, views)
+            self._buffers.place(behind, views)
         self.seed(seed)
         output = called(self.module, moved(inputs, self.device))
-        self._collect_buffers(behind, views)
+        self._buffers.collect(behind, views)
         return output
 
     def backward(self, output: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> None:
@@ -204,7 +188,12 @@ class FlatModel:
         """
         self._release()
         torch.autograd.backward(output, gradient)
-        self._copy(self._taken(), self._split(out))
+        self._copy(self._taken(), self._views.of(out))
+
+    @property
+    def does_without_autograd(self) -> bool:
+        """Whether faster code computes gradients of inputs that it takes."""
+        return self._chain is not None
 
     @property
     def row_form(self) -> RowForm | None:
@@ -236,9 +225,9 @@ class FlatModel:
         """
         rows = out if isinstance(out, RowGradient) else None
         if self._chain is not None and self._chain.takes(inputs):
-            views = self._split(out) if isinstance(out, torch.Tensor) else self._split(out.rest, self._rows)
+            views = self._views.of(out) if isinstance(out, torch.Tensor) else self._views.of(out.rest, self._rows)
             self.seed(seed)  # the task's loss may draw something
-            output, loss, found = self._chain.gradient(inputs, target, self._split(self._weights), views)
+            output, loss, found = self._chain.gradient(inputs, target, self._views.of(self._weights), views)
             if found is not None and rows is not None:
                 rows.put(found)
             elif found is not None:
@@ -298,9 +287,12 @@ class FlatModel:
         self._mode(training=True)
         shared = len(weights) == 1
         vectors = weights[0][None] if shared else torch.stack(list(weights))
-        parts = [v.view(-1, *e.shape) for v, e in zip(torch.split(vectors, self._sizes, 1), self.layout, strict=True)]
+        parts = [
+            v.view(-1, *e.shape)
+            for v, e in zip(torch.split(vectors, [e.size for e in self.layout], 1), self.layout, strict=True)
+        ]
         count = len(self._parameters)
-        there = len(self.layout) - len(self._counts)  # counters would be of no use: no gradient changes them
+        there = len(self.layout) - len(self._buffers.counters)  # counters would be of no use: no gradient changes them
         values = {e.name: part[0] if shared else part for part, e in zip(parts[:there], self.layout, strict=False)}
         trained = {e.name: values.pop(e.name) for e in self.layout[:count]}
 
@@ -321,7 +313,7 @@ class FlatModel:
         all_ = torch.func.vmap(one, in_dims=(place, place, 0, 0), randomness="different")
         found, (losses, output) = all_(trained, values, moved(inputs, self.device), moved(target, self.device))
         for index, out in enumerate(outs):
-            torch._foreach_copy_(self._split(out)[:count], [gradient[index] for gradient in found.values()])
+            torch._foreach_copy_(self._views.of(out)[:count], [gradient[index] for gradient in found.values()])
             out[self.parameter_count :] = vectors[0 if shared else index, self.parameter_count :]
         wrong = [self.task.wrong(*pair) for pair in zip(output, target, strict=True)]
         sums = [np.nan if each is None else each.sum() for each in wrong]
@@ -363,36 +355,37 @@ class FlatModel:
         self._mode(training=True)
         rows = into if isinstance(into, RowGradient) else None
         out = into.rest if isinstance(into, RowGradient) else into
-        views = self._split(out, None if rows is None else self._rows)
+        views = self._views.of(out, None if rows is None else self._rows)
+        buffers = views[len(self._parameters) :]
         if self._buffers:
-            out[len(out) - self._behind :] = self._weights[self.parameter_count :]
-            self._place_buffers(out, views)
+            out[len(out) - self.size + self.parameter_count :] = self._weights[self.parameter_count :]
+            self._buffers.place(out, buffers)
         self.seed(seed)
         compiled = self._step if reduction == "mean" else None
         if compiled is not None and compiled.whole:
             loss, output = compiled(inputs, target, views, self.device)
-            self._collect_buffers(out, views)
+            self._buffers.collect(out, buffers)
             return loss, self.task.wrong(output, target)
         for index, layer in self._direct.items():
             layer.target = views[index]
         self._release()
         if isinstance(inputs, torch.Tensor) and inputs.is_leaf:
             inputs.grad = None
-        versions, checksum = self._versions(), self._checksum()
+        before = self.guard.before(self._weights)
         if compiled is not None:
             loss, output = compiled.loss(moved(inputs, self.device), moved(target, self.device))
         else:
             output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
         (mean if scale == 1 else mean * scale).backward()  # type: ignore[no-untyped-call]
-        self._check_unchanged(versions, checksum)
+        self.guard.check(before, self._weights, self._views.of(self._weights))
         loss = loss.detach()
         gradients = self._taken()
         if rows is not None:
             assert self._rows is not None
             rows.put_gradient(gradients[self._rows])
         self._copy(gradients, views)
-        self._collect_buffers(out, views)
+        self._buffers.collect(out, buffers)
         if scale != 1:
             scaled_gradient = out[: self.parameter_count]
             if not scaled_gradient.isfinite().all():
@@ -408,12 +401,12 @@ class FlatModel:
         """
         self._mode(training=False)
         if self._buffers:
-            self._place_buffers(self._weights, self._split(self._weights))
+            self._buffers.place(self._weights, self._views.of(self._weights)[len(self._parameters) :])
         with torch.no_grad():
             there = moved(target, self.device)
             output, loss = self._forward(self.module, inputs, there)
             metrics = self.task.measure(output, there)
-        self._collect_buffers()
+        self._buffers.collect()
         wrong = self.task.wrong(output, target)
         return loss.item(), math.nan if wrong is None else float(wrong.mean()), metrics
 
@@ -432,7 +425,7 @@ class FlatModel:
         """Copies gradients to views of the flat vector; those that were written there stay."""
         sources, targets = [], []
         for gradient, view in zip(gradients, views, strict=False):
-            if view is _NOWHERE:
+            if view is NOWHERE:
                 continue
             if gradient is None:
                 view.zero_()
@@ -444,91 +437,10 @@ class FlatModel:
         if sources:
             torch._foreach_copy_(targets, sources)
 
-    def _versions(self) -> list[int]:
-        return [parameter._version for parameter in self._parameters]
-
-    def _checksum(self) -> int | None:
-        """A checksum of the parameters, in passes 1, 2, 4, 8, … only, because it reads all of them; else None."""
-        self._steps += 1
-        if self.racing or self._steps & (self._steps - 1):
-            return None
-        return self._sum_of_bits()
-
-    def _sum_of_bits(self) -> int:
-        return int(self._weights[: self.parameter_count].view(torch.int32).sum())
-
-    def _check_unchanged(self, versions: Sequence[int], checksum: int | None) -> None:
-        """Makes sure that a pass has left the weights as they were.
-
-        Args:
-            versions: of the parameters before the pass; torch raises them for changes in place that autograd sees.
-            checksum: before the pass; it finds changes through `weight.data`, too.
-
-        Raises:
-            ConfigError: the model assigns or changes a parameter in `forward`. Whoever owns the weights would not know.
-        """
-        views = self._split(self._weights)
-        for entry, parameter, view, version in zip(self.layout, self._parameters, views, versions, strict=False):
-            if parameter.data_ptr() != view.data_ptr():
-                if self.racing or not torch.equal(parameter, view):
-                    raise ConfigError(changed(entry.name))
-                parameter.data = view  # the same values in other memory, as LSTM.flatten_parameters places them
-            elif parameter._version != version:
-                raise ConfigError(changed(entry.name))
-        if checksum is not None and checksum != self._sum_of_bits():
-            raise ConfigError(changed("a parameter"))
-
-    def _split(self, vector: torch.Tensor, without: int | None = None) -> list[torch.Tensor]:
-        """Views of a flat vector, shaped as parameters and buffers; those of the latest vectors are kept.
-
-        Args:
-            vector: that.
-            without: the entry that it lacks, which is nowhere then.
-        """
-        address = vector.data_ptr()
-        views = self._views.get(address)
-        if views is None:
-            there = [entry for index, entry in enumerate(self.layout) if index != without]
-            parts = torch.split(vector.detach(), [entry.size for entry in there])
-            views = [part.view(entry.shape) for part, entry in zip(parts, there, strict=True)]
-            if without is not None:
-                views.insert(without, _NOWHERE)
-            if len(self._views) == self._kept:
-                del self._views[next(iter(self._views))]
-            self._views[address] = views
-        return views
-
-    def _place_buffers(self, vector: torch.Tensor, views: list[torch.Tensor]) -> None:
-        """Makes the module's buffers those of a vector, which it changes there, but for counters."""
-        if self._floats and self._buffers_at != vector.data_ptr():
-            for buffer, view in zip(self._floats, views[len(self._parameters) :], strict=False):
-                buffer.data = view
-            self._buffers_at = vector.data_ptr()
-        if count := len(self._counts):
-            self._counts.copy_(vector[-count:])
-
-    def _collect_buffers(self, vector: torch.Tensor | None = None, views: Sequence[torch.Tensor] = ()) -> None:
-        """Brings to a vector what the module did not change there: counters, and buffers that it made anew."""
-        if vector is not None and (count := len(self._counts)):
-            vector[-count:] = self._counts
-        for index, buffer in enumerate(self._buffers, len(self._parameters)):
-            if (anew := buffer.replaced()) is not None and vector is not None:
-                views[index].copy_(anew.detach())
-
     def _mode(self, *, training: bool) -> None:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
-
-
-def travels(buffer: torch.Tensor) -> bool:
-    """Whether the flat vector has a buffer of this kind: a sparse one stays with the module, as integers do."""
-    return buffer.layout is torch.strided and (buffer.is_floating_point() or _is_counter(buffer))
-
-
-def _is_counter(buffer: torch.Tensor) -> bool:
-    """Whether a buffer is a counter, such as of the batches that BatchNorm has seen."""
-    return buffer.dtype == torch.int64 and buffer.dim() == 0 and abs(int(buffer)) <= _COUNTED
 
 
 def _values(tensor: torch.Tensor) -> npt.NDArray[Any]:

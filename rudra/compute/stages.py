@@ -20,7 +20,8 @@ from rudra.compute.averaging import average
 from rudra.compute.buffers import buffers_of
 from rudra.compute.cuts import chain
 from rudra.compute.executor import performs
-from rudra.compute.flat import FlatModel, sha256, travels
+from rudra.compute.flat import FlatModel, sha256
+from rudra.compute.flat_buffers import travels
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
 from rudra.compute.optim import UpdateRule, runs_of
