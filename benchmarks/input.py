@@ -14,7 +14,8 @@ from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.core.work import Work
-from rudra.data.load import DataInfo, Samples, Split, in_memory, load
+from rudra.data.load import DataInfo, in_memory, load
+from rudra.data.samples import Samples, Split
 from rudra.data.sources import Dense
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job

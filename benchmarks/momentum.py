@@ -32,7 +32,8 @@ from rudra.compute import models, networks
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.making import make_executors
 from rudra.core.events import Event, Finish, Keep, Local, Record, Update
-from rudra.data.load import DataInfo, Samples, load
+from rudra.data.load import DataInfo, load
+from rudra.data.samples import Samples
 from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.simulation.assembly import assemble

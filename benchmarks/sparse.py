@@ -16,7 +16,8 @@ from rudra.compute.rows import RowForm, RowGradient
 from rudra.compute.sparse import SparseLinear, gradient_of, product
 from rudra.core.events import GRADIENT, WEIGHTS, Compute, Update
 from rudra.core.layout import Entry
-from rudra.data.load import Data, DataInfo, Split
+from rudra.data.load import Data, DataInfo
+from rudra.data.samples import Split
 from rudra.data.sources import Dense, Source, Sparse
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job

@@ -6,7 +6,7 @@ from torch import nn
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import put_together
 from rudra.compute.hooks import hooked
-from rudra.data.load import Batch
+from rudra.data.samples import Batch
 from rudra.data.sparse import is_sparse, joined
 from rudra.errors import ConfigError
 from rudra.job.tables import TrainingTable

@@ -10,7 +10,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, Sums
 from rudra.compute.tasks import Task
 from rudra.core.events import Score
-from rudra.data.load import Samples
+from rudra.data.samples import Samples
 from rudra.data.sampling import seed_all
 
 

@@ -18,7 +18,8 @@ from rudra.compute.rows import RowGradient
 from rudra.core.work import Work
 from rudra.data import trees
 from rudra.data.augmentation import Augmentation
-from rudra.data.load import Batch, Samples, asked_at_once, in_memory
+from rudra.data.load import asked_at_once, in_memory
+from rudra.data.samples import Batch, Samples
 from rudra.data.sampling import Sampler, mix, seed_all
 from rudra.data.sparse import bytes_of, finite_rows, joined, stretch
 from rudra.data.sparse import split as rows_split

@@ -21,7 +21,7 @@ from rudra.compute.window import LOGGED, Contribution, Shape, Update, Window, Wi
 from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
 from rudra.core.records import Gradient
 from rudra.core.work import DEALT, Work
-from rudra.data.load import Batch
+from rudra.data.samples import Batch
 from rudra.data.trees import mapped
 from rudra.job.job import Job
 from rudra.probe import probed

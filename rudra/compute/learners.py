@@ -26,7 +26,7 @@ from rudra.core.events import (
     Evaluated,
     Sum,
 )
-from rudra.data.load import Samples
+from rudra.data.samples import Samples
 from rudra.job.job import Job
 
 TRAIN = "train"

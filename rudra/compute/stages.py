@@ -41,7 +41,8 @@ from rudra.core.events import (
 )
 from rudra.core.layout import Entry, Part, Placed
 from rudra.core.work import portion
-from rudra.data.load import DataInfo, Samples
+from rudra.data.load import DataInfo
+from rudra.data.samples import Samples
 from rudra.data.sparse import joined
 from rudra.data.trees import called, mapped
 from rudra.errors import ConfigError

@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra.data.load import Data, Samples, Subset, UserSplit
+from rudra.data.load import Data
+from rudra.data.samples import Samples, Subset
 from rudra.data.sampling import seeded
 from rudra.data.sparse import is_sparse
 from rudra.data.trees import mapped
+from rudra.data.users import UserSplit
 
 ITEMS, TWICE = 32, 8
 """Samples that are summarised, and how many of them are drawn twice."""

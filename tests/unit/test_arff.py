@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.data.load import Samples, load
+from rudra.data.load import load
 from rudra.data.readers.arff import read_arff
+from rudra.data.samples import Samples
 from rudra.data.sources import Dense, Sparse
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from rudra.data.load import Split, in_memory, load
+from rudra.data.load import in_memory, load
+from rudra.data.samples import Split
 from rudra.data.sources import Stored
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable

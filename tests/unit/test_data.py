@@ -15,8 +15,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from rudra.data.load import Split, Subset, UserSplit, in_memory, load
+from rudra.data.load import in_memory, load
+from rudra.data.samples import Split, Subset
 from rudra.data.sources import Dense
+from rudra.data.users import UserSplit
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable, TaskTable
 from rudra.plugins import call, resolve

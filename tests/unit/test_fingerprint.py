@@ -13,7 +13,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from rudra.api import simulate
 from rudra.data.fingerprint import fingerprint, fingerprints, from_plain, plain, unrepeatable
-from rudra.data.load import Subset, UserSplit, load
+from rudra.data.load import load
+from rudra.data.samples import Subset
+from rudra.data.users import UserSplit
 from rudra.errors import ConfigError, ReplayError
 from rudra.job.job import Job
 from rudra.job.tables import DataTable

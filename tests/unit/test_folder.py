@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from rudra.data.load import Split, in_memory, load
+from rudra.data.load import in_memory, load
 from rudra.data.readers import folder
+from rudra.data.samples import Split
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
 

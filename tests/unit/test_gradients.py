@@ -12,7 +12,8 @@ from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.models import build, check_model_output
 from rudra.compute.tasks import Classification
 from rudra.core.work import Work
-from rudra.data.load import Split, load
+from rudra.data.load import load
+from rudra.data.samples import Split
 from rudra.data.sampling import Sampler
 from rudra.data.sources import Dense
 from rudra.errors import ConfigError

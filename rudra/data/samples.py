@@ -1,0 +1,127 @@
+"""Samples by number: those of a data set that Rudra reads, and parts of others."""
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import Dataset
+
+from rudra.data.sources import Source, Sparse, are_tokens
+from rudra.data.sparse import rows_of
+
+Batch = tuple[Any, Any]
+"""Inputs and targets: tensors whose first dimension is the sample's, or tuples and dictionaries of such."""
+
+
+class Samples(Protocol):
+    """A split, as learners and the statistics server use it.
+
+    Attributes:
+        random: whether drawing a sample draws random numbers, too, from the generators that everybody uses.
+    """
+
+    @property
+    def random(self) -> bool: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        """Inputs (count, *input_shape) and targets (count, …) of the given samples, fresh and contiguous.
+
+        Inputs are float32, or int64 where they are tokens; those that stay sparse are a CSR tensor with int32 indices.
+        Those of a user's dataset may also be boolean or complex64. Targets are (count,) int64 where they are class
+        labels.
+        """
+
+
+class Split(Dataset[Batch]):
+    """Samples of a data set that Rudra reads, converted when they are drawn.
+
+    Inputs that are tokens (`are_tokens`) become int64, and all other inputs float32. Targets that are whole numbers
+    become int64, and all others float32.
+
+    Args:
+        inputs: (N, …).
+        targets: (N,) or (N, …).
+        mean: of one input, subtracted from each; float32, or float64 where deviations may be small beside it; or None.
+        scale: factor on the inputs after that, one or one for each number of an input; not on tokens.
+        limit: use only the first samples.
+        sparse: inputs, which are `Sparse` then, stay so; they have no mean, and one scale.
+    """
+
+    random = False
+
+    def __init__(
+        self,
+        inputs: Source,
+        targets: Source,
+        mean: npt.NDArray[np.float32] | npt.NDArray[np.float64] | None = None,
+        scale: float | npt.NDArray[np.float32] = 1.0,
+        *,
+        limit: int | None = None,
+        sparse: bool = False,
+    ) -> None:
+        self.inputs, self.targets = inputs, targets
+        self.sparse = sparse
+        self.mean = mean
+        self.scale = scale if isinstance(scale, np.ndarray) else np.float32(scale)
+        self._scaled = bool(np.any(self.scale != 1))
+        self.length = inputs.shape[0] if limit is None else min(limit, inputs.shape[0])
+        self._tokens = are_tokens(inputs.shape, inputs.dtype)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        targets = self.targets.rows(indices)
+        whole = targets.dtype.kind in "iu"
+        labels = torch.from_numpy(targets.astype(np.int64 if whole else np.float32, copy=False))
+        if self.sparse:
+            assert isinstance(self.inputs, Sparse)
+            starts, columns, values = self.inputs.compressed(indices)
+            if self._scaled:
+                values *= self.scale
+            return rows_of(starts, columns, values, self.inputs.shape[1]), labels
+        rows = self.inputs.rows(indices)
+        if self._tokens:
+            return torch.from_numpy(rows.astype(np.int64, copy=False)), labels
+        # NumPy, because this runs in the input thread: it lets go of the GIL as torch does, but starts no second team
+        # of worker threads beside those of the learner's gradient. torch's memory, because it is aligned always alike.
+        inputs = torch.empty(rows.shape, dtype=torch.float32)
+        converted = inputs.numpy()
+        if self.mean is not None:
+            np.subtract(rows, self.mean, out=converted)
+            if self._scaled:
+                np.multiply(converted, self.scale, out=converted)
+        elif self._scaled:
+            np.multiply(rows, self.scale, out=converted)
+        else:
+            np.copyto(converted, rows)
+        return inputs, labels
+
+    def __getitem__(self, index: int) -> Batch:
+        inputs, labels = self.batch(np.array([index]))
+        return inputs[0], labels[0]
+
+
+class Subset(Dataset[Batch]):
+    """Some of other samples, which it does not copy.
+
+    Args:
+        samples: those.
+        indices: (count,) int64: which of them, in their new order.
+    """
+
+    def __init__(self, samples: Samples, indices: npt.NDArray[np.int64]) -> None:
+        self.samples, self.indices, self.random = samples, indices, samples.random
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
+        return self.samples.batch(self.indices[indices])
+
+    def __getitem__(self, index: int) -> Batch:
+        inputs, labels = self.batch(np.array([index]))
+        return inputs[0], labels[0]
