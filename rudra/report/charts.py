@@ -76,31 +76,6 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
     groups = grouped(lines, lambda run: run.protocol)
     left_out = {"σ = 0": [run.label for line in everybody for run in line.runs if run not in runs]}
 
-    def over_updates(title: str, lines: Sequence[Line]) -> Panel:
-        def draw(axis: Any) -> None:
-            thinned = [[_thinned(run.staleness) for run in line.runs if run.staleness is not None] for line in lines]
-            updates = max((int(b.update[-1]) for blocks in thinned for b in blocks if len(b.update)), default=0)
-            for line, blocks in zip(lines, thinned, strict=True):
-                style, band = {**line.style, "linewidth": 1.6}, len(lines) == 1 or len(blocks) > 1
-                draw_staleness(axis, blocks, style, label=line.label, band=band, updates=updates)
-            _law(axis, lines, lambda run: run.expected_staleness, axis.axhline, "--")
-            set_axes(axis, title, "update", "⟨σ⟩", counts=True)
-
-        return draw
-
-    def histogram(title: str, lines: Sequence[Line]) -> Panel:
-        def draw(axis: Any) -> None:
-            for line in lines:
-                axis.plot([], [], label=line.label, **line.style)
-                draw_histogram(axis, mean_of([r.histogram for r in line.runs]), line.style, filled=len(lines) == 1)
-            _law(axis, lines, lambda run: run.expected_staleness, axis.axvline, "--")
-            _law(axis, lines, lambda run: run.n and 2 * run.n, axis.axvline, ":")
-            set_axes(axis, title, "σ (updates)", "gradients (%)", counts=True)
-            own = [run for line in lines for run in line.runs]
-            axis.set_xlim(-0.7, max(max(len(run.histogram) - 1, 2 * (run.n or 0)) for run in own) + 0.7)
-
-        return draw
-
     each = max(20, MOST_ROWS // len(runs))
     curve = [row for run in runs for row in _staleness_rows(run, each)]
     counts = [
@@ -110,16 +85,14 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
         if count
     ]
     thinned = any(run.staleness is not None and run.summary["updates"] > each for run in runs)
-    law = " Dashed: (λ − 1)/c, where theory puts the mean"
-    if all(run.job.get("protocol.name") == "hogbatch" for run in runs):
-        law = " Dashed: the mean that theory expects, in a window the most that it can be"
+    law = f" {staleness_law(runs)}"
     return [
         Figure(
             "staleness-over-updates",
             "Mean staleness over updates",
             f"⟨σ⟩ of the gradients in each update (means over blocks, and their range in a panel with one run).{law}."
             + said(lines),
-            [over_updates(*group) for group in groups],
+            [staleness_over_updates(*group) for group in groups],
             ReportTable("staleness-over-updates", ("run", "update", "⟨σ⟩", "lowest", "highest"), curve, {}, thinned),
             2.6,
             left_out=left_out,
@@ -129,7 +102,7 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
             "staleness-histogram",
             "Staleness of gradients",
             f"Age of the gradients on arrival, in updates.{law}; dotted: 2n, which few gradients exceed." + said(lines),
-            [histogram(*group) for group in groups],
+            [staleness_histogram(*group) for group in groups],
             ReportTable(
                 "staleness-histogram", ("run", "σ", "gradients"), counts[:MOST_ROWS], {}, len(counts) > MOST_ROWS
             ),
@@ -139,6 +112,44 @@ def _staleness(everybody: Sequence[Line]) -> list[Figure]:
             own_legends=own_legends(lines),
         ),
     ]
+
+
+def staleness_law(runs: Sequence[Run]) -> str:
+    """Says what the dashed lines of the panels of staleness are."""
+    if all(run.job.get("protocol.name") == "hogbatch" for run in runs):
+        return "Dashed: the mean that theory expects, in a window the most that it can be"
+    return "Dashed: (λ − 1)/c, where theory puts the mean"
+
+
+def staleness_over_updates(title: str, lines: Sequence[Line]) -> Panel:
+    """Draws ⟨σ⟩ over updates, and the value that the protocol of all lines expects."""
+
+    def draw(axis: Any) -> None:
+        thinned = [[_thinned(run.staleness) for run in line.runs if run.staleness is not None] for line in lines]
+        updates = max((int(b.update[-1]) for blocks in thinned for b in blocks if len(b.update)), default=0)
+        for line, blocks in zip(lines, thinned, strict=True):
+            style, band = {**line.style, "linewidth": 1.6}, len(lines) == 1 or len(blocks) > 1
+            draw_staleness(axis, blocks, style, label=line.label, band=band, updates=updates)
+        _law(axis, lines, lambda run: run.expected_staleness, axis.axhline, "--")
+        set_axes(axis, title, "update", "⟨σ⟩", counts=True)
+
+    return draw
+
+
+def staleness_histogram(title: str, lines: Sequence[Line]) -> Panel:
+    """Draws the share of the gradients with each σ."""
+
+    def draw(axis: Any) -> None:
+        for line in lines:
+            axis.plot([], [], label=line.label, **line.style)
+            draw_histogram(axis, mean_of([r.histogram for r in line.runs]), line.style, filled=len(lines) == 1)
+        _law(axis, lines, lambda run: run.expected_staleness, axis.axvline, "--")
+        _law(axis, lines, lambda run: run.n and 2 * run.n, axis.axvline, ":")
+        set_axes(axis, title, "σ (updates)", "gradients (%)", counts=True)
+        own = [run for line in lines for run in line.runs]
+        axis.set_xlim(-0.7, max(max(len(run.histogram) - 1, 2 * (run.n or 0)) for run in own) + 0.7)
+
+    return draw
 
 
 def _thinned(staleness: Blocks) -> Blocks:

@@ -33,6 +33,7 @@ class Figure:
         from_zero: whether that begins at zero.
         left_out: why -> names of the runs that it cannot show.
         own_legends: whether a look stands for something else in each panel.
+        notes: what stands below the panels.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Figure:
     heights: Sequence[float] = ()
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     own_legends: bool = False
+    notes: Sequence[str] = ()
 
 
 class Line(NamedTuple):
@@ -68,8 +70,13 @@ class Line(NamedTuple):
         return self._replace(runs=[run for run in self.runs if which(run)])
 
 
-def lines_of(runs: Sequence[Run]) -> list[Line]:
-    """All lines of a study: few have a look each; of many, one for every λ if that tells a panel's lines apart."""
+def lines_of(runs: Sequence[Run], *, overlaid: bool = False) -> list[Line]:
+    """All lines of a study: few have a look each; of many, one for every λ if that tells a panel's lines apart.
+
+    Args:
+        runs: of the study.
+        overlaid: whether all lines are in one panel, so that each has a look of its own.
+    """
     groups = [[runs[i] for i in group] for group in together([(r.job, _whose(r)) for r in runs])]
     names = names_of([group[0] for group in groups])
     rates = [group[0].effective_rate for group in groups]
@@ -80,7 +87,7 @@ def lines_of(runs: Sequence[Run]) -> list[Line]:
     ]
     looks = [look(i) for i in range(len(groups))]
     places = [(f"{group[0].family}, μ = {group[0].minibatch_size}", group[0].learners) for group in groups]
-    if len(groups) <= MOST_TOGETHER:
+    if overlaid or len(groups) <= MOST_TOGETHER:
         return [Line(*told) for told in zip(groups, labels, looks, strict=True)]
     if len(set(places)) == len(groups):
         lambdas = sorted({lam for _, lam in places})
