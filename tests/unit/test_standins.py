@@ -7,10 +7,10 @@ from rudra.compute.models import build
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.job.jobfiles import read_toml
+from rudra.job.jobfiles import PAPER, read_toml, shipped_jobs
 from rudra.job.tables import ModelTable
 from rudra.simulation import costs
-from rudra.simulation.predict import outline
+from rudra.simulation.predict import outline, predict
 from rudra.studies import standins, sweep
 
 INFO = DataInfo("noise", 100, 10, (1,), 1000)
@@ -56,6 +56,27 @@ def test_there_is_no_other_stand_in() -> None:
     assert set(standins.NAMES) <= set(dir(standins))
     model = build(ModelTable(name="rudra.studies.standins:LeNet"), INFO, 0)
     assert model(torch.zeros(2, 1)).shape == (2, 1000)
+
+
+@pytest.mark.parametrize("row", range(2))
+def test_communication_takes_what_figure_2_says(row: int) -> None:
+    """Its share of a step, the mean of the eight networks, with as many servers as workers."""
+    printed = read_toml(shipped_jobs()["ralp/table3"].with_name(PAPER))["figure2"]["rows"][row]
+    workers, shares = printed["workers"], []
+    for name in standins.NAMES:
+        if name.endswith("_22k"):
+            continue
+        job = Job(
+            model={"name": f"rudra.studies.standins:{name}"},
+            data={"name": "rudra.data.noise:noise", "options": {"shape": [1]}, "classes": 1000},
+            training={"minibatch_size": standins.timed(name)[1]},
+            protocol={"name": "hardsync"},
+            topology={"name": "sharded", "options": {"shards": workers, "apart": True}},
+            cluster={"learners": workers},
+            simulation={"costs": "ralp", "tensors": False},
+        )
+        shares.append(1 - predict(job, samples=10**6, updates=40).shares["compute"])
+    assert sum(shares) / len(shares) == pytest.approx(printed["communication"], abs=0.1)
 
 
 @pytest.mark.parametrize(
