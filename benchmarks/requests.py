@@ -69,8 +69,8 @@ def run(*, quick: bool) -> Report:
         shown = [spread(rates[way]) for way in (*WAYS, *BESIDE)]
         report.rows.append((f"{senders} sender{'s' * (senders > 1)}", *shown, *against, least, most, ""))
     pushes, rounds = (30, 1) if quick else (300, 7)
-    ranks = SHARED_SENDERS + SERVERS[-1] - 1
-    figures = on_ranks(measure_servers, ranks, senders=SHARED_SENDERS, pushes=pushes, rounds=rounds)
+    given = {"senders": SHARED_SENDERS, "pushes": pushes, "rounds": rounds}
+    figures = on_ranks(measure_servers, SHARED_SENDERS + SERVERS[-1] - 1, **given)
     shared = {count: [rate for rank in figures for rate in rank.get(str(count), [])] for count in SERVERS}
     for count in SERVERS:
         name = f"{SHARED_FLOATS * 4 / 1e6:.0f} MB, {SHARED_SENDERS} senders, {count} servers"
