@@ -162,10 +162,10 @@ def draw_band(axis: Any, band: Band, style: Mapping[str, Any], label: str | None
     axis.plot(band.x, band.y, **style, label=label, markevery=max(1, int(len(band.x) / (_MOST_MARKERS * share))))
 
 
-def draw_staleness(
+def draw_blocks(
     axis: Any, runs: Sequence[Blocks], style: Mapping[str, Any], label: str | None = None, *, band: bool, updates: int
 ) -> None:
-    """⟨σ⟩ over updates: the median of several seeds.
+    """Draws a quantity over updates: the median of several seeds.
 
     `band` shows the range, of seeds or, with one, of the updates that a point stands for. The panel's longest run has
     so many `updates`.

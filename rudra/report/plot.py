@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rudra.errors import ConfigError
-from rudra.report.charts import staleness_histogram, staleness_law, staleness_over_updates
 from rudra.report.curves import overlay
+from rudra.report.over_updates import over_updates, staleness_histogram, staleness_law
 from rudra.report.panels import Figure, lines_of
 from rudra.report.runs import Run, read
 from rudra.report.svg import check_picture, save_figure
@@ -57,7 +57,7 @@ def picture(runs: Sequence[Run], *, log: bool = False) -> Figure:
     stale = [line for line in (line.of(lambda run: run.stale) for line in lines) if line.runs]
     notes = [lines[0].label] if len(lines) == 1 else []
     if stale:
-        panels.append(staleness_over_updates("Mean staleness over updates", stale))
+        panels.append(over_updates("Mean staleness over updates", stale))
         panels.append(staleness_histogram("Staleness of gradients", stale))
         law = staleness_law([run for line in stale for run in line.runs])
         notes.append(f"{law}; dotted: 2n, which few gradients exceed.")
