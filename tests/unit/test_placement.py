@@ -13,8 +13,7 @@ from rudra.core.layout import Placed
 from rudra.core.placement import Layer, PlacementDecision, PlacementHardware, choose, cuts, server_s, skewness
 from rudra.job.job import Job
 from rudra.simulation.predict import Outline, predict
-from rudra.studies.convnets import NETWORKS
-from rudra.studies.standins import DEVICES
+from tests.unit.convnets import DEVICES, NETWORKS
 
 GIB = 2**30
 
