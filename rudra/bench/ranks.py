@@ -5,7 +5,7 @@ import struct
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +104,14 @@ def in_turns(rounds: int, figures: dict[str, list[Any]]) -> Iterator[dict[str, A
         yield taken
         for name, value in taken.items() if turn or not rounds else ():
             figures.setdefault(name, []).append(value)
+
+
+def compared(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Calls functions that measure, in turns (see `in_turns`); returns the figures of each."""
+    figures: dict[str, list[float]] = {}
+    for taken in in_turns(rounds, figures):
+        taken |= {name: measure() for name, measure in ways.items()}
+    return figures
 
 
 def step_s(time_s: NDArray[np.float64]) -> float:
