@@ -14,7 +14,7 @@ BENCHMARKS = {  # name -> what it compares, and the goal
         ">= 0.9 of the bound",
     ),
     "requests": (
-        "pushes/s of 1.7 MB that a server takes from 1, 2 and 4 senders, and how evenly; several servers against one",
+        "pushes/s of 1.7 MB that a server takes from 1, 2, 4 senders, and how evenly; several servers against one",
         ">= 2.0 times those by messages; each sender within 5 % of the mean; two servers (topology sharded) >= 0.9",
     ),
     "reduction": (
