@@ -21,7 +21,9 @@ from rudra.report.panels import (
     Panel,
     family_order,
     lines_of,
+    name_bars,
     set_axes,
+    stacked_bars,
 )
 from rudra.report.penalties import penalties
 from rudra.report.runs import Run, Study
@@ -252,13 +254,8 @@ def _roles(study: Study) -> list[Figure]:
     longest = max(100.0, *(max(sum(share[: len(kinds)]), *share[len(kinds) :]) for _, share in drawn))
 
     def learners(axis: Any) -> None:
-        left = np.zeros(len(drawn))
-        for i, (phase, colour) in enumerate(kinds.items()):
-            width = np.array([share[i] for _, share in drawn])
-            if width.any():
-                axis.barh(range(len(drawn)), width, left=left, height=0.42, color=colour, label=phase)
-            left += width
-        _bars(axis, drawn, "Learners (mean)")
+        stacked_bars(axis, drawn, kinds)
+        name_bars(axis, [label for label, _ in drawn], "Learners (mean)", "share of the time (%)")
         axis.set(xlim=(0, _ROOM * longest), xticks=range(0, 101, 25))
 
     def single(title: str, column: int) -> Panel:
@@ -269,7 +266,7 @@ def _roles(study: Study) -> list[Figure]:
                 axis.annotate(
                     f"{value:.2f} %", (value, i), (3, 0), textcoords="offset points", va="center", fontsize="small"
                 )
-            _bars(axis, drawn, title)
+            name_bars(axis, [label for label, _ in drawn], title, "share of the time (%)")
             axis.set(xlim=(0, _ROOM * longest), xticks=range(0, 101, 25))
 
         return draw
@@ -297,15 +294,6 @@ def _roles(study: Study) -> list[Figure]:
             left_out={"No times of roles": [run.label for run in study.known if run not in runs]},
         )
     ]
-
-
-def _bars(axis: Any, drawn: Sequence[tuple[str, Any]], title: str) -> None:
-    """Names above the bars, so that long ones have room."""
-    for i, (label, _) in enumerate(drawn):
-        note = axis.annotate(label, (0, i - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize="small")
-        note.set_in_layout(False)
-    axis.set(title=title, xlabel="share of the time (%)", yticks=[], ylim=(len(drawn) - 0.6, -0.85))
-    axis.grid(False, axis="y")
 
 
 def _place(axis: Any, labels: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:

@@ -160,3 +160,22 @@ def set_axes(axis: Any, title: str, x: str, y: str, *, counts: bool = False, log
 def thin(length: int, most: int) -> Any:
     """Numbers of at most `most` rows, evenly spread, with the first and the last."""
     return np.unique(np.linspace(0, length - 1, min(length, most)).round().astype(int))
+
+
+def stacked_bars(axis: Any, rows: Sequence[tuple[str, Sequence[float]]], kinds: Mapping[str, str]) -> None:
+    """Draws a bar for each row, of one piece for each kind; `kinds`: label -> colour."""
+    left = np.zeros(len(rows))
+    for i, (kind, colour) in enumerate(kinds.items()):
+        width = np.array([values[i] for _, values in rows])
+        if width.any():
+            axis.barh(range(len(rows)), width, left=left, height=0.42, color=colour, label=kind)
+        left += width
+
+
+def name_bars(axis: Any, names: Sequence[str], title: str, x: str) -> None:
+    """Writes names above bars, so that long ones have room."""
+    for i, name in enumerate(names):
+        note = axis.annotate(name, (0, i - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize="small")
+        note.set_in_layout(False)
+    axis.set(title=title, xlabel=x, yticks=[], ylim=(len(names) - 0.6, -0.85))
+    axis.grid(False, axis="y")
