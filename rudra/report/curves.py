@@ -136,7 +136,7 @@ def _panel(
 
 
 def overlay(lines: Sequence[Line], *, log: bool) -> tuple[list[Panel], dict[str, list[str]]]:
-    """Panels of all quantities, each with all lines in it; and why some cannot show some runs."""
+    """Returns one panel for each quantity, with all lines, and the reasons why a panel cannot show some runs."""
     panels: list[Panel] = []
     missing: dict[str, list[str]] = {}
     tested = _tested([run for line in lines for run in line.runs])
@@ -152,7 +152,7 @@ def overlay(lines: Sequence[Line], *, log: bool) -> tuple[list[Panel], dict[str,
 
 
 def _clock(lines: Sequence[Line], quantity: _Quantity) -> tuple[str, float]:
-    """The name of the time axis, with a unit in which people read the times, and the seconds of the unit."""
+    """Returns the name of the time axis with a unit that suits the times, and the seconds of this unit."""
     runs = [run for line in lines for run in line.runs]
     unit, unit_s = time_unit(max(quantity.over(run, time=True).x[-1] for run in runs))
     return f"{clock_of(runs)} ({unit})", unit_s

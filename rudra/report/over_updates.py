@@ -138,7 +138,7 @@ def staleness_histogram(title: str, lines: Sequence[Line]) -> Panel:
 
 
 def _thinned(blocks: Blocks) -> Blocks:
-    """Joins blocks; their range is that of the updates."""
+    """Joins blocks of updates into fewer blocks, and keeps the lowest and the highest value of each."""
     joined = blocks_of(blocks.update, blocks.mean, _MOST_POINTS)
     if joined.width == 1:
         return joined._replace(low=blocks.low, high=blocks.high)

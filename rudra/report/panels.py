@@ -33,7 +33,7 @@ class Figure:
         from_zero: whether that begins at zero.
         left_out: why -> names of the runs that it cannot show.
         own_legends: whether a look stands for something else in each panel.
-        notes: what stands below the panels.
+        notes: lines of text below the panels.
     """
 
     name: str
@@ -74,8 +74,8 @@ def lines_of(runs: Sequence[Run], *, overlaid: bool = False) -> list[Line]:
     """All lines of a study: few have a look each; of many, one for every λ if that tells a panel's lines apart.
 
     Args:
-        runs: of the study.
-        overlaid: whether all lines are in one panel, so that each has a look of its own.
+        runs: runs of the study.
+        overlaid: whether one panel shows all lines, so that each line needs its own look.
     """
     groups = [[runs[i] for i in group] for group in together([(r.job, _whose(r)) for r in runs])]
     names = names_of([group[0] for group in groups])

@@ -38,7 +38,7 @@ def plot(files: Sequence[str | Path], output: str | Path, *, log: bool = False, 
 
 
 def named(paths: Sequence[Path]) -> list[Run]:
-    """Reads runs, and names each by its file and by what it trained with."""
+    """Reads runs. The label of a run has the name of its file, its protocol, λ and μ."""
     unique = len({path.stem for path in paths}) == len(paths)
     common = os.path.commonpath([path.absolute().parent for path in paths])
     runs = []
@@ -51,7 +51,7 @@ def named(paths: Sequence[Path]) -> list[Run]:
 
 
 def picture(runs: Sequence[Run], *, log: bool = False) -> Figure:
-    """Makes one figure of all runs, each of whose panels shows all of them that it can."""
+    """Makes one figure of all runs. Each panel shows all runs that have its data."""
     lines = lines_of(runs, overlaid=True)
     panels, left_out = overlay(lines, log=log)
     stale = [line for line in (line.of(lambda run: run.stale) for line in lines) if line.runs]

@@ -80,7 +80,7 @@ def check_picture(output: Path, *, force: bool) -> None:
     """Checks that a picture can be written, before anything is measured or drawn for it.
 
     Raises:
-        ConfigError: its suffix is none of `SUFFIXES`, or matplotlib is missing.
+        ConfigError: the suffix is not in `SUFFIXES`, or matplotlib is missing.
         ResultsError: it exists and `force` does not allow to replace it, or there is no such directory.
     """
     if output.suffix.lower() not in SUFFIXES:

@@ -21,7 +21,7 @@ class StandIn(NamedTuple):
         front: parameters of the layers that learners compute.
         outputs: numbers that these layers give for a sample.
         back: parameters of the other layers.
-        part: of a mini-batch's time, what the front takes, in millionths.
+        part: time of these layers, in millionths of the time of a mini-batch.
     """
 
     front: int
@@ -56,7 +56,7 @@ class _Piece(nn.Module):
     Args:
         parameters: that they hold.
         outputs: of one sample.
-        operations: of a mini-batch's million.
+        operations: number of multiplications; both pieces together have a million.
     """
 
     def __init__(self, parameters: int, outputs: int, operations: int) -> None:
