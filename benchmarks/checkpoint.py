@@ -3,9 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rudra.bench.ranks import SERVER, alexnet_job, lenet_job, on_ranks, train, write_images
+from rudra.bench.ranks import SERVER, alexnet_job, in_turns, lenet_job, on_ranks, train, write_images
 from rudra.findings import Goal, Report, ratios, spread
-from rudra.job.job import Job
 from rudra.mpi.session import rest
 
 if TYPE_CHECKING:
@@ -22,10 +21,11 @@ MINUTE_S = 60.0
 def run(*, quick: bool) -> Report:
     """Trains with checkpoints and without, in turns."""
     cases = QUICK if quick else CASES
-    found = on_ranks(measure, LEARNERS, cases=cases, rounds=1 if quick else 5)[SERVER]
+    found = on_ranks(measure, LEARNERS, cases=cases, rounds=0 if quick else 5)[SERVER]
     report = Report(["training", "run, s", "checkpoints", "with / without", "s until kept", "percent at one a minute"])
     for case, (_, count) in cases.items():
-        on, off, kept = (found[case][name] for name in ("on", "off", "kept"))
+        on, off = (found[case][name] for name in ("on", "off"))
+        kept = [seconds for turn in found[case]["kept"] for seconds in turn]
         # What all of them together cost, spread over as many minutes.
         percent = spread(100 * (a - b) / count / MINUTE_S for a, b in zip(on, off, strict=True))
         until_kept = spread(kept) if kept else "none in time"  # quick runs may end before
@@ -42,21 +42,15 @@ def measure(comm: "MPI.Comm", directory: Path, cases: dict[str, tuple[int, int]]
     rest(comm)
     figures: dict[str, Any] = {}
     for case, (steps, count) in cases.items():
-        kept = figures.setdefault(case, {"on": [], "off": [], "kept": []})
-        job = lenet_job(directory, "async", LEARNERS, 16, steps) if case in QUICK else _large(steps)
+        job = lenet_job(directory, "async", LEARNERS, 16, steps) if case in QUICK else alexnet_job("async", 1, 4, steps)
         every = {"on": f"{steps // (count + 1)} updates", "off": "never"}
-        for turn in range(rounds + (rounds > 1)):
-            for name in ("on", "off") if turn % 2 else ("off", "on"):
+        for taken in in_turns(rounds, figures.setdefault(case, {})):
+            for name in every:
                 one = job.with_(results={"checkpoint_every": every[name]})
                 with train(one, directory / "run.h5") as results:
                     events = results.events[results.events["kind"] == b"checkpoint"]
-                    time_s = float(results.totals["time_s"][0])
+                    taken[name] = float(results.totals["time_s"][0])
+                if name == "on":
+                    taken["kept"] = [float(event["text"].split()[2]) for event in events]
                 rest(comm)
-                if turn or rounds == 1:  # the first one warms up
-                    kept[name].append(time_s)
-                    kept["kept"] += [float(event["text"].split()[2]) for event in events]
     return figures
-
-
-def _large(steps: int) -> Job:
-    return alexnet_job("async", LEARNERS, 4, steps)

@@ -2,11 +2,13 @@
 
 import copy
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.shared import one_thread
+from rudra.bench.ranks import compared
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.shortcuts import gradients_of
@@ -30,8 +32,8 @@ def run(*, quick: bool) -> Report:
         for info, size in cases[:1] if quick else cases:
             case = _Case(info, size)
             times = case.measure(2 if quick else 25)
-            faster = ratios(times[0], times[1])
-            plain_ms, compiled_ms = (1e3 * spread(turns).median for turns in times)
+            faster = ratios(times["plain"], times["compiled"])
+            plain_ms, compiled_ms = (1e3 * spread(turns).median for turns in times.values())
             report.rows.append((info.name, size, plain_ms, compiled_ms, faster, case.compile_s))
             if info is LENET:
                 medians.append(faster.median)
@@ -63,11 +65,7 @@ class _Case:
             model.gradient(*self._batch, self._out, step)
         return (time.thread_time() - began) / count
 
-    def measure(self, turns: int) -> tuple[list[float], list[float]]:
+    def measure(self, turns: int) -> dict[str, list[float]]:
         """Seconds of a gradient in each turn, without compiling and with it."""
         count = max(2, int(0.1 / min(self._steps(0, 3), self._steps(1, 3))))
-        found: tuple[list[float], list[float]] = [], []
-        for _ in range(turns):
-            for which in (0, 1):
-                found[which].append(self._steps(which, count))
-        return found
+        return compared({"plain": partial(self._steps, 0, count), "compiled": partial(self._steps, 1, count)}, turns)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rudra.bench.ranks import SERVER, STATISTICS, lenet_job, on_ranks, step_s, train, write_images
+from rudra.bench.ranks import SERVER, STATISTICS, in_turns, lenet_job, on_ranks, step_s, train, write_images
 from rudra.compute.executor import Executor
 from rudra.compute.learners import StatisticsExecutor
 from rudra.compute.optim import UpdateRule
@@ -88,18 +88,13 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: in
     figures: dict[str, Any] = {}
     for size, count in steps.items():
         job = lenet_job(directory, "async", LEARNERS, size, count)
-        kept = figures.setdefault(str(size), {"on": [], "off": [], "run": [], "spent": []})
-        for turn in range(rounds + 1):
-            for name in ("on", "off") if turn % 2 else ("off", "on"):
+        for taken in in_turns(rounds, figures.setdefault(str(size), {})):
+            for name in ("on", "off"):
                 spent = [0.0]
                 with _timed(spent) if name == "on" else _unrecorded(), train(job, directory / "run.h5") as results:
-                    time_s = float(results.totals["time_s"][0])
-                    per_step = LEARNERS * step_s(np.sort(results.minibatches["time_s"]))  # whoever took them
-                if turn:  # the first one warms up
-                    kept[name].append(per_step)
+                    taken[name] = LEARNERS * step_s(np.sort(results.minibatches["time_s"]))  # whoever took them
                     if name == "on":
-                        kept["run"].append(time_s)
-                        kept["spent"].append(spent[0])
+                        taken |= {"run": float(results.totals["time_s"][0]), "spent": spent[0]}
                 rest(comm)
     return figures
 

@@ -1,23 +1,30 @@
-"""How many gradients of 1.7 MB a server applies in a second, from several senders, and whether it treats them alike.
+"""How many gradients servers apply in a second, from several senders, and whether a server treats senders alike.
 
 Async, through roles and driver, with gradients that are there at once: each push makes an update, and is answered with
-new weights. Where ranks read each other's memory, and by messages, in turns; beside them bare MPI calls that move as
-much, and what the same reads and writes of memory take one process.
+new weights. One server takes gradients of 1.7 MB, where ranks read each other's memory, and by messages, in turns;
+beside them bare MPI calls that move as much, and what the same reads and writes of memory take one process. Several
+servers own a part of 29 MB each; here they share the memory and the cores of one machine, so they can only be slower.
 """
 
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from benchmarks.pushes import MOMENTUM, RATE, UpdatingServer
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, TAG, in_turns, on_ranks
 from rudra.bench.stubs import Maker, StubLearner, StubStatistics, drive, kept, stub_job
+from rudra.compute.executor import Executor
+from rudra.compute.flat import sha256
 from rudra.compute.optim import UpdateRule
+from rudra.compute.owners import ServerExecutor
+from rudra.compute.vectors import Memory
+from rudra.core.layout import Part
 from rudra.findings import Goal, Report, ratios, spread
+from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from rudra.machine import cores
 from rudra.mpi.session import rest
@@ -28,13 +35,27 @@ if TYPE_CHECKING:
 FLOATS = 431_080  # lenet's parameters
 SENDERS = (1, 2, 4)
 WAYS, BESIDE = ("memory", "messages"), ("bare", "traffic")
+SHARED_FLOATS, SHARED_SENDERS, SERVERS = 7_200_000, 3, (1, 2, 3)
+TABLE = OptimizerTable(learning_rate=1e-6, momentum=0.9)
+
+
+class UpdatingServer(ServerExecutor):
+    """Averages and updates as in a run: SGD with momentum; all weights, or a part of them."""
+
+    def __init__(self, floats: int, memory: Memory | None = None, part: slice | None = None) -> None:
+        length = floats if part is None else part.stop - part.start
+        Executor.__init__(self, (), length, length, 1, memory=memory)
+        self._part, self._of = None if part is None else Part((part,)), floats
+        self._first_sha256 = sha256(np.zeros(floats, np.float32))
+        self._rule = UpdateRule(TABLE, self.buffer("weights").vector)
+        self.prepare()
 
 
 def run(*, quick: bool) -> Report:
-    """Measures one, two and four learners."""
+    """Measures one, two and four learners with one server, and three with one, two and three servers."""
     pushes, rounds = (100, 1) if quick else (4000, 7)
     heads = ("by memory", "by messages", "bare MPI", "memory traffic", "memory / messages", "/ memory traffic")
-    report = Report([f"{FLOATS * 4 / 1e6:.1f} MB, pushes/s", *heads, "least / mean", "most / mean"])
+    report = Report([f"{FLOATS * 4 / 1e6:.1f} MB, pushes/s", *heads, "least / mean", "most / mean", "/ one server"])
     fair, faster = [], []
     for senders in SENDERS[:1] if quick else SENDERS:
         ranks = on_ranks(measure, senders, senders=senders, pushes=pushes, rounds=rounds)
@@ -46,7 +67,14 @@ def run(*, quick: bool) -> Report:
         against = [ratios(rates["memory"], rates[way]) for way in ("messages", "traffic")]
         faster.append(against[0].median)
         shown = [spread(rates[way]) for way in (*WAYS, *BESIDE)]
-        report.rows.append((f"{senders} sender{'s' * (senders > 1)}", *shown, *against, least, most))
+        report.rows.append((f"{senders} sender{'s' * (senders > 1)}", *shown, *against, least, most, ""))
+    pushes, rounds = (30, 1) if quick else (300, 7)
+    given = {"senders": SHARED_SENDERS, "pushes": pushes, "rounds": rounds}
+    figures = on_ranks(measure_servers, SHARED_SENDERS + SERVERS[-1] - 1, **given)
+    shared = {count: [rate for rank in figures for rate in rank.get(str(count), [])] for count in SERVERS}
+    for count in SERVERS:
+        name = f"{SHARED_FLOATS * 4 / 1e6:.0f} MB, {SHARED_SENDERS} senders, {count} servers"
+        report.rows.append((name, spread(shared[count]), *[""] * 7, ratios(shared[count], shared[1])))
     report.notes = [
         "bare MPI: each sender sends as much and receives as much, and nothing is added, updated or recorded",
         "memory traffic, the bound: one process alone updates the weights by each gradient, and copies them",
@@ -55,6 +83,7 @@ def run(*, quick: bool) -> Report:
     report.goals = [
         Goal("memory / messages >= 2.0", faster, at_least=2.0),
         Goal("each sender within 5 % of the mean", fair, at_most=0.05),
+        Goal("two servers / one >= 0.9", [ratios(shared[2], shared[1]).median], at_least=0.9),
     ]
     return report
 
@@ -87,11 +116,11 @@ def _traffic(senders: int, pushes: int) -> float:
     """Updates per second by gradients of that many senders in turn, each followed by a copy for its sender."""
     weights = torch.full((FLOATS,), 0.0)
     gradients, copies = (torch.full((senders, FLOATS), 0.0) for _ in range(2))
-    rule = UpdateRule(OptimizerTable(learning_rate=RATE, momentum=MOMENTUM), weights)
+    rule = UpdateRule(TABLE, weights)
     rule.prepare()
     began = time.perf_counter()
     for push in range(pushes):
-        rule.step(gradients[push % senders], RATE)
+        rule.step(gradients[push % senders], TABLE.learning_rate)
         copies[push % senders].copy_(weights)
     return pushes / (time.perf_counter() - began)
 
@@ -116,3 +145,41 @@ def _bare(comm: "MPI.Comm", senders: int, pushes: int, there: Any, back: Any) ->
     rest(comm)
     group.Free()
     return rate
+
+
+def measure_servers(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds: int) -> dict[str, Any]:
+    """Takes turns; on the statistics servers' ranks pushes/s, by the number of servers."""
+    torch.set_num_threads(1)  # each rank has a core at most
+    figures: dict[str, Any] = {}
+    for taken in in_turns(rounds, figures):
+        for count in SERVERS:
+            sharded = {"name": "sharded", "options": {"shards": count}}
+            job = stub_job(senders, topology=sharded, results={"minibatches": False})
+            if (rate := _rate(comm, job, pushes)) is not None:
+                taken[str(count)] = rate
+            rest(comm)
+    return figures
+
+
+def _rate(comm: "MPI.Comm", job: Job, pushes: int) -> float | None:
+    """Pushes/s of a run, on the rank of its statistics server; None elsewhere."""
+    from mpi4py import MPI
+
+    plan = job.plan()
+    mine = comm.Split(0 if comm.rank < plan.ranks else MPI.UNDEFINED, comm.rank)
+    if mine == MPI.COMM_NULL:
+        return None
+    ends = [SHARED_FLOATS * i // len(plan.owners) // 16 * 16 for i in range(len(plan.owners))] + [SHARED_FLOATS]
+    parts = {owner: slice(*ends) for owner, ends in zip(plan.owners, pairwise(ends), strict=True)}
+    (role,) = plan.on_rank(mine.rank)
+
+    def made(memory: Memory | None) -> Executor:
+        if role in parts:
+            return UpdatingServer(SHARED_FLOATS, memory, parts[role] if plan.parted else None)
+        executor = (StubStatistics if role == plan.statistics else StubLearner)(SHARED_FLOATS, memory)
+        executor.parts = parts if plan.parted else {}
+        return executor
+
+    accounts = drive(mine, job, plan, made, pushes, spins=plan.ranks <= cores())
+    mine.Free()
+    return sum(account["pushed"] for account in accounts) / accounts[0]["time_s"] if accounts else None

@@ -4,12 +4,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rudra.api import simulate
+from rudra.bench.ranks import compared
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
@@ -32,12 +34,8 @@ def run(*, quick: bool) -> Report:
         for batching in ("big-batch", "vmap")
     ]
     for job in (_digits(1),) if quick else (_digits(8), PAPERS, *batched):
-        simulated, bare = [], []
-        for turn in range(2 if quick else 6):
-            ours, theirs = _simulated_s(job), _bare_s(job)
-            if turn:  # the first one warms up
-                simulated.append(ours)
-                bare.append(theirs)
+        ways = {"simulated": partial(_simulated_s, job), "bare": partial(_bare_s, job)}
+        simulated, bare = compared(ways, 1 if quick else 5).values()
         milliseconds = (spread(t * 1e3 for t in times) for times in (simulated, bare))
         batching = job.simulation.batching
         if batching == "none":

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from benchmarks.shared import one_thread, seconds
+from rudra.bench.ranks import compared
 from rudra.compute.first_gradient import settled
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
@@ -77,13 +79,10 @@ def _compare(
     turn_s: float,
 ) -> float:
     """Adds one row, of a dense and a sparse way in turns; returns the median of their ratio."""
-    times: list[list[float]] = [[], []]
-    for _ in range(rounds):
-        for way, taken in zip(ways, times, strict=True):
-            taken.append(_seconds(way, turn_s))
-    dense, sparse = times
+    measured = {name: partial(_seconds, way, turn_s) for name, way in zip(("dense", "sparse"), ways, strict=True)}
+    dense, sparse = compared(measured, rounds).values()
     ratio = ratios(dense, sparse)
-    milliseconds = [spread(t * 1e3 for t in taken) for taken in times]
+    milliseconds = [spread(t * 1e3 for t in taken) for taken in (dense, sparse)]
     report.rows.append((name, *about, *milliseconds, ratio, bound * 1e3, spread(bound / t for t in sparse)))
     return float(ratio.median)
 

@@ -1,10 +1,12 @@
 """The server's update of a large model against the time in which memory can move what it must."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from benchmarks.shared import seconds
+from rudra.bench.ranks import compared
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.owners import ServerExecutor
@@ -91,13 +93,9 @@ def _measure(
     """Adds one row; returns the median of its ratio to the bound."""
     a, b = torch.ones(size), torch.ones(size)
     moved = vectors * size * 4
-    times: list[float] = []
-    bounds: list[float] = []
-    for turn in range(rounds + 1):
-        taken, bound = seconds(ours), seconds(lambda: a.add_(b, alpha=1e-9))
-        if turn:  # the first one makes the optimiser's state
-            times.append(taken)
-            bounds.append(bound * vectors / ADD)
+    ways = {"ours": partial(seconds, ours), "bound": partial(seconds, lambda: a.add_(b, alpha=1e-9))}
+    times, sums = compared(ways, rounds).values()  # the first turn, which does not count, makes the optimiser's state
+    bounds = [bound * vectors / ADD for bound in sums]
     report.rows.append(
         (
             name,

@@ -5,7 +5,7 @@ import struct
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,16 +78,16 @@ def _rank(measure: Measure, directory: Path, arguments: dict[str, Any]) -> int:
     return 0
 
 
-def train(job: Job, path: Path, comm: "MPI.Comm | None" = None, ends: int = 0) -> Results:
+def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
     """Takes this rank's part in a run; returns its results, open, on every rank (of `comm`, if not of all).
 
-    It raises RunError if the run ends with another code than it should.
+    It raises RunError if the run fails.
     """
     from rudra.mpi.session import run_ranks
 
     job = job.with_(cluster={"device": "cpu"})  # as what it is compared with
     code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True, comm=comm)
-    if code != ends:
+    if code:
         raise RunError(f"the run ended with exit code {code}")
     return open_results(path)
 
@@ -104,6 +104,14 @@ def in_turns(rounds: int, figures: dict[str, list[Any]]) -> Iterator[dict[str, A
         yield taken
         for name, value in taken.items() if turn or not rounds else ():
             figures.setdefault(name, []).append(value)
+
+
+def compared(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Calls functions that measure, in turns (see `in_turns`); returns the figures of each."""
+    figures: dict[str, list[float]] = {}
+    for taken in in_turns(rounds, figures):
+        taken |= {name: measure() for name, measure in ways.items()}
+    return figures
 
 
 def step_s(time_s: NDArray[np.float64]) -> float:

@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="BENCHMARK", help="benchmarks to run; without one, list them")
     parser.add_argument("--quick", action="store_true", help="smallest sizes: show that it works, not how fast")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
-    about = "for `tta` and `unlike`: only runs with these words, such as sma ddp 32; a wrong word lists the valid ones"
+    about = "for `tta`: only runs with these words, such as sma ddp 32; a wrong word lists the valid ones"
     parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
     about = "for `tta`: keep finished runs in this file, and do not repeat them"
     parser.add_argument("--keep", type=Path, metavar="FILE", help=about)

@@ -1,6 +1,12 @@
 """`rudra doctor`."""
 
 import argparse
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rudra.doctor import Finding
 
 SUMMARY = "check that this machine can run jobs"
 
@@ -19,6 +25,22 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from rudra.cli import examination
+    from rudra.doctor import examine
 
-    return examination.main(as_json=arguments.json)
+    findings = []
+    for finding in examine():  # the report grows, as some findings take long
+        findings.append(finding)
+        if not arguments.json:
+            print(_line(finding), flush=True)
+    failed = [finding.subject for finding in findings if finding.state == "fail"]
+    if arguments.json:
+        print(json.dumps({"ok": not failed, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        print(f"\nnot ready: {', '.join(failed)}" if failed else "\nready: try `rudra run digits`")
+    return 1 if failed else 0
+
+
+def _line(finding: "Finding") -> str:
+    mark = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}[finding.state]
+    advice = f"\n     {'':16}-> {finding.advice}" if finding.advice else ""
+    return f"{mark} {finding.subject:16}{finding.found}{advice}"

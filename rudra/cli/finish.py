@@ -39,7 +39,7 @@ def finished(arguments: argparse.Namespace, results: "Results", *, force: bool =
         print(summary_table(results.summary()))
         written = [results.path]
     if has("matplotlib"):
-        from rudra.report.analysis import plot
+        from rudra.report.plot import plot
 
         picture = written[0].with_suffix(".png")
         if force or not os.path.lexists(picture):

@@ -23,7 +23,7 @@ from rudra.errors import RudraError, RunError, meant, printable
 
 PROGRAM = "rudra"
 
-COMMON = {"main", "options", "finish", "examination"}
+COMMON = {"main", "options", "finish"}
 """Modules beside this one that are no commands."""
 
 SYNONYMS = {

@@ -49,9 +49,9 @@ def execute(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--back-speed {arguments.back_speed:g}; valid: > 0")
     job = Job.load(arguments.job, overrides_of(arguments))
     if arguments.output is not None:
-        from rudra.report import layers
+        from rudra.report import layers, svg
 
-        layers.check(arguments.output, force=arguments.force)
+        svg.check_picture(arguments.output, force=arguments.force)
     found = place.place(job, threshold=arguments.threshold, back_speed=arguments.back_speed, seconds=arguments.seconds)
     print(json.dumps(found.as_dict()) if arguments.json else place.as_text(found))
     if arguments.output is not None:

@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from rudra.report.analysis import plot
+    from rudra.report.plot import plot
 
     output = arguments.output or beside(arguments.files[0], ".png")
     plot(arguments.files, output, log=arguments.log, force=arguments.force)

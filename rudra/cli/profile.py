@@ -32,9 +32,9 @@ def execute(arguments: argparse.Namespace) -> int:
     search_beside(arguments.job)
     job = Job.load(arguments.job, arguments.overrides)
     if arguments.output is not None:
-        from rudra.report import layers
+        from rudra.report import layers, svg
 
-        layers.check(arguments.output, force=arguments.force)
+        svg.check_picture(arguments.output, force=arguments.force)
     found = profile.profile(job, seconds=arguments.seconds)
     if arguments.json:
         print(json.dumps(found.as_dict()))

@@ -24,7 +24,6 @@ from rudra.core.work import DEALT, Work
 from rudra.data.samples import Batch
 from rudra.data.trees import mapped
 from rudra.job.job import Job
-from rudra.probe import probed
 from topologies import Plan
 
 
@@ -66,7 +65,6 @@ class Sharing(Executor):
 
     window: Window
 
-    @probed
     def enter(self, window: Window) -> None:
         """Shares this window from now on."""
         self.window = window

@@ -1,21 +1,15 @@
-"""Pictures of one or several runs: errors, losses, learning rates and staleness."""
+"""Parts of all figures of runs: which runs are one curve, and how curves, bands and axes look."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.errors import ConfigError
-from rudra.files import check_output, written
-from rudra.results.reader import Results, open_results
-from rudra.results.summary import protocol_label
+from rudra.results.reader import Results
 
-SUFFIXES = (".png", ".svg", ".pdf")
 # Okabe and Ito's colours, which people tell apart whatever their colour vision; after these the lines get dashed.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
@@ -24,8 +18,6 @@ _MOST_MARKERS = 20
 _DECADES = 300  # from the least to the most, where ticks between powers of ten would be too many
 _CLOSE = 0.6  # share of the largest value above which all others are close to it
 NOT_POSITIVE = "not where it is 0 or less"
-_LETTERS = 60  # in a line of a legend, or below a panel
-_NAMED = 12  # runs that a panel cannot show; of more, it counts the rest
 STYLE: dict[Any, Any] = {  # of every picture, those of a report too
     "font.size": 13,
     "axes.titlesize": 14,
@@ -152,254 +144,9 @@ def rate_of(results: Results) -> Course:
     return Course(np.arange(len(x)), x, y)
 
 
-class _Curves(NamedTuple):
-    """What the picture shows of one run."""
-
-    name: str
-    label: str
-    driver: str
-    job: Mapping[str, Any]
-    learning_rate: float | None
-    epoch: NDArray[np.int64]  # all that follows is of epochs, and NaN where unknown
-    epoch_end_s: Numbers
-    test_error: Numbers  # in percent, as all errors
-    test_loss: Numbers
-    train_error: Numbers
-    train_loss: Numbers
-    rate: Course
-    update: NDArray[np.int64]
-    mean_staleness: Numbers
-    histogram: Numbers
-
-    def course(self, name: str, *, by_time: bool = False) -> Course:
-        return Course(self.epoch, self.epoch_end_s if by_time else self.epoch, getattr(self, name))
-
-    @property
-    def stale(self) -> bool:
-        return bool(self.histogram[1:].any() or self.mean_staleness.any())
-
-
-class _Line(NamedTuple):
-    """Runs that are one curve, and how it looks in every panel."""
-
-    label: str
-    look: dict[str, Any]
-    runs: list[_Curves]
-
-
-def plot(files: Sequence[str | Path], output: str | Path, *, log: bool = False, force: bool = False) -> None:
-    """Draws errors and losses of tests and training, the learning rate, and staleness.
-
-    Runs that differ only in the seed become one curve: their median, in a band from the least to the most.
-    What no run has (errors, or staleness where nothing is stale) has no panel.
-
-    Args:
-        files: result files; several are overlaid.
-        output: picture to write; its suffix is one of `SUFFIXES`.
-        log: logarithmic axes for errors, losses and learning rates.
-        force: replace an existing picture.
-
-    Raises:
-        ConfigError: another suffix, no file given, or matplotlib is missing.
-        ResultsError: a file is not readable as a result file, or the picture exists or cannot be written.
-    """
-    output = Path(output)
-    if output.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{output}: unknown kind of picture '{output.suffix}'; valid: {', '.join(SUFFIXES)}")
-    if not files:
-        raise ConfigError("no result file to plot")
-    check_output(output, force)
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'rudra[plot]'") from None
-    paths = [Path(file) for file in files]
-    unique = len({path.stem for path in paths}) == len(paths)
-    common = os.path.commonpath([path.absolute().parent for path in paths])
-    curves = [_load(p, p.stem if unique else os.path.relpath(p.absolute().with_suffix(""), common)) for p in paths]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(dpi=120, layout="constrained")
-        FigureCanvasAgg(figure)  # no display, no global state
-        _draw(figure, curves, log=log)
-        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix.lower())
-        with written(output) as file:
-            figure.savefig(file, format=output.suffix[1:].lower(), metadata=metadata)
-
-
-def _load(path: Path, name: str) -> _Curves:
-    with open_results(path) as results:
-        summary, epochs, updates = results.summary(), results.epochs, results.updates
-        job, rate = flat(results.job), rate_of(results)
-    untested = epochs["evaluated"] == 0
-    counts = np.asarray(summary["staleness_histogram"], float)
-    label = f"{name} ({protocol_label(summary)}, λ = {summary['learners']}, μ = {summary['minibatch_size']})"
-    return _Curves(
-        name=name if summary["status"] == "finished" else f"{name} ({summary['status']})",
-        label=label if summary["status"] == "finished" else f"{label}, {summary['status']}",
-        driver=summary["driver"],
-        job=job | {"cluster.learners": summary["learners"]},
-        learning_rate=summary["learning_rate"],
-        epoch=epochs["epoch"].astype(np.int64),
-        epoch_end_s=epochs["time_s"],
-        test_error=np.where(untested, np.nan, 100 * epochs["test_error"]),
-        test_loss=np.where(untested, np.nan, epochs["test_loss"]),
-        train_error=100 * epochs["train_error"],
-        train_loss=epochs["train_loss"],
-        rate=rate,
-        update=updates["timestamp"],
-        mean_staleness=updates["mean_staleness"],
-        histogram=100 * counts / max(1.0, counts.sum()),
-    )
-
-
-def _lines(curves: Sequence[_Curves]) -> list[_Line]:
-    groups = [[curves[i] for i in group] for group in together([(c.job, c.driver) for c in curves])]
-    rates = len({c.learning_rate for c in curves}) > 1
-    lines = []
-    for i, runs in enumerate(groups):
-        label = runs[0].label + several([run.job.get("training.seed") for run in runs])
-        lines.append(_Line(with_rate(label, runs[0].learning_rate if rates else None), look(i), runs))
-    return lines
-
-
 def with_rate(label: str, rate: float | None) -> str:
     """For legends of runs whose effective rates differ."""
     return label if rate is None else f"{label}, α = {rate:.4g}"
-
-
-def _draw(figure: Any, curves: Sequence[_Curves], *, log: bool = False) -> None:
-    lines = _lines(curves)
-    tests = [("test_error", "Test error", "test error (%)"), ("test_loss", "Test loss", "test loss")]
-    lossy = any(not np.isfinite(c.test_error).any() and np.isfinite(c.test_loss).any() for c in curves)
-    tests = [test for test in tests if test[0] == "test_error" or lossy]
-    shown = [test for test in tests if any(np.isfinite(getattr(c, test[0])).any() for c in curves)] or tests[:1]
-    training = [
-        ("train_loss", "Training loss", "training loss"),
-        ("train_error", "Training error", "training error (%)"),
-    ]
-    training = [kind for kind in training if any(np.isfinite(getattr(c, kind[0])).any() for c in curves)]
-    stale = any(c.stale for c in curves)
-    count = 2 * len(shown) + len(training) + 1 + 2 * stale
-    rows = -(-count // 2)
-    single = len(lines) == 1
-    legend = 0.0 if single else 0.9 + 0.105 * min(_LETTERS, max(len(line.label) for line in lines))
-    figure.set_size_inches(11 + legend, max(0.3 * len(lines), 3.7 * rows) + 0.4)
-    panels = figure.subplots(rows, 2).ravel().tolist()
-    for axis in panels[count:]:
-        axis.remove()
-    axes = iter(panels)
-    for name, title, label in shown:
-        for by_time in (False, True):
-            _quantity(next(axes), lines, name, (title, label), by_time=by_time, log=log)
-    for name, title, label in training:
-        _quantity(next(axes), lines, name, (title, label), log=log)
-    _rates(next(axes), lines, log=log)
-    if stale:
-        _staleness(next(axes), next(axes), lines)
-    remarks = not_from_zero(panels[:count])
-    if not stale and any(len(c.update) for c in curves):
-        remarks.append("Nothing is stale: σ = 0 in all gradients.")
-    if single:
-        figure.suptitle(lines[0].label)
-    else:
-        handles = [_handle(line.look) for line in lines]
-        names = ["\n".join(wrapped(line.label, _LETTERS)) for line in lines]
-        figure.legend(handles, names, loc="outside right upper", fontsize=12)
-    if remarks:
-        figure.supxlabel("\n".join(remarks), x=0.01, ha="left", fontsize=12, color="#555555")
-
-
-def _handle(look: Mapping[str, Any]) -> Any:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], **look)
-
-
-def _quantity(
-    axis: Any,
-    lines: Sequence[_Line],
-    name: str,
-    titles: tuple[str, str],
-    *,
-    by_time: bool = False,
-    log: bool = False,
-) -> None:
-    """An error or a loss, over epochs or over time."""
-    curves = [c for line in lines for c in line.runs]
-    unit, unit_s = time_unit(max((c.epoch_end_s.max() for c in curves if len(c.epoch_end_s)), default=0.0))
-    virtual = {c.driver == "simulation" for c in curves}
-    clock = "virtual training time" if virtual == {True} else "training time"
-    remark = "; virtual in simulations" if len(virtual) == 2 else ""
-    missing, cut = [], []
-    log = log and any((getattr(c, name) > 0).any() for c in curves)
-    for line in lines:
-        courses = [run.course(name, by_time=by_time).known() for run in line.runs]
-        there = [course for course in courses if (course.y > 0 if log else course.y > -np.inf).any()]
-        missing += [run.name for run, c in zip(line.runs, courses, strict=True) if not any(c is t for t in there)]
-        cut += [
-            run.name for run, c in zip(line.runs, courses, strict=True) if log and (c.y > 0).any() > (c.y > 0).all()
-        ]
-        if there:
-            band = band_of(there)
-            if by_time:
-                band = band._replace(x=band.x / unit_s)
-            draw_band(axis, band, line.look)
-    title, label = titles
-    x = f"{clock} ({unit}{remark})" if by_time else "epoch"
-    describe(
-        axis,
-        f"{title} over {'time' if by_time else 'epochs'}",
-        x + left_out(missing) + left_out(cut, NOT_POSITIVE),
-        label,
-        log=log,
-    )
-    axis.set_xlim(left=0)
-    if not by_time:
-        whole(axis)
-    if not axis.lines:
-        axis.set(xticks=[], yticks=[])
-        axis.text(0.5, 0.5, "no epoch tested", ha="center", va="center", transform=axis.transAxes, color="#666666")
-
-
-def _rates(axis: Any, lines: Sequence[_Line], *, log: bool) -> None:
-    missing = []
-    for line in lines:
-        there = [run.rate for run in line.runs if len(run.rate.x)]
-        missing += [run.name for run in line.runs if not len(run.rate.x)]
-        if there:
-            draw_band(axis, band_of(there), {**line.look, "drawstyle": "steps-post"})
-    log = log and any((run.rate.y > 0).any() for line in lines for run in line.runs)
-    describe(axis, "Learning rate", "epoch" + left_out(missing), "learning rate α", log=log)
-    axis.set_xlim(left=0)
-    whole(axis)
-
-
-def _staleness(over_updates: Any, histogram: Any, lines: Sequence[_Line]) -> None:
-    stale = [line._replace(runs=[run for run in line.runs if run.stale]) for line in lines]
-    stale = [line for line in stale if line.runs]
-    fresh = [run.name for line in lines for run in line.runs if not run.stale]
-    updates = max(int(run.update[-1]) for line in stale for run in line.runs)
-    for line in stale:
-        blocks = [blocks_of(run.update, run.mean_staleness, _MOST_POINTS) for run in line.runs]
-        thin, band = {**line.look, "linewidth": 1.5}, len(stale) == 1 or len(blocks) > 1
-        draw_staleness(over_updates, blocks, thin, band=band, updates=updates)
-        draw_histogram(histogram, mean_of([run.histogram for run in line.runs]), line.look, filled=len(stale) == 1)
-    note = left_out(fresh, "σ = 0")
-    describe(over_updates, "Mean staleness over updates", "update" + note, "mean staleness ⟨σ⟩")
-    describe(histogram, "Staleness of gradients", "staleness σ (updates)" + note, "gradients (%)")
-    over_updates.set_xlim(left=0)
-    for axis in (over_updates, histogram):
-        whole(axis)
-
-
-def left_out(names: Sequence[str], why: str = "not here") -> str:
-    """A line below an axis that names the runs that its panel cannot show."""
-    if not names:
-        return ""
-    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return "\n" + "\n".join(wrapped(f"{why}: {', '.join(names[:_NAMED])}{rest}", _LETTERS))
 
 
 def wrapped(text: str, letters: int) -> list[str]:
@@ -415,10 +162,10 @@ def draw_band(axis: Any, band: Band, style: Mapping[str, Any], label: str | None
     axis.plot(band.x, band.y, **style, label=label, markevery=max(1, int(len(band.x) / (_MOST_MARKERS * share))))
 
 
-def draw_staleness(
+def draw_blocks(
     axis: Any, runs: Sequence[Blocks], style: Mapping[str, Any], label: str | None = None, *, band: bool, updates: int
 ) -> None:
-    """⟨σ⟩ over updates: the median of several seeds.
+    """Draws a quantity over updates: the median of several seeds.
 
     `band` shows the range, of seeds or, with one, of the updates that a point stands for. The panel's longest run has
     so many `updates`.

@@ -1,6 +1,6 @@
 """The figures of a report: which runs go into which panel, how it is drawn, and the numbers it is drawn from."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -8,34 +8,26 @@ import numpy as np
 
 from rudra.report.analysis import (
     COLOURS,
-    Blocks,
-    blocks_of,
-    draw_histogram,
-    draw_staleness,
     log_ticks,
     look,
-    mean_of,
     time_unit,
 )
 from rudra.report.curves import curves
-from rudra.report.distances import distances
-from rudra.report.palette import GRID, INK, MUTED
+from rudra.report.over_updates import distances, staleness
+from rudra.report.palette import GRID, MUTED
 from rudra.report.panels import (
     AfterLayout,
     Figure,
-    Line,
     Panel,
     family_order,
-    grouped,
     lines_of,
-    own_legends,
-    said,
+    name_bars,
     set_axes,
-    thin,
+    stacked_bars,
 )
 from rudra.report.penalties import penalties
 from rudra.report.runs import Run, Study
-from rudra.report.tables import MOST_ROWS, ReportTable, base_of, clock_of, percent, speed_up
+from rudra.report.tables import ReportTable, base_of, clock_of, percent, speed_up
 from rudra.report.targets import targets
 from rudra.report.worker_figures import workers
 
@@ -56,7 +48,7 @@ def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> li
         *curves(study, lines, log=log),
         *workers([(run.label, run.workers) for run in study.known if run.workers is not None]),
         *targets(study),
-        *_staleness(lines),
+        *staleness(lines),
         *distances(lines),
         *_tradeoff(study, everything),
         *_speed_up(study),
@@ -65,106 +57,6 @@ def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> li
     ]
     first = {"test-error": ("error", "loss"), "speed-up": ("speedup",)}.get(study.figure, (study.figure,))
     return sorted(made, key=lambda figure: not figure.name.startswith(first))
-
-
-def _staleness(everybody: Sequence[Line]) -> list[Figure]:
-    """Nothing where nothing is stale: a note says so."""
-    lines = [line for line in (line.of(lambda run: run.stale) for line in everybody) if line.runs]
-    runs = [run for line in lines for run in line.runs]
-    if not runs:
-        return []
-    groups = grouped(lines, lambda run: run.protocol)
-    left_out = {"σ = 0": [run.label for line in everybody for run in line.runs if run not in runs]}
-
-    def over_updates(title: str, lines: Sequence[Line]) -> Panel:
-        def draw(axis: Any) -> None:
-            thinned = [[_thinned(run.staleness) for run in line.runs if run.staleness is not None] for line in lines]
-            updates = max((int(b.update[-1]) for blocks in thinned for b in blocks if len(b.update)), default=0)
-            for line, blocks in zip(lines, thinned, strict=True):
-                style, band = {**line.style, "linewidth": 1.6}, len(lines) == 1 or len(blocks) > 1
-                draw_staleness(axis, blocks, style, label=line.label, band=band, updates=updates)
-            _law(axis, lines, lambda run: run.expected_staleness, axis.axhline, "--")
-            set_axes(axis, title, "update", "⟨σ⟩", counts=True)
-
-        return draw
-
-    def histogram(title: str, lines: Sequence[Line]) -> Panel:
-        def draw(axis: Any) -> None:
-            for line in lines:
-                axis.plot([], [], label=line.label, **line.style)
-                draw_histogram(axis, mean_of([r.histogram for r in line.runs]), line.style, filled=len(lines) == 1)
-            _law(axis, lines, lambda run: run.expected_staleness, axis.axvline, "--")
-            _law(axis, lines, lambda run: run.n and 2 * run.n, axis.axvline, ":")
-            set_axes(axis, title, "σ (updates)", "gradients (%)", counts=True)
-            own = [run for line in lines for run in line.runs]
-            axis.set_xlim(-0.7, max(max(len(run.histogram) - 1, 2 * (run.n or 0)) for run in own) + 0.7)
-
-        return draw
-
-    each = max(20, MOST_ROWS // len(runs))
-    curve = [row for run in runs for row in _staleness_rows(run, each)]
-    counts = [
-        (run.label, sigma, count)
-        for run in runs
-        for sigma, count in enumerate(run.summary["staleness_histogram"])
-        if count
-    ]
-    thinned = any(run.staleness is not None and run.summary["updates"] > each for run in runs)
-    law = " Dashed: (λ − 1)/c, where theory puts the mean"
-    if all(run.job.get("protocol.name") == "hogbatch" for run in runs):
-        law = " Dashed: the mean that theory expects, in a window the most that it can be"
-    return [
-        Figure(
-            "staleness-over-updates",
-            "Mean staleness over updates",
-            f"⟨σ⟩ of the gradients in each update (means over blocks, and their range in a panel with one run).{law}."
-            + said(lines),
-            [over_updates(*group) for group in groups],
-            ReportTable("staleness-over-updates", ("run", "update", "⟨σ⟩", "lowest", "highest"), curve, {}, thinned),
-            2.6,
-            left_out=left_out,
-            own_legends=own_legends(lines),
-        ),
-        Figure(
-            "staleness-histogram",
-            "Staleness of gradients",
-            f"Age of the gradients on arrival, in updates.{law}; dotted: 2n, which few gradients exceed." + said(lines),
-            [histogram(*group) for group in groups],
-            ReportTable(
-                "staleness-histogram", ("run", "σ", "gradients"), counts[:MOST_ROWS], {}, len(counts) > MOST_ROWS
-            ),
-            2.6,
-            share_y=True,
-            left_out=left_out,
-            own_legends=own_legends(lines),
-        ),
-    ]
-
-
-def _thinned(staleness: Blocks) -> Blocks:
-    """Of blocks again, whose range is that of the updates."""
-    blocks = blocks_of(staleness.update, staleness.mean, _MOST_POINTS)
-    if blocks.width == 1:
-        return blocks._replace(low=staleness.low, high=staleness.high)
-    starts = np.arange(0, len(staleness.update), blocks.width)
-    low, high = np.minimum.reduceat(staleness.low, starts), np.maximum.reduceat(staleness.high, starts)
-    return blocks._replace(low=low, high=high)
-
-
-def _staleness_rows(run: Run, most: int) -> Iterable[tuple[Any, ...]]:
-    assert run.staleness is not None
-    columns = [column[thin(len(column), most)].tolist() for column in run.staleness[1:]]
-    return [(run.label, *row) for row in zip(*columns, strict=True)]
-
-
-def _law(
-    axis: Any, lines: Sequence[Line], law: Callable[[Run], float | None], draw: Callable[..., Any], linestyle: str
-) -> None:
-    """Marks what a law says in a panel whose runs agree on that."""
-    found = {law(line.runs[0]) for line in lines}
-    said = found.pop()
-    if not found and said:
-        draw(said, color=INK, linewidth=1.2, linestyle=linestyle, zorder=2.5)
 
 
 def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
@@ -362,13 +254,8 @@ def _roles(study: Study) -> list[Figure]:
     longest = max(100.0, *(max(sum(share[: len(kinds)]), *share[len(kinds) :]) for _, share in drawn))
 
     def learners(axis: Any) -> None:
-        left = np.zeros(len(drawn))
-        for i, (phase, colour) in enumerate(kinds.items()):
-            width = np.array([share[i] for _, share in drawn])
-            if width.any():
-                axis.barh(range(len(drawn)), width, left=left, height=0.42, color=colour, label=phase)
-            left += width
-        _bars(axis, drawn, "Learners (mean)")
+        stacked_bars(axis, drawn, kinds)
+        name_bars(axis, [label for label, _ in drawn], "Learners (mean)", "share of the time (%)")
         axis.set(xlim=(0, _ROOM * longest), xticks=range(0, 101, 25))
 
     def single(title: str, column: int) -> Panel:
@@ -379,7 +266,7 @@ def _roles(study: Study) -> list[Figure]:
                 axis.annotate(
                     f"{value:.2f} %", (value, i), (3, 0), textcoords="offset points", va="center", fontsize="small"
                 )
-            _bars(axis, drawn, title)
+            name_bars(axis, [label for label, _ in drawn], title, "share of the time (%)")
             axis.set(xlim=(0, _ROOM * longest), xticks=range(0, 101, 25))
 
         return draw
@@ -407,15 +294,6 @@ def _roles(study: Study) -> list[Figure]:
             left_out={"No times of roles": [run.label for run in study.known if run not in runs]},
         )
     ]
-
-
-def _bars(axis: Any, drawn: Sequence[tuple[str, Any]], title: str) -> None:
-    """Names above the bars, so that long ones have room."""
-    for i, (label, _) in enumerate(drawn):
-        note = axis.annotate(label, (0, i - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize="small")
-        note.set_in_layout(False)
-    axis.set(title=title, xlabel="share of the time (%)", yticks=[], ylim=(len(drawn) - 0.6, -0.85))
-    axis.grid(False, axis="y")
 
 
 def _place(axis: Any, labels: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:

@@ -135,16 +135,37 @@ def _panel(
     return draw
 
 
+def overlay(lines: Sequence[Line], *, log: bool) -> tuple[list[Panel], dict[str, list[str]]]:
+    """Returns one panel for each quantity, with all lines, and the reasons why a panel cannot show some runs."""
+    panels: list[Panel] = []
+    missing: dict[str, list[str]] = {}
+    tested = _tested([run for line in lines for run in line.runs])
+    for quantity in (*tested, *_TRAINED):
+        own, left_out, scale = _shown(lines, quantity, log)
+        if own and quantity in tested:
+            for over, clock in (("epochs", None), ("time", _clock(own, quantity))):
+                panels.append(_panel(quantity, f"{quantity.title} over {over}", own, clock, log=scale))
+        elif own:
+            panels.append(_panel(quantity, quantity.title, own, None, log=scale))
+        missing |= left_out if own else {}
+    return panels, missing
+
+
+def _clock(lines: Sequence[Line], quantity: _Quantity) -> tuple[str, float]:
+    """Returns the name of the time axis with a unit that suits the times, and the seconds of this unit."""
+    runs = [run for line in lines for run in line.runs]
+    unit, unit_s = time_unit(max(quantity.over(run, time=True).x[-1] for run in runs))
+    return f"{clock_of(runs)} ({unit})", unit_s
+
+
 def _figures(study: Study, lines: Sequence[Line], quantity: _Quantity, log: bool) -> list[Figure]:
     lines, left_out, log = _shown(lines, quantity, log)
-    runs = [run for line in lines for run in line.runs]
-    if not runs:
+    if not lines:
         return []
-    unit, unit_s = time_unit(max(quantity.over(run, time=True).x[-1] for run in runs))
-    name = clock_of(runs)
-    clock = (f"{name} ({unit})", unit_s)
+    runs = [run for line in lines for run in line.runs]
+    clock = _clock(lines, quantity)
     groups = grouped(lines, lambda run: "")
-    heads = ("run", "epoch", f"{name} (s)", quantity.label)
+    heads = ("run", "epoch", f"{clock_of(runs)} (s)", quantity.label)
     rows, thinned = _rows(runs, [quantity], time=True)
     shown = {quantity.label: quantity.shown} if quantity.shown else {}
     caption = quantity.caption + said(lines)

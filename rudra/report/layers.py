@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rudra.core.placement import Layer, PlacementDecision
-from rudra.errors import ConfigError
-from rudra.files import check_output, written
-from rudra.report.analysis import COLOURS, STYLE, SUFFIXES
+from rudra.report.analysis import COLOURS, STYLE
 from rudra.report.palette import INK
+from rudra.report.svg import check_picture, save_drawing
 
 _NAMED = 40  # layers whose names can be read below a panel
 
@@ -20,7 +19,7 @@ def draw(
 
     Args:
         layers: of the model, in order.
-        output: picture to write; its suffix is one of `SUFFIXES`.
+        output: picture to write; its suffix is one of `svg.SUFFIXES`.
         title: of the picture.
         decision: whose cut is marked, and what each cut sends.
         force: replace an existing picture.
@@ -29,7 +28,7 @@ def draw(
         ConfigError: another suffix, or matplotlib is missing.
         ResultsError: the picture exists or cannot be written.
     """
-    check(output, force=force)
+    check_picture(output, force=force)
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -40,7 +39,7 @@ def draw(
     with matplotlib.rc_context(STYLE):
         width = min(24.0, max(9.0, 0.3 * len(layers)))
         count = len(panels) + (decision is not None)
-        figure = Figure(figsize=(width, 3.2 * count), dpi=120, layout="constrained")
+        figure = Figure(figsize=(width, 3.2 * count), layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(title)
         axes = figure.subplots(count, squeeze=False)[:, 0]
@@ -49,25 +48,7 @@ def draw(
             _mark(axis, layers, decision)
         if decision is not None:
             _sent(axes[-1], decision)
-        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(output.suffix.lower())
-        with written(output) as file:
-            figure.savefig(file, format=output.suffix[1:].lower(), metadata=metadata)
-
-
-def check(output: Path, *, force: bool) -> None:
-    """That a picture can be written there, before anything is measured for it.
-
-    Raises:
-        ConfigError: another suffix, or matplotlib is missing.
-        ResultsError: it exists.
-    """
-    if output.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"{output}: unknown kind of picture '{output.suffix}'; valid: {', '.join(SUFFIXES)}")
-    check_output(output, force)
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise ConfigError("pictures need matplotlib: pip install 'rudra[plot]'") from None
+        save_drawing(figure, output)
 
 
 def _times(axis: Any, layers: Sequence[Layer]) -> None:

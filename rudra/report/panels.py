@@ -33,6 +33,7 @@ class Figure:
         from_zero: whether that begins at zero.
         left_out: why -> names of the runs that it cannot show.
         own_legends: whether a look stands for something else in each panel.
+        notes: lines of text below the panels.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Figure:
     heights: Sequence[float] = ()
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     own_legends: bool = False
+    notes: Sequence[str] = ()
 
 
 class Line(NamedTuple):
@@ -68,8 +70,13 @@ class Line(NamedTuple):
         return self._replace(runs=[run for run in self.runs if which(run)])
 
 
-def lines_of(runs: Sequence[Run]) -> list[Line]:
-    """All lines of a study: few have a look each; of many, one for every λ if that tells a panel's lines apart."""
+def lines_of(runs: Sequence[Run], *, overlaid: bool = False) -> list[Line]:
+    """All lines of a study: few have a look each; of many, one for every λ if that tells a panel's lines apart.
+
+    Args:
+        runs: runs of the study.
+        overlaid: whether one panel shows all lines, so that each line needs its own look.
+    """
     groups = [[runs[i] for i in group] for group in together([(r.job, _whose(r)) for r in runs])]
     names = names_of([group[0] for group in groups])
     rates = [group[0].effective_rate for group in groups]
@@ -80,7 +87,7 @@ def lines_of(runs: Sequence[Run]) -> list[Line]:
     ]
     looks = [look(i) for i in range(len(groups))]
     places = [(f"{group[0].family}, μ = {group[0].minibatch_size}", group[0].learners) for group in groups]
-    if len(groups) <= MOST_TOGETHER:
+    if overlaid or len(groups) <= MOST_TOGETHER:
         return [Line(*told) for told in zip(groups, labels, looks, strict=True)]
     if len(set(places)) == len(groups):
         lambdas = sorted({lam for _, lam in places})
@@ -153,3 +160,22 @@ def set_axes(axis: Any, title: str, x: str, y: str, *, counts: bool = False, log
 def thin(length: int, most: int) -> Any:
     """Numbers of at most `most` rows, evenly spread, with the first and the last."""
     return np.unique(np.linspace(0, length - 1, min(length, most)).round().astype(int))
+
+
+def stacked_bars(axis: Any, rows: Sequence[tuple[str, Sequence[float]]], kinds: Mapping[str, str]) -> None:
+    """Draws a bar for each row, of one piece for each kind; `kinds`: label -> colour."""
+    left = np.zeros(len(rows))
+    for i, (kind, colour) in enumerate(kinds.items()):
+        width = np.array([values[i] for _, values in rows])
+        if width.any():
+            axis.barh(range(len(rows)), width, left=left, height=0.42, color=colour, label=kind)
+        left += width
+
+
+def name_bars(axis: Any, names: Sequence[str], title: str, x: str) -> None:
+    """Writes names above bars, so that long ones have room."""
+    for i, name in enumerate(names):
+        note = axis.annotate(name, (0, i - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize="small")
+        note.set_in_layout(False)
+    axis.set(title=title, xlabel=x, yticks=[], ylim=(len(names) - 0.6, -0.85))
+    axis.grid(False, axis="y")

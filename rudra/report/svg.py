@@ -3,10 +3,11 @@
 import io
 import re
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rudra.errors import ResultsError
+from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output, written
 from rudra.report.analysis import COLOURS, STYLE, close, log_ticks, not_from_zero, wrapped
 from rudra.report.palette import GRID, INK, MUTED
@@ -16,6 +17,8 @@ from rudra.report.tables import ReportTable
 if TYPE_CHECKING:
     from rudra.report.sections import Section
 
+SUFFIXES = (".png", ".svg", ".pdf")
+_DATES = {".svg": "Date", ".pdf": "CreationDate"}
 _NAMED = 12  # runs that a figure cannot show; of more, it counts the rest
 _WIDE, _NARROW = 11.0, 4.6  # inches, that become the page's width and a phone's
 _BELOW = 0.5  # inches from a panel to its legend
@@ -65,14 +68,41 @@ def save(sections: Sequence["Section"], directory: Path, *, force: bool) -> list
     for path, _ in made:
         check_output(path, force)
     for path, content in made:
+        if isinstance(content, Figure):
+            save_figure(content, path)
+            continue
         with written(path) as file:
-            if isinstance(content, ReportTable):
-                file.write(content.csv().encode())
-                continue
-            drawn, date = _drawn(content, narrow=False), {".pdf": "CreationDate", ".svg": "Date"}[path.suffix]
-            with _style(False):
-                drawn.savefig(file, format=path.suffix[1:], metadata={date: None})
+            file.write(content.csv().encode())
     return [path for path, _ in made]
+
+
+def check_picture(output: Path, *, force: bool) -> None:
+    """Checks that a picture can be written, before anything is measured or drawn for it.
+
+    Raises:
+        ConfigError: the suffix is not in `SUFFIXES`, or matplotlib is missing.
+        ResultsError: it exists and `force` does not allow to replace it, or there is no such directory.
+    """
+    if output.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"{output}: unknown kind of picture '{output.suffix}'; valid: {', '.join(SUFFIXES)}")
+    check_output(output, force)
+    if find_spec("matplotlib") is None:
+        raise ConfigError("pictures need matplotlib: pip install 'rudra[plot]'")
+
+
+def save_figure(figure: Figure, output: Path) -> None:
+    """Writes a figure of a report as a picture of any kind."""
+    drawing = _drawn(figure, narrow=False)
+    with _style(False):
+        save_drawing(drawing, output)
+
+
+def save_drawing(drawing: Any, output: Path) -> None:
+    """Writes a drawing of matplotlib; equal drawings become equal files."""
+    suffix = output.suffix.lower()
+    with written(output) as file:
+        metadata = {_DATES[suffix]: None} if suffix in _DATES else None
+        drawing.savefig(file, format=suffix[1:], dpi=120, metadata=metadata)
 
 
 def _style(narrow: bool) -> Any:
@@ -116,7 +146,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
             _legends(drawing, axes[:count], columns, width)
         else:
             _legend(drawing, axes[:count], width, least=1 if _missing(figure) else 2)
-        _note(drawing, [*_missing(figure), *not_from_zero(axes[:count])], width)
+        _note(drawing, [*figure.notes, *_missing(figure), *not_from_zero(axes[:count])], width)
         engine.execute(drawing)
         drawing.set_layout_engine(None)  # labels are placed where things are now
         for finish in finishes:

@@ -263,7 +263,7 @@ def _pair(
         case "implicit_momentum":
             sigma = run.summary["mean_staleness"]
             # Of the momentum itself a run of one seed tells nothing.
-            remark = "staleness alone, geometric if 1 - 1/g; rudra bench momentum (of a checkout) measures momentum"
+            remark = "of staleness alone; 1 - 1/g if it is geometric"
             return name, theirs, None if sigma is None else sigma / (1 + sigma), remark
         case "small_share" | "large_utilisation":
             share = key == "small_share"

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.report.analysis import COLOURS, Band, Numbers, draw_band, log_ticks, look, time_unit
-from rudra.report.panels import Figure, Panel, set_axes, thin
+from rudra.report.panels import Figure, Panel, name_bars, set_axes, stacked_bars, thin
 from rudra.report.tables import MOST_ROWS, ReportTable, percent
 from rudra.report.workers import MANY, Workers
 
@@ -122,24 +122,14 @@ def _convergence(named: Sequence[tuple[str, Workers]], courses: Sequence[Converg
 
 
 def _shares(named: Sequence[tuple[str, Workers]], courses: Sequence[Convergence]) -> Figure:
-    rows = [
-        (name, *(about.share(kind) for kind in _KINDS), course.reached_s)
-        for (name, about), course in zip(named, courses, strict=True)
-    ]
+    shares = [(name, [about.share(kind) for kind in _KINDS]) for name, about in named]
+    rows = [(name, *share, course.reached_s) for (name, share), course in zip(shares, courses, strict=True)]
 
     def draw(axis: Any) -> None:
-        left = np.zeros(len(rows))
-        for i, kind in enumerate(_KINDS):
-            width = np.array([row[1 + i] for row in rows])
-            axis.barh(range(len(rows)), width, left=left, height=0.42, color=COLOURS[i], label=f"{kind} workers")
-            left += width
-        for i, (name, small, _, _) in enumerate(rows):
-            text = f"{name}: {small:.1f} %"
-            note = axis.annotate(text, (0, i - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize="small")
-            note.set_in_layout(False)
-        axis.set(title="Updates", xlabel="share of the updates (%)", yticks=[], ylim=(len(rows) - 0.6, -0.85))
+        stacked_bars(axis, shares, {f"{kind} workers": COLOURS[i] for i, kind in enumerate(_KINDS)})
+        names = [f"{name}: {small:.1f} %" for name, (small, _) in shares]
+        name_bars(axis, names, "Updates", "share of the updates (%)")
         axis.set(xlim=(0, 100), xticks=range(0, 101, 25))
-        axis.grid(False, axis="y")
 
     heads = ("run", *(f"{kind}: updates (%)" for kind in _KINDS), "time to 95 % of the drop in loss (s)")
     return Figure(

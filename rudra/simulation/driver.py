@@ -40,7 +40,6 @@ from rudra.core.events import (
 )
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
-from rudra.probe import probed
 from rudra.roles import Machine
 from rudra.roles.machine import States
 from rudra.simulation.actor import Actor
@@ -178,7 +177,6 @@ class Simulation:
         """Virtual time in seconds."""
         return self.queue.now
 
-    @probed
     def run(self) -> float:
         """Runs until every role has halted; simulations beside it are then given up.
 

@@ -8,37 +8,46 @@ and so have the others.
 
 from collections import OrderedDict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rudra.core.placement import PlacementHardware, choose
-from rudra.studies.convnets import NETWORKS, Device, Worked
 
-CLASSES = {"": 1000, "_22k": 21_841}
-BYTES_PER_S, STEP_S = 547.7e9, 2e-3  # a TITAN Xp's memory; not in the paper: launches of kernels, and TensorFlow's own
-PLAIN = Device(20e12, BYTES_PER_S, STEP_S)
-"""1.65 times the peak of a TITAN Xp, as Winograd's convolutions do with fewer multiplications; not in the paper."""
-NORMALISED = Device(3.6e12, BYTES_PER_S, STEP_S)
-"""BatchNorm and many small convolutions: 153 images/s of ResNet-50, of which the paper's GPUs do 137 at least."""
+class StandIn(NamedTuple):
+    """Sizes and times of a network that is cut in front of its first fully connected layer.
 
-DEVICES = {name: NORMALISED if name[0] in "GIR" else PLAIN for name in NETWORKS}
-NAMES = {f"{name.replace('-', '')}{suffix}": (name, count) for name in NETWORKS for suffix, count in CLASSES.items()}
-"""Name of a stand-in -> network and number of classes."""
-
-
-def timed(name: str) -> tuple[list[Worked], int, int]:
-    """The layers of the network that a stand-in is for, the mini-batch of a worker, and how many are in front.
-
-    The cut is that of RALP's rule, for whatever number of workers.
+    Attributes:
+        front: parameters of the layers that learners compute.
+        outputs: numbers that these layers give for a sample.
+        back: parameters of the other layers.
+        part: time of these layers, in millionths of the time of a mini-batch.
     """
-    network, classes = NAMES[name]
-    make, size = NETWORKS[network]
-    layers = DEVICES[network].timed(make(classes), size)
-    cut = choose("ralp", layers, PlacementHardware(1, size)).cut
-    assert cut is not None
-    return layers, size, cut.index
+
+    front: int
+    outputs: int
+    back: int
+    part: int
+
+
+STAND_INS = {  # from the shapes of the networks and the rates of the GPU, in tests/unit/convnets.py
+    "AlexNet": StandIn(3_207_104, 9_216, 58_631_144, 933_847),
+    "AlexNet_22k": StandIn(3_207_104, 9_216, 144_016_721, 851_786),
+    "GoogLeNet": StandIn(5_973_552, 1_024, 1_025_000, 999_390),
+    "GoogLeNet_22k": StandIn(5_973_552, 1_024, 22_387_025, 986_846),
+    "Inceptionv3": StandIn(21_768_352, 2_048, 2_049_000, 999_651),
+    "Inceptionv3_22k": StandIn(21_768_352, 2_048, 44_752_209, 992_424),
+    "LeNet": StandIn(53_696, 3_136, 2_119_144, 977_238),
+    "LeNet_22k": StandIn(53_696, 3_136, 12_810_577, 877_879),
+    "OverFeat": StandIn(15_987_584, 36_864, 129_933_288, 907_166),
+    "OverFeat_22k": StandIn(15_987_584, 36_864, 215_318_865, 855_250),
+    "ResNet50": StandIn(23_481_472, 2_048, 2_049_000, 999_475),
+    "ResNet50_22k": StandIn(23_481_472, 2_048, 44_752_209, 988_655),
+    "VGG11": StandIn(9_220_480, 25_088, 123_642_856, 982_947),
+    "VGG11_22k": StandIn(9_220_480, 25_088, 209_028_433, 971_576),
+    "VGG19": StandIn(20_024_384, 25_088, 123_642_856, 992_961),
+    "VGG19_22k": StandIn(20_024_384, 25_088, 209_028_433, 988_188),
+}
 
 
 class _Piece(nn.Module):
@@ -47,13 +56,13 @@ class _Piece(nn.Module):
     Args:
         parameters: that they hold.
         outputs: of one sample.
-        part: of a mini-batch's time, as so many operations out of a million.
+        operations: number of multiplications; both pieces together have a million.
     """
 
-    def __init__(self, parameters: int, outputs: int, part: float) -> None:
+    def __init__(self, parameters: int, outputs: int, operations: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(parameters))  # never touched, so it takes no memory
-        self._outputs, self._operations = outputs, max(1, round(part * 1e6))
+        self._outputs, self._operations = outputs, operations
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         ones = inputs.new_ones(self._operations)
@@ -62,22 +71,17 @@ class _Piece(nn.Module):
 
 
 def _stand_in(name: str, classes: int) -> nn.Module:
-    layers, _, cut = timed(name)
-    whole_s = sum(layer.seconds for layer in layers)
-    pieces: OrderedDict[str, nn.Module] = OrderedDict()
-    for key, part in (("front", layers[:cut]), ("back", layers[cut:])):
-        parameters = sum(layer.parameters_bytes for layer in part) // 4
-        seconds = sum(layer.seconds for layer in part)
-        outputs = part[-1].output_bytes // 4 if key == "front" else classes  # which go nowhere
-        pieces[key] = _Piece(parameters, outputs, seconds / whole_s)
-    return nn.Sequential(pieces)
+    about = STAND_INS[name]
+    front = _Piece(about.front, about.outputs, about.part)
+    back = _Piece(about.back, classes, 10**6 - about.part)  # whose outputs go nowhere
+    return nn.Sequential(OrderedDict(front=front, back=back))
 
 
 def __getattr__(name: str) -> Any:
-    if name not in NAMES:
+    if name not in STAND_INS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return partial(_stand_in, name)
 
 
 def __dir__() -> list[str]:
-    return [*NAMES]
+    return [*STAND_INS]

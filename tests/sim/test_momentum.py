@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from clusters import SAMPLES, job, timing
 
-from benchmarks import momentum as bench
+from tests.sim.implicit_momentum import fit, measure
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +35,11 @@ def test_staleness_is_geometric_where_step_times_are_memoryless() -> None:
     assert found == pytest.approx(0.25 * 0.75 ** np.arange(5), abs=0.03)
 
 
-def test_four_groups_act_like_momentum_of_three_quarters() -> None:
-    found = bench.measure(bench.PROBLEMS["least squares"], 4, "exponential", seeds=30)
-    assert found.momentum == pytest.approx(0.75, abs=0.1)
-    assert found.error < 0.05
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_groups_act_like_momentum_of_one_less_their_share(groups: int) -> None:
+    found = measure(groups, seeds=40)
+    assert found.momentum == pytest.approx(1 - 1 / groups, abs=0.05)
+    assert found.error < 0.03
     assert found.rate == pytest.approx(1.0, abs=0.3), "the gradient enters at η/g"
 
 
@@ -47,7 +48,7 @@ def test_under_softsync_it_is_the_staleness_that_acts_like_momentum(learners: in
     """Also where all learners together make an update: ⟨σ⟩ is nearly 1 then, and so acts like a half."""
     run = job("softsync", learners, n=n, optimizer={"momentum": 0.95, "momentum_correction": "implicit"})
     taken = 0.95 - run.explicit_momentum()
-    found = bench.measure(bench.PROBLEMS["least squares"], learners, "exponential", seeds=24, n=n)
+    found = measure(learners, seeds=24, n=n)
     assert found.momentum == pytest.approx(taken, abs=0.05)
     assert found.momentum == pytest.approx(found.staleness / (1 + found.staleness), abs=0.05)
     assert found.error < 0.02
@@ -63,7 +64,7 @@ def test_the_fit_finds_the_momentum_of_momentum() -> None:
         step = 0.6 * step - 0.3 * (gradients[:, t] + source.normal(0.0, 0.3, (60, 3)))
         steps[:, t] = step
         weights = weights + step
-    m, coefficient, error = bench.fit(steps, gradients)
+    m, coefficient, error = fit(steps, gradients)
     assert m == pytest.approx(0.6, abs=4 * error)
     assert coefficient == pytest.approx(0.3, abs=0.03)
     assert error < 0.02

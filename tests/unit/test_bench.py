@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import contestants, heats, islands, overlap_10g, placed, reduction, scaling, tta, unlike
+from benchmarks import contestants, heats, islands, overlap_10g, placed, reduction, tta
 from rudra import bench, siblings
 from rudra.cli.main import main
 from rudra.errors import ConfigError
@@ -48,9 +48,9 @@ def test_a_benchmark_of_a_checkout_is_refused_without_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(siblings, "ROOT", tmp_path)
-    assert main(["bench", "scaling"]) == 2
+    assert main(["bench", "sparse"]) == 2
     six = "ddp, overhead, pingpong, overlap, prediction, evaluation"
-    said = f"rudra: benchmark 'scaling' needs a checkout of Rudra; installed are {six}\n"
+    said = f"rudra: benchmark 'sparse' needs a checkout of Rudra; installed are {six}\n"
     assert capsys.readouterr() == ("", said)
 
 
@@ -99,14 +99,6 @@ def test_a_report_is_an_aligned_table_and_plain_json() -> None:
     ]
     assert report.as_text(goals=False).endswith("\na note"), "as with --quick"
     assert json.loads(json.dumps(report.as_dict()))["rows"][0] == ["a", 1.23456, {"median": 1, "low": 1, "high": 1}]
-
-
-@pytest.mark.parametrize(
-    ("times", "saturated"),
-    [([8.0, 4.0, 2.0], "> 16"), ([8.0, 4.0, 3.7], "8"), ([8.0, 7.5, 3.0], "4")],
-)
-def test_saturation_is_where_a_doubling_brings_less_than_a_tenth(times: list[float], saturated: str) -> None:
-    assert scaling.saturation([4, 8, 16], times) == saturated
 
 
 def outcome_of(point: heats.Point) -> heats.Outcome:
@@ -193,47 +185,6 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.
         tta.run(quick=False)
     with pytest.raises(ConfigError, match=r"bench tta: --only smaa; valid: fashion-mnist, cifar-10, sma"):
         tta.run(quick=False, only=["smaa"])
-    with pytest.raises(ConfigError, match=r"bench unlike: no delicious in .*; RUDRA_DATA names the directory"):
-        unlike.run(quick=True)
-    with pytest.raises(
-        ConfigError, match=r"bench unlike: --only w8; valid: w8a, delicious, .*, none, sqrt, linear, virtual, ranks"
-    ):
-        unlike.run(quick=False, only=["w8"])
-
-
-def test_who_is_first_to_95_percent_of_the_drop_to_the_lowest_loss_of_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At the rate with which somebody gets furthest in the search, and with other seeds than that."""
-    (tmp_path / "delicious").mkdir()
-    monkeypatch.setenv("RUDRA_DATA", str(tmp_path))
-    ends = {"small alone": 0.5, "large alone": 0.2, "fixed": 0.05, "adaptive": 0.0, "balanced": 0.04}
-    asked: list[unlike.Task] = []
-
-    def perform(root: Path, wanted: Sequence[unlike.Task], *, quick: bool) -> dict[unlike.Task, unlike.Run]:
-        asked.extend(wanted)
-        found = {}
-        for task in wanted:
-            end = ends[task.way] if task.rate == (10.0, "sqrt") else 0.3 if task.way != "fixed" else math.nan
-            share = {"fixed": 98.0, "adaptive": 50.0, "balanced": 59.0}.get(task.way, 0.0)
-            at = float(unlike.WAYS.index(task.way))
-            found[task] = unlike.Run([0.0, at + 1, at + 2], [1.0, (1 + end) / 2, end], share, 80.0)
-        return found
-
-    monkeypatch.setattr(unlike, "_in_virtual_time", perform)
-    report = unlike.run(quick=False, only=["delicious", "virtual"])
-    assert {task.rate for task in asked if task.seed != unlike.SEARCH} == {(10.0, "sqrt")}
-    rows = {row[3]: row for row in report.rows}
-    assert {row[:3] for row in report.rows} == {("delicious", "virtual", "10, sqrt")}
-    assert rows["s to 95%"][4:] == ("-", "-", *map(spread, ([4.0] * 3, [5.0] * 3, [6.0] * 3)))
-    assert rows["updates of small, %"][4:] == tuple(spread([share] * 3) for share in (0.0, 0.0, 98.0, 50.0, 59.0))
-    assert [(goal.figure, goal.reached) for goal in report.goals] == [
-        (math.inf, True),
-        (98.0, True),
-        (2.5, True),
-        (6.5, True),
-        (1.0, True),
-    ]
 
 
 @pytest.mark.parametrize("benchmark", [reduction, islands, overlap_10g])

@@ -39,7 +39,7 @@ CASES: list[tuple[str, list[str]]] = [
     ("rudra jobs ", [*shipped_jobs()]),
     ("rudra init --from .h", [".hidden.toml"]),
     ("rudra slurm digits --launcher ", ["mpirun", "srun"]),
-    ("rudra bench sc", ["scaling"]),
+    ("rudra bench sp", ["sparse"]),
     ("rudra bench ", [*known()]),
     ("rudra completion ", ["bash", "fish", "zsh"]),
     ("rudra run digits --set ", [f"{key}=" for key in schema.job_keys()]),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rudra.cli import examination
+from rudra import doctor
 from rudra.machine import free_memory
 
 GIB = 2**30
@@ -48,21 +48,21 @@ def test_slurm(
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(examination, "find_mpirun", lambda: Path("mpirun"))
-    monkeypatch.setattr(examination, "is_open_mpi", lambda mpirun: open_mpi)
-    said = examination._slurm()
+    monkeypatch.setattr(doctor, "find_mpirun", lambda: Path("mpirun"))
+    monkeypatch.setattr(doctor, "is_open_mpi", lambda mpirun: open_mpi)
+    said = doctor._slurm()
     assert said.state == state
     assert found in said.found
     assert bool(said.advice) == (state == "warn")
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert examination._gpus().found == "torch sees none; learners compute on the CPU"
+    assert doctor._gpus().found == "torch sees none; learners compute on the CPU"
     gpus = [SimpleNamespace(name="NVIDIA A", total_memory=80 * GIB), SimpleNamespace(name="B", total_memory=24 * GIB)]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_properties", gpus.__getitem__)
-    assert examination._gpus().found == "0: NVIDIA A, 80 GiB; 1: B, 24 GiB"
+    assert doctor._gpus().found == "0: NVIDIA A, 80 GiB; 1: B, 24 GiB"
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_node_memory(
     monkeypatch: pytest.MonkeyPatch, ranks: int, failure: str, limit: int, state: str, found: str, advice: str
 ) -> None:
-    monkeypatch.setattr(examination, "free_memory", lambda: 8 * GIB)
+    monkeypatch.setattr(doctor, "free_memory", lambda: 8 * GIB)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
-    said = examination._node_memory(ranks, failure)
+    said = doctor._node_memory(ranks, failure)
     assert said.state == state
     assert found in said.found
     assert advice in said.advice
@@ -104,12 +104,12 @@ def test_free_memory_is_some() -> None:
 def test_ranks_that_are_late_on_a_busy_machine_are_no_failure(
     monkeypatch: pytest.MonkeyPatch, load: float, state: str
 ) -> None:
-    monkeypatch.setattr(examination, "world_size", lambda: None)
-    monkeypatch.setattr(examination, "find_mpirun", lambda: Path("mpirun"))
-    monkeypatch.setattr(examination, "is_open_mpi", lambda _: True)
-    monkeypatch.setattr(examination, "_probe", lambda *_: (None, examination.LATE))
-    monkeypatch.setattr(examination, "cores", lambda: 2)
+    monkeypatch.setattr(doctor, "world_size", lambda: None)
+    monkeypatch.setattr(doctor, "find_mpirun", lambda: Path("mpirun"))
+    monkeypatch.setattr(doctor, "is_open_mpi", lambda _: True)
+    monkeypatch.setattr(doctor, "_probe", lambda *_: (None, doctor.LATE))
+    monkeypatch.setattr(doctor, "cores", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
-    _, mpi = examination._mpi()
+    _, mpi = doctor._mpi()
     assert (mpi.subject, mpi.state) == ("mpi", state)
     assert ("a load of 30.0 on 2 cores" in mpi.found) == (state == "warn")

@@ -2,16 +2,18 @@
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ralp import step_s
+from rudra.core.layout import Placed
 from rudra.core.placement import Layer, PlacementDecision, PlacementHardware, choose, cuts, server_s, skewness
-from rudra.studies.convnets import NETWORKS
-from rudra.studies.standins import DEVICES
+from rudra.job.job import Job
+from rudra.simulation.predict import Outline, predict
+from tests.unit.convnets import DEVICES, NETWORKS
 
 GIB = 2**30
 
@@ -57,6 +59,57 @@ def test_table_2(name: str, size: float, ring: float, placed: float) -> None:
     assert found.cut is not None
     taken = [found.server_bytes / 16, found.allreduce_bytes, found.cut.placed_bytes]
     assert [each / GIB for each in taken] == pytest.approx([size, ring, placed], abs=0.0055)
+
+
+def step_s(layers: Sequence[Layer], cluster: PlacementHardware, cut: int | None) -> float:
+    """Seconds of a synchronous step in virtual time, through one parameter server; `cut`: in front of which layer."""
+    size, whole_s = sum(layer.parameters_bytes for layer in layers), sum(layer.seconds for layer in layers)
+    placed = None
+    if cut is not None:
+        front = sum(layer.parameters_bytes for layer in layers[:cut])
+        back_s = sum(layer.seconds for layer in layers[cut:])
+        crossing = layers[cut - 1].output_bytes * cluster.minibatch_size
+        placed = Placed(front / size, crossing / size, back_s / whole_s)
+    link = {"bandwidth_bytes_per_s": cluster.bytes_per_s, "latency_s": cluster.latency_s, "sharing": cluster.sharing}
+    job = Job(
+        model={"name": "lenet"},  # of which nothing counts: its sizes are known
+        training={"minibatch_size": cluster.minibatch_size},
+        protocol={"name": "hardsync"},
+        placement={"cut": 1, "rule": "synchronous"} if cut else {},
+        cluster={"learners": cluster.learners},
+        simulation={"compute_s": whole_s, "jitter": 0.0, **link, "tensors": False},
+    )
+    images = cluster.learners * cluster.minibatch_size
+    return images / predict(job, updates=8, known=Outline(10**6, size, placed)).samples_per_s
+
+
+@pytest.mark.parametrize(
+    ("name", "behind_1_gbit_s", "behind_10_gbit_s"),
+    [
+        ("AlexNet", 1.0, 1.0),
+        ("GoogLeNet", 1.70, 1.21),
+        ("Inception-v3", 2.49, 1.29),
+        ("LeNet", 1.0, 1.0),
+        ("OverFeat", 10.2, 2.55),
+        ("ResNet-50", 1.69, 1.15),
+        ("VGG11", 1.18, 1.09),
+        ("VGG19", 1.48, 1.17),
+    ],
+)
+def test_auto_takes_the_best_cut_and_the_papers_rule_may_not(
+    name: str, behind_1_gbit_s: float, behind_10_gbit_s: float
+) -> None:
+    """In virtual time, of all cuts and none; the paper's rule refuses cuts between convolutions, which send less."""
+    make, size = NETWORKS[name]
+    layers = DEVICES[name].timed(make(1000), size)
+    for gbit_s, of_paper in ((1, behind_1_gbit_s), (10, behind_10_gbit_s), (56, 1.0)):
+        cluster = PlacementHardware(4, size, gbit_s * 1.25e8, 1e-5)
+        auto, ralp = (choose(rule, layers, cluster, against=("server",)) for rule in ("auto", "ralp"))
+        seconds = {None: step_s(layers, cluster, None)}
+        seconds |= {cut.index: step_s(layers, cluster, cut.index) for cut in auto.cuts}
+        chosen = [seconds[None if found.cut is None else found.cut.index] for found in (auto, ralp)]
+        assert chosen[0] <= 1.05 * min(seconds.values())
+        assert chosen[1] / min(seconds.values()) == pytest.approx(of_paper, rel=0.03)
 
 
 @pytest.mark.parametrize("sharing", ["turns", "equal"])

@@ -195,6 +195,27 @@ def test_nothing_is_read_that_need_not_be(tmp_path: Path, capsys: pytest.Capture
     assert main(["predict", "rudra/table2", "--set", f"data.path={missing}", "--updates", "20"]) == 0
 
 
+def test_four_servers_behind_slow_links_take_three_times_the_pushes_of_one() -> None:
+    """The model is large, and learners compute faster than one server's link of 10 Gbit/s can bring gradients."""
+    rates = {}
+    for shards in (1, 4):
+        sharded = Job(
+            training={"minibatch_size": 1},
+            protocol={"name": "async"},
+            topology={"name": "sharded", "options": {"shards": shards}},
+            cluster={"learners": 16},
+            simulation={
+                **COSTS,
+                "compute_s": 0.1,
+                "bandwidth_bytes_per_s": 1.25e9,
+                "update_s": 0.072,
+                "gradient_s": 0.0,
+            },
+        )
+        rates[shards] = predict(sharded, updates=100, known=Outline(100, 288_000_000)).samples_per_s
+    assert rates[4] > 3 * rates[1]
+
+
 def test_a_prediction_is_of_a_cluster_in_which_nothing_goes_wrong() -> None:
     faults = [{"learner": 0, "dies_at_s": 1.0}, {"mean_time_to_failure_s": 1.0}]
     assert predict(job(learners=3, faults=faults), known=KNOWN).epoch_s == predict(job(learners=3), known=KNOWN).epoch_s

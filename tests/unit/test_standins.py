@@ -7,18 +7,29 @@ from rudra.compute.models import build
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.job.jobfiles import read_toml
+from rudra.job.jobfiles import PAPER, read_toml, shipped_jobs
 from rudra.job.tables import ModelTable
 from rudra.simulation import costs
-from rudra.simulation.predict import outline
+from rudra.simulation.predict import outline, predict
 from rudra.studies import standins, sweep
+from rudra.studies.standins import STAND_INS
+from tests.unit.convnets import NAMES, timed
 
 INFO = DataInfo("noise", 100, 10, (1,), 1000)
 
 
-@pytest.mark.parametrize("name", standins.NAMES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_stand_in_has_the_sizes_and_times_that_follow_from_shapes(name: str) -> None:
+    layers, _, cut = timed(name)
+    front, back = (sum(layer.parameters_bytes for layer in part) // 4 for part in (layers[:cut], layers[cut:]))
+    share = sum(layer.seconds for layer in layers[:cut]) / sum(layer.seconds for layer in layers)
+    assert STAND_INS[name] == (front, layers[cut - 1].output_bytes // 4, back, round(share * 1e6))
+    assert [*STAND_INS] == [*NAMES]
+
+
+@pytest.mark.parametrize("name", STAND_INS)
 def test_the_preset_has_the_times_of_a_stand_in(name: str) -> None:
-    layers, size, cut = standins.timed(name)
+    layers, size, cut = timed(name)
     keys = read_toml(costs.find("ralp"))["models"][f"rudra.studies.standins:{name}"]
     assert list(keys) == ["compute_s"]
     ((minibatch, seconds),) = keys["compute_s"].items()
@@ -38,7 +49,7 @@ def test_a_stand_in_has_the_size_of_its_network_and_can_be_cut(name: str, millio
         cluster={"learners": 3, "threads_per_rank": 1},
         simulation={"tensors": False},
     )
-    layers, _, cut = standins.timed(name)
+    layers, _, cut = timed(name)
     size, front = (sum(layer.parameters_bytes for layer in part) for part in (layers, layers[:cut]))
     found = outline(job)
     assert found.placed is not None
@@ -53,9 +64,30 @@ def test_a_stand_in_has_the_size_of_its_network_and_can_be_cut(name: str, millio
 def test_there_is_no_other_stand_in() -> None:
     with pytest.raises(ConfigError, match="has no attribute 'VGG12'; did you mean VGG1"):
         build(ModelTable(name="rudra.studies.standins:VGG12"), INFO, 0)
-    assert set(standins.NAMES) <= set(dir(standins))
+    assert set(STAND_INS) <= set(dir(standins))
     model = build(ModelTable(name="rudra.studies.standins:LeNet"), INFO, 0)
     assert model(torch.zeros(2, 1)).shape == (2, 1000)
+
+
+@pytest.mark.parametrize("row", range(2))
+def test_communication_takes_what_figure_2_says(row: int) -> None:
+    """Its share of a step, the mean of the eight networks, with as many servers as workers."""
+    printed = read_toml(shipped_jobs()["ralp/table3"].with_name(PAPER))["figure2"]["rows"][row]
+    workers, shares = printed["workers"], []
+    for name in STAND_INS:
+        if name.endswith("_22k"):
+            continue
+        job = Job(
+            model={"name": f"rudra.studies.standins:{name}"},
+            data={"name": "rudra.data.noise:noise", "options": {"shape": [1]}, "classes": 1000},
+            training={"minibatch_size": timed(name)[1]},
+            protocol={"name": "hardsync"},
+            topology={"name": "sharded", "options": {"shards": workers, "apart": True}},
+            cluster={"learners": workers},
+            simulation={"costs": "ralp", "tensors": False},
+        )
+        shares.append(1 - predict(job, samples=10**6, updates=40).shares["compute"])
+    assert sum(shares) / len(shares) == pytest.approx(printed["communication"], abs=0.1)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,8 @@ therefore only products of *different* seeds enter the normal equations, whose n
 estimate has no such bias. Errors are standard errors of a jackknife that leaves out a twentieth of the seeds at a time.
 
 Every seed is a run of the simulator with real gradients: topology groups with one learner in each of its g groups,
-protocol async, communication that takes no time. "near-constant" step times vary by 6 % (Omnivore, Figure 22): groups
-then take turns, gradients are g - 1 updates old each time, and what is fitted is not the recursion that holds. A fit
-needs steps that swing: where training creeps, V follows the gradient, and nothing tells m from a. So rates are as large
-as g - 1 updates of delay allow, and g = 1 is left out on real data.
+protocol async, communication that takes no time. A fit needs steps that swing: where training creeps, V follows the
+gradient, and nothing tells m from a. So rates are as large as g - 1 updates of delay allow.
 """
 
 import math
@@ -28,25 +26,22 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from rudra.compute import models, networks
+from rudra.compute import models
 from rudra.compute.executor import Executor, torch_as_in
+from rudra.compute.flat import FlatModel
 from rudra.compute.making import make_executors
 from rudra.core.events import Event, Finish, Keep, Local, Record, Update
 from rudra.data.load import DataInfo, load
 from rudra.data.samples import Samples
-from rudra.findings import Goal, Report
 from rudra.job.job import Job
 from rudra.simulation.assembly import assemble
 from rudra.simulation.tensors import RealTensors
 
-GROUPS = (1, 2, 4, 8, 16)
-TIMES: dict[str, dict[str, Any]] = {
-    "exponential": {"distribution": "memoryless"},
-    "near-constant": {"distribution": "lognormal", "jitter": 0.06},
-}
 CURVATURES = (0.25, 0.5, 1.0)
 BLOCKS = 20  # of seeds, for the jackknife
 FREE = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e15, "message_s": 0.0, "update_s": 0.0, "compute_s": 1.0}
+RATE = 1.2
+"""η with one group; with g it is that times sin(π/(4g - 2)), so that weights g - 1 updates old stay stable."""
 
 
 class Bowl(nn.Module):
@@ -72,39 +67,6 @@ def points(samples: int = 256) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x, labels), TensorDataset(x[:2], labels[:2])
 
 
-def softmax(input_shape: Sequence[int], classes: int) -> nn.Module:
-    """Softmax regression; starts from zero with every seed."""
-    model = networks.mlp(input_shape, classes, hidden=())
-    for parameter in model.parameters():
-        nn.init.zeros_(parameter)
-    return model
-
-
-class Problem(NamedTuple):
-    """What is trained.
-
-    Attributes:
-        tables: of the job.
-        rate: η with one group; with g it is that times sin(π/(4g - 2)), so that weights g - 1 updates old stay stable.
-            As large as that allows: where training creeps, V follows the gradient, and nothing tells m from a.
-        seeds: runs.
-        groups: every g.
-    """
-
-    tables: dict[str, dict[str, Any]]
-    rate: float
-    seeds: int
-    groups: Sequence[int]
-
-
-PROBLEMS = {
-    "least squares": Problem({"model": {"name": Bowl}, "data": {"name": points, "classes": 2}}, 1.2, 100, GROUPS),
-    "digits, softmax regression": Problem(
-        {"model": {"name": softmax}, "data": {"name": "digits", "train_limit": 512}}, 16.0, 48, GROUPS[1:]
-    ),
-}
-
-
 class Modulus(NamedTuple):
     """An estimate.
 
@@ -121,31 +83,10 @@ class Modulus(NamedTuple):
     staleness: float
 
 
-def run(*, quick: bool) -> Report:
-    """Estimates the modulus for every g."""
-    report = Report(["momentum modulus", "g", "1 - 1/g", "measured", "± std. error", "a·g/η", "⟨σ⟩"])
-    off = []
-    for name, problem in list(PROBLEMS.items())[: 1 if quick else None]:
-        for times in TIMES:
-            for groups in problem.groups[:2] if quick else problem.groups:
-                found = measure(problem, groups, times, seeds=10 if quick else problem.seeds)
-                theory = 1 - 1 / groups
-                cells = (found.momentum, found.error, found.rate, found.staleness)
-                report.rows.append((f"{name}, {times}", groups, theory, *(round(float(c), 3) for c in cells)))
-                if times == "exponential" and problem.groups == GROUPS:
-                    off.append(abs(found.momentum - theory))
-    report.notes = [
-        "measured: least squares of E V(t+1) on E V(t) and E ∇ℓ(W(t)), E over seeds; without explicit momentum",
-        "exponential: the theorem's assumption; near-constant: 6 % of jitter, where groups take turns and it is broken",
-    ]
-    report.goals = [Goal("least squares, exponential times: |measured - (1 - 1/g)| <= 0.05", off, at_most=0.05)]
-    return report
-
-
-def measure(problem: Problem, groups: int, times: str, *, seeds: int, n: int | None = None) -> Modulus:
+def measure(groups: int, *, seeds: int, n: int | None = None) -> Modulus:
     """Trains with every seed and fits; under n-softsync, which is async where n is not given."""
-    rate = problem.rate * math.sin(math.pi / (4 * groups - 2))
-    runs = [_train(_job(problem, groups, times, rate, seed, n or groups)) for seed in range(1, seeds + 1)]
+    rate = RATE * math.sin(math.pi / (4 * groups - 2))
+    runs = [_train(_job(groups, rate, seed, n or groups)) for seed in range(1, seeds + 1)]
     steps, gradients = (np.stack([run[i] for run in runs]) for i in (0, 1))
     momentum, coefficient, error = fit(steps, gradients)
     staleness = np.mean([run[2] for run in runs])
@@ -182,17 +123,18 @@ def fit(steps: npt.NDArray[Any], gradients: npt.NDArray[Any]) -> tuple[float, fl
     return float(momentum), float(coefficient), error
 
 
-def _job(problem: Problem, groups: int, times: str, rate: float, seed: int, n: int) -> Job:
+def _job(groups: int, rate: float, seed: int, n: int) -> Job:
     return Job(
         name="momentum",
+        model={"name": Bowl},
+        data={"name": points, "classes": 2},
         training={"epochs": 1, "minibatch_size": 32, "seed": seed, "evaluate": False},
         optimizer={"learning_rate": rate},
         protocol={"name": "softsync", "n": n, "modulation": "none"},
         topology={"name": "groups", "options": {"groups": groups}},
         cluster={"learners": groups, "threads_per_rank": 1, "device": "cpu"},
-        simulation={**FREE, **TIMES[times]},
+        simulation={**FREE, "distribution": "memoryless"},
         results={"minibatches": False},
-        **problem.tables,
     )
 
 
@@ -247,8 +189,6 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
 
 def _full_gradients(job: Job, info: DataInfo, train: Samples, path: Sequence[torch.Tensor]) -> npt.NDArray[Any]:
     """The gradient over all training samples at each of some weights."""
-    from rudra.compute.flat import FlatModel
-
     model = FlatModel(models.build(job.model, info, 0))
     inputs, labels = train.batch(np.arange(len(train)))
     out, found = torch.empty(model.size), []

@@ -1,5 +1,8 @@
+"""`rudra plot`: one picture of several runs."""
+
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +14,9 @@ from tests.unit.report_files import write_point
 from tests.unit.results_files import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
-from matplotlib.figure import Figure
-
-from rudra.report.analysis import _draw, _load, plot, wrapped
+from rudra.report.analysis import wrapped
+from rudra.report.plot import named, picture, plot
+from rudra.report.svg import _drawn
 
 
 @pytest.fixture
@@ -47,12 +50,19 @@ def test_any_run_can_be_drawn(runs, names):
 
 
 def panels(figure):
-    return {axis.get_title(): axis for axis in figure.axes}
+    return {axis.get_title(loc="left"): axis for axis in figure.axes}
+
+
+def drawn(files, **options):
+    return _drawn(picture(named(files), **options), narrow=False)
+
+
+def note_of(figure):
+    return figure.get_supxlabel()
 
 
 def test_what_the_picture_shows(runs):
-    figure = Figure()
-    _draw(figure, [_load(runs / f"{name}.h5", name) for name in ("soft", "single")])
+    figure = drawn([runs / f"{name}.h5" for name in ("soft", "single")])
     axes = panels(figure)
     by_epoch, by_time = axes["Test error over epochs"], axes["Test error over time"]
     over_updates, histogram = axes["Mean staleness over updates"], axes["Staleness of gradients"]
@@ -63,18 +73,12 @@ def test_what_the_picture_shows(runs):
     assert [len(line.get_xdata()) for line in by_epoch.lines] == [5, 1]
     assert by_epoch.lines[1].get_marker() not in (None, "None")  # one epoch is no line, only a marker
     assert by_time.lines[0].get_xdata()[-1] == pytest.approx(10.0)
-    assert by_time.get_xlabel() == "training time (s; virtual in simulations)"
+    assert by_time.get_xlabel() == "training time, virtual in simulations (s)"
     assert len(over_updates.lines[0].get_xdata()) <= 200  # means over blocks of 1,000 updates
     assert over_updates.lines[0].get_ydata().mean() == pytest.approx(2.0, abs=0.1)
     assert len(over_updates.lines[1].get_xdata()) == 20
     assert sum(histogram.patches[0].get_data().values) == pytest.approx(100)
-
-
-def test_blocks_keep_the_last_updates(runs):
-    figure = Figure()
-    curves = _load(runs / "soft.h5", "soft")
-    _draw(figure, [curves._replace(update=np.arange(1, 202), mean_staleness=np.append(np.zeros(200), 7.0))])
-    assert panels(figure)["Mean staleness over updates"].lines[0].get_ydata()[-1] == 7.0
+    assert "Dashed: (λ − 1)/c" in note_of(figure)
 
 
 def test_equal_names_are_told_apart(runs):
@@ -104,7 +108,7 @@ def test_without_matplotlib(runs):
     code = f"""
 import sys
 sys.modules["matplotlib"] = None
-from rudra.report.analysis import plot
+from rudra.report.plot import plot
 from rudra.errors import ConfigError
 try:
     plot(["{runs / "soft.h5"}"], "{runs / "picture.png"}")
@@ -115,13 +119,7 @@ except ConfigError as error:
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60, check=True
     )
-    assert done.stdout == "plots need matplotlib: pip install 'rudra[plot]'\n"
-
-
-def drawn(files, **options):
-    figure = Figure(layout="constrained")
-    _draw(figure, [_load(file, file.stem) for file in files], **options)
-    return figure
+    assert done.stdout == "pictures need matplotlib: pip install 'rudra[plot]'\n"
 
 
 def seeded(path, seed, **more):
@@ -132,8 +130,8 @@ def seeded(path, seed, **more):
 def test_training_and_learning_rate_are_shown(tmp_path):
     axes = panels(drawn([seeded(tmp_path / "a.h5", 1, learning_rate=0.03)]))
     error = axes["Test error over epochs"].lines[0].get_ydata()
-    assert axes["Training error over epochs"].lines[0].get_ydata() == pytest.approx(0.9 * error)
-    assert axes["Training loss over epochs"].lines[0].get_ydata() == pytest.approx(0.025 * error)
+    assert axes["Training error"].lines[0].get_ydata() == pytest.approx(0.9 * error)
+    assert axes["Training loss"].lines[0].get_ydata() == pytest.approx(0.025 * error)
     assert set(axes["Learning rate"].lines[0].get_ydata()) == {0.03}
     assert axes["Learning rate"].lines[0].get_xdata()[[0, -1]] == pytest.approx([0, 6])
 
@@ -143,8 +141,8 @@ def test_seeds_are_a_band_with_their_median(tmp_path):
     one, two, five = (100 * open_results(file).epochs["test_error"] for file in files)
     files.append(seeded(tmp_path / "other.h5", 1, learning_rate=0.03))
     axis = panels(figure := drawn(files))["Test error over epochs"]
-    assert [text.get_text().partition(", α")[0] for text in figure.legends[0].get_texts()] == [
-        "1 (2-softsync, λ = 4, μ = 4), 3 seeds",
+    assert [text.get_text().rpartition(", α = ")[0] for text in figure.legends[0].get_texts()] == [
+        "2-softsync, μ = 4, λ = 4, α0 = 0.01, 3 seeds",
         "other (2-softsync, λ = 4, μ = 4)",
     ]
     assert axis.lines[0].get_ydata() == pytest.approx(two)
@@ -163,12 +161,13 @@ def test_thirteen_runs_can_be_told_apart(tmp_path):
     figure = drawn(files)
     figure.draw_without_rendering()
     axes = panels(figure).values()
-    looks = [[(line.get_color(), line.get_marker()) for line in axis.lines if line.get_xdata().size] for axis in axes]
+    lines = [[line for line in axis.lines if line.get_marker() != "None" and len(line.get_xdata())] for axis in axes]
+    looks = [[(line.get_color(), line.get_marker()) for line in drawn] for drawn in lines]
     assert all(found == looks[0] for found in looks), "in every panel alike"
     assert len(set(looks[0])) == 13
     (legend,) = figure.legends
     assert len(legend.get_texts()) == 13
-    assert legend.get_window_extent().x0 > max(axis.get_window_extent().x1 for axis in axes), "beside the panels"
+    assert legend.get_window_extent().y0 > max(axis.get_window_extent().y1 for axis in axes), "above the panels"
 
 
 def test_markers_of_a_short_run_stand_apart(tmp_path):
@@ -187,10 +186,12 @@ def test_what_belongs_together_is_not_broken():
 
 def test_who_is_not_in_a_panel_is_named_there(runs, tmp_path):
     write_point(tmp_path / "lossy.h5", protocol="softsync", n=2, mu=4, lam=4, known_error=False)
-    axes = panels(drawn([runs / f"{name}.h5" for name in ("soft", "hard", "untested", "lossy")]))
-    assert axes["Test error over epochs"].get_xlabel() == "epoch\nnot here: untested (interrupted), lossy"
-    assert axes["Training error over epochs"].get_xlabel().endswith("not here: untested (interrupted), lossy")
-    assert axes["Staleness of gradients"].get_xlabel().endswith("σ = 0: hard")
+    said = note_of(drawn([runs / f"{name}.h5" for name in ("soft", "hard", "untested", "lossy")]))
+    said = said.replace("\n", " ")
+    untested = "untested (2-softsync, λ = 4, μ = 16), interrupted; lossy (2-softsync, λ = 4, μ = 4)"
+    assert f"Not in test error: {untested}" in said
+    assert f"Not in training error: {untested}" in said
+    assert "σ = 0: hard (2-softsync, λ = 4, μ = 16)" in said
 
 
 def test_errors_and_losses_have_panels_of_their_own(tmp_path):
@@ -213,20 +214,19 @@ def test_logarithmic_axes(tmp_path):
 
 def test_what_a_logarithmic_axis_cannot_show_is_named(tmp_path):
     write_point(tmp_path / "perfect.h5", protocol="softsync", n=2, mu=4, lam=4)
-    curves = _load(tmp_path / "perfect.h5", "perfect")
-    curves.test_error[-1] = 0
-    curves.train_error[:] = 0
-    other = curves._replace(name="other", test_error=curves.test_error + 1, train_error=curves.train_error + 1)
-    _draw(figure := Figure(), [curves, other], log=True)
-    axes = panels(figure)
-    assert axes["Test error over time"].get_xlabel().endswith("\nnot where it is 0 or less: perfect")
-    assert axes["Training error over epochs"].get_xlabel().endswith("\nnot here: perfect")
+    (run,) = named([tmp_path / "perfect.h5"])
+    run.test_error[-1] = 0
+    run.train_error[:] = 0
+    other = replace(run, label="other", test_error=run.test_error + 1, train_error=run.train_error + 1)
+    left_out = picture([run, other], log=True).left_out
+    assert left_out["In test error not where it is 0 or less"] == [run.label]
+    assert left_out["Not in training error"] == [run.label]
 
 
 def test_nothing_stale_is_one_line_instead_of_panels(runs):
     figure = drawn([runs / "hard.h5"])
     assert not [title for title in panels(figure) if "taleness" in title]
-    assert figure.get_supxlabel() == "Nothing is stale: σ = 0 in all gradients."
+    assert note_of(figure).endswith("Nothing is stale: σ = 0 in all gradients.")
 
 
 def test_histograms_of_several_runs_are_outlines(runs):
@@ -246,9 +246,8 @@ def test_effective_learning_rates_stand_in_the_legend_where_they_differ(tmp_path
 
 
 def test_a_scale_of_close_values_is_named_below_the_picture(runs):
-    curves = _load(runs / "soft.h5", "soft")
-    for low, note in ((48.0, "The scale does not begin at 0: test error (%)"), (2.0, "")):
-        figure = Figure()
-        _draw(figure, [curves._replace(test_error=np.linspace(50, low, len(curves.epoch)))])
-        assert figure.get_supxlabel() == note
-        assert bool(panels(figure)["Test error over epochs"].get_ylim()[0] > 40) is bool(note)
+    (run,) = named([runs / "soft.h5"])
+    for low, cut in ((48.0, True), (2.0, False)):
+        figure = _drawn(picture([replace(run, test_error=np.linspace(50, low, len(run.epoch)))]), narrow=False)
+        assert ("The scale does not begin at 0: test error (%)" in note_of(figure)) is cut
+        assert bool(panels(figure)["Test error over epochs"].get_ylim()[0] > 40) is cut

@@ -1,4 +1,4 @@
-"""`rudra doctor`: looks at everything that a run needs, and says what to do about each thing that is wrong."""
+"""Examination of a machine: everything that a run needs, and what to do about each thing that is wrong."""
 
 import errno
 import importlib.metadata
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,21 +85,6 @@ class Finding:
     advice: str = ""
 
 
-def main(*, as_json: bool = False) -> int:
-    """Prints the report as it grows; returns 1 if something would stop a run, else 0."""
-    findings: list[Finding] = []
-    for finding in examine():
-        findings.append(finding)
-        if not as_json:
-            print(_line(finding), flush=True)
-    failed = [f.subject for f in findings if f.state == "fail"]
-    if as_json:
-        print(json.dumps({"ok": not failed, "findings": [asdict(f) for f in findings]}, indent=2))
-    else:
-        print(f"\nnot ready: {', '.join(failed)}" if failed else "\nready: try `rudra run digits`")
-    return 1 if failed else 0
-
-
 def examine() -> Iterator[Finding]:
     """Looks at one thing after the other."""
     yield Finding("python", "ok", f"{platform.python_version()} in {sys.prefix}")
@@ -113,12 +98,6 @@ def examine() -> Iterator[Finding]:
     yield _swmr()
     for extra, module in (("digits", "sklearn"), ("plot", "matplotlib")):
         yield _extra(extra, module)
-
-
-def _line(finding: Finding) -> str:
-    mark = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}[finding.state]
-    advice = f"\n     {'':16}-> {finding.advice}" if finding.advice else ""
-    return f"{mark} {finding.subject:16}{finding.found}{advice}"
 
 
 def _torch() -> Finding:
@@ -179,9 +158,7 @@ def _mpi() -> Iterator[Finding]:
     if open_mpi:
         said, reason = _probe(mpirun, open_mpi, ULFM_PROBE, "--with-ft", "ulfm")
         if reason == LATE and _busy():
-            yield Finding(
-                "fault tolerance", "warn", f"{reason}: {_busy()}", "ask again when the machine has less to do"
-            )
+            yield Finding("fault tolerance", "warn", f"{reason}: {_busy()}", BUSY)
             return
         works = said == "ulfm 2"
         advice = "" if works else "runs go on after a lost learner only where the MPI library has ULFM (Open MPI >= 5)"

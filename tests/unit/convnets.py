@@ -1,4 +1,4 @@
-"""The eight networks of the RALP paper as lists of layers, computed from the shapes of their layers.
+"""The eight networks of the RALP paper as lists of layers, computed from the shapes of their layers, and their times.
 
 Each convolution, pooling and fully connected layer is one; biases count, BatchNorm does not. Where branches run beside
 each other, they follow one another in the order of the columns, and the model can be cut only behind the last.
@@ -9,7 +9,7 @@ Source: Park et al., RALP, §3 and Table 1, whose TensorFlow benchmarks these ar
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rudra.core.placement import Layer
+from rudra.core.placement import Layer, PlacementHardware, choose
 
 _FLOAT = 4
 
@@ -250,3 +250,27 @@ NETWORKS: dict[str, tuple[Callable[[int], list[Worked]], int]] = {
 }
 """Name -> layers for so many classes, and the mini-batch of a worker: of AlexNet, Inception-v3 and VGG11 it follows
 from the paper's Table 2, of the others it is that of TensorFlow's benchmarks."""
+
+CLASSES = {"": 1000, "_22k": 21_841}
+BYTES_PER_S, STEP_S = 547.7e9, 2e-3  # a TITAN Xp's memory; not in the paper: launches of kernels, and TensorFlow's own
+PLAIN = Device(20e12, BYTES_PER_S, STEP_S)
+"""1.65 times the peak of a TITAN Xp, as Winograd's convolutions do with fewer multiplications; not in the paper."""
+NORMALISED = Device(3.6e12, BYTES_PER_S, STEP_S)
+"""BatchNorm and many small convolutions: 153 images/s of ResNet-50, of which the paper's GPUs do 137 at least."""
+
+DEVICES = {name: NORMALISED if name[0] in "GIR" else PLAIN for name in NETWORKS}
+NAMES = {f"{name.replace('-', '')}{suffix}": (name, count) for name in NETWORKS for suffix, count in CLASSES.items()}
+"""Name of a stand-in (`rudra.studies.standins`) -> network and number of classes."""
+
+
+def timed(name: str) -> tuple[list[Worked], int, int]:
+    """The layers of the network that a stand-in is for, the mini-batch of a worker, and how many are in front.
+
+    The cut is that of RALP's rule, for whatever number of workers.
+    """
+    network, classes = NAMES[name]
+    make, size = NETWORKS[network]
+    layers = DEVICES[network].timed(make(classes), size)
+    cut = choose("ralp", layers, PlacementHardware(1, size)).cut
+    assert cut is not None
+    return layers, size, cut.index
