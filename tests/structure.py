@@ -10,6 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rudra", "protocols", "topologies")
+SOURCES = sorted(file for place in (*PACKAGES, "benchmarks") for file in (ROOT / place).rglob("*.py"))
+"""Of all code but the tests."""
+
 MANY = 20
 """Attributes of a class beyond which it probably has a second duty."""
 

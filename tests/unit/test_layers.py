@@ -11,10 +11,9 @@ import pytest
 
 from rudra.compute.making import EXECUTORS
 from rudra.roles import MACHINES
-from tests.structure import circles, classes, imports, trees
+from tests.structure import ROOT, SOURCES, circles, classes, imports, trees
 from topologies.kinds import Variant
 
-ROOT = Path(__file__).resolve().parents[2]
 ABOVE = {"rudra/__init__.py", "rudra/__main__.py", "rudra/api.py", "rudra/preflight.py", "rudra/worker.py"}
 """Beside the ground, on which all stand: what stands on all."""
 
@@ -49,8 +48,6 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
     ),
 }
 ONLY_INSIDE_FUNCTIONS = {"argcomplete", "matplotlib", "jinja2", "pandas", "PIL", "zstandard"}
-PLACES = ("rudra", "benchmarks", "protocols", "topologies")
-SOURCES = sorted(file for place in PLACES for file in (ROOT / place).rglob("*.py"))
 
 
 def room_of(file: Path) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_layers import ROOT, SOURCES
+from tests.structure import ROOT, SOURCES
 
 FORBIDDEN = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "os.chmod", "yaml.load"}
 MODULES = {"marshal", "shelve", "dill", "joblib", "runpy"}
