@@ -6,6 +6,7 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -19,6 +20,7 @@ MANY = 20
 Trees = Mapping[str, ast.Module]
 
 
+@cache
 def trees() -> Trees:
     """Module -> its syntax tree."""
     found = {}

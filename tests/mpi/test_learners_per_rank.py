@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from processes import finish, mpirun, ranks_of, replays, start, wait_for_updates
-from test_losses import job_file, ours
+from job_files import short_job as job_file
+from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from job_files import short_job as job_file
 from processes import below, finish, gone, mpirun_of, ours, ranks_of, replays, start, wait_for_updates
 
 import rudra
@@ -14,18 +15,6 @@ from tests.campaigns.phases import PLACES, kill
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
-
-
-def job_file(directory: Path, protocol: str, model: str = "network", **tables: str) -> Path:
-    path = directory / "job.toml"
-    more = "".join(f"[{name}]\n{text}\n" for name, text in tables.items() if name != "results")
-    path.write_text(
-        f'[model]\nname = "user_code:{model}"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 6\nminibatch_size = 4\n[optimizer]\nlearning_rate = 0.05\n"
-        f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\n'
-        f"[results]\nflush_s = 0.1\nreport_s = 0.0\n{tables.get('results', '')}\n{more}"
-    )
-    return path
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from job_files import SGD
+from job_files import restartable_job as job_file
 from processes import finish, mpirun, replays, run_until, start, updates
 
 import rudra
@@ -13,20 +15,6 @@ import rudra
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 ADAM = 'name = "adam"\nlearning_rate = 0.002\n'
-SGD = "learning_rate = 0.05\nmomentum = 0.9\n"
-
-
-def job_file(directory: Path, protocol: str, optimizer: str = SGD, more: str = "") -> Path:
-    """Five epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
-    path = directory / "job.toml"
-    path.write_text(
-        '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 5\nminibatch_size = 2\nseed = 7\n"
-        f"[optimizer]\nmilestones = [1, 2]\n{optimizer}"
-        f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n'
-        f'[results]\nflush_s = 0.2\nreport_s = 0.05\nkeep_every = 1\ncheckpoint_every = "7 updates"\n{more}'
-    )
-    return path
 
 
 @pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "base"), (ADAM, "sharded"), (SGD, "groups")])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from job_files import SGD
+from job_files import restartable_job as job_file
+from job_files import short_job as dying_job
 from processes import finish, mpirun, ranks_of, replays, run_until, start, updates, wait_for_updates
-from test_losses import job_file as dying_job
-from test_resume import SGD, job_file
 
 import rudra
 
