@@ -530,6 +530,13 @@ def neighbours(comm: Any, directory: Path, forbids: int | None) -> dict[str, Any
     return {"seen": seen, "later": later, "killed_by": killed_by, "refused": refused}
 
 
+def memories(comm: Any, directory: Path) -> dict[str, Any]:
+    """What a rank sees of memory of all kinds that ranks share, in the end without that of rank 1."""
+    kinds = ("arrays", "tensors", "lock", "mapped")
+    seen = {what: sharing(comm, directory, what) for what in kinds}
+    return seen | {"neighbours": neighbours(comm, directory, None), "alone": neighbours(comm, directory, 1)}
+
+
 def train_as_needed(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
     """Runs several jobs, one after the other, each on as many of the ranks as it needs; names of files are the keys."""
     from rudra.mpi.session import run_all
