@@ -6,16 +6,21 @@
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rudra", "protocols", "topologies")
+SOURCES = sorted(file for place in (*PACKAGES, "benchmarks") for file in (ROOT / place).rglob("*.py"))
+"""Of all code but the tests."""
+
 MANY = 20
 """Attributes of a class beyond which it probably has a second duty."""
 
 Trees = Mapping[str, ast.Module]
 
 
+@cache
 def trees() -> Trees:
     """Module -> its syntax tree."""
     found = {}

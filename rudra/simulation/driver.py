@@ -354,7 +354,9 @@ class Simulation:
         self._later(max(self.queue.now, actor.busy_until), actor.take, actor, event)
 
     def _fail(self, actor: Actor, action: Fail, time: float) -> None:
-        raise RunError(f"{actor.machine.name}: {action.text}")
+        failure = RunError(f"{actor.machine.name}: {action.text}")
+        failure.lost = action.lost
+        raise failure
 
     def _halt(self, actor: Actor, action: Halt, time: float) -> None:
         actor.halted = True

@@ -5,9 +5,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import user_code
 from processes import below, finish, gone, ranks_of, replays, start, wait_for_updates
 
 import rudra
+from rudra.bench.ranks import on_ranks
 from rudra.results import checkpoint
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -40,39 +42,38 @@ def events(path: Path, kind: str) -> list[tuple[int, str]]:
         return [(int(row["timestamp"]), row["text"].decode()) for row in results.events if row["kind"] == kind.encode()]
 
 
-@pytest.mark.parametrize(
-    ("protocol", "topology", "changes"),
-    [
-        ("hardsync", "", [WARM, GROWING]),
-        ("async", '[topology]\nname = "adv*"\n', [WARM, GROWING]),
-        (
-            "async",
-            '[topology]\nname = "groups"\noptions = { groups = 2 }\n',
-            ['at_epoch = 1\nprotocol.name = "hardsync"\n', GROWING],
-        ),
-    ],
-    ids=["base", "adv*", "groups"],
-)
-def test_a_run_that_changes_is_replayed(tmp_path: Path, protocol: str, topology: str, changes: list[str]) -> None:
-    output = tmp_path / "out.h5"
-    run(job_file(tmp_path, "job", protocol, *changes, more=topology), output)
-    assert len(events(output, "change")) == 2
-    with rudra.open_results(output) as results:
-        (first, second) = [at for at, _ in events(output, "change")]
-        gradients, account = results.gradients, results.totals[0]
-        after = gradients[gradients["update"] > second]
-        assert set(after["samples"]) == {16}
-        assert after["timestamp"].min() >= second > first
-        assert account["pushed"] == sum(account[name] for name in ("applied", "pending", "discarded", "lost"))
-    assert replays(output)
+CASES = {
+    "base": ("hardsync", "", [WARM, GROWING]),
+    "adv*": ("async", '[topology]\nname = "adv*"\n', [WARM, GROWING]),
+    "groups": (
+        "async",
+        '[topology]\nname = "groups"\noptions = { groups = 2 }\n',
+        ['at_epoch = 1\nprotocol.name = "hardsync"\n', GROWING],
+    ),
+}
 
 
-@pytest.mark.parametrize("topology", ["", '[topology]\nname = "groups"\n'], ids=["base", "allreduce"])
-def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_never_stopped(
-    tmp_path: Path, topology: str
-) -> None:
+def test_runs_that_change_are_replayed(tmp_path: Path) -> None:
+    """All on the same ranks."""
+    jobs = {
+        str(tmp_path / f"{name}.h5"): rudra.Job.load(job_file(tmp_path, name, protocol, *changes, more=topology))
+        for name, (protocol, topology, changes) in CASES.items()
+    }
+    on_ranks(user_code.train_as_needed, 2, jobs=jobs)
+    for output in map(Path, jobs):
+        with rudra.open_results(output) as results:
+            (first, second) = [at for at, _ in events(output, "change")]
+            gradients, account = results.gradients, results.totals[0]
+            after = gradients[gradients["update"] > second]
+            assert set(after["samples"]) == {16}
+            assert after["timestamp"].min() >= second > first
+            assert account["pushed"] == sum(account[name] for name in ("applied", "pending", "discarded", "lost"))
+        assert replays(output)
+
+
+def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_never_stopped(tmp_path: Path) -> None:
     growing = "at_epoch = 2\ntraining.minibatch_size = 4\n"
-    job = slowly(job_file(tmp_path, "job", "hardsync", growing, more=f"{topology}{OFTEN}"))
+    job = slowly(job_file(tmp_path, "job", "hardsync", growing, more=f'[topology]\nname = "groups"\n{OFTEN}'))
     output = tmp_path / "out.h5"
     for parts, update in enumerate((10, 130)):  # the job changes after update 120
         process = start("run", job, "--output", output, "--resume")

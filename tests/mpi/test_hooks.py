@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import user_code
 from processes import finish, ours, start, wait_for_updates
 
 import rudra
+from rudra.bench.ranks import on_ranks
 
 BUG = "ValueError: the user's own bug"
 
@@ -65,21 +67,24 @@ def check(directory: Path, owner: str) -> None:
     assert sum(map(len, noted(directory).values())) == 3 + sum(map(len, notes.values()))
 
 
-@pytest.mark.parametrize(
-    ("protocol", "topology", "owner"),
-    [
+def test_hooks_run_on_the_ranks_of_their_roles(tmp_path: Path) -> None:
+    """All on the same ranks."""
+    jobs, owners = {}, {}
+    for protocol, topology, owner in (
         ("async", 'name = "base"', "parameter server"),
         ("softsync", 'name = "adv*"\noptions.fan_out = 2', "parameter server"),
         ("hardsync", 'name = "groups"\noptions.groups = 1', "learner 0"),
-    ],
-)
-def test_hooks_run_on_the_ranks_of_their_roles(tmp_path: Path, protocol: str, topology: str, owner: str) -> None:
-    roles = ["", f'role = "{owner}"', 'role = "learner 1"']
-    hooks = ['at = "epoch"', 'at = "update"', f'at = "update"\n{roles[2]}', *(f'at = "end"\n{role}' for role in roles)]
-    job = job_file(tmp_path, hooks, protocol=protocol, more=f"[topology]\n{topology}\n")
-    code, _, err = finish(start("run", job, "--quiet", "--output", tmp_path / "out.h5"))
-    assert code == 0, err
-    check(tmp_path, owner)
+    ):
+        directory = tmp_path / protocol
+        directory.mkdir()
+        roles = ["", f'role = "{owner}"', 'role = "learner 1"']
+        hooks = ['at = "epoch"', 'at = "update"', f'at = "update"\n{roles[2]}']
+        hooks += [f'at = "end"\n{role}' for role in roles]
+        job = job_file(directory, hooks, protocol=protocol, more=f"[topology]\n{topology}\n")
+        jobs[str(directory / "out.h5")], owners[directory] = rudra.Job.load(job), owner
+    on_ranks(user_code.train_as_needed, max(job.plan().ranks for job in jobs.values()) - 2, jobs=jobs)
+    for directory, owner in owners.items():
+        check(directory, owner)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,6 @@ def read_until(process: subprocess.Popen[bytes], text: bytes) -> bytes:
     ("body", "code", "line"),
     [
         ("pass", 0, None),
-        ("if rank == 1: os._exit(1)", 1, "rudra: rank 1 (learner 0) exited with code 1"),
         ("if rank == 2: os._exit(2)", 2, "rudra: rank 2 (learner 1) exited with code 2"),
         ("if rank == 2: os._exit(7)", 1, "rudra: rank 2 (learner 1) exited with code 7"),
         ("if rank == 0: comm.Abort(2)", 2, "rudra: rank 0 (server) ended the run"),
@@ -102,11 +101,6 @@ def read_until(process: subprocess.Popen[bytes], text: bytes) -> bytes:
             "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)",
             1,
             "rudra: rank 1 (learner 0) was killed by signal 9 (SIGKILL); is there enough memory?",
-        ),
-        (
-            "if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)",
-            1,
-            "rudra: rank 1 (learner 0) was killed by signal 11 (SIGSEGV)",
         ),
         ("if rank == 1:\n    print('rudra: rank 1: bad', file=sys.stderr)\n    comm.Abort(1)", 1, "rudra: rank 1: bad"),
     ],
@@ -136,8 +130,7 @@ if rank == 0:
     assert re.sub(rb"pid \d+\n", b"", said + rest) == b"ready\n\rbar 1\rbar 2\rbar 3\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("results", [False, True])
+@pytest.mark.parametrize(("number", "results"), [(signal.SIGINT, False), (signal.SIGTERM, True)])
 def test_an_interrupt_reaches_every_rank_and_ends_the_run(tmp_path: Path, number: int, results: bool) -> None:
     body = f"""
 try:
@@ -193,7 +186,8 @@ def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
 def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
     tmp_path: Path, victim: str, number: signal.Signals, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RUDRA_FORK_SERVER")  # it has one of its own, which ends too
+    if number == signal.SIGKILL:
+        monkeypatch.delenv("RUDRA_FORK_SERVER")  # it has one of its own, which ends too
     process = start(tmp_path, "time.sleep(60)")
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
@@ -247,9 +241,7 @@ MOMENTS: dict[str, Callable[[subprocess.Popen[bytes]], bool]] = {
     ("ranks", "moment"),
     [
         ([0, 1, 2], "before import"),
-        ([0, 1, 2], "in MPI_Init"),
         ([0, 1, 2], "later in MPI_Init"),
-        ([0, 1], "before import"),
         ([0, 1], "in MPI_Init"),
         ([2], "later in MPI_Init"),
     ],

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from processes import finish, mpirun, ranks_of, replays, start, wait_for_updates
-from test_losses import job_file, ours
+from job_files import short_job as job_file
+from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -39,20 +39,40 @@ def make_job(topology: dict[str, Any], protocol: str, per_rank: int, model: Any 
     )
 
 
+ASYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
+    "base": ("softsync", {"name": "base"}),
+    "adv": ("async", {"name": "adv", "options": {"fan_out": 2}}),
+    "adv*": ("async", {"name": "adv*"}),
+    "groups": ("async", {"name": "groups", "options": {"groups": 2}}),
+    "groups by mpi": ("async", {"name": "groups", "options": {"groups": 2, "reduction": "mpi"}}),
+}
+TOGETHER = ["hardsync", "async"]
+
+
+def together(protocol: str) -> rudra.Job:
+    return make_job({"name": user_code.Together}, protocol, 1, user_code.broad).with_(cluster={"learners": 1})
+
+
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    """Result files of hardsync, by topology and learners on a rank; one launch for all of them."""
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Any], Path]:
+    """Result files of one launch: hardsync by topology and learners on a rank, asynchronous runs, runs on one rank."""
+    runs: dict[tuple[str, Any], rudra.Job] = {
+        (name, per_rank): make_job(topology, "hardsync", per_rank)
+        for name, topology in TOPOLOGIES.items()
+        for per_rank in (1, 2, 3)
+    }
+    for name, (protocol, topology) in ASYNCHRONOUS.items():
+        runs["asynchronous", name] = make_job(topology, protocol, 3, user_code.broad)
+    runs |= {("together", protocol): together(protocol) for protocol in TOGETHER}
     directory = tmp_path_factory.mktemp("runs")
-    cases = [(name, per_rank) for name in TOPOLOGIES for per_rank in (1, 2, 3)]
-    paths = {case: directory / f"{place}.h5" for place, case in enumerate(cases)}
-    jobs = {str(path): make_job(TOPOLOGIES[name], "hardsync", per_rank) for (name, per_rank), path in paths.items()}
-    on_ranks(user_code.train_as_needed, LEARNERS, jobs=jobs)
+    paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
+    on_ranks(user_code.train_as_needed, LEARNERS, jobs={str(paths[case]): job for case, job in runs.items()})
     return paths
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_hardsync_gives_the_same_bits_however_many_learners_share_a_rank(
-    recorded: dict[tuple[str, int], Path], topology: str
+    recorded: dict[tuple[str, Any], Path], topology: str
 ) -> None:
     """Mini-batches are delayed at random, so learners of a rank have their turns in any order."""
     digests = set()
@@ -73,23 +93,13 @@ def test_hardsync_gives_the_same_bits_however_many_learners_share_a_rank(
     assert None not in digests
 
 
-@pytest.mark.parametrize(
-    ("protocol", "topology"),
-    [
-        ("softsync", {"name": "base"}),
-        ("async", {"name": "adv", "options": {"fan_out": 2}}),
-        ("async", {"name": "adv*"}),
-        ("async", {"name": "groups", "options": {"groups": 2}}),
-        ("async", {"name": "groups", "options": {"groups": 2, "reduction": "mpi"}}),
-    ],
-    ids=str,
-)
-def test_what_is_asynchronous_counts_right_and_is_replayed(
-    tmp_path: Path, protocol: str, topology: dict[str, Any]
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_asynchronous_runs_of_ranks_with_several_learners_count_right_and_are_replayed(
+    recorded: dict[tuple[str, Any], Path], name: str
 ) -> None:
     """Of a third of a megabyte, tensors of several learners of a rank are under way at once, in pieces."""
-    path = tmp_path / "run.h5"
-    with rudra.run(make_job(topology, protocol, 3, user_code.broad), output=path, progress="quiet") as results:
+    path = recorded["asynchronous", name]
+    with rudra.open_results(path) as results:
         totals, gradients = results.totals[0], results.gradients
         assert totals["pushed"] == totals["applied"] + totals["discarded"] == results.learners["pushed"].sum()
         for learner in range(LEARNERS):
@@ -99,16 +109,15 @@ def test_what_is_asynchronous_counts_right_and_is_replayed(
         counts = np.bincount(gradients["learner"], minlength=LEARNERS)
         busiest = counts[where == np.bincount(where, counts).argmax()]  # a rank may get no core for a while
         assert busiest.min() >= busiest.mean() / 2, "all have their turn"
-    if "mpi" not in topology.get("options", {}).values():
+    if name != "groups by mpi":  # whose allreduce adds as it likes
         assert replays(path)
 
 
-@pytest.mark.parametrize("protocol", ["hardsync", "async"])
-def test_a_whole_run_on_one_rank(tmp_path: Path, protocol: str) -> None:
+@pytest.mark.parametrize("protocol", TOGETHER)
+def test_a_run_on_one_rank_is_replayed(recorded: dict[tuple[str, Any], Path], protocol: str) -> None:
     """A user's topology; all that roles send each other goes from the rank to itself."""
-    job = make_job({"name": user_code.Together}, protocol, 1, user_code.broad).with_(cluster={"learners": 1})
-    path = tmp_path / "run.h5"
-    with rudra.run(job, output=path, progress="quiet") as results:
+    path, job = recorded["together", protocol], together(protocol)
+    with rudra.open_results(path) as results:
         assert set(results.roles["world_rank"]) == {0}
         assert len(results.updates) == 60
         digest = results.summary()["weights_sha256"]
@@ -118,11 +127,9 @@ def test_a_whole_run_on_one_rank(tmp_path: Path, protocol: str) -> None:
 @pytest.mark.parametrize(
     ("protocol", "topology", "rank", "dead"),
     [
-        ("hardsync", 'name = "base"', 3, [2, 3]),
         ("softsync", 'name = "base"', 2, [0, 1]),
         ("async", 'name = "groups"\noptions.groups = 2', 2, [0, 1]),  # one of them pushed for its group
         ("hardsync", 'name = "groups"', 3, [4, 5]),
-        ("async", 'name = "adv*"\noptions.outstanding = 1', 3, [2, 3]),
     ],
 )
 def test_a_rank_that_is_killed_takes_its_learners_along(
@@ -176,20 +183,10 @@ def test_ranks_host_as_many_learners_as_the_job_allows_and_a_run_goes_on_with_ot
     assert replays(output)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "said"),
-    [
-        (
-            5,
-            "8 learners with topology base need 6 ranks, but the launcher started 5: start 6, or set "
-            "cluster.learners = 6",
-        ),
-        (2, "2 ranks are too few for topology base: start 6"),
-    ],
-)
-def test_a_launch_that_contradicts_the_job_names_the_right_number(tmp_path: Path, ranks: int, said: str) -> None:
+def test_a_launch_of_too_few_ranks_names_the_right_number(tmp_path: Path) -> None:
     job = job_file(tmp_path, "hardsync")
     more = ["--set", "cluster.learners=8", "--set", "cluster.learners_per_rank=2"]
-    code, _, err = mpirun(ranks, "run", str(job), "--output", str(tmp_path / "out.h5"), *more)
+    code, _, err = mpirun(5, "run", str(job), "--output", str(tmp_path / "out.h5"), *more)
     assert code == 2, err
-    assert ours(err) == [f"rudra: {said}"]
+    remedy = "start 6, or set cluster.learners = 6"
+    assert ours(err) == [f"rudra: 8 learners with topology base need 6 ranks, but the launcher started 5: {remedy}"]

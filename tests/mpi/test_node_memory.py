@@ -2,6 +2,7 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import user_code
@@ -13,31 +14,37 @@ from rudra.bench.ranks import on_ranks
 pytestmark = pytest.mark.mpi
 
 
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, Any]]:
+    """What each rank saw of memory that it shares, in one launch."""
+    return on_ranks(user_code.memories, RANKS - 2)
+
+
 @pytest.mark.parametrize("what", ["arrays", "tensors"])
-def test_arrays_are_one_memory_until_somebody_writes(what: str) -> None:
-    told = on_ranks(user_code.sharing, 2, what=what)
-    assert len(told) == 4
-    assert all(rank["private_kb"] <= 64 for rank in told), "a page or two, not a copy"
-    assert sum(rank["share_kb"] for rank in told) < 1.1 * user_code.SHARED_MB * 1024
+def test_arrays_are_one_memory_until_somebody_writes(told: list[dict[str, Any]], what: str) -> None:
+    assert all(rank[what]["private_kb"] <= 64 for rank in told), "a page or two, not a copy"
+    assert sum(rank[what]["share_kb"] for rank in told) < 1.1 * user_code.SHARED_MB * 1024
 
 
 @pytest.mark.parametrize("what", ["lock", "mapped"])
-def test_what_cannot_be_shared_stays_with_whom_made_it(what: str) -> None:
-    assert [rank["got"] for rank in on_ranks(user_code.sharing, 1, what=what)] == [False, True, False]
+def test_what_cannot_be_shared_stays_with_whom_made_it(told: list[dict[str, Any]], what: str) -> None:
+    assert [rank[what]["got"] for rank in told] == [False, True, False, False]
 
 
-def test_neighbours_see_what_a_rank_writes_and_can_write_nothing() -> None:
-    for told in on_ranks(user_code.neighbours, 1, forbids=None):
-        assert told["seen"] == [[rank + 1, 10 * (rank + 1)] for rank in range(3)]
-        assert told["later"] == [-1.0] * 3
-        assert told["killed_by"] == signal.SIGSEGV
-        assert "were reserved, and" in told["refused"]
+def test_neighbours_see_what_a_rank_writes_and_can_write_nothing(told: list[dict[str, Any]]) -> None:
+    for rank in told:
+        assert rank["neighbours"]["seen"] == [[each + 1, 10 * (each + 1)] for each in range(RANKS)]
+        assert rank["neighbours"]["later"] == [-1.0] * RANKS
+        assert rank["neighbours"]["killed_by"] == signal.SIGSEGV
+        assert "were reserved, and" in rank["neighbours"]["refused"]
 
 
-def test_where_one_rank_cannot_share_none_does() -> None:
-    told = on_ranks(user_code.neighbours, 1, forbids=1)
-    assert all(rank["neighbours"] == 0 and rank["sum"] == 7000 for rank in told)
-    (failure,) = {rank["failure"] for rank in told}
+def test_where_one_rank_cannot_share_none_does(told: list[dict[str, Any]]) -> None:
+    assert all(rank["alone"]["neighbours"] == 0 and rank["alone"]["sum"] == 7000 for rank in told)
+    (failure,) = {rank["alone"]["failure"] for rank in told}
     assert failure.startswith("rank 1: ")
 
 

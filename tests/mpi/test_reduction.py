@@ -8,8 +8,7 @@ from rudra.bench.ranks import on_ranks
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("ranks", [3, 5])
-def test_members_get_the_bits_of_the_average_wherever_they_are(ranks: int) -> None:
+def test_members_get_the_bits_of_the_average_wherever_they_are() -> None:
     """Slow readers would see it if a gradient changed too early."""
-    for told in on_ranks(user_code.reductions, ranks - 2, seed=ranks, cases=25):
+    for told in on_ranks(user_code.reductions, 3, seed=5, cases=40):
         assert told["wrong"] == []

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from job_files import SGD
+from job_files import restartable_job as job_file
 from processes import finish, mpirun, replays, run_until, start, updates
 
 import rudra
@@ -13,23 +15,9 @@ import rudra
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 ADAM = 'name = "adam"\nlearning_rate = 0.002\n'
-SGD = "learning_rate = 0.05\nmomentum = 0.9\n"
 
 
-def job_file(directory: Path, protocol: str, optimizer: str = SGD, more: str = "") -> Path:
-    """Five epochs of forty updates of hardsync, with a schedule, dropout and a checkpoint every few updates."""
-    path = directory / "job.toml"
-    path.write_text(
-        '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 5\nminibatch_size = 2\nseed = 7\n"
-        f"[optimizer]\nmilestones = [1, 2]\n{optimizer}"
-        f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 3\nthreads_per_rank = 1\n'
-        f'[results]\nflush_s = 0.2\nreport_s = 0.05\nkeep_every = 1\ncheckpoint_every = "7 updates"\n{more}'
-    )
-    return path
-
-
-@pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "base"), (ADAM, "sharded"), (SGD, "groups")])
+@pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "sharded"), (SGD, "groups")])
 def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_stopped(
     tmp_path: Path, optimizer: str, topology: str
 ) -> None:
@@ -43,11 +31,13 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         code, err = run_until(job, output, last + chance.randrange(8, 30), number)
         assert code == (-9 if number == signal.SIGKILL else 3), err
         last = updates(output)
-    code, _, err = finish(start("run", job, "--output", output, "--resume"))
-    assert code == 0, err
-    assert "goes on from" in err
-    assert list(tmp_path.glob("*.ckpt")) == [output.with_suffix(".ckpt")], "that of the end alone"
-    assert finish(start("run", job, "--output", output, "--resume"))[0] == 0
+    finished = topology == "sharded"
+    if finished:
+        code, _, err = finish(start("run", job, "--output", output, "--resume"))
+        assert code == 0, err
+        assert "goes on from" in err
+        assert list(tmp_path.glob("*.ckpt")) == [output.with_suffix(".ckpt")], "that of the end alone"
+        assert finish(start("run", job, "--output", output, "--resume"))[0] == 0
     code, _, err = finish(start("resume", output, "--set", "training.epochs=6"))
     assert code == 0, err
     longer = rudra.Job.load(job, ["training.epochs=6"])
@@ -61,8 +51,9 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         assert found["train_loss"] == expected["train_loss"]
         assert found["pushed"] == found["applied"] == expected["applied"]
         restarts = results.events[results.events["kind"] == b"restart"]
-        assert 2 <= len(restarts) <= 3
-        assert restarts["text"][-1].endswith(b"; 0 updates after it are done again; it was finished")
+        assert 1 + finished <= len(restarts) <= 2 + finished
+        if finished:
+            assert restarts["text"][-1].endswith(b"; 0 updates after it are done again; it was finished")
         assert list(restarts["timestamp"]) == sorted(restarts["timestamp"])
         assert [row["samples"] for row in results.learners] == [6 * 80] * 3
         assert len({*kept} & {*results.kept_epochs}) > 1
@@ -87,28 +78,25 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
     assert replays(output)
 
 
-@pytest.mark.parametrize(("update", "least"), [(155, 5), (201, 6)])
-def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path, update: int, least: int) -> None:
+def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path) -> None:
     target = 'target = "accuracy >= 0"\nstop_at_target = true\n'  # as soon as there are five tests
     job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
     job.write_text(job.read_text().replace("epochs = 5\n", f"epochs = 50\n{target}"))
-    code, err = run_until(job, output, update, signal.SIGTERM)
+    code, err = run_until(job, output, 155, signal.SIGTERM)
     assert code == 3, err
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
     with rudra.open_results(output) as results:
         assert results.summary()["target_epoch"] == 5
-        assert least <= len(results.epochs) < 50  # the one under way ends, and tests may be late
+        assert 5 <= len(results.epochs) < 50  # the one under way ends, and tests may be late
         reached = results.events[results.events["kind"] == b"target"]
         assert [row["text"] for row in reached] == [b"accuracy >= 0: reached with epoch 5"]
 
 
-@pytest.mark.parametrize("topology", ["base", "groups"])
-def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path, topology: str) -> None:
+def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path) -> None:
     """A measure that never gets better: each second test after the first lowers the rate, the fifth ends the run."""
-    options = {"groups": "options.groups = 1\n", "sharded": "options.shards = 3\n"}.get(topology, "")
-    more = '[task]\nmetrics = ["user_code:always"]\n'
-    job = job_file(tmp_path, "hardsync", more=f'{more}[topology]\nname = "{topology}"\n{options}')
+    more = '[task]\nmetrics = ["user_code:always"]\n[topology]\nname = "groups"\noptions.groups = 1\n'
+    job = job_file(tmp_path, "hardsync", more=more)
     output, text = tmp_path / "out.h5", job.read_text()
     text = text.replace("epochs = 5\n", 'epochs = 50\npatience = 5\ntarget = "always >= 2"\n')
     plateau = 'schedule = "plateau"\ndecay_factor = 0.5\nschedule_options = { patience = 2 }\n'

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from job_files import SGD
+from job_files import restartable_job as job_file
+from job_files import short_job as dying_job
 from processes import finish, mpirun, ranks_of, replays, run_until, start, updates, wait_for_updates
-from test_losses import job_file as dying_job
-from test_resume import SGD, job_file
 
 import rudra
 
@@ -17,9 +18,17 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 SYNCHRONOUS = '[placement]\ncut = 3\nrule = "synchronous"\n'
 
 
-@pytest.mark.parametrize(("topology", "servers"), [("base", 2), ("groups", 1), ("sharded", 1)])
+@pytest.mark.parametrize(
+    ("topology", "servers", "hits"),
+    [
+        ("base", 2, [signal.SIGKILL, signal.SIGTERM]),
+        ("groups", 1, [signal.SIGKILL]),
+        ("sharded", 1, [signal.SIGTERM]),
+    ],
+    ids=["base", "groups", "sharded"],
+)
 def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_have_them_all(
-    tmp_path: Path, topology: str, servers: int
+    tmp_path: Path, topology: str, servers: int, hits: list[signal.Signals]
 ) -> None:
     """BatchNorm and dropout are on both sides; learners exchange by one server, by allreduce, and by two.
 
@@ -29,10 +38,9 @@ def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_h
     placed = f'{SYNCHRONOUS}servers = {servers}\n[topology]\nname = "{topology}"\n'
     job, output = job_file(tmp_path, "hardsync", SGD + clips, placed), tmp_path / "out.h5"
     job.write_text(job.read_text().replace("user_code:dropping", "user_code:normed"))
-    code, err = run_until(job, output, 20, signal.SIGKILL)
-    assert code == -9, err
-    code, err = run_until(job, output, updates(output) + 15, signal.SIGTERM)
-    assert code == 3, err
+    for number in hits:
+        code, err = run_until(job, output, updates(output) + 20, number)
+        assert code == (-9 if number == signal.SIGKILL else 3), err
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
     whole = rudra.Job.load(job, ["placement.cut="])
@@ -45,7 +53,7 @@ def test_synchronous_layers_killed_and_stopped_reach_the_bits_of_learners_that_h
         assert found["train_loss"] == expected["train_loss"]
         assert len(results.stages) == len(results.gradients)
         assert not results.stages["staleness"].any()
-        assert results.events["kind"].tolist().count(b"restart") == 2
+        assert results.events["kind"].tolist().count(b"restart") == len(hits)
     assert replays(output)
 
 

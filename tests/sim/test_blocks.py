@@ -8,7 +8,7 @@ import torch
 from clusters import TrialResult, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_averaging import MU, averaged, flat, interleaved, replica
+from replicas import MU, averaged, flat, interleaved, replica
 from torch.nn import functional
 from torch.nn.utils import vector_to_parameters
 

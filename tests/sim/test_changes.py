@@ -6,18 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import SAMPLES, TrialResult, TrialRows, job, timing, train
+from clusters import SAMPLES, TrialResult, TrialRows, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from test_losses import EXPECTED, TOPOLOGIES, Bounded, Eager, lost
-from test_resume import ALONE, GROUPS, TREE, check_rows, make_job
+from random_clusters import SURVIVABLE, faulty, outlived, survivable
+from resumable import ALONE, GROUPS, TREE, check_rows, lost, make_job
+from rules import Bounded, Eager
 
 import rudra
-from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.simulation.costs import places
-from topologies.kinds import TREE_SERVER
 
 GROWING = {"at_epoch": 1, "training": {"minibatch_size": 16}}
 SHARED = {"at_epoch": 2, "cluster": {"shares": (1.0, 2.0, 3.0, 2.0)}}
@@ -140,81 +138,42 @@ def test_a_warm_start_is_as_long_as_it_says(tmp_path: Path) -> None:
 
 @st.composite
 def changing(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
-    """A job that changes once or twice, with learners and servers of a tree that die, and the samples of an epoch."""
-    learners = draw(st.integers(1 if topology != "groups" else 4, 9))
-    options = draw(st.sampled_from(TOPOLOGIES[topology]))
-    alone = options.get("groups") == 1
-    rules = ["hardsync", "softsync", "softsync", "async", Eager, *([Bounded] if topology == "base" else [])]
+    """A job that changes once or twice, often with learners and servers of a tree that die, and samples of an epoch."""
+    run_, samples = draw(survivable(topology)), draw(st.integers(1, 120))
+    alone = run_.topology.options.get("groups") == 1
+    rules = ["hardsync", "softsync", "async", Eager, *([Bounded] if topology == "base" else [])]
     if topology == "adv*":
         rules.remove("hardsync")
 
     def protocol() -> dict[str, Any]:
         name = "hardsync" if alone else draw(st.sampled_from(rules))
-        most = 2 if topology == "groups" else learners
-        return {"name": name} | ({"n": draw(st.integers(1, most))} if name == "softsync" else {})
+        most = 2 if topology == "groups" else run_.learners
+        return {"name": name, "n": draw(st.integers(1, most)) if name == "softsync" else None}
 
-    times = st.sampled_from([0.0, 1e-3, 0.05])
-    simulation = {
-        "compute_s": draw(st.sampled_from([1e-3, 0.05])),
-        "jitter": draw(st.sampled_from([0.0, 0.9])),
-        "slowdown": {i: draw(st.sampled_from([1.0, 20.0])) for i in range(learners)},
-        "latency_s": draw(times),
-        "latency_jitter_s": draw(times),
-        "bandwidth_bytes_per_s": draw(st.sampled_from([1e6, 1e9])),
-        "nodes": draw(st.sampled_from([None, 2])),
-        "message_s": draw(times),
-        "update_s": draw(st.sampled_from([0.0, 0.3])),
-        "evaluation_s": draw(st.sampled_from([0.0, 1.0])),
-        "detection_s": draw(st.sampled_from([0.0, 0.1])),
-    }
     epochs = draw(st.integers(2, 4))
-    starts = sorted(draw(st.sets(st.integers(1, epochs - 1), min_size=1, max_size=2)))
     entries: list[dict[str, Any]] = []
-    for start in starts:
+    for start in sorted(draw(st.sets(st.integers(1, epochs - 1), min_size=1, max_size=2))):
         entry = {"at_epoch": start, "training": {"minibatch_size": draw(st.sampled_from([1, SAMPLES, 7]))}}
         if topology == "groups" and not alone:
             entry["topology"] = {"options": {"groups": draw(st.sampled_from([2, 3]))}}
         if draw(st.booleans()):
             entry["protocol"] = protocol()
         entries.append(entry)
-    undisturbed = job(
-        "hardsync" if topology != "adv*" else "async",
-        learners,
-        epochs=epochs,
-        seed=draw(st.integers(0, 2**20)),
-        topology={"name": topology, "options": options},
-        simulation=simulation,
-        training={"evaluate": draw(st.booleans())},
-        changes=entries,
-    ).with_(protocol=protocol())
-    samples = draw(st.integers(1, 120))
-    if draw(st.booleans()):
-        return undisturbed, samples
-    ended_s = timing(undisturbed, samples).time_s
-    moments = st.floats(0.05, 1.0).map(lambda part: part * ended_s)
-    dying = draw(st.lists(st.integers(0, learners - 1), min_size=1, max_size=2, unique=True))
-    faults: list[dict[str, Any]] = [{"learner": i, "dies_at_s": draw(moments)} for i in dying]
-    servers = [role.index for role in undisturbed.plan(places(undisturbed)).roles if role.kind == TREE_SERVER]
-    if servers and draw(st.booleans()):
-        faults.append({"tree_server": draw(st.sampled_from(servers)), "dies_at_s": draw(moments)})
-    if draw(st.booleans()):
-        faults.append({"learner": 0, "slows_at_s": draw(moments), "factor": 10.0, "for_s": ended_s / 4})
-    return undisturbed.with_(simulation={"faults": faults}), samples
+    run_ = run_.with_(training={"epochs": epochs}, protocol=protocol(), changes=entries)
+    return draw(faulty(run_, samples)) if draw(st.booleans()) else run_, samples
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", [name for name in TOPOLOGIES if name != "sharded"])
+@pytest.mark.parametrize("topology", [name for name in SURVIVABLE if name != "sharded"])
 @cases(60)
 @given(st.data())
 def test_a_run_that_changes_ends_whoever_dies(topology: str, data: st.DataObject) -> None:
     """Invariants are checked after every event; a run in which somebody waits forever raises."""
     run_, samples = data.draw(changing(topology))
-    try:
-        rows = timing(run_, samples)
-    except RunError as error:
-        if run_.simulation.faults and any(text in str(error) for text in EXPECTED):
-            return
-        raise
+    rows = outlived(run_, samples)
+    if rows is None:
+        assert run_.simulation.faults
+        return
     totals, gradients, updates = rows.totals, rows["gradients"], rows["updates"]
     assert rows.code == 0
     assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import Ramp, TrialRows, job, timing
-from pages import names_in, page
+from rules import Bounded, Eager, Racks
 
 import protocols
 from protocols import Averaging, Protocol
@@ -16,21 +16,6 @@ from rudra.cli.main import main
 from rudra.job.job import Job
 from rudra.simulation.conformance import NOISY, TOPOLOGY_CASES, Case, cases_of, check, determined, outcome
 from rudra.simulation.costs import places
-
-PAGE = page("own-rules.md")
-Bounded = names_in(PAGE, "bounded.py")["Bounded"]
-Racks = names_in(PAGE, "racks.py")["Racks"]
-
-
-class Eager(Protocol):
-    """Adds in learner order, but lets everybody go on at once: gradients queue up at the server."""
-
-    ordered = True
-
-    def __init__(self, learners: int) -> None:
-        super().__init__(learners)
-        self.gradients_per_update = learners
-
 
 RULES: list[dict[str, Any]] = [
     *({"name": name} for name in protocols.shipped() if name != "hogbatch"),  # has workers: test_hogbatch

@@ -4,16 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from clusters import TrialRows, timing
+from clusters import timing
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from test_interleavings import clusters as undisturbed
-from test_losses import EXPECTED
-from test_losses import clusters as dying
-from test_transitions import placed
+from random_clusters import dying, outlived, placed, undisturbed
 
-from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.simulation.costs import places
 
@@ -57,16 +53,6 @@ def test_whoever_dies(topology: str, data: st.DataObject) -> None:
     check_back(run, stages)
     if run.placement.rule == "synchronous":
         assert np.array_equal(np.sort(stages["timestamp"]), np.sort(gradients["update"]))
-
-
-def outlived(run: Job, samples: int) -> TrialRows | None:
-    """What is left of a run; None: it could not go on."""
-    try:
-        return timing(run, samples)
-    except RunError as error:
-        if not any(text in str(error) for text in EXPECTED):
-            raise
-    return None
 
 
 def check_back(run: Job, stages: Any) -> None:

@@ -1,72 +1,14 @@
 """Whole clusters under random interleavings: what must hold whoever is fast and whoever is late."""
 
-from typing import Any
-
 import numpy as np
 import pytest
-from clusters import SAMPLES, check_updates, job, timing
+from clusters import SAMPLES, check_updates, timing
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
+from random_clusters import undisturbed
 
 pytestmark = pytest.mark.slow
-
-WIDTHS = st.integers(2, 4)
-FAN_OUTS = st.none() | st.integers(1, 4) | st.tuples(st.integers(1, 3), WIDTHS) | st.tuples(WIDTHS, WIDTHS, WIDTHS)
-
-
-@st.composite
-def options(draw: st.DrawFn, topology: str, learners: int) -> dict[str, Any]:
-    if topology == "sharded":
-        return {"shards": draw(st.integers(1, 4))}
-    if topology == "groups":
-        return {"groups": draw(st.integers(1, learners)), "reduction": draw(st.sampled_from(["ordered", "mpi"]))}
-    drawn: dict[str, Any] = {} if topology == "base" else {"fan_out": draw(FAN_OUTS)}
-    if topology == "adv*":
-        drawn |= {"weight_fan_out": draw(st.integers(1, 4)), "outstanding": draw(st.sampled_from([None, 1, 2, 3]))}
-    return drawn
-
-
-@st.composite
-def clusters(draw: st.DrawFn, topology: str) -> tuple[Any, int]:
-    learners = draw(st.integers(1, 7 if topology in {"base", "sharded"} else 11))
-    chosen = draw(options(topology, learners))
-    protocol = draw(st.sampled_from(["softsync", "async", *(["hardsync"] if topology != "adv*" else [])]))
-    n = draw(st.integers(1, chosen.get("groups", learners))) if protocol == "softsync" else None
-    times = st.sampled_from([0.0, 1e-4, 1e-3, 0.05])
-    simulation = {
-        "compute_s": draw(st.sampled_from([1e-3, 0.05])),
-        "jitter": draw(st.sampled_from([0.0, 0.1, 0.9])),
-        "slowdown": {i: draw(st.sampled_from([1.0, 3.0, 20.0])) for i in range(learners)},
-        "latency_s": draw(times),
-        "latency_jitter_s": draw(times),
-        "bandwidth_bytes_per_s": draw(st.sampled_from([1e6, 1e9, 1e13])),
-        "nodes": draw(st.sampled_from([None, 1, 2, 3])),
-        "servers_on_first_node": draw(st.booleans()),
-        "local_latency_s": draw(st.sampled_from([None, 0.0, 0.05])),
-        "local_bandwidth_bytes_per_s": draw(st.sampled_from([None, 1e5, 1e13])),
-        "cores_per_node": draw(st.sampled_from([None, 1, 3])),
-        "node_slowdown": draw(st.sampled_from([0.0, 0.5])),
-        "straggler_probability": draw(st.sampled_from([0.0, 0.1])),
-        "distribution": draw(st.sampled_from(["uniform", "lognormal", "exponential"])),
-        "message_s": draw(times),
-        "gradient_s": draw(times),
-        "update_s": draw(times),
-        "evaluation_s": draw(st.sampled_from([0.0, 0.01, 10.0])),
-    }
-    results = {"report_s": draw(st.sampled_from([0.0, 0.25, 100.0]))}
-    run = job(
-        protocol,
-        learners,
-        n=n,
-        epochs=draw(st.integers(1, 4)),
-        seed=draw(st.integers(0, 2**20)),
-        topology={"name": topology, "options": chosen},
-        simulation=simulation,
-        results=results,
-        training={"evaluate": draw(st.booleans())},
-    )
-    return run, draw(st.integers(1, 90))
 
 
 @pytest.mark.parametrize("topology", ["base", "sharded", "adv", "adv*", "groups"])
@@ -74,7 +16,7 @@ def clusters(draw: st.DrawFn, topology: str) -> tuple[Any, int]:
 @given(st.data())
 def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data: st.DataObject) -> None:
     """Invariants are checked after every event; a run in which somebody waits forever raises."""
-    run, training_samples = data.draw(clusters(topology))
+    run, training_samples = data.draw(undisturbed(topology))
     rows = timing(run, training_samples)
     totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
     assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from clusters import SAMPLES, TrialRows, job, validate
-from test_resume import ALONE, TREE
+from resumable import ALONE, TREE
 
 from rudra.core.events import Commit, Save, Saved
 from rudra.simulation.actor import Actor

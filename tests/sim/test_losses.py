@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import SAMPLES, TrialRows, job, timing, train, validate
+from clusters import SAMPLES, TrialRows, job, timing, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from test_conformance import Bounded, Eager
-from test_resume import ALONE, GROUPS, TREE, check_gradients, make_job
+from random_clusters import SURVIVABLE, dying, outlived
+from resumable import ALONE, GROUPS, TREE, check_gradients, lost, make_job
 
 from rudra import replay, simulate
 from rudra.cli.main import main
@@ -24,122 +24,12 @@ from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job
 from rudra.roles import Machine
-from rudra.roles.ledger import Owner
 from rudra.roles.server import ParameterServer
 from rudra.simulation.batching import VmapTensors
 from rudra.simulation.costs import places
-from rudra.simulation.driver import Check
-from topologies.kinds import LEARNER, TREE_SERVER
+from topologies.kinds import LEARNER
 
 pytestmark = pytest.mark.slow
-
-TOPOLOGIES: dict[str, list[dict[str, Any]]] = {
-    "base": [{}],
-    "sharded": [{"shards": 2}, {"shards": 3}, {"shards": 4}],
-    "adv": [{"fan_out": 2}, {"fan_out": 3}, {"fan_out": (2, 2)}, {"fan_out": (2, 2, 2)}],
-    "adv*": [{}, {"weight_fan_out": 1}, {"fan_out": 2}, {"fan_out": (2, 2), "weight_fan_out": 3}],
-    "groups": [{"groups": 1}, {"groups": 2}, {"groups": 3}],
-}
-EXPECTED = (
-    "no learner is left",
-    "died before training began",
-    "statistics server: learner 0 (rank 1) died, and the run",
-)
-
-
-def duration(run_: Job, training_samples: int) -> tuple[float, float]:
-    """When training begins, and when the run ends."""
-    began_s = 0.0
-
-    def look(machine: Machine, *about: object) -> None:
-        nonlocal began_s
-        if isinstance(machine, Owner) and machine.id == machine.plan.server:
-            began_s = machine.ledger.began
-
-    ended_s = timing(run_, training_samples, look).time_s
-    return began_s, ended_s
-
-
-@st.composite
-def clusters(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
-    """A job with learners that die at any time of its run, and the samples of an epoch."""
-    learners = draw(st.integers(1 if topology != "groups" else 3, 11))
-    options = draw(st.sampled_from(TOPOLOGIES[topology]))
-    rules = [
-        "hardsync",
-        "softsync",
-        "softsync",
-        "async",
-        Eager,
-        *([Bounded] if topology in {"base", "sharded"} else []),
-    ]
-    if topology == "adv*":
-        rules.remove("hardsync")
-    protocol = "hardsync" if options.get("groups") == 1 else draw(st.sampled_from(rules))
-    n = draw(st.integers(1, options.get("groups", learners))) if protocol == "softsync" else None
-    times = st.sampled_from([0.0, 1e-4, 1e-3, 0.05])
-    simulation = {
-        "compute_s": draw(st.sampled_from([1e-3, 0.05])),
-        "jitter": draw(st.sampled_from([0.0, 0.1, 0.9])),
-        "slowdown": {i: draw(st.sampled_from([1.0, 3.0, 20.0])) for i in range(learners)},
-        "latency_s": draw(times),
-        "latency_jitter_s": draw(times),
-        "bandwidth_bytes_per_s": draw(st.sampled_from([1e6, 1e7, 1e9])),  # a tensor takes 0.35 s, …
-        "nodes": draw(st.sampled_from([None, 1, 2])),
-        "servers_on_first_node": draw(st.booleans()),
-        "blocking_servers": draw(st.booleans()),
-        "cores_per_node": draw(st.sampled_from([None, 1])),
-        "message_s": draw(times),
-        "gradient_s": draw(times),
-        "update_s": draw(st.sampled_from([0.0, 1e-3, 0.3])),
-        "evaluation_s": draw(st.sampled_from([0.0, 1.0])),
-        "detection_s": draw(st.sampled_from([0.0, 1e-3, 0.1, 1.0])),
-    }
-    undisturbed = job(
-        protocol,
-        learners,
-        n=n,
-        epochs=draw(st.integers(1, 4)),
-        seed=draw(st.integers(0, 2**20)),
-        topology={"name": topology, "options": options},
-        simulation=simulation,
-        results={"report_s": draw(st.sampled_from([0.0, 0.25, 100.0]))},
-        training={"evaluate": draw(st.booleans())},
-    )
-    undisturbed = undisturbed.with_(cluster={"learners_per_rank": draw(st.sampled_from([1, 1, 2, 3]))})
-    training_samples = draw(st.integers(1, 150))
-    began_s, ended_s = duration(undisturbed, training_samples)
-    # Two may die at once; a few before training begins.
-    moments = (st.sampled_from([0.3, 0.6]) | st.floats(-0.01, 1.0)).map(
-        lambda part: max(0.0, began_s + part * (ended_s - began_s))
-    )
-    most = draw(st.sampled_from([1, 2, learners]))
-    dying = draw(st.lists(st.integers(0, learners - 1), min_size=1, max_size=most, unique=True))
-    faults: list[dict[str, Any]] = [{"learner": i, "dies_at_s": draw(moments)} for i in dying]
-    servers = [role.index for role in undisturbed.plan(places(undisturbed)).roles if role.kind == TREE_SERVER]
-    if servers:
-        falling = draw(st.lists(st.sampled_from(servers), max_size=2, unique=True))
-        faults += [{"tree_server": i, "dies_at_s": draw(moments)} for i in falling]
-    if draw(st.booleans()):
-        faults.append({"learner": 0, "slows_at_s": draw(moments), "factor": 10.0, "for_s": ended_s / 4})
-    return undisturbed.with_(simulation={"faults": faults}), training_samples
-
-
-def run(run_: Job, training_samples: int, after: Check = validate) -> TrialRows | None:
-    """None: the run failed, as it may."""
-    try:
-        return timing(run_, training_samples, after)
-    except RunError as error:
-        if not any(text in str(error) for text in EXPECTED):
-            raise
-        return None
-
-
-def lost(rows: TrialRows, kind: bytes = b"lost") -> Any:
-    """Of the table of events."""
-    if "events" not in rows.tables:
-        return np.empty(0, [("kind", "S16"), ("role", "<i2"), ("timestamp", "<i8")])
-    return rows["events"][rows["events"]["kind"] == kind]
 
 
 def dropped(rows: TrialRows) -> Any:
@@ -180,13 +70,13 @@ def check(run_: Job, rows: TrialRows) -> None:
         assert (later["gradients"] >= c).all()
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", SURVIVABLE)
 @cases(100)
 @given(st.data())
 def test_a_run_ends_whoever_dies(topology: str, data: st.DataObject) -> None:
     """Invariants are checked after every event; a run in which somebody waits forever raises."""
-    run_, training_samples = data.draw(clusters(topology))
-    rows = run(run_, training_samples)
+    run_, training_samples = data.draw(dying(topology))
+    rows = outlived(run_, training_samples)
     if rows is None:
         return
     assert rows.code == 0
@@ -198,13 +88,13 @@ def test_a_run_ends_whoever_dies(topology: str, data: st.DataObject) -> None:
     assert list(rows.learners["learner"]) == list(range(run_.learners))
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", SURVIVABLE)
 @cases(50)
 @given(st.data())
 def test_a_run_that_stops_with_the_first_loss_ends_in_order(topology: str, data: st.DataObject) -> None:
-    run_, training_samples = data.draw(clusters(topology))
+    run_, training_samples = data.draw(dying(topology))
     run_ = run_.with_(fault_tolerance={"on_learner_loss": "stop"})
-    rows = run(run_, training_samples)
+    rows = outlived(run_, training_samples)
     if rows is None:
         return
     if rows.code == 0:

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from points import SAMPLES, make_job, network, points
 from torch.utils.data import Dataset, TensorDataset
 
 import rudra
@@ -21,22 +21,6 @@ from rudra.compute.flat import sha256
 from rudra.compute.vectors import Buffer
 from rudra.core.digest import SAMPLED
 from rudra.errors import ConfigError, ReplayError, RudraError
-
-SAMPLES = 96
-DELAYS = {"jitter": 0.8, "latency_jitter_s": 0.05, "slowdown": {0: 2.0}}
-
-
-def points() -> tuple[TensorDataset, TensorDataset]:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(SAMPLES, 12, generator=generator)
-    labels = (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long()
-    return TensorDataset(inputs, labels), TensorDataset(inputs[:20], labels[:20])
-
-
-def network() -> nn.Module:
-    """Something of everything: dropout, statistics that travel as buffers, and an integer buffer that does not."""
-    return nn.Sequential(nn.Linear(12, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(0.3), nn.Linear(24, 4))
-
 
 OWN = {
     "schedule": "cosine",
@@ -69,21 +53,6 @@ class Eager(Async):
     def __init__(self, learners: int) -> None:
         super().__init__(learners)
         self.gradients_per_update = learners
-
-
-def make_job(rule_: Any = "async", learners: int = 3, **tables: Any) -> rudra.Job:
-    rule = {"name": rule_, "modulation": "none", **tables.pop("protocol", {})}
-    training = {"epochs": 3, "minibatch_size": 4, "seed": 5, **tables.pop("training", {})}
-    return rudra.Job(
-        model={"name": network},
-        data={"name": points, "classes": 4, **tables.pop("data", {})},
-        training=training,
-        optimizer={"learning_rate": 0.02, **tables.pop("optimizer", {"momentum": 0.9})},
-        protocol=rule,
-        cluster={"learners": learners, "threads_per_rank": 1},
-        simulation={**DELAYS, **tables.pop("simulation", {})},
-        **tables,
-    )
 
 
 def simulate(job: rudra.Job, path: Path) -> dict[str, Any]:

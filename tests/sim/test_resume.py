@@ -7,17 +7,11 @@ import pytest
 import torch
 from clusters import Ramp, TrialCheckpoint, TrialResult, timing, train
 from msgspec.structs import replace
-from torch import nn
+from resumable import ALONE, GROUPS, SHARDED, TREE, check_gradients, check_rows, make_job
 
 from rudra.job.job import Job
-from topologies import Plan
 
-MU = 8
 ADAM = {"name": "adam", "learning_rate": 0.002, "momentum": 0.0}
-TREE = {"name": "adv", "options": {"fan_out": 2}}
-ALONE = {"name": "groups", "options": {"groups": 1}}
-GROUPS = {"name": "groups", "options": {"groups": 2}}
-SHARDED = {"name": "sharded", "options": {"shards": 3}}
 
 OWN = {
     "milestones": (),
@@ -27,35 +21,6 @@ OWN = {
     "weight_decay": 0.01,
     "groups": [{"parameters": ["*.bias", "*.2.*"], "weight_decay": 0.0}],
 }
-
-
-class Dropping(nn.Module):
-    """Has all that a restart could forget: dropout, and buffers that learning changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Flatten(), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 10)
-        )
-
-    def forward(self, inputs: torch.Tensor) -> Any:
-        return self.layers(inputs)
-
-
-def make_job(protocol: str, **tables: Any) -> Job:
-    """Three epochs of twelve updates of hardsync each, with a schedule."""
-    optimizer = {"learning_rate": 0.05, "momentum": 0.9, "milestones": (1, 2), **tables.pop("optimizer", {})}
-    return Job(
-        model={"name": Dropping},
-        data={"train_limit": 384},
-        training={"minibatch_size": MU, "epochs": 3, "seed": 5, "evaluate": False},
-        optimizer=optimizer,
-        protocol={"name": protocol},
-        cluster={"learners": 4, "threads_per_rank": 1},
-        simulation={"jitter": 0.9, "latency_jitter_s": 0.05, "slowdown": {0: 3.0}},
-        results={"checkpoint_every": "1 updates"},
-        **tables,
-    )
 
 
 SETTINGS = {
@@ -114,17 +79,6 @@ def test_checkpoints_of_one_server_and_of_several_are_the_same(undisturbed: dict
     assert torch.equal(back.weights, of_one.weights)
 
 
-def check_rows(whole: TrialResult, saved: TrialCheckpoint, resumed: TrialResult) -> None:
-    """What is recorded after the restart is what would have been."""
-    for table, clock in (("gradients", "update"), ("updates", "timestamp"), ("epochs", "timestamp")):
-        then = whole.rows[table]
-        then = then[then[clock] > saved.position.timestamp]
-        now = resumed.rows[table]
-        assert len(now) == len(then)
-        for column in set(then.dtype.names or ()) - {"time_s", "update_s", "evaluation_began_s"}:
-            assert now[column].tobytes() == then[column].tobytes(), column
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("stop_at", [0.0, 0.31, 1.07, 2.2, 3.93])
 def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
@@ -166,15 +120,6 @@ def test_stopped_and_resumed_no_gradient_is_missing_or_applied_twice(
     totals = parts[-1].rows.totals
     assert totals["applied"] == len(gradients)
     assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
-
-
-def check_gradients(job: Job, plan: Plan, gradients: np.ndarray[Any, Any]) -> None:
-    """Each learner's gradients were applied once each, in order, from the first on, and by weights that were there."""
-    for learner in range(job.learners):
-        steps = gradients["step"][gradients["learner"] == learner]
-        assert np.array_equal(steps, np.arange(len(steps)))
-    assert (gradients["staleness"] >= 0).all()
-    assert (gradients["timestamp"] < gradients["update"]).all()
 
 
 def ramp(**tables: Any) -> Job:

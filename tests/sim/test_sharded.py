@@ -7,7 +7,7 @@ import pytest
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from test_replay import SAMPLES, make_job
+from points import SAMPLES, make_job
 
 import rudra
 from rudra.errors import ConfigError, RunError

@@ -13,7 +13,7 @@ from clusters import timing as timed
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from test_replay import points
+from points import points
 from torch import nn
 
 import rudra

@@ -11,7 +11,7 @@ from clusters import TrialResult, TrialRows, timing, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from test_hogbatch import ALONE, UNLIKE, check_epochs, clusters, job, replayed_plainly
+from workers import ALONE, UNLIKE, check_epochs, clusters, job, replayed_plainly
 
 import rudra
 from rudra.compute import models, tasks

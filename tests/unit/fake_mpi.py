@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import rudra.mpi.transfers  # noqa: F401  before what it has imported is replaced
+
 FAILED, PENDING, IN_STATUS = 75, 76, 18
 ANYBODY = -1
 

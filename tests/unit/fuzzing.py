@@ -23,6 +23,8 @@ from hypothesis import strategies as st
 
 from rudra.cli.main import main
 from rudra.errors import RudraError
+from rudra.job.job import Job
+from rudra.job.table import Table
 from rudra.plugins import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -205,6 +207,28 @@ def _with_damage(content: bytes, random: random.Random) -> bytes:
         if at < len(changed):
             changed[at] = random.choice([0, 255, changed[at] ^ (1 << random.randrange(8)), random.randrange(256)])
     return bytes(changed)
+
+
+TABLES = {
+    name: list(field.annotation.model_fields)
+    for name, field in Job.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
+}
+KEYS = [(table, key) for table, keys in TABLES.items() for key in keys]
+SHIPPED = "hardsync softsync async base adv adv* groups sgd adam rmsprop adagrad mlp lenet digits idx cifar10 p775"
+NAMES = st.sampled_from([*SHIPPED.split(), "json:dumps", "math:pi", "no.such:thing", "a:b:c", ":", "x:", ":x", ""])
+DEPTHS = st.sampled_from([30, 300, 3000, 30000])
+DEEP = st.one_of(
+    DEPTHS.map(lambda depth: b"a = " + b"[" * depth + b"]" * depth),
+    DEPTHS.map(lambda depth: b"a = " + b"{a = " * depth + b"1" + b"}" * depth),
+    DEPTHS.map(lambda depth: b"[model.options]\n" + b".".join([b"a"] * depth) + b" = 1"),
+    DEPTHS.map(lambda depth: b"[study.grid]\n" + b".".join([b"a"] * depth) + b" = 1"),
+    DEPTHS.map(lambda digits: b"[training]\nepochs = " + b"9" * digits),
+    DEPTHS.map(lambda digits: b"[training]\nepochs = 0x" + b"9" * digits),
+    DEPTHS.map(lambda digits: b"[optimizer]\nlearning_rate = 1e" + b"9" * digits),
+    DEPTHS.map(lambda length: b"[model]\nname = '" + b"a" * length + b"'"),
+    DEPTHS.map(lambda length: b"[data]\npath = '" + b"a" * length + b"'"),
+)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rudra.data.samples import Samples
 from rudra.data.sources import Dense, Sparse
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
-from tests.unit.test_data import REAL, needs_real_data
+from tests.unit.real_data import REAL, needs_real_data
 
 HEAD = """% a comment
 @relation 'a b'

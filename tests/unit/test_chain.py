@@ -13,7 +13,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.rows import RowGradient
 from rudra.compute.tasks import Classification, MultiLabel, Task
 from rudra.errors import DataError
-from tests.unit.test_sparse import WIDTH, compressed, matrix
+from tests.unit.sparse_samples import WIDTH, compressed, matrix
 
 ACTIVATIONS: tuple[type[nn.Module], ...] = (nn.Sigmoid, nn.Tanh, nn.ReLU)
 

@@ -3,7 +3,6 @@ import io
 import lzma
 import os
 import pickle
-import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,14 +21,9 @@ from rudra.data.users import UserSplit
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable, TaskTable
 from rudra.plugins import call, resolve
+from tests.unit.real_data import REAL, idx, needs_real_data
 
-REAL = Path(os.environ.get("RUDRA_DATA") or Path(__file__).resolve().parents[3] / "shared" / "data")
-needs_real_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"no data sets in {REAL}; RUDRA_DATA can name the place")
 BATCH = 10_000
-
-
-def idx(array: np.ndarray[Any, Any], magic: int) -> bytes:
-    return struct.pack(f">{1 + array.ndim}I", magic, *array.shape) + array.astype(np.uint8).tobytes()
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flat_layout import NO_DECAY, SIZE, SLOW, layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_optim import NO_DECAY, SIZE, SLOW, layout
 
 from rudra.compute import executor as base
 from rudra.compute import owners

@@ -25,7 +25,7 @@ from rudra.data.load import load as load_data
 from rudra.data.readers import cifar as cifar_reader
 from rudra.job.tables import DataTable
 from tests.unit.fuzzing import cases, command, damaged, fresh, refused, survived
-from tests.unit.test_data import idx
+from tests.unit.real_data import idx
 
 pytestmark = pytest.mark.slow
 

@@ -9,18 +9,11 @@ from hypothesis import strategies as st
 
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
-from rudra.job.table import Table
 from rudra.job.tables import Hook
-from tests.unit.fuzzing import TEXTS, VALUES, cases, command, damaged, fresh, refused, toml
+from tests.unit.fuzzing import DEEP, KEYS, NAMES, TABLES, TEXTS, VALUES, cases, command, damaged, fresh, refused, toml
 
 pytestmark = pytest.mark.slow
 
-TABLES = {
-    name: list(field.annotation.model_fields)
-    for name, field in Job.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, Table)
-}
-KEYS = [(table, key) for table, keys in TABLES.items() for key in keys]
 OPTIONS = (
     *("groups", "reduction", "fan_out", "weight_fan_out", "outstanding"),
     *("hidden", "channels", "width", "nesterov", "betas", "n"),
@@ -40,8 +33,6 @@ NAMED = (
     "hooks must be a list",
     *(f"{table} must be a table" for table in TABLES),
 )
-SHIPPED = "hardsync softsync async base adv adv* groups sgd adam rmsprop adagrad mlp lenet digits idx cifar10 p775"
-NAMES = st.sampled_from([*SHIPPED.split(), "json:dumps", "math:pi", "no.such:thing", "a:b:c", ":", "x:", ":x", ""])
 COLON_FREE = VALUES.filter(lambda value: not isinstance(value, str) or ":" not in value)
 """What names a callable is run: that is what it is for."""
 MOMENTS = st.sampled_from(["update", "epoch", "end", "learners", "learner 1", "a:b"])
@@ -113,18 +104,6 @@ def test_any_bytes(here: Path, data: st.DataObject) -> None:
 
 
 READERS = ["run", "validate", "sweep", "predict", "show", "plot", "timeline", "replay", "report", "watch", "topology"]
-DEPTHS = st.sampled_from([30, 300, 3000, 30000])
-DEEP = st.one_of(
-    DEPTHS.map(lambda depth: b"a = " + b"[" * depth + b"]" * depth),
-    DEPTHS.map(lambda depth: b"a = " + b"{a = " * depth + b"1" + b"}" * depth),
-    DEPTHS.map(lambda depth: b"[model.options]\n" + b".".join([b"a"] * depth) + b" = 1"),
-    DEPTHS.map(lambda depth: b"[study.grid]\n" + b".".join([b"a"] * depth) + b" = 1"),
-    DEPTHS.map(lambda digits: b"[training]\nepochs = " + b"9" * digits),
-    DEPTHS.map(lambda digits: b"[training]\nepochs = 0x" + b"9" * digits),
-    DEPTHS.map(lambda digits: b"[optimizer]\nlearning_rate = 1e" + b"9" * digits),
-    DEPTHS.map(lambda length: b"[model]\nname = '" + b"a" * length + b"'"),
-    DEPTHS.map(lambda length: b"[data]\npath = '" + b"a" * length + b"'"),
-)
 
 
 @cases(200)

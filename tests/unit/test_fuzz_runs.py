@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rudra.simulation.costs import PRESETS
 from tests import forks
-from tests.unit.fuzzing import TEXTS, VALUES, Said, cases, command, damaged, fresh, toml
-from tests.unit.test_fuzz_jobs import DEEP, KEYS, NAMES
+from tests.unit.fuzzing import DEEP, KEYS, NAMES, TEXTS, VALUES, Said, cases, command, damaged, fresh, toml
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {

@@ -5,16 +5,16 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rudra.compute.making import EXECUTORS
 from rudra.roles import MACHINES
-from tests.structure import circles, classes, imports, trees
+from tests.structure import ROOT, SOURCES, circles, classes, imports, trees
 from topologies.kinds import Variant
 
-ROOT = Path(__file__).resolve().parents[2]
 ABOVE = {
     "rudra/__init__.py",
     "rudra/__main__.py",
@@ -56,8 +56,6 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
     ),
 }
 ONLY_INSIDE_FUNCTIONS = {"argcomplete", "matplotlib", "jinja2", "pandas", "PIL", "zstandard"}
-PLACES = ("rudra", "benchmarks", "protocols", "topologies")
-SOURCES = sorted(file for place in PLACES for file in (ROOT / place).rglob("*.py"))
 
 
 def room_of(file: Path) -> str:
@@ -98,16 +96,45 @@ def test_protocols_and_topologies_name_nothing_of_rudra_in_a_string() -> None:
         assert not [text for text in texts if re.fullmatch(r"rudra(\.\w+)+(:\w+)?", text)], file
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_imports_stay_inside_the_room_and_those_below(file: Path) -> None:
-    tree, room = ast.parse(file.read_text(encoding="utf-8")), room_of(file)
-    rooms, libraries = RULES[room]
-    allowed = {f"rudra: {name}" for name in (room, *rooms.split())} | libraries | {room}
-    assert imported(tree) - set(sys.stdlib_module_names) - allowed == set()
-    inside = {n for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
-    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    at_import = set().union(*(imported(node) for node in statements if node not in inside))
-    assert at_import & ONLY_INSIDE_FUNCTIONS == set()
+def at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Statements that import something when their module is imported."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef):
+            yield from at_import(child)
+
+
+def test_imports_of_a_module_stay_inside_its_room_and_those_below() -> None:
+    wrong = {}
+    for file in SOURCES:
+        tree, room = ast.parse(file.read_text(encoding="utf-8")), room_of(file)
+        rooms, libraries = RULES[room]
+        allowed = {f"rudra: {name}" for name in (room, *rooms.split())} | libraries | {room}
+        foreign = imported(tree) - set(sys.stdlib_module_names) - allowed
+        slow = set().union(*map(imported, at_import(tree))) & ONLY_INSIDE_FUNCTIONS
+        if foreign | slow:
+            wrong[str(file.relative_to(ROOT))] = foreign | slow
+    assert wrong == {}
+
+
+def test_tests_do_not_import_each_other() -> None:
+    files = [*(ROOT / "tests").rglob("*.py")]
+    names = {file.stem for file in files if file.stem.startswith("test_")}
+    found = {
+        (file.stem, module)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for module in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+        if module.rpartition(".")[2] in names
+    }
+    assert found == set()
 
 
 def test_importing_rudra_starts_no_mpi_and_loads_no_pictures() -> None:

@@ -21,7 +21,7 @@ from rudra.data.sources import Sparse
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
 from tests.unit.fuzzing import cases
-from tests.unit.test_data import REAL, needs_real_data
+from tests.unit.real_data import REAL, needs_real_data
 
 SMALL = b"""# a comment
 +1 1:0.5 3:-2e0 # and another

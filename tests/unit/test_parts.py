@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim import NO_DECAY, SIZE, SLOW, layout
+from flat_layout import NO_DECAY, SIZE, SLOW, layout
 
 from rudra.compute.optim import CACHE_LINE, UpdateRule, runs_of
 from rudra.compute.parts import cut, joined

@@ -22,7 +22,7 @@ from rudra.core.messages import PushedGradient
 from rudra.core.rows import dense_because
 from rudra.job.tables import OptimizerTable
 from rudra.report import topology
-from tests.unit.test_sparse import WIDTH, Twice, compressed, job, matrix, write_samples
+from tests.unit.sparse_samples import WIDTH, Twice, compressed, job, matrix, write_samples
 
 FORM = RowForm(5, 12, 3, 50)
 """5 floats before 12 rows of 3, 9 behind."""

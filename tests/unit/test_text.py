@@ -11,7 +11,7 @@ import torch
 from rudra.data.load import in_memory, load
 from rudra.errors import ConfigError, DataError
 from rudra.job.tables import DataTable
-from tests.unit.test_data import REAL, needs_real_data
+from tests.unit.real_data import REAL, needs_real_data
 
 
 def read(path: Path, content: bytes, **options: Any) -> Any:
