@@ -5,7 +5,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rudra.errors import ConfigError, ResultsError
@@ -127,15 +126,6 @@ def seeded(path, seed, **more):
     return path
 
 
-def test_training_and_learning_rate_are_shown(tmp_path):
-    axes = panels(drawn([seeded(tmp_path / "a.h5", 1, learning_rate=0.03)]))
-    error = axes["Test error over epochs"].lines[0].get_ydata()
-    assert axes["Training error"].lines[0].get_ydata() == pytest.approx(0.9 * error)
-    assert axes["Training loss"].lines[0].get_ydata() == pytest.approx(0.025 * error)
-    assert set(axes["Learning rate"].lines[0].get_ydata()) == {0.03}
-    assert axes["Learning rate"].lines[0].get_xdata()[[0, -1]] == pytest.approx([0, 6])
-
-
 def test_seeds_are_a_band_with_their_median(tmp_path):
     files = [seeded(tmp_path / f"{seed}.h5", seed) for seed in (1, 2, 5)]
     one, two, five = (100 * open_results(file).epochs["test_error"] for file in files)
@@ -194,16 +184,6 @@ def test_who_is_not_in_a_panel_is_named_there(runs, tmp_path):
     assert "σ = 0: hard (2-softsync, λ = 4, μ = 16)" in said
 
 
-def test_errors_and_losses_have_panels_of_their_own(tmp_path):
-    """A run without an error brings panels of the loss, which all runs are in."""
-    write_point(tmp_path / "lossy.h5", protocol="softsync", n=2, mu=4, lam=4, known_error=False)
-    axes = panels(drawn([tmp_path / "lossy.h5", seeded(tmp_path / "a.h5", 1, learning_rate=0.03)]))
-    assert len(axes["Test error over time"].lines) == 1
-    assert len(axes["Test loss over time"].lines) == 2
-    alone = panels(drawn([tmp_path / "lossy.h5"]))
-    assert not [title for title in alone if "error" in title]
-
-
 def test_logarithmic_axes(tmp_path):
     files = [seeded(tmp_path / "a.h5", 1)]
     scales = {title: axis.get_yscale() for title, axis in panels(drawn(files, log=True)).items()}
@@ -229,12 +209,6 @@ def test_nothing_stale_is_one_line_instead_of_panels(runs):
     assert note_of(figure).endswith("Nothing is stale: σ = 0 in all gradients.")
 
 
-def test_histograms_of_several_runs_are_outlines(runs):
-    axis = panels(drawn([runs / "soft.h5", runs / "single.h5"]))["Staleness of gradients"]
-    assert [patch.get_fill() for patch in axis.patches] == [False, False]
-    assert not axis.collections
-
-
 def test_effective_learning_rates_stand_in_the_legend_where_they_differ(tmp_path):
     for n in (2, 4):
         write_point(tmp_path / f"{n}.h5", protocol="softsync", n=n, mu=4, lam=4)
@@ -243,11 +217,3 @@ def test_effective_learning_rates_stand_in_the_legend_where_they_differ(tmp_path
     write_point(tmp_path / "same.h5", protocol="softsync", n=2, mu=8, lam=4)
     figure = drawn([tmp_path / "2.h5", tmp_path / "same.h5"])
     assert not [text for text in figure.legends[0].get_texts() if "α" in text.get_text()]
-
-
-def test_a_scale_of_close_values_is_named_below_the_picture(runs):
-    (run,) = named([runs / "soft.h5"])
-    for low, cut in ((48.0, True), (2.0, False)):
-        figure = _drawn(picture([replace(run, test_error=np.linspace(50, low, len(run.epoch)))]), narrow=False)
-        assert ("The scale does not begin at 0: test error (%)" in note_of(figure)) is cut
-        assert bool(panels(figure)["Test error over epochs"].get_ylim()[0] > 40) is cut
