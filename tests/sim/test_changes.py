@@ -77,6 +77,7 @@ GROUPED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("topology", "protocol", "then", "seed"),
     [

@@ -83,6 +83,7 @@ def test_checkpoints_of_one_server_and_of_several_are_the_same(undisturbed: dict
     assert torch.equal(back.weights, of_one.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stop_at"), in_turn([0.0, 0.31, 1.07, 2.2, 3.93]))
 def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, stop_at: float
@@ -96,6 +97,7 @@ def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
     assert torch.equal(resumed.weights, undisturbed[name].weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "topology", [{"name": "base"}, SHARDED, TREE, {"name": "adv*"}, GROUPS], ids=lambda t: str(t["name"])
 )
