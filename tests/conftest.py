@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 import signal
 from collections.abc import Generator
@@ -13,6 +14,8 @@ from rudra.simulation import costs
 settings.register_profile("fuzz", max_examples=4000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
+
+gc.disable()  # thousands of tests are collected, and stay
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if shared and getattr(item.config.option, "loadgroup", False):
             # The scheduler reads it there. xdist does the same for its own mark, which pytest 9.2 heeds no more.
             item._id = type(item.id).parse(f"{item.nodeid}@{item.path.stem}: {', '.join(sorted(shared))}")
+
+
+def pytest_collection_finish() -> None:
+    """What is there now is not looked at again while tests run: that took a third of their time."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

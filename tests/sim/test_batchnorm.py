@@ -143,10 +143,7 @@ def test_the_newest_push_decides_under_async(model: dict[str, Any], tmp_path: Pa
 
 CASES: list[dict[str, Any]] = [
     {"protocol": {"name": "hardsync"}},
-    {"protocol": {"name": "softsync", "n": 2}},
-    {"protocol": {"name": "async"}},
     {"protocol": {"name": "softsync"}, "topology": {"name": "adv", "options": {"fan_out": 2}}},
-    {"protocol": {"name": "hardsync"}, "topology": {"name": "groups", "options": {"groups": 1}}},
     {"protocol": {"name": "async"}, "topology": {"name": "groups", "options": {"groups": 2}}},
 ]
 

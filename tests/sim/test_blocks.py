@@ -183,6 +183,7 @@ def calm(request: pytest.FixtureRequest) -> tuple[Job, TrialResult]:
     return run, train(run)
 
 
+@pytest.mark.slow
 def test_interleavings_change_no_bit(calm: tuple[Job, TrialResult]) -> None:
     run, undisturbed = calm
 

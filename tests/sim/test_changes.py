@@ -77,18 +77,23 @@ GROUPED = [
 ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "protocol", "then"),
+    ("topology", "protocol", "then", "seed"),
     [
-        ({"name": "base"}, "hardsync", WARM),
-        ({"name": "base"}, "hardsync", THERE_AND_BACK),
-        ({"name": "base"}, "hardsync", [GROWING, SHARED]),
-        (TREE, "hardsync", WARM),
-        (TREE, "softsync", [{"at_epoch": 1, **rule("hardsync")}, {"at_epoch": 2, "training": {"minibatch_size": 4}}]),
-        ({"name": "adv*"}, "async", [{"at_epoch": 1, **rule("softsync", n=2)}, {**GROWING, "at_epoch": 2}]),
-        (ALONE, "hardsync", [GROWING, SHARED]),
-        (GROUPS, "hardsync", GROUPED),
+        ({"name": "base"}, "hardsync", WARM, 0),
+        ({"name": "base"}, "hardsync", THERE_AND_BACK, 1),
+        ({"name": "base"}, "hardsync", [GROWING, SHARED], 2),
+        (TREE, "hardsync", WARM, 0),
+        (
+            TREE,
+            "softsync",
+            [{"at_epoch": 1, **rule("hardsync")}, {"at_epoch": 2, "training": {"minibatch_size": 4}}],
+            1,
+        ),
+        ({"name": "adv*"}, "async", [{"at_epoch": 1, **rule("softsync", n=2)}, {**GROWING, "at_epoch": 2}], 2),
+        (ALONE, "hardsync", [GROWING, SHARED], 0),
+        (GROUPS, "hardsync", GROUPED, 1),
     ],
     ids=str,
 )

@@ -96,6 +96,7 @@ def reason_of(case: Case) -> str:
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=text)
 @pytest.mark.parametrize("rule", [*RULES, {"name": "async", "modulation": "gradient_staleness"}], ids=text)
 def test_every_protocol_on_every_topology_follows_the_laws_or_is_refused(
@@ -228,6 +229,7 @@ class Half(Protocol):
         self.done, self.size = state["done"] + (state["done"] > 5), state["size"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "code", "lines"),
     [

@@ -96,8 +96,7 @@ def test_one_cycle_by_updates_is_that_of_plain_torch(topology: dict[str, Any]) -
     assert torch.equal(trained.weights, expected)
 
 
-@pytest.mark.parametrize("model", ["mlp", "lenet"])
-@pytest.mark.parametrize("learners", [3, 5])
+@pytest.mark.parametrize(("learners", "model"), [(3, "lenet"), (5, "mlp")])
 def test_hardsync_is_one_large_batch(learners: int, model: str) -> None:
     # At high rates a max-pooling decision that flips on the last bit is amplified; that is not the protocol's doing.
     job = make_job("hardsync", learners, 100, model, optimizer={"learning_rate": 0.002})

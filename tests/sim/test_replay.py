@@ -110,6 +110,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("topology", "protocol"), PAIRS, ids=str)
 def test_a_simulation_on_any_topology_is_repeated_bit_for_bit(
     tmp_path: Path, topology: dict[str, Any], protocol: dict[str, Any]
@@ -300,6 +301,7 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "which", "tamper"),
     [

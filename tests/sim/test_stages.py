@@ -86,6 +86,7 @@ ADAM = {"name": "adam", "momentum": 0.0}
 GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*", "weight_decay": 0.01})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "cut"),
     [

@@ -288,6 +288,7 @@ def test_a_run_ends_when_its_tests_are_no_better_for_too_long(topology: dict[str
     assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm_up", [0.0, 1.5])
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 def test_at_a_plateau_the_rate_falls_with_an_epoch(topology: dict[str, Any], warm_up: float, tmp_path: Path) -> None:

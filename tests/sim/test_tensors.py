@@ -209,6 +209,7 @@ def test_broken_leases_are_noticed(broken: type[Guarded], text: str) -> None:
 # Gradients of several learners together.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "lenet", NETWORKS["dropout"]], ids=["mlp", "lenet", "dropout"])
 @pytest.mark.parametrize(
     ("kind", "protocol"), [(BigBatchTensors, "hardsync"), (VmapTensors, "hardsync"), (VmapTensors, "async")]

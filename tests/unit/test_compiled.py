@@ -104,6 +104,7 @@ def of_all(output: Output, target: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(output.logits, target) + output["hidden"][1].square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", [Classification(3), OwnLoss(3, of_all, "of_all")], ids=lambda task: task.name)
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
 def test_an_output_may_be_an_object_with_logits(task: Task, *, compiled: bool) -> None:
@@ -134,6 +135,7 @@ def job(**tables: Any) -> rudra.Job:
     )
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_compiled_run_learns_and_replays(tmp_path: Path) -> None:
     with rudra.simulate(job(), output=tmp_path / "run.h5", progress="quiet") as results:
@@ -141,6 +143,7 @@ def test_a_compiled_run_learns_and_replays(tmp_path: Path) -> None:
     assert rudra.replay(tmp_path / "run.h5").difference is None
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch._dynamo.config.patch(recompile_limit=1)
 def test_each_model_has_versions_of_its_own() -> None:

@@ -122,15 +122,16 @@ OWN: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, list[str]]] = {
 
 
 def cases() -> list[Any]:
+    """Each place in training, and the first one of each model as it is tested, too."""
     return [
-        pytest.param(make, inputs, at, id=f"{name} at {at}")
+        pytest.param(make, inputs, at, training, id=f"{name} at {at}{'' if training else ', tested'}")
         for name, (make, inputs, places) in {**SHIPPED, **OWN}.items()
         for at in places
+        for training in ([True, False] if at == places[0] else [True])
     ]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("make", "inputs", "at"), cases())
+@pytest.mark.parametrize(("make", "inputs", "at", "training"), cases())
 def test_front_then_back_is_the_model(
     make: Callable[[], nn.Module], inputs: torch.Tensor, at: str, *, training: bool
 ) -> None:
@@ -166,17 +167,20 @@ def computed(model: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, torc
     return model(inputs), state
 
 
-@pytest.mark.parametrize(("make", "inputs", "at"), cases())
-def test_parts_are_slices_of_the_flat_vector(make: Callable[[], nn.Module], inputs: torch.Tensor, at: str) -> None:
-    model = make()
-    whole = FlatModel(copy.deepcopy(model))
-    parts = [FlatModel(part) for part in chain(model, inputs).cut(at)]
-    for kind in ("parameter", "buffer", "counter"):
-        ours = [(e.name, e.shape) for part in parts for e in part.layout if e.kind == kind]
-        assert ours == [(e.name, e.shape) for e in whole.layout if e.kind == kind]
-    for part in parts:
-        part.bind(torch.full((part.size,), 0.25))
-    assert all(bool((p == 0.25).all()) for p in model.parameters())
+@pytest.mark.parametrize(("make", "inputs", "places"), [*SHIPPED.values(), *OWN.values()], ids=[*SHIPPED, *OWN])
+def test_parts_are_slices_of_the_flat_vector(
+    make: Callable[[], nn.Module], inputs: torch.Tensor, places: list[str]
+) -> None:
+    for at in places:
+        model = make()
+        whole = FlatModel(copy.deepcopy(model))
+        parts = [FlatModel(part) for part in chain(model, inputs).cut(at)]
+        for kind in ("parameter", "buffer", "counter"):
+            ours = [(e.name, e.shape) for part in parts for e in part.layout if e.kind == kind]
+            assert ours == [(e.name, e.shape) for e in whole.layout if e.kind == kind]
+        for part in parts:
+            part.bind(torch.full((part.size,), 0.25))
+        assert all(bool((p == 0.25).all()) for p in model.parameters())
 
 
 @pytest.mark.parametrize(("make", "inputs", "places"), [*SHIPPED.values()], ids=list(SHIPPED))

@@ -59,6 +59,7 @@ def found(learners: int, *, groups: int | None = None, merged: bool = True, **co
     return predict(job, known=Outline(SAMPLES, SIZE, PLACED if merged else None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("learners", [2, 4, 5, 6, 8, 16])
 @pytest.mark.parametrize(
     "costs",
@@ -74,6 +75,7 @@ def test_virtual_time_agrees_with_the_merged_model(learners: int, costs: dict[st
     assert model.simulated_s == pytest.approx(model.merged.iteration_s(learners), rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("learners", "groups"), [(4, 2), (8, 2), (8, 4), (16, 8), (32, 4), (32, 16)])
 @pytest.mark.parametrize("costs", [{}, {"update_s": 0.02}, {"bandwidth_bytes_per_s": 2e7}], ids=str)
 def test_virtual_time_agrees_with_the_merged_model_of_groups(learners: int, groups: int, costs: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ with two_hosts(gbit_s=10.0, slots=(1, 1)) as hosts:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, 0])
 def test_nothing_is_left_of_hosts(tmp_path: Path, number: int) -> None:
     """Of two processes that last, one has left the other's session; SIGKILL leaves nobody who could find that."""

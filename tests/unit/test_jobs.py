@@ -59,6 +59,7 @@ def check(job: Job) -> None:
     assert all(m < job.training.epochs for m in job.optimizer.milestones), "every milestone is reached"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
 @pytest.mark.parametrize("file", STUDIES, ids=lambda f: f.stem)
 def test_every_point_of_a_study_can_be_run(file: Path, quick: bool) -> None:

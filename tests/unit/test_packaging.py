@@ -119,6 +119,7 @@ def test_an_installed_wheel_trains(installed: Path, tmp_path: Path) -> None:
     assert "wrote out.h5" in said
 
 
+@pytest.mark.slow
 def test_shipped_jobs_are_found_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     paths = output(installed / "rudra", "jobs", "--paths", cwd=tmp_path).splitlines()
     assert {path.partition("/rudra/jobs/")[2].removesuffix(".toml") for path in paths} == set(shipped_jobs())

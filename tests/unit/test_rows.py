@@ -129,6 +129,7 @@ def test_a_models_gradient_has_the_bits_of_the_flat_one(make: Any) -> None:
         assert rows.rows is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tables",
     [

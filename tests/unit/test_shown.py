@@ -52,6 +52,7 @@ def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_the_study_of_the_page_says_what_the_page_says(studied: Path) -> None:
     printed = blocks("", section(page("studies.md"), "A study in the job file"))[0]
     for line in printed.splitlines()[1:-1]:

@@ -195,6 +195,7 @@ def test_sparse_equals_dense_on_few_samples(tables: dict[str, Any], file: Path, 
     check_alike(*(job(file, sparse, **{k: dict(v) for k, v in tables.items()}) for sparse in (False, True)), tmp_path)
 
 
+@pytest.mark.slow
 @needs_real_data
 @pytest.mark.parametrize(
     ("path", "data"), [("w8a.xz", {"test_split": 0.2}), ("reuters.trn.bz2", {"options": {"test": "reuters.tst.bz2"}})]
