@@ -72,6 +72,7 @@ class Averaging(Protocol):
         ValueError: a value that is out of range, or with which replicas and z would run away from each other.
     """
 
+    averages = True
     early: ClassVar[bool] = False
     served_too: ClassVar[bool] = False
     default_modulation = "none"

@@ -95,6 +95,7 @@ class Hogbatch(Protocol):
         window: how workers update weights in a window, `"locked"` or `"racing"`; empty: the weights are at a server.
     """
 
+    schedules = True
     grants_on_push = False
     default_modulation: ClassVar[str] = "none"
     modulations = ("none", "mean_staleness", "gradient_staleness")
@@ -123,6 +124,7 @@ class Hogbatch(Protocol):
             if text not in valid:
                 raise ValueError(f"options.{name} = {text!r}; valid: {' or '.join(valid)}")
         self.workers, self._window = tuple(workers), window
+        self.most_samples = max((worker.most for worker in self.workers), default=None)
         self.rule, self.lr_scaling = rule, lr_scaling
         self.alpha, self.beta = float(alpha), float(beta)
         self.shuffles_each_epoch = shuffle == "epoch"

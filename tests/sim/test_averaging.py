@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import rudra
+from protocols import averaging_pairs
 from protocols.average import Average
 from protocols.easgd import EASGD
 from protocols.sma import SMA
@@ -27,7 +28,6 @@ from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.job.pairing import averaging_pairs
 from rudra.roles.averaging import Averager, joined
 from rudra.roles.elastic import ReplicaSteps
 

@@ -59,7 +59,7 @@ WHEN = "dies_at_s, mean_time_to_failure_s, slows_at_s, mean_time_to_slowdown_s"
 NO_FACTOR = "] faults.1 has mean_time_to_slowdown_s, and no factor"
 STEPS = "[optimizer] milestones are those of schedule 'step', not of 'cosine'"
 PATTERNS = "must be names of parameters or patterns such as '*.bias'"
-NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none"
+NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none; valid: 'none'"
 AWAY = "; leave it out, or reset it with --set protocol.n="
 WEIGHED = {"name": "async", "modulation": "gradient_staleness"}
 

@@ -1,6 +1,6 @@
 """The tables of a job, with every key, declared once: what it means, what is allowed, what it is by default.
 
-Unknown keys are refused with the list of valid ones. Rules that span tables stand in `rudra.job.job`.
+Unknown keys are refused with the list of valid ones. Rules that span tables stand in `rudra.job.rules`.
 """
 
 from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable, PlacementTable, TopologyTable
