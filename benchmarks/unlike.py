@@ -243,7 +243,7 @@ def job_of(task: Task, root: Path) -> Job:
     given = {"data.path": root / about.path, "training.seed": task.seed, "training.evaluate": "false"}
     if about.test:
         given["data.options.test"] = about.test
-    given |= {"optimizer.learning_rate": task.rate[0], "protocol.lr_scaling": task.rate[1], "weights.push": "gradient"}
+    given |= {"optimizer.learning_rate": task.rate[0], "hogbatch.lr_scaling": task.rate[1], "hogbatch.gpu_write": "add"}
     planned = sweep.plan(
         f"hogbatch/{task.data}", quick=True, overrides=[f"{key}={value}" for key, value in given.items()]
     )
@@ -358,7 +358,7 @@ def _measure(comm: "MPI.Comm", directory: Path, wanted: Sequence[Any], root: str
         data, way, (rate, scaling), seed = values
         task = Task(data, way, (rate, scaling), seed)
         job = job_of(task, Path(root))
-        job = job.with_(workers=[{**table.model_dump(), "threads": 1} for table in job.workers])
+        job = job.with_(hogbatch={"workers": [{**table.model_dump(), "threads": 1} for table in job.hogbatch.workers]})
         some = comm.Split(0 if comm.rank < job.plan().ranks else MPI.UNDEFINED)
         if some != MPI.COMM_NULL:
             end_s = SETS[task.data].seconds / (20 if quick else 1)

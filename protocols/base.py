@@ -43,6 +43,8 @@ class Protocol:
             learner, so the server asks again after each. False: only an update may, as where the rule looks at
             timestamps alone. This costs less, and a tree of servers needs it.
         averages: class attribute. Whether learners train replicas of their own and average them (`Averaging`).
+        table: class attribute. Name of the job's table whose keys are arguments of the class; empty: there is none.
+        topology: class attribute. Name of the topology for a job that names none.
         schedules: class attribute. Whether a coordinator assigns the samples (`Hogbatch`).
         most_samples: most samples of a gradient; None: the job's mini-batch size.
         replayable: class attribute. Whether the record of the applied gradients determines the weights bit for bit.
@@ -54,6 +56,8 @@ class Protocol:
     grants_on_push: ClassVar[bool] = True
     averages: ClassVar[bool] = False
     schedules: ClassVar[bool] = False
+    table: ClassVar[str] = ""
+    topology: ClassVar[str] = "base"
     replayable: ClassVar[bool] = True
     default_modulation: ClassVar[str] = "n"
     modulations: ClassVar[tuple[str, ...]] = tuple(MODULATIONS)

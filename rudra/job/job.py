@@ -22,11 +22,9 @@ from rudra.job import making, rules
 from rudra.job.changes import MAY_CHANGE, JobChange
 from rudra.job.fields import JobFields
 from rudra.job.jobfiles import Change, apply, parsed, read_job
+from rudra.job.renamed import answers
 from rudra.job.table import Table, explain, name_of
-from rudra.job.tables import (
-    Hook,
-    WorkersTable,
-)
+from rudra.job.tables import Hook
 
 
 class Job(JobFields):
@@ -42,6 +40,8 @@ class Job(JobFields):
     """
 
     def __init__(self, **tables: Any) -> None:
+        if renamed := answers(tables):
+            raise ConfigError("; ".join(renamed))
         try:
             super().__init__(**tables)
         except ValidationError as error:
@@ -50,6 +50,8 @@ class Job(JobFields):
 
     @model_validator(mode="after")
     def _follows_the_rules(self) -> Self:
+        if self.topology.name == "auto":
+            self.__dict__["topology"] = self.topology.with_name(making.topology_of(self))
         self.make_topology()
         rules.check(rules.JOB_RULES, self)
         known = self.cluster.learners is not None
@@ -130,7 +132,6 @@ class Job(JobFields):
     def with_(
         self,
         *,
-        workers: Sequence[WorkersTable | Mapping[str, Any]] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         changes: Sequence[JobChange | Mapping[str, Any]] | None = None,
         **tables: Mapping[str, Any],
@@ -138,7 +139,6 @@ class Job(JobFields):
         """A copy with other values, checked as a whole: `job.with_(training={"epochs": 3})`.
 
         Args:
-            workers: all tables `[[workers]]` of the copy; None: those of this job.
             hooks: all hooks of the copy; None: those of this job.
             changes: all changes of the copy; None: those of this job.
             tables: table -> key -> new value; keys that are not named keep their values.
@@ -147,9 +147,10 @@ class Job(JobFields):
             ConfigError: there is no such table or key, or the copy contradicts itself.
         """
         merged = {field: getattr(self, field) for field in type(self).model_fields}
-        merged["workers"] = self.workers if workers is None else workers
         merged["hooks"] = self.hooks if hooks is None else hooks
         merged["changes"] = self.changes if changes is None else changes
+        if renamed := answers(tables):
+            raise ConfigError("; ".join(renamed))
         for table, keys in tables.items():
             if not isinstance(merged.get(table), Table):
                 valid = ", ".join(name for name in merged if name != "name")
@@ -252,18 +253,10 @@ class Job(JobFields):
         roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
         return replace(drawn, roles=tuple(roles))
 
-    def team(self, learners: int) -> tuple[WorkersTable, ...]:
-        """The table `[[workers]]` of each learner, by its number, where a coordinator deals the samples out.
-
-        Raises:
-            ValueError: the tables `[[workers]]` do not name each learner once.
-        """
-        return making.team(self, learners)
-
-    def learners_on_cpu(self, plan: topologies.Plan) -> frozenset[int]:
-        """Roles of the learners that compute on the CPU, wherever others do."""
-        team = self.team(plan.learner_numbers) if self.workers else ()
-        return frozenset(role for role in plan.learners if team and team[plan.roles[role].index].device == "cpu")
+    @property
+    def scheduled(self) -> bool:
+        """Whether a coordinator assigns the samples, so that mini-batches have any size."""
+        return bool(getattr(making.factory_of(self), "schedules", False))
 
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
         """The job's protocol, made for its workers: the learners, or the compute groups where there are any.
@@ -314,21 +307,6 @@ class Job(JobFields):
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""
         return json.dumps(self.model_dump(exclude={"study"}), default=name_of, sort_keys=True)
-
-
-def hogbatch_of(tables: Mapping[str, Any], learners: int) -> protocols.Hogbatch:
-    """The rule by which a coordinator dealt samples out to so many learners, from what a file says of its job.
-
-    Raises:
-        ConfigError: the file says nothing of the kind.
-    """
-    about = {
-        key: value for key, value in tables.get("protocol", {}).items() if key in ("rule", "lr_scaling", "options")
-    }
-    job = Job(protocol={"name": "hogbatch", **about}, workers=tables.get("workers", []), cluster={"learners": learners})
-    made = job.make_protocol()
-    assert isinstance(made, protocols.Hogbatch)
-    return made
 
 
 def _tables_with(job: type[Job], key: str) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import protocols
 import topologies
 from rudra.job.fields import JobFields
-from rudra.job.making import explicit_momentum
+from rudra.job.making import explicit_momentum, table_of
 from rudra.job.simulation import PER_BYTE
 from rudra.job.table import named
 from topologies.kinds import TREE_SERVER
@@ -53,11 +53,6 @@ class Part(NamedTuple):
     def relayed(self) -> bool:
         """Whether servers of a tree stand between learners and the weights."""
         return any(role.kind_traits.relays for role in self.plan.roles)
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether workers update weights in memory that they share."""
-        return self.job.weights.at == "window"
 
     @property
     def most_samples(self) -> int:
@@ -177,7 +172,7 @@ def shared_links(job: JobFields) -> Iterator[str]:
         "[simulation] faults": job.simulation.faults,
         "[fault_tolerance] straggler_timeout_s": job.fault_tolerance.straggler_timeout_s,
         "[[changes]]": job.changes,
-        "[weights] at = 'window'": job.weights.at == "window",
+        "[hogbatch] weights = 'shared'": job.hogbatch.shares_weights,
     }
     for key in (key for key, value in refused.items() if value):
         yield f"[simulation] sharing = 'equal': not with {key} so far; valid: sharing = 'turns'"
@@ -209,6 +204,15 @@ def measured_shares_in_changes(job: JobFields) -> Iterator[str]:
     for change in job.changes:
         if change.cluster.get("shares") == "auto":
             yield f"{change.where}: cluster.shares = 'auto' is measured before training; valid: a list"
+
+
+@job_rule
+def tables_of_other_protocols(job: JobFields) -> Iterator[str]:
+    tables = {"hogbatch": (job.hogbatch, "hogbatch"), "averaging": (job.averaging, protocols.averaging_names())}
+    for name, (table, valid) in tables.items():
+        if (keys := table.non_defaults) and table is not table_of(job):
+            protocol = named(job.protocol.name)
+            yield f"[{name}] {next(iter(keys))} is for {valid}; valid with protocol {protocol}: no keys of [{name}]"
 
 
 # What a protocol can do with a plan.
@@ -459,7 +463,7 @@ def keys_beside_a_coordinator(part: Part) -> Iterator[str]:
 @part_rule
 def tests_by_workers(part: Part) -> Iterator[str]:
     if not part.plan.scheduled and part.job.training.evaluate == "workers":
-        yield "[training] evaluate = 'workers': a coordinator deals the test out; valid: with protocol hogbatch"
+        yield "[training] evaluate = 'workers': a coordinator assigns its parts; valid: with protocol hogbatch"
 
 
 _HOGBATCH = "[protocol] name: hogbatch"
@@ -469,36 +473,29 @@ _HOGBATCH = "[protocol] name: hogbatch"
 
 
 @part_rule
-def shared_weights_without_workers(part: Part) -> Iterator[str]:
-    if part.shares_weights and not part.plan.scheduled:
-        yield f"{_SHARED}: only workers of protocol hogbatch update the weights themselves; valid: server"
-
-
-@part_rule
 def locks_across_nodes(part: Part) -> Iterator[str]:
     nodes = len({part.plan.roles[i].node for i in part.plan.learners})
-    if part.shares_weights and nodes > 1 and part.job.weights.update == "locked":
+    if part.plan.window and nodes > 1 and part.job.hogbatch.locking:
         yield (
-            f"{_SHARED}: [weights] update = 'locked': updates on {nodes} nodes have no order; valid: racing, or one "
-            "node"
+            f"{_SHARED}: locking = true: updates on {nodes} nodes have no order; valid: locking = false, or one node"
         )
 
 
 @part_rule
 def optimizer_of_workers(part: Part) -> Iterator[str]:
     optimizer = part.job.optimizer
-    if not part.shares_weights:
+    if not part.plan.window:
         return
     if optimizer.name != "sgd" or optimizer.momentum or optimizer.options.get("nesterov"):
         yield f"{_SHARED}: [optimizer] workers keep no state, so they step by plain SGD; valid: name sgd, momentum 0"
     if optimizer.weight_decay or optimizer.clip_norm is not None or optimizer.groups or optimizer.options:
         keys = "weight_decay, clip_norm, groups and options"
-        yield f"{_SHARED}: [optimizer] {keys} are not for a window so far; valid: none"
+        yield f"{_SHARED}: [optimizer] {keys} are not for shared weights so far; valid: none"
 
 
 @part_rule
 def modulation_of_workers(part: Part) -> Iterator[str]:
-    if part.shares_weights and (name := part.protocol.modulation.name) != "none":
+    if part.plan.window and (name := part.protocol.modulation.name) != "none":
         yield (
             f"{_SHARED}: [protocol] modulation = '{name}': workers do not know how stale their gradients will be; "
             "valid: none"
@@ -507,31 +504,31 @@ def modulation_of_workers(part: Part) -> Iterator[str]:
 
 @part_rule
 def small_workers_on_gpus(part: Part) -> Iterator[str]:
-    job = part.job
-    racing = part.shares_weights and job.weights.update == "racing"
-    if racing and job.cluster.device == "cuda" and any(w.kind == "small" and w.device != "cpu" for w in job.workers):
+    table, team = part.job.hogbatch, part.job.hogbatch.team(part.plan.learner_numbers)
+    racing = part.plan.window and not table.locking
+    if racing and part.job.cluster.device == "cuda" and any(w.kind == "small" and w.device != "cpu" for w in team):
         yield (
-            f"{_SHARED}: [cluster] device = 'cuda': small workers of a racing window compute where the weights are; "
-            'valid: device = "cpu" in their [[workers]]'
+            f"{_SHARED}: [cluster] device = 'cuda': small workers without a lock compute where the weights are; "
+            'valid: device = "cpu" in their [[hogbatch.workers]]'
         )
 
 
 @part_rule
 def gradient_format_of_workers(part: Part) -> Iterator[str]:
-    if part.shares_weights and part.job.cluster.gradient_format != "float32":
+    if part.plan.window and part.job.cluster.gradient_format != "float32":
         yield f"{_SHARED}: [cluster] gradient_format = 'float16': no gradient travels; valid: float32"
 
 
 @part_rule
 def updates_that_no_role_sees(part: Part) -> Iterator[str]:
     kept = part.job.results.kept_interval
-    if part.shares_weights and any(hook.at == "update" for hook in part.job.hooks):
+    if part.plan.window and any(hook.at == "update" for hook in part.job.hooks):
         yield f"{_SHARED}: [hooks] at = 'update': no role sees the weights of an update; valid: epoch, end"
-    if part.shares_weights and kept is not None and kept[1] == "update":
+    if part.plan.window and kept is not None and kept[1] == "update":
         yield f"{_SHARED}: [results] keep_checkpoints: they are made at epochs' ends; valid: epochs"
 
 
-_SHARED = "[weights] at = 'window'"
+_SHARED = "[hogbatch] weights = 'shared'"
 
 
 # What the cluster can do.

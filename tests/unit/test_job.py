@@ -20,8 +20,8 @@ TRAINING = (
     "compile, gradients, precision, target, target_window, stop_at_target, patience"
 )
 TABLES = (
-    "model, data, augment, task, training, optimizer, protocol, weights, averaging, placement, topology, cluster, "
-    "simulation, fault_tolerance, results, workers, hooks, changes, study"
+    "model, data, augment, task, training, optimizer, protocol, hogbatch, averaging, placement, topology, cluster, "
+    "simulation, fault_tolerance, results, hooks, changes, study"
 )
 FOUR = {"learners": 4}
 
@@ -69,7 +69,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"training": {"epoch": 1}}, f"[training] unknown key 'epoch'; valid: {TRAINING}; did you mean epochs?"),
     (
         {"protocol": {"nsoft": 2}},
-        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, rule, lr_scaling, options",
+        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options",
     ),
     ({"model": 3}, "model must be a table, not 3"),
     ({"model": {"name": 3}}, "[model] name must be a text, not 3"),
@@ -167,7 +167,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"topology": {"name": "tree"}},
-        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups, hierarchical, replicas, sharded, "
+        "[topology] name: 'tree' is unknown; valid: auto, adv, adv*, base, groups, hierarchical, replicas, sharded, "
         "package.module:callable",
     ),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),

@@ -3,9 +3,11 @@
 Unknown keys are refused with the list of valid ones. Rules that span tables stand in `rudra.job.rules`.
 """
 
+from rudra.job.tables.averaging import AveragingTable, OuterTable
 from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable, PlacementTable, TopologyTable
+from rudra.job.tables.hogbatch import HogbatchTable, WorkersTable, kinds_of
 from rudra.job.tables.optimizer import OPTIMIZERS, OptimizerTable, ParameterGroup
-from rudra.job.tables.protocol import AveragingTable, ProtocolTable, WeightsTable, WorkersTable, kinds_of
+from rudra.job.tables.protocol import ProtocolTable
 from rudra.job.tables.results import Hook, ResultsTable, StudyTable
 from rudra.job.tables.training import AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
 
@@ -17,9 +19,11 @@ __all__ = [
     "ClusterTable",
     "DataTable",
     "FaultToleranceTable",
+    "HogbatchTable",
     "Hook",
     "ModelTable",
     "OptimizerTable",
+    "OuterTable",
     "ParameterGroup",
     "PlacementTable",
     "ProtocolTable",
@@ -28,7 +32,6 @@ __all__ = [
     "TaskTable",
     "TopologyTable",
     "TrainingTable",
-    "WeightsTable",
     "WorkersTable",
     "kinds_of",
 ]
