@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from protocols import Clock, Protocol
+from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.renamed import translated
 from rudra.job.tables import OptimizerTable
+from rudra.job.template import toml
 from topologies import Plan, base
 
 TRAINING = (
@@ -556,3 +558,57 @@ def test_jobs_of_older_files_are_read_under_the_names_of_now() -> None:
         hooks=[{"at": "end", "call": "csv"}],
         data={"name": "rudra.data.noise:noise"},
     )
+
+
+HOGBATCH = ["protocol.name=hogbatch"]
+OLD_KEYS: list[tuple[str, Any, str]] = [
+    ("faults.restarts", 1, "[faults] is now [fault_tolerance]"),
+    ("cluster.wire", "float16", "[cluster] wire is now gradient_format"),
+    ("optimizer.factor", 0.5, "[optimizer] factor is now decay_factor"),
+    ("fault_tolerance.stall_limit", 9.0, "[fault_tolerance] stall_limit is now stall_limit_s"),
+    ("protocol.rule", "adaptive", "[protocol] rule is now [hogbatch] rule"),
+    ("protocol.lr_scaling", "sqrt", "[protocol] lr_scaling is now [hogbatch] lr_scaling"),
+    ("protocol.options.alpha", 3.0, "[protocol] options.alpha is now [hogbatch] alpha"),
+    ("protocol.options.beta", 0.5, "[protocol] options.beta is now [hogbatch] beta"),
+    ("protocol.options.shuffle", "epoch", "[protocol] options.shuffle is now [hogbatch] shuffle"),
+    ("protocol.options.counts", "epoch", "[protocol] options.counts is now [hogbatch] counts"),
+    ("weights.at", "window", "[weights] at is now [hogbatch] weights ('window' is 'shared')"),
+    ("weights.update", "locked", "[weights] update is now [hogbatch] locking ('racing' is false, 'locked' is true)"),
+    ("weights.push", "overwrite", "[weights] push is now [hogbatch] gpu_write ('gradient' is 'add')"),
+    ("averaging.optimizer", "adam", "[averaging] optimizer is now [averaging.outer] name"),
+    ("averaging.learning_rate", 0.7, "[averaging] learning_rate is now [averaging.outer] learning_rate"),
+    ("averaging.momentum", 0.9, "[averaging] momentum is now [averaging.outer] momentum"),
+    ("averaging.options", {}, "[averaging] options is now [averaging.outer] options"),
+    ("averaging.keeps_momentum", True, "[averaging] keeps_momentum is now keep_momentum"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "said"), OLD_KEYS)
+def test_old_key_is_answered_with_the_new_name(
+    key: str, value: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *tables, last = key.split(".")
+    given: dict[str, Any] = {"protocol": {"name": "hogbatch"}}
+    place = given
+    for table in tables:
+        place = place.setdefault(table, {})
+    place[last] = value
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Job(**given)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Job().with_(**given)
+    assert main(["validate", "digits", "--syntax", "--set", *HOGBATCH, "--set", f"{key}={toml(value)}"]) == 2
+    assert capsys.readouterr().err == f"rudra: --set {key}={toml(value)}: {said}\n"
+
+
+def test_old_list_of_workers_is_answered_with_the_new_name() -> None:
+    old, ranks = "[[workers]] is now [[hogbatch.workers]]", "ranks is now learners"
+    for workers, said in (
+        ({"workers": [{"kind": "small"}]}, old),
+        ({"workers": [{"ranks": [0]}]}, f"[[workers]] {ranks}; {old}"),
+        ({"hogbatch": {"workers": [{"ranks": [0]}]}}, f"[[hogbatch.workers]] {ranks}"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+            Job(protocol={"name": "hogbatch"}, **workers)
+    with pytest.raises(ConfigError, match=re.escape("did you mean hogbatch.workers?")):
+        Job.load("digits", [*HOGBATCH, "workers=[]"])
