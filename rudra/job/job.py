@@ -66,8 +66,8 @@ class Job(JobFields):
                 raise ValueError(f"{change.where}: {error}") from None
         return self
 
-    def _part(self, plan: topologies.Plan, *, placed: bool = False) -> rules.Part:
-        return rules.Part(self, plan, self.make_protocol(plan), placed)
+    def _part(self, plan: topologies.Plan, *, placed: bool = False) -> rules.JobPart:
+        return rules.JobPart(self, plan, self.make_protocol(plan), placed)
 
     def at(self, epoch: int) -> Job:
         """The job of a part of a run: a job without changes.

@@ -24,7 +24,7 @@ from rudra.job.table import named
 from topologies.kinds import TREE_SERVER
 
 
-class Part(NamedTuple):
+class JobPart(NamedTuple):
     """A part of a run: all of it, or what is between two `[[changes]]`.
 
     Attributes:
@@ -63,8 +63,8 @@ class Part(NamedTuple):
 AnyRule = TypeVar("AnyRule", bound=Callable[..., Iterator[str]])
 
 JOB_RULES: list[Callable[[JobFields], Iterator[str]]] = []
-PART_RULES: list[Callable[[Part], Iterator[str]]] = []
-CHANGE_RULES: list[Callable[[Part, Part], Iterator[str]]] = []
+PART_RULES: list[Callable[[JobPart], Iterator[str]]] = []
+CHANGE_RULES: list[Callable[[JobPart, JobPart], Iterator[str]]] = []
 SIMULATED_RULES: list[Callable[[JobFields, topologies.Plan], Iterator[str]]] = []
 
 
@@ -85,12 +85,12 @@ def job_rule(rule: Callable[[JobFields], Iterator[str]]) -> Callable[[JobFields]
     return rule
 
 
-def part_rule(rule: Callable[[Part], Iterator[str]]) -> Callable[[Part], Iterator[str]]:
+def part_rule(rule: Callable[[JobPart], Iterator[str]]) -> Callable[[JobPart], Iterator[str]]:
     PART_RULES.append(rule)
     return rule
 
 
-def change_rule(rule: Callable[[Part, Part], Iterator[str]]) -> Callable[[Part, Part], Iterator[str]]:
+def change_rule(rule: Callable[[JobPart, JobPart], Iterator[str]]) -> Callable[[JobPart, JobPart], Iterator[str]]:
     CHANGE_RULES.append(rule)
     return rule
 
@@ -219,7 +219,7 @@ def tables_of_other_protocols(job: JobFields) -> Iterator[str]:
 
 
 @part_rule
-def averaging_protocols(part: Part) -> Iterator[str]:
+def averaging_protocols(part: JobPart) -> Iterator[str]:
     """Learners average replicas in the plan if, and only if, the protocol says how."""
     if part.plan.averaging and not part.protocol.averages:
         yield f"{part.on}: learners average replicas there; valid protocols: {protocols.averaging_names()}"
@@ -230,7 +230,7 @@ def averaging_protocols(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def overlapped_learners_never_wait(part: Part) -> Iterator[str]:
+def overlapped_learners_never_wait(part: JobPart) -> Iterator[str]:
     if part.plan.overlapped and part.protocol.waits:
         yield (
             f"{part.on}: its learners never wait for a server, but with protocol {part.name} they must; "
@@ -239,7 +239,7 @@ def overlapped_learners_never_wait(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def outstanding_gradients(part: Part) -> Iterator[str]:
+def outstanding_gradients(part: JobPart) -> Iterator[str]:
     most = len(part.plan.learners) * (part.plan.outstanding or math.inf)
     if most < part.protocol.gradients_per_update:
         yield (
@@ -249,7 +249,7 @@ def outstanding_gradients(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def one_group_without_a_server(part: Part) -> Iterator[str]:
+def one_group_without_a_server(part: JobPart) -> Iterator[str]:
     if not part.plan.served and not part.plan.averaging and part.protocol.gradients_per_update > 1:
         yield (
             f"{part.on}: one compute group alone updates by each of its averages, but protocol {part.name} wants "
@@ -258,7 +258,7 @@ def one_group_without_a_server(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def own_update_due(part: Part) -> Iterator[str]:
+def own_update_due(part: JobPart) -> Iterator[str]:
     protocol, plan = part.protocol, part.plan
     if protocols.own_update_due(protocol) and (protocol.ordered or not plan.served or plan.window):
         why = "adds one gradient of each learner" if protocol.ordered else "updates without a server that would ask"
@@ -269,7 +269,7 @@ def own_update_due(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def waiting_below_a_tree(part: Part) -> Iterator[str]:
+def waiting_below_a_tree(part: JobPart) -> Iterator[str]:
     if not (part.relayed and part.protocol.waits):
         return
     if protocols.saved(part.protocol):
@@ -285,7 +285,7 @@ def waiting_below_a_tree(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def weighing_below_a_tree(part: Part) -> Iterator[str]:
+def weighing_below_a_tree(part: JobPart) -> Iterator[str]:
     if part.relayed and part.protocol.modulation.weighs:
         yield (
             f"{part.on}: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree "
@@ -297,7 +297,7 @@ def weighing_below_a_tree(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def placed_layers_of_replicas(part: Part) -> Iterator[str]:
+def placed_layers_of_replicas(part: JobPart) -> Iterator[str]:
     if part.job.placement.given and (part.plan.averaging or part.plan.scheduled):
         yield (
             "[placement] cut: learners with replicas of their own, and workers, have all layers; valid: topologies "
@@ -306,7 +306,7 @@ def placed_layers_of_replicas(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def synchronous_placement(part: Part) -> Iterator[str]:
+def synchronous_placement(part: JobPart) -> Iterator[str]:
     protocol = part.protocol
     together = protocol.ordered and protocol.waits and protocol.gradients_per_update == part.plan.workers
     if part.job.placement.given and part.job.placement.rule == "synchronous" and not together:
@@ -317,14 +317,14 @@ def synchronous_placement(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def momentum_of_a_stage_server(part: Part) -> Iterator[str]:
+def momentum_of_a_stage_server(part: JobPart) -> Iterator[str]:
     table, optimizer = part.job.placement, part.job.optimizer.name
     if table.given and table.momentum is not None and optimizer not in ("sgd", "rmsprop"):
         yield f"[placement] momentum: {optimizer} has none; valid: sgd and rmsprop"
 
 
 @part_rule
-def several_stage_servers(part: Part) -> Iterator[str]:
+def several_stage_servers(part: JobPart) -> Iterator[str]:
     table, learners = part.job.placement, len(part.plan.learners)
     if not table.given or table.servers == 1:
         return
@@ -343,7 +343,7 @@ def several_stage_servers(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def placed_layers(part: Part) -> Iterator[str]:
+def placed_layers(part: JobPart) -> Iterator[str]:
     job, merged, on = part.job, part.job.placement.rule == "merged", "[placement] cut"
     if not job.placement.given:
         return
@@ -386,7 +386,7 @@ def placed_layers(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def microbatches(part: Part) -> Iterator[str]:
+def microbatches(part: JobPart) -> Iterator[str]:
     job, most = part.job, part.most_samples
     if job.training.microbatches == 1:
         return
@@ -406,7 +406,7 @@ def microbatches(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def replicas_with_a_server(part: Part) -> Iterator[str]:
+def replicas_with_a_server(part: JobPart) -> Iterator[str]:
     if not (part.plan.averaging and part.plan.served):
         return
     if part.job.optimizer.plateau is not None:
@@ -419,13 +419,13 @@ def replicas_with_a_server(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def changes_of_replicas(part: Part) -> Iterator[str]:
+def changes_of_replicas(part: JobPart) -> Iterator[str]:
     if part.plan.averaging and part.job.changes:
         yield "[[changes]]: replicas that are averaged cannot begin anew; valid: no changes"
 
 
 @part_rule
-def big_batches_of_replicas(part: Part) -> Iterator[str]:
+def big_batches_of_replicas(part: JobPart) -> Iterator[str]:
     if part.plan.averaging and part.job.simulation.batching == "big-batch":
         yield (
             "[simulation] batching = 'big-batch' is for learners that share one vector of weights, which replicas "
@@ -437,7 +437,7 @@ def big_batches_of_replicas(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def topology_of_a_coordinator(part: Part) -> Iterator[str]:
+def topology_of_a_coordinator(part: JobPart) -> Iterator[str]:
     plan = part.plan
     plain = all(plan.roles[i].parent == plan.server for i in plan.learners) and not plan.groups
     unfit = not plan.served or not plain or plan.overlapped or plan.averaging or plan.parted
@@ -446,7 +446,7 @@ def topology_of_a_coordinator(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def keys_beside_a_coordinator(part: Part) -> Iterator[str]:
+def keys_beside_a_coordinator(part: JobPart) -> Iterator[str]:
     if not part.plan.scheduled:
         return
     if part.job.changes:
@@ -461,7 +461,7 @@ def keys_beside_a_coordinator(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def tests_by_workers(part: Part) -> Iterator[str]:
+def tests_by_workers(part: JobPart) -> Iterator[str]:
     if not part.plan.scheduled and part.job.training.evaluate == "workers":
         yield "[training] evaluate = 'workers': a coordinator assigns its parts; valid: with protocol hogbatch"
 
@@ -473,7 +473,7 @@ _HOGBATCH = "[protocol] name: hogbatch"
 
 
 @part_rule
-def locks_across_nodes(part: Part) -> Iterator[str]:
+def locks_across_nodes(part: JobPart) -> Iterator[str]:
     nodes = len({part.plan.roles[i].node for i in part.plan.learners})
     if part.plan.window and nodes > 1 and part.job.hogbatch.locking:
         yield (
@@ -482,7 +482,7 @@ def locks_across_nodes(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def optimizer_of_workers(part: Part) -> Iterator[str]:
+def optimizer_of_workers(part: JobPart) -> Iterator[str]:
     optimizer = part.job.optimizer
     if not part.plan.window:
         return
@@ -494,7 +494,7 @@ def optimizer_of_workers(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def modulation_of_workers(part: Part) -> Iterator[str]:
+def modulation_of_workers(part: JobPart) -> Iterator[str]:
     if part.plan.window and (name := part.protocol.modulation.name) != "none":
         yield (
             f"{_SHARED}: [protocol] modulation = '{name}': workers do not know how stale their gradients will be; "
@@ -503,7 +503,7 @@ def modulation_of_workers(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def small_workers_on_gpus(part: Part) -> Iterator[str]:
+def small_workers_on_gpus(part: JobPart) -> Iterator[str]:
     table, team = part.job.hogbatch, part.job.hogbatch.team(part.plan.learner_numbers)
     racing = part.plan.window and not table.locking
     if racing and part.job.cluster.device == "cuda" and any(w.kind == "small" and w.device != "cpu" for w in team):
@@ -514,13 +514,13 @@ def small_workers_on_gpus(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def gradient_format_of_workers(part: Part) -> Iterator[str]:
+def gradient_format_of_workers(part: JobPart) -> Iterator[str]:
     if part.plan.window and part.job.cluster.gradient_format != "float32":
         yield f"{_SHARED}: [cluster] gradient_format = 'float16': no gradient travels; valid: float32"
 
 
 @part_rule
-def updates_that_no_role_sees(part: Part) -> Iterator[str]:
+def updates_that_no_role_sees(part: JobPart) -> Iterator[str]:
     kept = part.job.results.kept_interval
     if part.plan.window and any(hook.at == "update" for hook in part.job.hooks):
         yield f"{_SHARED}: [hooks] at = 'update': no role sees the weights of an update; valid: epoch, end"
@@ -535,7 +535,7 @@ _SHARED = "[hogbatch] weights = 'shared'"
 
 
 @part_rule
-def gpu_aware_mpi(part: Part) -> Iterator[str]:
+def gpu_aware_mpi(part: JobPart) -> Iterator[str]:
     float16 = part.job.cluster.gradient_format == "float16"
     if part.job.cluster.gpu_aware_mpi and (part.plan.groups or float16):
         what = "compute groups add gradients" if part.plan.groups else "gradient_format float16 converts them"
@@ -543,7 +543,7 @@ def gpu_aware_mpi(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def weights_in_parts(part: Part) -> Iterator[str]:
+def weights_in_parts(part: JobPart) -> Iterator[str]:
     """What needs all of a gradient, or of the weights, in one place."""
     on, job = "[topology] name: sharded", part.job
     if not part.plan.sharded:
@@ -568,7 +568,7 @@ def weights_in_parts(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def groups_on_one_rank(part: Part) -> Iterator[str]:
+def groups_on_one_rank(part: JobPart) -> Iterator[str]:
     hosted = {(part.plan.roles[i].world_rank, part.plan.roles[i].group) for i in part.plan.learners}
     if part.plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
         yield (
@@ -578,7 +578,7 @@ def groups_on_one_rank(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def shares(part: Part) -> Iterator[str]:
+def shares(part: JobPart) -> Iterator[str]:
     given, learners = part.job.cluster.parts, part.plan.learner_numbers
     if not part.job.cluster.shares:
         return
@@ -596,7 +596,7 @@ def shares(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def stragglers(part: Part) -> Iterator[str]:
+def stragglers(part: JobPart) -> Iterator[str]:
     on = "[fault_tolerance] straggler_timeout_s"
     if part.job.fault_tolerance.straggler_timeout_s is None:
         return
@@ -613,7 +613,7 @@ def stragglers(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def roles_of_hooks(part: Part) -> Iterator[str]:
+def roles_of_hooks(part: JobPart) -> Iterator[str]:
     """Which servers of a tree there are depends on the nodes."""
     for place, hook in enumerate(part.job.hooks):
         if part.placed or hook.at != "end" or not str(hook.role).startswith(TREE_SERVER):
@@ -624,7 +624,7 @@ def roles_of_hooks(part: Part) -> Iterator[str]:
 
 
 @part_rule
-def learners_of_simulations(part: Part) -> Iterator[str]:
+def learners_of_simulations(part: JobPart) -> Iterator[str]:
     table, learners = part.job.simulation, part.plan.learner_numbers
     numbers = {"slowdown": [*table.slowdown], "learner_jitter": [*table.learner_jitter]}
     numbers["faults"] = [fault.learner for fault in table.faults if fault.learner is not None]
@@ -638,18 +638,18 @@ def learners_of_simulations(part: Part) -> Iterator[str]:
 
 
 @change_rule
-def parts_begin_anew(first: Part, later: Part) -> Iterator[str]:
+def parts_begin_anew(first: JobPart, later: JobPart) -> Iterator[str]:
     if first.plan.parted:
         yield "servers that share the weights cannot begin anew; valid: other topologies"
 
 
 @change_rule
-def same_roles(first: Part, later: Part) -> Iterator[str]:
+def same_roles(first: JobPart, later: JobPart) -> Iterator[str]:
     yield from other_roles(first.plan, later.plan)
 
 
 @change_rule
-def same_momentum(first: Part, later: Part) -> Iterator[str]:
+def same_momentum(first: JobPart, later: JobPart) -> Iterator[str]:
     if explicit_momentum(first.job, first.plan) != explicit_momentum(later.job, later.plan):
         yield "[optimizer] momentum_correction would change the momentum; valid: 'none'"
 
