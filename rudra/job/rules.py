@@ -545,7 +545,8 @@ def gpu_aware_mpi(part: JobPart) -> Iterator[str]:
 @part_rule
 def weights_in_parts(part: JobPart) -> Iterator[str]:
     """What needs all of a gradient, or of the weights, in one place."""
-    on, job = "[topology] name: sharded", part.job
+    on = "[topology] name: sharded"
+    job = part.job
     if not part.plan.sharded:
         return
     if job.optimizer.clip_norm is not None:
