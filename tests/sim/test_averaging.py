@@ -440,7 +440,7 @@ def test_one_group_averages_its_weights_over_time(alpha: float) -> None:
 
 
 def test_averaging_is_refused_with_other_protocols() -> None:
-    with pytest.raises(ConfigError, match=r"\[averaging\] is for average, diloco, easgd, sma"):
+    with pytest.raises(ConfigError, match=r"\[averaging\] period is for average, diloco, easgd, sma; valid"):
         Job(averaging={"period": 2}, cluster={"learners": 2})
 
 
