@@ -303,11 +303,11 @@ class Pair(NamedTuple):
     elasticity: str
 
 
-def pairs(rules: Mapping[str, type[Averaging]]) -> list[Pair]:
-    """Every shape that each rule goes with; the rules themselves say so."""
+def pairs(rules: Mapping[str, type[Protocol]]) -> list[Pair]:
+    """Every shape that each rule by which replicas are averaged goes with; the rules themselves say so."""
     found = []
     for name, rule in rules.items():
-        for shape, told in SHAPES.items():
+        for shape, told in SHAPES.items() if issubclass(rule, Averaging) else ():
             try:
                 made = rule(2, **told)
             except ValueError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protocols import probe
-from protocols.averaging import Averaging, Pair, pairs
+from protocols.averaging import Pair, pairs
 from protocols.base import Protocol
 from protocols.modulation import MODULATIONS, Modulation
 
@@ -117,7 +117,7 @@ def rule_of(name: str) -> type[Protocol]:
 
 def averaging_pairs() -> list[Pair]:
     """On which topologies learners average replicas, and by which of the shipped protocols."""
-    return pairs({name: rule for name, rule in shipped().items() if issubclass(rule, Averaging)})
+    return pairs(shipped())
 
 
 def averaging_names(on: str = "replicas") -> str:

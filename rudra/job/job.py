@@ -51,7 +51,7 @@ class Job(JobFields):
     @model_validator(mode="after")
     def _follows_the_rules(self) -> Self:
         if self.topology.name == "auto":
-            self.__dict__["topology"] = self.topology.with_name(making.topology_of(self))
+            object.__setattr__(self, "topology", self.topology.with_name(making.topology_of(self)))
         self.make_topology()
         rules.check(rules.JOB_RULES, self)
         known = self.cluster.learners is not None

@@ -8,7 +8,7 @@ import protocols
 import topologies
 from rudra import plugins
 from rudra.job.fields import JobFields
-from rudra.job.tables import AveragingTable, HogbatchTable
+from rudra.job.tables import ArgumentsTable
 
 
 def factory_of(job: JobFields) -> Any:
@@ -20,9 +20,9 @@ def factory_of(job: JobFields) -> Any:
     return plugins.choose("[protocol] name", job.protocol.name, protocols.shipped())
 
 
-def table_of(job: JobFields) -> HogbatchTable | AveragingTable | None:
+def table_of(job: JobFields) -> ArgumentsTable | None:
     """The table that the job's protocol has for its own keys."""
-    found: HogbatchTable | AveragingTable | None = getattr(job, getattr(factory_of(job), "table", ""), None)
+    found: ArgumentsTable | None = getattr(job, getattr(factory_of(job), "table", ""), None)
     return found
 
 

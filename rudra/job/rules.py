@@ -21,6 +21,7 @@ from rudra.job.fields import JobFields
 from rudra.job.making import explicit_momentum, table_of
 from rudra.job.simulation import PER_BYTE
 from rudra.job.table import named
+from rudra.job.tables import ArgumentsTable
 from topologies.kinds import TREE_SERVER
 
 
@@ -208,11 +209,11 @@ def measured_shares_in_changes(job: JobFields) -> Iterator[str]:
 
 @job_rule
 def tables_of_other_protocols(job: JobFields) -> Iterator[str]:
-    tables = {"hogbatch": (job.hogbatch, "hogbatch"), "averaging": (job.averaging, protocols.averaging_names())}
-    for name, (table, valid) in tables.items():
-        if (keys := table.non_defaults) and table is not table_of(job):
-            protocol = named(job.protocol.name)
-            yield f"[{name}] {next(iter(keys))} is for {valid}; valid with protocol {protocol}: no keys of [{name}]"
+    for name, table in job:
+        if isinstance(table, ArgumentsTable) and table is not table_of(job) and table.non_defaults:
+            key, protocol = next(iter(table.non_defaults)), named(job.protocol.name)
+            its = ", ".join(its_name for its_name, rule in protocols.shipped().items() if rule.table == name)
+            yield f"[{name}] {key} is for {its}; valid with protocol {protocol}: no keys of [{name}]"
 
 
 # What a protocol can do with a plan.

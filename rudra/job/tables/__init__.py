@@ -7,13 +7,14 @@ from rudra.job.tables.averaging import AveragingTable, OuterTable
 from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable, PlacementTable, TopologyTable
 from rudra.job.tables.hogbatch import HogbatchTable, WorkersTable, kinds_of
 from rudra.job.tables.optimizer import OPTIMIZERS, OptimizerTable, ParameterGroup
-from rudra.job.tables.protocol import ProtocolTable
+from rudra.job.tables.protocol import ArgumentsTable, ProtocolTable
 from rudra.job.tables.results import Hook, ResultsTable, StudyTable
 from rudra.job.tables.training import AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
 
 __all__ = [
     "OPTIMIZERS",
     "PLACEMENT_RULES",
+    "ArgumentsTable",
     "AugmentTable",
     "AveragingTable",
     "ClusterTable",

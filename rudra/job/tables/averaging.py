@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from rudra.job.table import Table
 from rudra.job.tables.optimizer import known_optimizer
+from rudra.job.tables.protocol import ArgumentsTable
 from topologies import Plan
 
 
@@ -34,7 +35,7 @@ class OuterTable(Table):
     _known = field_validator("name")(known_optimizer)
 
 
-class AveragingTable(Table):
+class AveragingTable(ArgumentsTable):
     """How learners average replicas of their own; keys that are left out are as the protocol has them."""
 
     period: int | None = Field(
@@ -66,7 +67,6 @@ class AveragingTable(Table):
     outer: OuterTable = Field(OuterTable(), description="table: the outer optimiser, which updates the weights")
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
-        """Keyword arguments of the protocol, for the learners of a plan."""
         found = {**self.non_defaults, "served": plan.averaging and plan.served}
         if "outer" in found:
             found["outer"] = self.outer.non_defaults

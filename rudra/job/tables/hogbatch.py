@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from protocols.hogbatch import BatchBounds
 from rudra.job.table import Table, short
+from rudra.job.tables.protocol import ArgumentsTable
 from topologies import Plan
 
 
@@ -63,7 +64,7 @@ class WorkersTable(Table):
         return BatchBounds(self.kind, self.threads, *own)
 
 
-class HogbatchTable(Table):
+class HogbatchTable(ArgumentsTable):
     """How protocol hogbatch assigns samples, and where the weights are that workers update."""
 
     rule: Literal["fixed", "adaptive", "balanced"] = Field(
@@ -109,7 +110,6 @@ class HogbatchTable(Table):
         return self.weights == "shared"
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
-        """Keyword arguments of the protocol, for the learners of a plan."""
         names = ("rule", "lr_scaling", "alpha", "beta", "shuffle", "counts")
         window = ("locked" if self.locking else "racing") if self.shares_weights else ""
         workers = [table.bounds for table in self.team(plan.learner_numbers)]

@@ -10,6 +10,15 @@ from protocols import MODULATIONS
 from rudra.errors import unknown
 from rudra.job.table import Named, Table
 from rudra.plugins import CALLABLE
+from topologies import Plan
+
+
+class ArgumentsTable(Table):
+    """A table whose keys are arguments of a protocol's class, which names the table (`Protocol.table`)."""
+
+    def arguments(self, plan: Plan) -> dict[str, Any]:
+        """Keyword arguments of the class, for the learners of a plan."""
+        raise NotImplementedError
 
 
 class ProtocolTable(Table):
