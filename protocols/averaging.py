@@ -306,8 +306,9 @@ class Pair(NamedTuple):
 def pairs(rules: Mapping[str, type[Protocol]]) -> list[Pair]:
     """Every shape that each rule by which replicas are averaged goes with; the rules themselves say so."""
     found = []
-    for name, rule in rules.items():
-        for shape, told in SHAPES.items() if issubclass(rule, Averaging) else ():
+    averaging = {name: rule for name, rule in rules.items() if issubclass(rule, Averaging)}
+    for name, rule in averaging.items():
+        for shape, told in SHAPES.items():
             try:
                 made = rule(2, **told)
             except ValueError:
