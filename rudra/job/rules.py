@@ -4,16 +4,16 @@ A rule is a small function that yields a line for each mistake. The line names t
 instead. Its decorator says what the rule looks at, and puts the rule into the list of its kind:
 
 * `job_rule`: the tables alone;
-* `part_rule`: a part of the run, with its plan and protocol, which are known once the number of learners is;
-* `change_rule`: a part after `[[changes]]`, and the first one;
-* `simulated_rule`: a plan with nodes, as a simulation has it.
+* `part_rule`: a part of the run, with its plan and its protocol, if the number of learners is known;
+* `change_rule`: the first part, and a part after `[[changes]]`;
+* `simulated_rule`: a plan with the nodes of a simulation.
 
 The first mistake counts, in the order of this file.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import protocols
 import topologies
@@ -29,10 +29,10 @@ class JobPart(NamedTuple):
     """A part of a run: all of it, or what is between two `[[changes]]`.
 
     Attributes:
-        job: without changes of later parts, but for the first part, which has all.
-        plan: its roles.
-        protocol: made for this plan.
-        placed: the plan says on which nodes the roles are.
+        job: the first part has all changes, later parts have none.
+        plan: roles of the part.
+        protocol: protocol of the part, made for this plan.
+        placed: whether the plan says on which nodes the roles are.
     """
 
     job: JobFields
@@ -42,31 +42,54 @@ class JobPart(NamedTuple):
 
     @property
     def on(self) -> str:
-        """The key that chooses the plan."""
+        """Key and name of the topology, with which a line about it begins."""
         return f"[topology] name: {named(self.job.topology.name)}"
 
     @property
     def name(self) -> str:
-        """The protocol's."""
+        """Name of the protocol."""
         return type(self.protocol).__name__.lower()
 
     @property
     def relayed(self) -> bool:
-        """Whether servers of a tree stand between learners and the weights."""
+        """Whether servers of a tree pass gradients on to the weights."""
         return any(role.kind_traits.relays for role in self.plan.roles)
 
     @property
     def most_samples(self) -> int:
-        """Of a gradient."""
+        """Largest number of samples of a gradient."""
         return self.protocol.most_samples or self.job.training.minibatch_size
 
 
-AnyRule = TypeVar("AnyRule", bound=Callable[..., Iterator[str]])
+JobRule = Callable[[JobFields], Iterator[str]]
+PartRule = Callable[[JobPart], Iterator[str]]
+ChangeRule = Callable[[JobPart, JobPart], Iterator[str]]
+SimulatedRule = Callable[[JobFields, topologies.Plan], Iterator[str]]
 
-JOB_RULES: list[Callable[[JobFields], Iterator[str]]] = []
-PART_RULES: list[Callable[[JobPart], Iterator[str]]] = []
-CHANGE_RULES: list[Callable[[JobPart, JobPart], Iterator[str]]] = []
-SIMULATED_RULES: list[Callable[[JobFields, topologies.Plan], Iterator[str]]] = []
+JOB_RULES: list[JobRule] = []
+PART_RULES: list[PartRule] = []
+CHANGE_RULES: list[ChangeRule] = []
+SIMULATED_RULES: list[SimulatedRule] = []
+
+
+def job_rule(rule: JobRule) -> JobRule:
+    JOB_RULES.append(rule)
+    return rule
+
+
+def part_rule(rule: PartRule) -> PartRule:
+    PART_RULES.append(rule)
+    return rule
+
+
+def change_rule(rule: ChangeRule) -> ChangeRule:
+    CHANGE_RULES.append(rule)
+    return rule
+
+
+def simulated_rule(rule: SimulatedRule) -> SimulatedRule:
+    SIMULATED_RULES.append(rule)
+    return rule
 
 
 def check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
@@ -74,33 +97,11 @@ def check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
 
     Args:
         rules: one of the lists above.
-        about: what a rule of that list looks at.
+        about: the arguments of a rule of that list.
     """
     for rule in rules:
         for text in rule(*about):
             raise ValueError(text)
-
-
-def job_rule(rule: Callable[[JobFields], Iterator[str]]) -> Callable[[JobFields], Iterator[str]]:
-    JOB_RULES.append(rule)
-    return rule
-
-
-def part_rule(rule: Callable[[JobPart], Iterator[str]]) -> Callable[[JobPart], Iterator[str]]:
-    PART_RULES.append(rule)
-    return rule
-
-
-def change_rule(rule: Callable[[JobPart, JobPart], Iterator[str]]) -> Callable[[JobPart, JobPart], Iterator[str]]:
-    CHANGE_RULES.append(rule)
-    return rule
-
-
-def simulated_rule(
-    rule: Callable[[JobFields, topologies.Plan], Iterator[str]],
-) -> Callable[[JobFields, topologies.Plan], Iterator[str]]:
-    SIMULATED_RULES.append(rule)
-    return rule
 
 
 # What the tables say.
