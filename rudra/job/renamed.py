@@ -77,7 +77,7 @@ def translated(job: Mapping[str, Any]) -> dict[str, Any]:
             value = place.pop(key)
             there = place if tables == others else _made(found, others)
             if isinstance(value, Mapping):
-                there[new] = {**value, **there.get(new, {})}
+                there[new] = {**value, **_table_in(there, new)}
             else:
                 there[new] = each.values.get(value, value) if value is None or isinstance(value, str) else value
     if isinstance(data := found.get("data"), dict) and isinstance(source := data.get("name"), str):
@@ -105,10 +105,16 @@ def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[An
 
 
 def _made(job: dict[str, Any], tables: list[str]) -> dict[str, Any]:
-    """A table of a job, which is made where it is not there."""
+    """A table of a job, which is made where it is not there, or where a damaged file has something else."""
     for table in tables:
-        job = job.setdefault(table, {})
+        job[table] = _table_in(job, table)
+        job = job[table]
     return job
+
+
+def _table_in(tables: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = tables.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _answer(each: Renamed) -> str:

@@ -612,3 +612,19 @@ def test_old_list_of_workers_is_answered_with_the_new_name() -> None:
             Job(protocol={"name": "hogbatch"}, **workers)
     with pytest.raises(ConfigError, match=re.escape("did you mean hogbatch.workers?")):
         Job.load("digits", [*HOGBATCH, "workers=[]"])
+
+
+@pytest.mark.parametrize(
+    ("damaged", "found"),
+    [
+        ({"weights": 3}, {"hogbatch": 3}),
+        ({"weights": {"at": "window"}, "hogbatch": 3}, {"hogbatch": {"weights": "shared"}}),
+        ({"workers": [3]}, {"hogbatch": {"workers": [3]}}),
+        ({"averaging": {"momentum": 1, "outer": [1]}}, {"averaging": {"outer": {"momentum": 1}}}),
+        ({"protocol": {"name": "hogbatch", "options": 5}}, {"protocol": {"name": "hogbatch", "options": 5}}),
+    ],
+)
+def test_damaged_job_of_an_older_file_is_translated_as_far_as_it_goes(
+    damaged: dict[str, Any], found: dict[str, Any]
+) -> None:
+    assert translated(damaged) == found
