@@ -51,7 +51,7 @@ CONTESTANTS = {
     "average": Contestant("average"),
     "diloco": Contestant("diloco"),
     "moving": Contestant(
-        "easgd", {"name": "replicas", "options": {"groups": 1}}, {"elasticity": 0.0, "learning_rate": MOVING}
+        "easgd", {"name": "replicas", "options": {"groups": 1}}, {"elasticity": 0.0, "outer": {"learning_rate": MOVING}}
     ),
     "hardsync": Contestant("hardsync", {"name": "groups"}),
     "softsync": Contestant("softsync", {"name": "base"}),

@@ -79,8 +79,11 @@ def job(case: Case, workers: int, update: Update = "racing", seconds: float = TU
         optimizer={"learning_rate": 0.01},
         protocol={"name": "hogbatch", "reference_batch_size": case.size},
         cluster={"learners": workers, "threads_per_rank": 1},
-        workers=[{"kind": "small", "threads": case.parts, "min": case.size, "max": case.size}],
-        weights={"at": "window", "update": update},
+        hogbatch={
+            "weights": "shared",
+            "locking": update == "locked",
+            "workers": [{"kind": "small", "threads": case.parts, "min": case.size, "max": case.size}],
+        },
     )
 
 

@@ -11,7 +11,7 @@ protocol is a new file that answers them (`Protocol`):
 from protocols.averaging import Averaging, Pair, pairs
 from protocols.base import Clock, Protocol
 from protocols.hogbatch import Hogbatch
-from protocols.making import make, rule_of, shipped
+from protocols.making import averaging_names, averaging_pairs, make, rule_of, shipped
 from protocols.modulation import MODULATIONS, Modulation
 from protocols.probe import own_update_due, restored, saved
 
@@ -23,6 +23,8 @@ __all__ = [
     "Modulation",
     "Pair",
     "Protocol",
+    "averaging_names",
+    "averaging_pairs",
     "make",
     "own_update_due",
     "pairs",

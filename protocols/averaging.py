@@ -50,12 +50,10 @@ class Averaging(Protocol):
         learners: k, the number of replicas, or of references.
         period: τ, mini-batches of each learner from one average to the next.
         elasticity: α; None: 1/k, or 1/(k + 1) where there is no outer momentum, if the rule is early; else 1.
-        optimizer: name of the outer optimiser.
-        learning_rate: of the outer optimiser; None: αk if the rule is early, else the rule's own.
-        momentum: of the outer optimiser.
-        options: further keyword arguments of the outer optimiser.
+        outer: keys of the outer optimiser: its `name`, `learning_rate`, `momentum`, and `options`, which are further
+            keyword arguments of it. Without a `learning_rate` it is αk if the rule is early, else the rule's own.
         restart: whether all replicas go on from z, without momentum, when the learning rate has dropped.
-        keeps_momentum: whether they keep the momentum of their own optimiser then.
+        keep_momentum: whether they keep the momentum of their own optimiser then.
         local_elasticity: α of replicas towards the reference of their block; None: 1/(m + 1) in a block of m, for there
             is no momentum.
         served: whether each learner exchanges with z alone, at a parameter server, in whatever order they come.
@@ -72,6 +70,9 @@ class Averaging(Protocol):
         ValueError: a value that is out of range, or with which replicas and z would run away from each other.
     """
 
+    averages = True
+    table = "averaging"
+    topology = "replicas"
     early: ClassVar[bool] = False
     served_too: ClassVar[bool] = False
     default_modulation = "none"
@@ -90,12 +91,9 @@ class Averaging(Protocol):
         learners: int,
         period: int | None = None,
         elasticity: float | None = None,
-        optimizer: str | None = None,
-        learning_rate: float | None = None,
-        momentum: float | None = None,
-        options: dict[str, Any] | None = None,
+        outer: Mapping[str, Any] | None = None,
         restart: bool | None = None,
-        keeps_momentum: bool = False,
+        keep_momentum: bool = False,
         local_elasticity: float | None = None,
         served: bool = False,
         blocks: Sequence[int] = (),
@@ -104,21 +102,25 @@ class Averaging(Protocol):
         self.period = self.PERIOD if period is None else period
         self.served = served
         self.gradients_per_update = 1 if served else learners
-        name = self.OPTIMIZER if optimizer is None else optimizer
-        momentum = (self.MOMENTUM if name == self.OPTIMIZER else 0.0) if momentum is None else momentum
-        given = dict(options or (self.OPTIONS if name == self.OPTIMIZER and momentum else {}))
-        self.outer = Outer(name, momentum, given)
+        self.outer = self._outer(outer or {})
         self.restart = self.RESTART if restart is None else restart
-        self.keeps_momentum = keeps_momentum
-        self._usual = self.usual_elasticity(momentum) if elasticity is None else ""
+        self.keep_momentum = keep_momentum
+        self._usual = self.usual_elasticity(self.outer.momentum) if elasticity is None else ""
         self.elasticity = α = USUAL[self._usual](learners) if elasticity is None else elasticity
         rate = α * self.gradients_per_update if self.early else self.LEARNING_RATE
-        self.outer_rate: float = rate if learning_rate is None else learning_rate
+        self.outer_rate: float = (outer or {}).get("learning_rate", rate)
         self._local, self._blocks = local_elasticity, sorted(set(blocks))
         if served:
-            self._check_served(plain=learning_rate is None and self.outer == Outer("sgd", 0.0, {}))
+            self._check_served(plain="learning_rate" not in (outer or {}) and self.outer == Outer("sgd", 0.0, {}))
         self._check_stable()
         self._check_blocks()
+
+    def _outer(self, given: Mapping[str, Any]) -> Outer:
+        """The optimiser of z: another one than the rule's has no momentum and no options of the rule's."""
+        own = given.get("name", self.OPTIMIZER) == self.OPTIMIZER
+        momentum = given.get("momentum", self.MOMENTUM if own else 0.0)
+        options = given.get("options") or (self.OPTIONS if own and momentum else {})
+        return Outer(given.get("name", self.OPTIMIZER), momentum, dict(options))
 
     @classmethod
     def usual_elasticity(cls, momentum: float | None = None) -> str:
@@ -148,11 +150,15 @@ class Averaging(Protocol):
                     f"[averaging] elasticity = {α:g}, with {k} replicas and a server: replicas and weights would run "
                     f"away from each other; valid: {f'less than {2 / (k + 1):.4g}' if k < 3 else '0 to 0.5'}"
                 )
-            most = f"; with the default learning_rate less than {2 * (1 + μ) / (k + 1 + μ):.4g}" if self.early else ""
+            most = (
+                f"; with the default outer.learning_rate less than {2 * (1 + μ) / (k + 1 + μ):.4g}"
+                if self.early
+                else ""
+            )
             raise ValueError(
-                f"[averaging] elasticity = {α:g} and learning_rate = {rate:g}, with {k} replicas and outer momentum "
-                f"{μ:g}: replicas and weights would run away from each other; valid: a smaller elasticity{most}, or a "
-                "smaller learning_rate"
+                f"[averaging] elasticity = {α:g} and outer.learning_rate = {rate:g}, with {k} replicas and outer "
+                f"momentum {μ:g}: replicas and weights would run away from each other; valid: a smaller "
+                f"elasticity{most}, or a smaller outer.learning_rate"
             )
 
     def _averaged(self, gap: Row, velocity: Row) -> tuple[Row, Row, Row]:
@@ -196,9 +202,9 @@ class Averaging(Protocol):
             neutral = not local or not (self.elasticity or self.outer_rate)
             if self.outer.optimizer == "sgd" and _runs_away(self._period_in(block), neutral=neutral):
                 raise ValueError(
-                    f"[averaging] local_elasticity = {local:g}, elasticity = {self.elasticity:g} and learning_rate = "
-                    f"{self.outer_rate:g}, with {self.learners} blocks of {block}: replicas and weights would run away "
-                    "from each other; valid: smaller values"
+                    f"[averaging] local_elasticity = {local:g}, elasticity = {self.elasticity:g} and "
+                    f"outer.learning_rate = {self.outer_rate:g}, with {self.learners} blocks of {block}: replicas "
+                    "and weights would run away from each other; valid: smaller values"
                 )
 
     def _period_in(self, block: int) -> Row:
@@ -297,10 +303,11 @@ class Pair(NamedTuple):
     elasticity: str
 
 
-def pairs(rules: Mapping[str, type[Averaging]]) -> list[Pair]:
-    """Every shape that each rule goes with; the rules themselves say so."""
+def pairs(rules: Mapping[str, type[Protocol]]) -> list[Pair]:
+    """Every shape that each rule by which replicas are averaged goes with; the rules themselves say so."""
     found = []
-    for name, rule in rules.items():
+    averaging = {name: rule for name, rule in rules.items() if issubclass(rule, Averaging)}
+    for name, rule in averaging.items():
         for shape, told in SHAPES.items():
             try:
                 made = rule(2, **told)

@@ -1,7 +1,7 @@
 """The interface of a protocol."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from protocols.modulation import MODULATIONS, Modulation
 
@@ -42,6 +42,11 @@ class Protocol:
         grants_on_push: class attribute. True: any gradient that arrives may let `pull_granted` say yes to a waiting
             learner, so the server asks again after each. False: only an update may, as where the rule looks at
             timestamps alone. This costs less, and a tree of servers needs it.
+        averages: class attribute. Whether learners train replicas of their own and average them (`Averaging`).
+        table: class attribute. Name of the job's table whose keys are arguments of the class; empty: there is none.
+        topology: class attribute. Name of the topology for a job that names none.
+        schedules: class attribute. Whether a coordinator assigns the samples (`Hogbatch`).
+        most_samples: most samples of a gradient; None: the job's mini-batch size.
         replayable: class attribute. Whether the record of the applied gradients determines the weights bit for bit.
         default_modulation: class attribute. Name of the modulation that `modulation = "auto"` stands for.
         modulations: class attribute. Names of the modulations that the protocol allows.
@@ -49,17 +54,34 @@ class Protocol:
 
     ordered: ClassVar[bool] = False
     grants_on_push: ClassVar[bool] = True
+    averages: ClassVar[bool] = False
+    schedules: ClassVar[bool] = False
+    table: ClassVar[str] = ""
+    topology: ClassVar[str] = "base"
     replayable: ClassVar[bool] = True
     default_modulation: ClassVar[str] = "n"
     modulations: ClassVar[tuple[str, ...]] = tuple(MODULATIONS)
     modulation: Modulation
     period: int = 1
     outer_rate: float | None = None
+    most_samples: int | None = None
 
     def __init__(self, learners: int) -> None:
         self.learners = learners
         self.n = learners
         self.gradients_per_update = 1
+
+    @classmethod
+    def of(cls, protocol: "Protocol") -> Self:
+        """A protocol that is known to be of this class."""
+        if not isinstance(protocol, cls):
+            raise TypeError(f"{type(protocol).__name__} is no {cls.__name__}")
+        return protocol
+
+    @property
+    def text(self) -> str:
+        """The rule with its settings, for people; empty: the name says it."""
+        return ""
 
     @classmethod
     def label(cls, name: str, n: int | None) -> str:

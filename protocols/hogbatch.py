@@ -95,6 +95,8 @@ class Hogbatch(Protocol):
         window: how workers update weights in a window, `"locked"` or `"racing"`; empty: the weights are at a server.
     """
 
+    schedules = True
+    table = "hogbatch"
     grants_on_push = False
     default_modulation: ClassVar[str] = "none"
     modulations = ("none", "mean_staleness", "gradient_staleness")
@@ -107,22 +109,13 @@ class Hogbatch(Protocol):
         lr_scaling: Scaling = "linear",
         alpha: float = 2.0,
         beta: float = 1.0,
-        shuffle: str = "once",
-        counts: str = "run",
+        shuffle: Literal["once", "epoch"] = "once",
+        counts: Literal["run", "epoch"] = "run",
         window: str = "",
     ) -> None:
         super().__init__(learners)
-        for name, number in (("alpha", alpha), ("beta", beta)):
-            if isinstance(number, bool) or not isinstance(number, int | float):
-                raise ValueError(f"options.{name} must be a number, not {number!r}")
-        if not 1 < alpha < 2**31:
-            raise ValueError(f"options.alpha = {alpha}; valid: > 1")
-        if not 0 <= beta <= 1:
-            raise ValueError(f"options.beta = {beta}; valid: 0 to 1")
-        for name, text, valid in (("shuffle", shuffle, ("once", "epoch")), ("counts", counts, ("run", "epoch"))):
-            if text not in valid:
-                raise ValueError(f"options.{name} = {text!r}; valid: {' or '.join(valid)}")
         self.workers, self._window = tuple(workers), window
+        self.most_samples = max((worker.most for worker in self.workers), default=None)
         self.rule, self.lr_scaling = rule, lr_scaling
         self.alpha, self.beta = float(alpha), float(beta)
         self.shuffles_each_epoch = shuffle == "epoch"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from protocols import probe
+from protocols.averaging import Pair, pairs
 from protocols.base import Protocol
 from protocols.modulation import MODULATIONS, Modulation
 
@@ -112,6 +113,16 @@ def _check(protocol: object) -> None:
 def rule_of(name: str) -> type[Protocol]:
     """The class of a shipped protocol; of another one's name, what all have in common."""
     return shipped().get(name, Protocol)
+
+
+def averaging_pairs() -> list[Pair]:
+    """On which topologies learners average replicas, and by which of the shipped protocols."""
+    return pairs(shipped())
+
+
+def averaging_names(on: str = "replicas") -> str:
+    """Names of the shipped protocols by which learners average replicas on a topology."""
+    return ", ".join(pair.protocol for pair in averaging_pairs() if pair.shape == on)
 
 
 @cache

@@ -206,7 +206,7 @@ def _node_memory(ranks: int, failure: str) -> Finding:
 def _window(tried: bool, failure: str) -> Finding:
     """Whether workers of this node can share weights, and a lock that outlives who holds it."""
     if failure:
-        advice = 'weights.at = "server" works; a window needs Linux\'s memfd_create and robust mutexes'
+        advice = 'hogbatch.weights = "server" works; a window needs Linux\'s memfd_create and robust mutexes'
         return Finding("window", "warn", f"ranks cannot share weights: {_first_line(failure)}", advice)
     found = "ranks can share weights, racing or locked" if tried else "not tried: the two ranks met on two nodes"
     return Finding("window", "ok", found)

@@ -90,7 +90,7 @@ def check_devices(job: Job, plan: Plan) -> None:
     from rudra.compute import devices  # and torch, which a start of ranks usually does without
 
     gpus, host = devices.gpus_here(), socket.gethostname()
-    devices.agreed("cuda", plan, [gpus] * plan.ranks, [host] * plan.ranks, job.learners_on_cpu(plan))
+    devices.agreed("cuda", plan, [gpus] * plan.ranks, [host] * plan.ranks, job.hogbatch.learners_on_cpu(plan))
 
 
 def _check_size(job: Job, plan: Plan) -> None:

@@ -54,7 +54,7 @@ def execute(arguments: argparse.Namespace) -> int:
             continue
         job, after = found[0].job, f" after epoch {start}" if start else ""
         source = found[0].costs or f"defaults ({UNMEASURED} {arguments.job})"
-        size = "" if job.workers else f", μ = {job.training.minibatch_size}"
+        size = "" if job.scheduled else f", μ = {job.training.minibatch_size}"
         print(f"{job.name}{after}: {protocol_text(job)}{size}, costs: {source}")
         print(predict.as_text(found))
     return 0

@@ -34,7 +34,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from protocols import Averaging, Hogbatch
     from rudra.compute.schedule import planned
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
@@ -64,14 +63,14 @@ def execute(arguments: argparse.Namespace) -> int:
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
     }
-    if isinstance(protocol, Hogbatch):
+    if plan.scheduled:
         share = f"samples / {job.protocol.reference_batch_size}"
-        scale = {"linear": f"times {share}", "sqrt": f"times √({share})", "none": "for all"}[protocol.lr_scaling]
+        scale = {"linear": f"times {share}", "sqrt": f"times √({share})", "none": "for all"}[job.hogbatch.lr_scaling]
         lines["minibatch"], lines["rates"] = protocol.text, f"the above {scale}"
     if told := form_of_gradients(job, plan):
         lines["gradients"] = told
     if plan.window:
-        how = {"racing": "without a lock", "locked": "one after the other"}[job.weights.update]
+        how = "one after the other" if job.hogbatch.locking else "without a lock"
         nodes = "; averaged over the nodes at each epoch's end" if plan.window_leaders else ""
         lines["weights"] = f"in memory that all ranks of a node share; workers update them {how}{nodes}"
     if job.cluster.shares == "auto":
@@ -101,7 +100,7 @@ def execute(arguments: argparse.Namespace) -> int:
         count = job.placement.servers
         who = f"each of {count} stage servers" if count > 1 else "a stage server"
         lines["placement"] = f"layers from {job.placement.cut} on are with {who}, {job.placement.rule}"
-    if isinstance(protocol, Averaging):
+    if plan.averaging:
         lines["averaging"] = protocol.text
     if job.optimizer.warm_up:
         lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
@@ -143,7 +142,7 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         rates = [factor * rate for rate in schedule_of(job, plan, found.samples.training).rates]
         span = f"{rates[0]:.4g} at first, {max(rates):.4g} at most, {rates[-1]:.4g} at the end"
         more["schedule"] = f"{job.optimizer.schedule}, a rate for each update: {span}"
-    tried = 1 if job.workers else job.training.minibatch_size
+    tried = 1 if job.scheduled else job.training.minibatch_size
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
     return {
         "data": f"{found.samples.training:,} training and {found.samples.test:,} test samples",

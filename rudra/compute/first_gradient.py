@@ -222,7 +222,7 @@ def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) 
     """
     alone, microbatches = None, job.training.microbatches
     portions = [portion_of(its, its_plan, role) for _, its, its_plan in parts(job, plan) for role in its_plan.learners]
-    if job.workers:
+    if job.scheduled:
         alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")
     elif microbatches > 1 and any(mine.count < 2 * microbatches for mine in portions):
         alone = (f"[training] microbatches = {microbatches}: a part may be of one sample", "fewer")

@@ -180,16 +180,16 @@ def manner(job: Job, plan: Plan, role: int) -> tuple[bool, bool]:
 
     Source: Hogbatch §5.1, shallow and deep copies.
     """
-    large = job.team(plan.learner_numbers)[plan.roles[role].index].kind == "large"
-    overwrites = large and job.weights.push == "overwrite"
-    return large or job.weights.update == "locked", overwrites
+    large = job.hogbatch.team(plan.learner_numbers)[plan.roles[role].index].kind == "large"
+    overwrites = large and job.hogbatch.gpu_write == "overwrite"
+    return large or job.hogbatch.locking, overwrites
 
 
 def threads_of(job: Job, plan: Plan, role: int) -> int:
     """How many gradients a worker computes at the same time: as many as batches have parts and its rank has threads."""
-    if job.weights.update == "locked":
+    if job.hogbatch.locking:
         return 1
-    parts = job.team(plan.learner_numbers)[plan.roles[role].index].threads
+    parts = job.hogbatch.team(plan.learner_numbers)[plan.roles[role].index].threads
     return min(parts, job.cluster.threads_per_rank or 1)
 
 
@@ -203,8 +203,8 @@ def made_of(entry: WindowEntry, update: Update, seconds: float = 0.0) -> Made:
 
 def shape_of(job: Job, plan: Plan, size: int) -> Shape:
     """The window for weights of so many floats."""
-    most = max(table.threads for table in job.team(plan.learner_numbers))
-    return Shape(size, plan.learner_numbers, job.weights.update, max(LOGGED, 3 * most))
+    most = max(table.threads for table in job.hogbatch.team(plan.learner_numbers))
+    return Shape(size, plan.learner_numbers, "locked" if job.hogbatch.locking else "racing", max(LOGGED, 3 * most))
 
 
 def window_here(shape: Shape) -> Window:

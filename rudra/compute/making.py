@@ -216,7 +216,7 @@ def _check_shared(flat: FlatModel) -> None:
     """That workers can share all that a model learns."""
     if flat.size > flat.parameter_count:
         raise ConfigError(
-            f"[weights] at = 'window': the model has buffers ({flat.layout[-1].name}), which are no weights that "
+            f"[hogbatch] weights = 'shared': the model has buffers ({flat.layout[-1].name}), which are no weights that "
             "workers could add to; valid: models without BatchNorm and the like, or server"
         )
 

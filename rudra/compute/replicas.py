@@ -40,14 +40,12 @@ def outer_rule(job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
     Raises:
         ConfigError: it does not take its options.
     """
-    averaging = job.make_protocol(plan)
-    assert isinstance(averaging, Averaging)
-    name, momentum, options = averaging.outer
+    name, momentum, options = Averaging.of(job.make_protocol(plan)).outer
     try:
         table = OptimizerTable(name=name, momentum=momentum, options=options)
         return UpdateRule(table, weights)
     except (ConfigError, ValueError) as error:
-        raise ConfigError(str(error).replace("[optimizer]", "[averaging] optimizer")) from None
+        raise ConfigError(str(error).replace("[optimizer]", "[averaging.outer]")) from None
 
 
 class ElasticExecutor(LearnerExecutor):

@@ -44,7 +44,7 @@ def dense_because(job: Job, plan: Plan) -> str:
     if job.cluster.gradient_format != "float32":
         return f"gradient_format = '{job.cluster.gradient_format}'"
     if plan.window:
-        return "[weights] at = 'window' adds whole vectors"
+        return "[hogbatch] weights = 'shared' adds whole vectors"
     if plan.parted or plan.stage is not None:
         return f"topology {job.make_topology().name} sends parts of gradients"
     if plan.groups or any(plan.traits(role).variant not in _CARRIERS for role in range(len(plan.roles))):

@@ -60,6 +60,11 @@ class JobChange(Table):
         return {table: keys for table in MAY_CHANGE if (keys := getattr(self, table))}
 
     @property
+    def where(self) -> str:
+        """The table, for errors."""
+        return f"[[changes]] at_epoch = {self.at_epoch}"
+
+    @property
     def text(self) -> str:
         """What changes, for people."""
         return ", ".join(f"{key} = {short(value)}" for key, value in flattened(self.tables).items())

@@ -11,6 +11,7 @@ from rudra.job.tables import (
     ClusterTable,
     DataTable,
     FaultToleranceTable,
+    HogbatchTable,
     Hook,
     ModelTable,
     OptimizerTable,
@@ -21,8 +22,6 @@ from rudra.job.tables import (
     TaskTable,
     TopologyTable,
     TrainingTable,
-    WeightsTable,
-    WorkersTable,
 )
 
 
@@ -38,7 +37,7 @@ class JobFields(Table):
         training: table `[training]`: epochs, mini-batch size, seed, tests, target.
         optimizer: table `[optimizer]`: the update rule and the learning rate.
         protocol: table `[protocol]`: how many gradients make an update, and the modulation of the learning rate.
-        weights: table `[weights]`: where the weights are, and how workers update them.
+        hogbatch: table `[hogbatch]`: how samples are assigned to heterogeneous workers, and who updates the weights.
         averaging: table `[averaging]`: how learners average replicas of their own.
         placement: table `[placement]`: which layers a stage server has.
         topology: table `[topology]`: which roles exchange gradients and weights.
@@ -46,7 +45,6 @@ class JobFields(Table):
         simulation: table `[simulation]`: what takes how long in virtual time.
         fault_tolerance: table `[fault_tolerance]`: what a run does about ranks that die or wait.
         results: table `[results]`: what the result file records.
-        workers: tables `[[workers]]`: what batches the learners take to which a coordinator deals samples out.
         hooks: tables `[[hooks]]`: code of the user that roles call.
         changes: tables `[[changes]]`: what has other values after an epoch.
         study: table `[study]`: what `rudra sweep` makes of the job.
@@ -60,7 +58,7 @@ class JobFields(Table):
     training: TrainingTable = TrainingTable()
     optimizer: OptimizerTable = OptimizerTable()
     protocol: ProtocolTable = ProtocolTable()
-    weights: WeightsTable = WeightsTable()
+    hogbatch: HogbatchTable = HogbatchTable()
     averaging: AveragingTable = AveragingTable()
     placement: PlacementTable = PlacementTable()
     topology: TopologyTable = TopologyTable()
@@ -68,7 +66,6 @@ class JobFields(Table):
     simulation: SimulationTable = SimulationTable()
     fault_tolerance: FaultToleranceTable = FaultToleranceTable()
     results: ResultsTable = ResultsTable()
-    workers: tuple[WorkersTable, ...] = ()
     hooks: tuple[Hook, ...] = ()
     changes: tuple[JobChange, ...] = ()
     study: StudyTable = StudyTable()

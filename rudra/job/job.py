@@ -1,7 +1,7 @@
 """The job: one immutable, validated description of a run.
 
 A job comes from a TOML file, from the name of a shipped job, or from code. Its tables are those of `rudra.job.tables`;
-rules that span them stand together in `Job._check_across_tables`.
+rules that span them stand together in `rudra.job.rules`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from pydantic import ValidationError, model_validator
 
 import protocols
 import topologies
-from rudra import plugins
 from rudra.errors import ConfigError
-from rudra.job import pairing
+from rudra.job import making, rules
 from rudra.job.changes import MAY_CHANGE, JobChange
 from rudra.job.fields import JobFields
 from rudra.job.jobfiles import Change, apply, parsed, read_job
-from rudra.job.simulation import PER_BYTE
-from rudra.job.table import Table, explain, name_of, named
-from rudra.job.tables import (
-    Hook,
-    WorkersTable,
-)
-from topologies.kinds import TREE_SERVER
+from rudra.job.renamed import answers
+from rudra.job.table import Table, explain, name_of
+from rudra.job.tables import Hook
 
 
 class Job(JobFields):
@@ -45,6 +40,8 @@ class Job(JobFields):
     """
 
     def __init__(self, **tables: Any) -> None:
+        if renamed := answers(tables):
+            raise ConfigError("; ".join(renamed))
         try:
             super().__init__(**tables)
         except ValidationError as error:
@@ -52,89 +49,25 @@ class Job(JobFields):
             raise ConfigError("; ".join(dict.fromkeys(texts))) from None
 
     @model_validator(mode="after")
-    def _check_across_tables(self) -> Self:
+    def _follows_the_rules(self) -> Self:
+        if self.topology.name == "auto":
+            object.__setattr__(self, "topology", self.topology.with_name(making.topology_of(self)))
         self.make_topology()
-        if self.training.compile and self.simulation.batching != "none":
-            raise ValueError("[training] compile = true computes one gradient at a time; valid: batching = 'none'")
-        if self.training.compile and self.training.precision != "float32":
-            raise ValueError("[training] compile = true computes in float32 so far; valid: precision = 'float32'")
-        if self.training.stop_at_target and self.training.target is None:
-            raise ValueError("[training] stop_at_target = true, but there is no target")
-        if not self.training.evaluate:
-            by_tests = {"[results] keep_best": self.results.keep_best, "[training] patience": self.training.patience}
-            by_tests["[optimizer] schedule = 'plateau'"] = self.optimizer.plateau
-            for key in (key for key, wanted in by_tests.items() if wanted):
-                raise ValueError(f"{key} depends on tests, but [training] evaluate = false")
-        if self.training.evaluate_training_set and self.training.evaluate != "workers":
-            raise ValueError("[training] evaluate_training_set: workers do that; valid: with evaluate = 'workers'")
-        if self.optimizer.momentum_correction != "none" and not (
-            self.optimizer.name == "sgd" and self.optimizer.momentum
-        ):
-            raise ValueError("[optimizer] momentum_correction corrects the momentum of sgd, and there is none")
-        if self.training.precision == "float16" and self.simulation.batching == "vmap":
-            raise ValueError(
-                "[simulation] batching = 'vmap' chooses no loss scale, but [training] precision = 'float16' "
-                "needs one; valid: batching none or big-batch, precision bfloat16"
-            )
-        for key, per_byte in PER_BYTE.items():
-            default = type(self.simulation).model_fields[key].default  # which stands in the file of every run
-            if getattr(self.simulation, per_byte) is not None and getattr(self.simulation, key) != default:
-                raise ValueError(f"[simulation] has {key} and {per_byte}; valid: one of them")
-        if self.simulation.sharing == "equal":
-            self._check_sharing()
-        if self.cluster.learners is not None:
-            plan = self.plan()
-            pairing.check(self, plan, self.make_protocol(plan))
-            pairing.check_hooks(self, plan, placed=False)
-            numbers = {key: list(getattr(self.simulation, key)) for key in ("slowdown", "learner_jitter")}
-            numbers["faults"] = [fault.learner for fault in self.simulation.faults if fault.learner is not None]
-            for key, learners in numbers.items():
-                for learner in learners:
-                    if not 0 <= learner < self.cluster.learners:
-                        raise ValueError(
-                            f"[simulation] {key} names learner {learner}; valid: 0 to {self.cluster.learners - 1}"
-                        )
-        self._check_changes()
+        rules.check(rules.JOB_RULES, self)
+        known = self.cluster.learners is not None
+        if known:
+            rules.check(rules.PART_RULES, self._part(self.plan()))
+        for change in self.changes:
+            try:
+                later = self.at(change.at_epoch)
+                if known:
+                    rules.check(rules.CHANGE_RULES, self._part(self.plan()), later._part(later.plan()))
+            except (ConfigError, ValueError) as error:
+                raise ValueError(f"{change.where}: {error}") from None
         return self
 
-    def _check_sharing(self) -> None:
-        """Raises ValueError for what may not be where a link carries several tensors at once, also of other jobs."""
-        refused = {
-            "[simulation] blocking_servers": self.simulation.blocking_servers,
-            "[simulation] faults": self.simulation.faults,
-            "[fault_tolerance] straggler_timeout_s": self.fault_tolerance.straggler_timeout_s,
-            "[[changes]]": self.changes,
-            "[weights] at = 'window'": self.weights.at == "window",
-        }
-        for key in (key for key, wanted in refused.items() if wanted):
-            raise ValueError(f"[simulation] sharing = 'equal': not with {key} so far; valid: sharing = 'turns'")
-
-    def _check_changes(self) -> None:
-        """Raises ValueError unless the job is one after each change, too, with the same roles and optimiser."""
-        if not self.changes:
-            return
-        epochs, before, first = self.training.epochs, 0, self.at(0)
-        if self.optimizer.schedule_every == "update":
-            raise ValueError("[[changes]]: schedule_every = 'update' counts updates of one protocol; valid: 'epoch'")
-        if self.simulation.batching == "big-batch":
-            raise ValueError("[[changes]]: batching = 'big-batch' is of one mini-batch size; valid: none, vmap")
-        for change in self.changes:
-            where = f"[[changes]] at_epoch = {change.at_epoch}"
-            if not before < change.at_epoch < epochs:
-                raise ValueError(f"{where}: must be ascending, and less than training.epochs = {epochs}")
-            before = change.at_epoch
-            if change.cluster.get("shares") == "auto":
-                raise ValueError(f"{where}: cluster.shares = 'auto' is measured before training; valid: a list")
-            try:
-                after = self.at(before)
-                if self.cluster.learners is not None:
-                    if first.plan().parted:
-                        raise ValueError("servers that share the weights cannot begin anew; valid: other topologies")
-                    pairing.check_same_roles(first.plan(), after.plan())
-                    if first.explicit_momentum() != after.explicit_momentum():
-                        raise ValueError("[optimizer] momentum_correction would change the momentum; valid: 'none'")
-            except (ConfigError, ValueError) as error:
-                raise ValueError(f"{where}: {error}") from None
+    def _part(self, plan: topologies.Plan, *, placed: bool = False) -> rules.JobPart:
+        return rules.JobPart(self, plan, self.make_protocol(plan), placed)
 
     def at(self, epoch: int) -> Job:
         """The job of a part of a run: a job without changes.
@@ -199,7 +132,6 @@ class Job(JobFields):
     def with_(
         self,
         *,
-        workers: Sequence[WorkersTable | Mapping[str, Any]] | None = None,
         hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         changes: Sequence[JobChange | Mapping[str, Any]] | None = None,
         **tables: Mapping[str, Any],
@@ -207,7 +139,6 @@ class Job(JobFields):
         """A copy with other values, checked as a whole: `job.with_(training={"epochs": 3})`.
 
         Args:
-            workers: all tables `[[workers]]` of the copy; None: those of this job.
             hooks: all hooks of the copy; None: those of this job.
             changes: all changes of the copy; None: those of this job.
             tables: table -> key -> new value; keys that are not named keep their values.
@@ -216,9 +147,10 @@ class Job(JobFields):
             ConfigError: there is no such table or key, or the copy contradicts itself.
         """
         merged = {field: getattr(self, field) for field in type(self).model_fields}
-        merged["workers"] = self.workers if workers is None else workers
         merged["hooks"] = self.hooks if hooks is None else hooks
         merged["changes"] = self.changes if changes is None else changes
+        if renamed := answers(tables):
+            raise ConfigError("; ".join(renamed))
         for table, keys in tables.items():
             if not isinstance(merged.get(table), Table):
                 valid = ", ".join(name for name in merged if name != "name")
@@ -282,11 +214,10 @@ class Job(JobFields):
         plan = self.make_topology().plan(self.learners, nodes)
         if nodes is not None:
             self.check(plan)
-            servers = sum(role.kind == TREE_SERVER for role in plan.roles)
-            for fault in self.simulation.faults:
-                if fault.tree_server is not None and not 0 <= fault.tree_server < servers:
-                    valid = f"0 to {servers - 1}" if servers else "none, there is no tree of servers"
-                    raise ConfigError(f"[simulation] faults names tree server {fault.tree_server}; valid: {valid}")
+            try:
+                rules.check(rules.SIMULATED_RULES, self, plan)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         return plan
 
     def check(self, plan: topologies.Plan) -> None:
@@ -299,11 +230,10 @@ class Job(JobFields):
             ConfigError: the protocol cannot work on the plan, or a hook names a role that is not in it.
         """
         try:
-            pairing.check(self, plan, self.make_protocol(plan))
-            pairing.check_hooks(self, plan, placed=True)
+            rules.check(rules.PART_RULES, self._part(plan, placed=True))
             for change in self.changes:
                 later, its_plan = self.at(change.at_epoch), self.plan_after(change.at_epoch, plan)
-                pairing.check(later, its_plan, later.make_protocol(its_plan))
+                rules.check(rules.PART_RULES, later._part(its_plan, placed=True))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -318,45 +248,15 @@ class Job(JobFields):
             ValueError: options of the topology do not fit, or do not keep the roles.
         """
         drawn = self.at(epoch).make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
-        pairing.check_same_roles(plan, drawn)
+        rules.check([rules.other_roles], plan, drawn)
         places = zip(drawn.roles, plan.roles, strict=True)
         roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
         return replace(drawn, roles=tuple(roles))
 
-    def team(self, learners: int) -> tuple[WorkersTable, ...]:
-        """The table `[[workers]]` of each learner, by its number, where a coordinator deals the samples out.
-
-        Raises:
-            ValueError: the tables `[[workers]]` do not name each learner once.
-        """
-        if not self.workers:
-            raise ValueError(
-                "[protocol] name: hogbatch needs tables [[workers]], which say what batches its learners take; "
-                'valid, for example: kind = "small"'
-            )
-        table_of: dict[int, int] = {}
-        for place, table in enumerate(self.workers):
-            for learner in table.ranks or ():
-                if not 0 <= learner < learners:
-                    raise ValueError(f"[workers] {place}.ranks names learner {learner}; valid: 0 to {learners - 1}")
-                if learner in table_of:
-                    raise ValueError(f"[workers] {place}.ranks names learner {learner} a second time; valid: once")
-                table_of[learner] = place
-        rest = [place for place, table in enumerate(self.workers) if table.ranks is None]
-        if len(rest) > 1:
-            raise ValueError(f"[workers] {rest[1]}.ranks is missing: one table can be of all that no other names")
-        others = [learner for learner in range(learners) if learner not in table_of]
-        if others and not rest:
-            raise ValueError(f"[workers] no table names learner {others[0]}; valid: ranks of all {learners} learners")
-        if rest and not others:
-            raise ValueError(f"[workers] {rest[0]}: other tables name all {learners} learners; valid: one less")
-        table_of |= dict.fromkeys(others, *rest)
-        return tuple(self.workers[table_of[learner]] for learner in range(learners))
-
-    def learners_on_cpu(self, plan: topologies.Plan) -> frozenset[int]:
-        """Roles of the learners that compute on the CPU, wherever others do."""
-        team = self.team(plan.learner_numbers) if self.workers else ()
-        return frozenset(role for role in plan.learners if team and team[plan.roles[role].index].device == "cpu")
+    @property
+    def scheduled(self) -> bool:
+        """Whether a coordinator assigns the samples, so that mini-batches have any size."""
+        return bool(getattr(making.factory_of(self), "schedules", False))
 
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
         """The job's protocol, made for its workers: the learners, or the compute groups where there are any.
@@ -369,42 +269,7 @@ class Job(JobFields):
             ConfigError: there is no such protocol.
             ValueError: an option, n or the modulation does not fit the protocol.
         """
-        table = self.protocol
-        plan = self.plan() if plan is None else plan
-        left = plan.workers - lost
-        factory = plugins.choose("[protocol] name", table.name, protocols.shipped())
-        averages = _is_a(factory, protocols.Averaging)
-        if self.averaging.given and not averages:
-            raise ValueError(
-                f"[averaging] is for {pairing.averaging_protocols()}; valid with protocol {named(table.name)}: no keys"
-            )
-        options = table.options | self.averaging.given
-        schedules = _is_a(factory, protocols.Hogbatch)
-        if not schedules and (key := next(iter([*table.of_hogbatch, *(["[[workers]]"] if self.workers else [])]), "")):
-            where = key if key.startswith("[") else f"[protocol] {key}"
-            raise ValueError(f"{where} is for hogbatch; valid with protocol {named(table.name)}: none")
-        if schedules:
-            for key in table.options.keys() & {"rule", "lr_scaling", "workers", "window"}:
-                own = _ELSEWHERE.get(key, f"{key} is a key of [protocol] itself")
-                raise ValueError(f"[protocol] options.{key} is not possible; {own}")
-            options |= table.of_hogbatch | {"workers": [table.worker for table in self.team(plan.learner_numbers)]}
-            options["window"] = self.weights.update if self.weights.at == "window" else ""
-        if averages:
-            options["served"] = plan.averaging and plan.served
-            if plan.sharing == "reference":
-                options["blocks"] = [*map(len, plan.groups)]
-        return protocols.make(
-            factory,
-            learners=left,
-            minibatch_size=self.training.minibatch_size * len(plan.learners) / plan.workers,
-            n=min(table.n, left) if table.n and (lost or plan.gone) else table.n,
-            modulation=plugins.choose(
-                "[protocol] modulation", table.modulation, {"auto": None, **protocols.MODULATIONS}
-            ),
-            reference_batch_size=table.reference_batch_size,
-            scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,
-            options=options,
-        )
+        return making.make_protocol(self, self.plan() if plan is None else plan, lost)
 
     def gradients_per_update(self, plan: topologies.Plan) -> int:
         """How many learners' gradients make an update. The average of a compute group counts as one of each member.
@@ -428,10 +293,7 @@ class Job(JobFields):
         Returns:
             The explicit momentum, at least 0; `optimizer.momentum` itself without a correction.
         """
-        if self.optimizer.momentum_correction == "none":
-            return self.optimizer.momentum
-        asynchrony = 1 + self.make_protocol(plan).expected_staleness
-        return max(0.0, self.optimizer.momentum - (1 - 1 / asynchrony))
+        return making.explicit_momentum(self, self.plan() if plan is None else plan)
 
     def make_topology(self) -> topologies.Topology:
         """The job's topology, with its options bound.
@@ -440,36 +302,11 @@ class Job(JobFields):
             ConfigError: there is no such topology.
             ValueError: it does not take these options.
         """
-        topology = plugins.choose("[topology] name", self.topology.name, topologies.shipped())
-        per_rank, staged = self.cluster.learners_per_rank, self.placement.servers if self.placement.given else 0
-        factory = plugins.choose("[protocol] name", self.protocol.name, protocols.shipped())
-        scheduled = _is_a(factory, protocols.Hogbatch)
-        how = {"scheduled": scheduled, "window": scheduled and self.weights.at == "window"}
-        return topologies.load(topology, self.topology.options, per_rank, staged=staged, **how)
+        return making.make_topology(self)
 
     def to_json(self) -> str:
         """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""
         return json.dumps(self.model_dump(exclude={"study"}), default=name_of, sort_keys=True)
-
-
-def _is_a(factory: Any, rule: type[protocols.Protocol]) -> bool:
-    """Whether a protocol, not yet made, is of a kind."""
-    return isinstance(factory, type) and issubclass(factory, rule)
-
-
-def hogbatch_of(tables: Mapping[str, Any], learners: int) -> protocols.Hogbatch:
-    """The rule by which a coordinator dealt samples out to so many learners, from what a file says of its job.
-
-    Raises:
-        ConfigError: the file says nothing of the kind.
-    """
-    about = {
-        key: value for key, value in tables.get("protocol", {}).items() if key in ("rule", "lr_scaling", "options")
-    }
-    job = Job(protocol={"name": "hogbatch", **about}, workers=tables.get("workers", []), cluster={"learners": learners})
-    made = job.make_protocol()
-    assert isinstance(made, protocols.Hogbatch)
-    return made
 
 
 def _tables_with(job: type[Job], key: str) -> list[str]:
@@ -488,7 +325,3 @@ def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
 
 def _as_dict(table: Table) -> dict[str, Any]:
     return {key: getattr(table, key) for key in table.model_fields_set}
-
-
-_ELSEWHERE = {"workers": "[[workers]] is a list of tables", "window": "[weights] at says whether there is one"}
-"""What Hogbatch is told and [protocol] has no key for."""

@@ -99,7 +99,7 @@ def _at_its_line(said: str, text: str) -> str:
     return said
 
 
-LISTS = ("workers", "hooks", "changes")
+LISTS = ("hogbatch.workers", "hooks", "changes")
 """Keys of a job that are lists of tables."""
 
 
@@ -149,10 +149,11 @@ def apply(tables: dict[str, Any], change: Change) -> None:
         else:
             whole = ".".join(tables_[:depth])
             raise ConfigError(f"{change.said}: {whole} has no table {part}; valid: 0 to {len(place) - 1}")
-        if not isinstance(place, dict) and (depth or part not in LISTS or not isinstance(place, list)):
-            raise ConfigError(f"{change.said}: {'.'.join(tables_[: depth + 1])} is not a table")
+        here = ".".join(tables_[: depth + 1])
+        if not isinstance(place, dict) and not (here in LISTS and isinstance(place, list)):
+            raise ConfigError(f"{change.said}: {here} is not a table")
     if not isinstance(place, dict):
-        raise ConfigError(f"{change.said}: must name one of the tables, such as {tables_[0]}.0.{last}")
+        raise ConfigError(f"{change.said}: must name one of the tables, such as {'.'.join(tables_)}.0.{last}")
     if change.value is None:
         place.pop(last, None)
     else:

@@ -1,43 +1,142 @@
 """What tables and keys of jobs were called before: files of runs have these names, and users' jobs may."""
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-TABLES = {"faults": "fault_tolerance"}
-KEYS = {
-    "cluster": {"wire": "gradient_format"},
-    "optimizer": {"factor": "decay_factor"},
-    "fault_tolerance": {
-        "stall_warning": "stall_warning_s",
-        "stall_limit": "stall_limit_s",
-        "straggler_timeout": "straggler_timeout_s",
-    },
-}
+
+class Renamed(NamedTuple):
+    """A table or key that has another name now.
+
+    Attributes:
+        old: dotted name of before.
+        new: dotted name of now.
+        values: value of before -> value of now, where the values have other names, too.
+        protocol: only jobs with this protocol had the key; empty: all.
+    """
+
+    old: str
+    new: str
+    values: Mapping[Any, Any] = {}
+    protocol: str = ""
+
+
+RENAMED = (
+    Renamed("faults", "fault_tolerance"),
+    Renamed("cluster.wire", "cluster.gradient_format"),
+    Renamed("optimizer.factor", "optimizer.decay_factor"),
+    Renamed("fault_tolerance.stall_warning", "fault_tolerance.stall_warning_s"),
+    Renamed("fault_tolerance.stall_limit", "fault_tolerance.stall_limit_s"),
+    Renamed("fault_tolerance.straggler_timeout", "fault_tolerance.straggler_timeout_s"),
+    Renamed("protocol.rule", "hogbatch.rule", {None: "fixed"}),
+    Renamed("protocol.lr_scaling", "hogbatch.lr_scaling", {None: "linear"}),
+    *(
+        Renamed(f"protocol.options.{key}", f"hogbatch.{key}", protocol="hogbatch")
+        for key in ("alpha", "beta", "shuffle", "counts")
+    ),
+    Renamed("weights.at", "hogbatch.weights", {"window": "shared"}),
+    Renamed("weights.update", "hogbatch.locking", {"racing": False, "locked": True}),
+    Renamed("weights.push", "hogbatch.gpu_write", {"gradient": "add"}),
+    Renamed("weights", "hogbatch"),
+    Renamed("workers.ranks", "workers.learners"),
+    Renamed("workers", "hogbatch.workers"),
+    Renamed("hogbatch.workers.ranks", "hogbatch.workers.learners"),
+    Renamed("averaging.optimizer", "averaging.outer.name"),
+    Renamed("averaging.learning_rate", "averaging.outer.learning_rate"),
+    Renamed("averaging.momentum", "averaging.outer.momentum"),
+    Renamed("averaging.options", "averaging.outer.options"),
+    Renamed("averaging.keeps_momentum", "averaging.keep_momentum"),
+)
+
+LISTS = ("hogbatch.workers", "workers")
+"""Which of these is a list of tables."""
 
 DATA = {"rudra.bench.prediction:noise": "rudra.data.noise:noise"}
 HOOKS = {"rudra.hooks:csv": "csv", "rudra.hooks:tensorboard": "tensorboard"}
 
 
-def now(tables: list[str], key: str) -> str | None:
-    """The name that a table, or the key of a table, has now; None: it never had another."""
-    if not tables:
-        return TABLES.get(key)
-    return KEYS.get(tables[0], {}).get(key) if len(tables) == 1 else None
+def answers(job: Mapping[str, Any]) -> list[str]:
+    """A line for each table or key of a job that has another name now."""
+    found: dict[str, str] = {}
+    for each in RENAMED:
+        tables, key = _split(each.old)
+        told = each.old not in LISTS and any(old.startswith(f"{each.old}.") for old in found)
+        if not told and any(key in place for place in _places(job, tables, each)):
+            found[each.old] = _answer(each)
+    return [*found.values()]
 
 
 def translated(job: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of a job that a file holds, under the names that they have now."""
-    found = {TABLES.get(name, name): keys for name, keys in job.items()}
-    for name, renamed in KEYS.items():
-        if isinstance(keys := found.get(name), dict):
-            found[name] = {renamed.get(key, key): value for key, value in keys.items()}
+    found: dict[str, Any] = copy.deepcopy(dict(job))
+    for each in RENAMED:
+        (tables, key), (others, new) = _split(each.old), _split(each.new)
+        for place in _places(found, tables, each):
+            if key not in place:
+                continue
+            value = place.pop(key)
+            there = place if tables == others else _made(found, others)
+            if isinstance(value, Mapping):
+                there[new] = {**value, **_table_in(there, new)}
+            else:
+                there[new] = each.values.get(value, value) if value is None or isinstance(value, str) else value
     if isinstance(data := found.get("data"), dict) and isinstance(source := data.get("name"), str):
         found["data"] = {**data, "name": DATA.get(source, source)}
     if isinstance(hooks := found.get("hooks"), list):
-        found["hooks"] = [_renamed(hook) if isinstance(hook, dict) else hook for hook in hooks]
+        found["hooks"] = [_hook(hook) if isinstance(hook, dict) else hook for hook in hooks]
     return found
 
 
-def _renamed(hook: dict[str, Any]) -> dict[str, Any]:
+def _split(name: str) -> tuple[list[str], str]:
+    """The tables in which a key stands, outermost first, and its own name."""
+    *tables, key = name.split(".")
+    return tables, key
+
+
+def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[Any]:
+    """Where the key of before would stand: a table, or each of a list of tables; nothing for another protocol."""
+    places: list[Any] = [job]
+    for table in tables:
+        inner = [place.get(table) for place in places if isinstance(place, Mapping)]
+        places = [one for found in inner for one in (found if isinstance(found, list | tuple) else [found])]
+    named = protocol.get("name") if isinstance(protocol := job.get("protocol"), Mapping) else None
+    fits = not each.protocol or each.protocol == named
+    return [place for place in places if isinstance(place, Mapping) and fits]
+
+
+def _made(job: dict[str, Any], tables: list[str]) -> dict[str, Any]:
+    """A table of a job, which is made where it is not there, or where a damaged file has something else."""
+    for table in tables:
+        job[table] = _table_in(job, table)
+        job = job[table]
+    return job
+
+
+def _table_in(tables: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = tables.get(key)
+    return found if isinstance(found, dict) else {}
+
+
+def _answer(each: Renamed) -> str:
+    table, _, key = each.old.rpartition(".")
+    other, _, new = each.new.rpartition(".")
+    if not table or each.old in LISTS:
+        return f"{_table(each.old)} is now {_table(each.new)}"
+    first, _, inner = each.old.partition(".")
+    before = f"{_table(table)} {key}" if table in LISTS else f"[{first}] {inner}"
+    values = ", ".join(f"{_toml(old)} is {_toml(value)}" for old, value in each.values.items() if old)
+    now = new if other == table else f"{_table(other)} {new}"
+    return f"{before} is now {now}{f' ({values})' if values else ''}"
+
+
+def _table(name: str) -> str:
+    return f"[[{name}]]" if name in LISTS else f"[{name}]"
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"'{value}'"
+
+
+def _hook(hook: dict[str, Any]) -> dict[str, Any]:
     call = hook.get("call")
     return {**hook, "call": HOOKS.get(call, call)} if isinstance(call, str) else hook

@@ -9,7 +9,7 @@ def check_minibatch(job: Job, training_samples: int) -> None:
 
     Workers of Hogbatch take what is left at an epoch's end, so that a batch of theirs is never too large.
     """
-    if job.workers:
+    if job.scheduled:
         return
     for start in (0, *(change.at_epoch for change in job.changes)):
         size = job.at(start).training.minibatch_size

@@ -14,13 +14,16 @@ def text() -> str:
 
 
 def job_keys() -> dict[str, dict[str, Any]]:
-    """The schema of each key, by `table.key`; hooks are no table."""
-    tables = json.loads(text())["properties"]
-    return {
-        f"{table}.{key}": about
-        for table, schema in tables.items()
-        for key, about in schema.get("properties", {}).items()
-    }
+    """The schema of each key, by `table.key`, also of tables in tables; hooks are no table."""
+    return dict(_keys(json.loads(text())["properties"], ""))
+
+
+def _keys(schemas: dict[str, dict[str, Any]], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for key, schema in schemas.items():
+        if "properties" in schema:
+            yield from _keys(schema["properties"], f"{prefix}{key}.")
+        elif prefix:
+            yield prefix + key, schema
 
 
 def named(key: dict[str, Any]) -> Iterator[str]:

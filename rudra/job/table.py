@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, fie
 from pydantic_core import ErrorDetails
 
 from rudra.errors import ConfigError, meant
-from rudra.job import renamed
 
 Named = str | Callable[..., Any]
 """The name of something shipped, `package.module:callable`, or (in code) the callable itself."""
@@ -18,6 +17,12 @@ Named = str | Callable[..., Any]
 
 class Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+
+    @property
+    def non_defaults(self) -> dict[str, Any]:
+        """The keys that have other values than by default."""
+        fields = type(self).model_fields
+        return {key: value for key in fields if (value := getattr(self, key)) != fields[key].default}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -57,8 +62,6 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     where = f"[{tables[0]}] {'.'.join([*tables[1:], key])}" if tables else key
     where += " as a key" if "[key]" in error["loc"] else ""
     if error["type"] == "extra_forbidden":
-        if name := renamed.now(tables, key):
-            return f"[{tables[0]}] {key} is now {name}" if tables else f"[{key}] is now [{name}]"
         place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
         return f"{place} '{key}'; valid: {', '.join(model.model_fields)}{meant(key, model.model_fields)}"
     if error["type"] == "value_error":

@@ -37,25 +37,45 @@ def commented(tables: Mapping[str, Any], about: str) -> str:
         about: what the job is for.
     """
     lines = [*_wrapped(about), HEAD, *_line("name", Job.model_fields["name"], tables, set())]
-    for name, field in Job.model_fields.items():
-        kind: Any = field.annotation
-        if isinstance(kind, type) and issubclass(kind, Table):
-            lines += ["", *_about(kind), f"[{name}]", *_keys(kind, tables.get(name, {}), COMMON.get(name, set()))]
-        elif entry := get_args(kind):  # a list of tables
-            given = tables.get(name, [])
-            lines += ["", *_about(entry[0])]
-            for each in given or [{}]:
-                lines += [f"{'' if given else '#'}[[{name}]]", *_keys(entry[0], each, set())]
+    for name, kind, several in _tables(Job):
+        given = tables.get(name, [] if several else {})
+        lines += _several(name, kind, given) if several else _section(name, kind, given, COMMON.get(name, set()))
     return "\n".join(lines) + "\n"
 
 
-def _about(kind: type[Table]) -> list[str]:
-    return _wrapped((kind.__doc__ or "").partition("\n")[0])
+def _tables(kind: type[Table]) -> Iterator[tuple[str, type[Table], bool]]:
+    """The tables in a table: key, which table, and whether it is a list of them."""
+    for key, field in kind.model_fields.items():
+        for inner in (field.annotation, *get_args(field.annotation)[:1]):
+            if isinstance(inner, type) and issubclass(inner, Table):
+                yield key, inner, inner is not field.annotation
+
+
+def _section(name: str, kind: type[Table], given: Mapping[str, Any], common: set[str]) -> Iterator[str]:
+    """A table of the job, and the tables in it; of these a header is commented out where nothing is given."""
+    yield from ("", *_wrapped((kind.__doc__ or "").partition("\n")[0]))
+    yield f"{'' if given or '.' not in name else '#'}[{name}]"
+    yield from _keys(kind, given, common)
+    for key, inner, several in _tables(kind):
+        if several:
+            yield from _several(f"{name}.{key}", inner, given.get(key, []))
+        else:
+            yield from _section(f"{name}.{key}", inner, given.get(key, {}), set())
+
+
+def _several(name: str, kind: type[Table], given: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A list of tables."""
+    yield from ("", *_wrapped((kind.__doc__ or "").partition("\n")[0]))
+    for each in given or [{}]:
+        yield f"{'' if given else '#'}[[{name}]]"
+        yield from _keys(kind, each, set())
 
 
 def _keys(kind: type[Table], given: Mapping[str, Any], common: set[str]) -> Iterator[str]:
-    """Keys of a table: first those that have a value, then those that are commented out."""
-    for key, field in sorted(kind.model_fields.items(), key=lambda each: each[0] not in given.keys() | common):
+    """Keys of a table that are no tables: first those that have a value, then those that are commented out."""
+    tables = {key for key, _, _ in _tables(kind)}
+    keys = {key: field for key, field in kind.model_fields.items() if key not in tables}
+    for key, field in sorted(keys.items(), key=lambda each: each[0] not in given.keys() | common):
         yield from _line(key, field, given, common)
 
 

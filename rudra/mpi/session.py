@@ -272,7 +272,7 @@ def _resolve(job: Job, comm: MPI.Comm, *, spare: bool = False) -> tuple[Job, Pla
     job.with_(cluster={"learners": learners}).check(plan)
     gpus = 0 if job.cluster.device == "cpu" else devices.gpus_here()
     seen: list[tuple[int, str]] = comm.allgather((gpus, socket.gethostname()))
-    on_cpu = job.learners_on_cpu(plan)
+    on_cpu = job.hogbatch.learners_on_cpu(plan)
     kind = devices.agreed(job.cluster.device, plan, [count for count, _ in seen], [host for _, host in seen], on_cpu)
     device = devices.CPU if kind == "cpu" else devices.of_rank(comm.rank, plan, places, gpus, on_cpu)
     if job.cluster.gpu_aware_mpi and kind == "cuda" and False in (told := comm.allgather(bool(gpu_aware()))):
@@ -530,7 +530,9 @@ class _Session:
         if several:
             comm.Free()
         if failure:
-            raise ConfigError(f"[weights] at = 'window': its memory cannot be had here ({failure}); valid: server")
+            raise ConfigError(
+                f"[hogbatch] weights = 'shared': its memory cannot be had here ({failure}); valid: server"
+            )
         if window is not None:
             give_window(self._executors, window)
 

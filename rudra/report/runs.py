@@ -328,7 +328,7 @@ def read(path: Path) -> Run:
 
 
 def _expected_staleness(results: Results) -> float | None:
-    tables = {name: results.job[name] for name in ("workers", "weights", "averaging") if name in results.job}
+    tables = {name: results.job[name] for name in ("hogbatch", "averaging") if name in results.job}
     protocol = {**results.job.get("protocol", {}), "modulation": "none"}  # which may name code
     if protocol.get("name") not in shipped():
         return None

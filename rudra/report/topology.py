@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 from protocols import Hogbatch
 from rudra.core.rows import form_of_gradients
 from rudra.errors import ConfigError, ResultsError, TopologyError
-from rudra.job.job import Job, hogbatch_of
+from rudra.job.job import Job
+from rudra.job.table import checked
+from rudra.job.tables import HogbatchTable
 from rudra.machine import cores
 from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.results.reader import Results, open_results
@@ -89,7 +91,7 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
     protocol = job.make_protocol(plan)
     name = getattr(job.protocol.name, "__name__", job.protocol.name)
     label = protocol_label({"protocol": name, "n": protocol.n})
-    if isinstance(protocol, Hogbatch):
+    if plan.scheduled:
         label += f" ({protocol.text})"
     name = _with_options(job.make_topology().name, job.topology.options)
     nodes, shared = plan.nodes(near=near), job.cluster.node_memory
@@ -105,7 +107,8 @@ def of_results(results: Results) -> Cast | None:
     plan = results.plan()
     label = protocol_label({"protocol": about.get("protocol"), "n": about.get("n")})
     if plan.scheduled:
-        label += f" ({hogbatch_of(job, plan.learner_numbers).text})"
+        table = checked(HogbatchTable, job.get("hogbatch", {}), "hogbatch")
+        label += f" ({Hogbatch(plan.learner_numbers, **table.arguments(plan)).text})"
     name = _with_options(about["topology"], job.get("topology", {}).get("options", {}))
     names = list(about.get("hosts") or ())
     real = about.get("driver") == "mpi"

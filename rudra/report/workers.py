@@ -1,11 +1,12 @@
 """What a report needs to know of unlike workers (protocol `hogbatch`): who computed what, and when."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.job.table import checked
+from rudra.job.tables import HogbatchTable
 from rudra.report.analysis import Numbers
 from rudra.results.reader import Results
 
@@ -139,21 +140,18 @@ def _steps(began_s: Numbers, took_s: Numbers, done: Numbers) -> tuple[Numbers, N
 
 def workers_of(results: Results) -> Workers | None:
     """What a result file says of them; None: its learners are all alike."""
-    tables = results.job.get("workers") or ()
     rows = np.concatenate([*results.pieces("minibatches"), results.minibatches[:0]])
-    if not tables or not len(rows):
+    if not results.attributes.get("scheduled") or not len(rows):
         return None
+    table = checked(HogbatchTable, results.job.get("hogbatch", {}), "hogbatch")
     learners = int(results.summary()["learners"])
-    team: list[Mapping[str, Any]] = []
-    for learner in range(learners):
-        own = [table for table in tables if learner in (table.get("ranks") or ())]
-        team.append((own or [table for table in tables if table.get("ranks") is None])[0])
+    team = table.team(learners)
     rows = rows[np.argsort(rows["time_s"], kind="stable")]
     counts = np.bincount(results.gradients["learner"], minlength=learners)
     return Workers(
-        str(results.job.get("protocol", {}).get("rule") or "fixed"),
-        tuple(str(table["kind"]) for table in team),
-        tuple(int(table.get("threads") or 1) for table in team),
+        table.rule,
+        tuple(worker.kind for worker in team),
+        tuple(worker.threads for worker in team),
         int(results.attributes["training_samples"]),
         float(rows["time_s"].max()),
         tuple(int(count) for count in counts),

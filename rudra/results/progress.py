@@ -150,13 +150,13 @@ def headline(job: Job, training_samples: int) -> str:
     label = protocol_label({"protocol": named(job.protocol.name), "n": protocol.n})
     factor = protocol.modulation.rate_factor(0.0)
     rate = rate_text(job.optimizer.learning_rate, factor, protocol.modulation.name)
-    size = f"λ = {job.learners}, {'' if job.workers else f'μ = {table.minibatch_size}, '}α = {rate}"
+    size = f"λ = {job.learners}, {'' if job.scheduled else f'μ = {table.minibatch_size}, '}α = {rate}"
     return f"{job.name}: {label}, {size}, {job.optimizer.name}, {table.epochs} epochs of {training_samples:,} samples"
 
 
 def too_few(job: Job, training_samples: int) -> str:
     """What follows where an update takes more samples than an epoch has; empty where it does not."""
-    if job.workers:  # whose last batch takes what is left
+    if job.scheduled:  # whose last batch takes what is left
         return ""
     size = job.training.minibatch_size
     each = job.gradients_per_update(job.plan()) * size

@@ -284,11 +284,11 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
         return f"protocol {named(job.protocol.name)} declares that it is not replayable"
     if not plan.replayable:
         return f"topology {named(job.topology.name)} declares that it is not replayable"
-    if job.weights.at == "window" and job.weights.update == "racing":
-        return "its workers raced ([weights] update = 'racing'): nobody knows in which order they read and wrote"
-    if job.weights.at == "window" and job.weights.push == "overwrite":
-        return "workers overwrote weights ([weights] push = 'overwrite'), which no server does"
-    if job.weights.at == "window" and (job.optimizer.warm_up or job.optimizer.schedule_every == "update"):
+    if job.hogbatch.shares_weights and not job.hogbatch.locking:
+        return "its workers raced ([hogbatch] locking = false): nobody knows in which order they read and wrote"
+    if job.hogbatch.shares_weights and job.hogbatch.gpu_write == "overwrite":
+        return "workers overwrote weights ([hogbatch] gpu_write = 'overwrite'), which no server does"
+    if job.hogbatch.shares_weights and (job.optimizer.warm_up or job.optimizer.schedule_every == "update"):
         return "workers had rates of when they got work ([optimizer] warm_up or schedule_every = 'update'), in a window"
     if job.cluster.device != "cpu":
         return f"device {job.cluster.device}, whose kernels may add in another order each time"

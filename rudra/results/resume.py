@@ -24,14 +24,14 @@ from rudra.results.reader import Results, open_results
 from rudra.results.writer import checked_name
 from rudra.trust import admit, new_run
 
-DECISIVE = (
-    *("model", "data", "augment", "task", "training", "optimizer"),
-    *("protocol", "weights", "averaging", "placement", "topology", "cluster"),
-)
-"""Tables of the job that decide what the weights become; of them these keys do not, or say where something is:"""
+_INDIFFERENT = ("name", "simulation", "fault_tolerance", "results", "hooks", "study")
+"""What of a job has no say in what the weights become."""
 
-DECISIVE_LISTS = ("changes", "workers")
-"""So do these lists of tables, as a whole."""
+DECISIVE_LISTS = ("changes",)
+"""Lists of tables that decide what the weights become, as a whole."""
+
+DECISIVE = tuple(name for name in Job.model_fields if name not in (*_INDIFFERENT, *DECISIVE_LISTS))
+"""So do these tables; of them these keys do not, or say where something is:"""
 
 RESUME_MAY_CHANGE = (
     "data.path",
@@ -409,8 +409,22 @@ def _decided(state: SavedState, job: Job) -> dict[str, Any]:
 
 def decisive(job: Mapping[str, Any]) -> dict[str, Any]:
     """The `DECISIVE` tables of a job that a file holds; a key that is younger than the file has its default."""
-    default = json.loads(Job().to_json())
-    return {table: {**default[table], **job.get(table, {})} for table in DECISIVE}
+    whole = completed(job)
+    return {table: whole[table] for table in DECISIVE}
+
+
+def completed(job: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a job that a file holds, with the defaults of keys that are younger than the file."""
+    return _with_defaults(job, json.loads(Job().to_json()))
+
+
+def _with_defaults(keys: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {
+        key: _with_defaults(keys[key], default)
+        for key, default in defaults.items()
+        if isinstance(default, Mapping) and default and isinstance(keys.get(key), Mapping)
+    }
+    return {**defaults, **keys, **inner}
 
 
 def _differences(then: Mapping[str, Any], job: Job) -> list[tuple[str, Any, Any]]:

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from protocols import rule_of
 from rudra.core.records import TIMES
 from rudra.errors import printable
-from rudra.job.job import hogbatch_of
+from rudra.job.table import checked
+from rudra.job.tables import HogbatchTable
 from rudra.job.target import WINDOW, Best, Target, Watch
 from rudra.results.tables import RunTables
 
@@ -215,9 +216,10 @@ def _workers(results: RunTables) -> list[dict[str, Any]]:
     learners, gradients = results.attributes.get("learners"), results.gradients
     if not results.attributes.get("scheduled") or not learners:
         return []
+    table = checked(HogbatchTable, results.job.get("hogbatch", {}), "hogbatch")
     found = []
     busy = {int(row["learner"]): _times(row, _time_s(results))["compute_share"] for row in results.learners}
-    for learner, worker in enumerate(hogbatch_of(results.job, learners).workers):
+    for learner, worker in enumerate(table.team(learners)):
         mine = gradients["samples"][gradients["learner"] == learner]
         about = {"learner": learner, "kind": worker.kind, "threads": worker.threads, "updates": len(mine)}
         share = {"updates_share": len(mine) / len(gradients) if len(gradients) else None, "samples": int(mine.sum())}

@@ -79,8 +79,7 @@ class Averager(Replica):
         super()._follow(plan)
         self._everybody = 0 if plan.sharing == "nothing" else EVERYBODY
         ledger, job = self.ledger, self.ledger.job
-        assert isinstance(ledger.protocol, Averaging)
-        self.rule = ledger.protocol
+        self.rule = Averaging.of(ledger.protocol)
         size, parts = job.training.minibatch_size, job.cluster.parts
         self._together = sum(portion(plan, i, size, parts).count for i in plan.learners)  # samples of all at once
         self._period = ledger.timestamp  # averages begun
@@ -236,7 +235,7 @@ class Averager(Replica):
             return actions
         move: list[Action] = []
         if self._drops:  # also where training ends, from where it may be resumed
-            move += self._restart(keeps_momentum=self.rule.keeps_momentum)
+            move += self._restart(keeps_momentum=self.rule.keep_momentum)
             time_s = now - self.ledger.began
             self.ledger.tell("averaging", self.ledger.timestamp, time_s, "the rate has dropped: all replicas restart")
         elif not self.rule.early:

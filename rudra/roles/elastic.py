@@ -50,9 +50,8 @@ class ReplicaSteps:
     """
 
     def __init__(self, setup: Setup) -> None:
-        rule = setup.job.make_protocol(setup.plan)
-        assert isinstance(rule, Averaging)
-        self.rule, self._samples = rule, setup.job.training.minibatch_size
+        self.rule = Averaging.of(setup.job.make_protocol(setup.plan))
+        self._samples = setup.job.training.minibatch_size
         self._schedule, self._training_samples = setup.schedule, setup.training_samples
 
     def step(self, timestamp: int, made: int, *, corrects: bool) -> Step:

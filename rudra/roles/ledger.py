@@ -144,8 +144,8 @@ class Ledger:
         self.learned = [position.learned_by(i) for i in learners]
         self.drawn = [position.drawn_from(i) for i in learners]
         self.dealer: SampleAllocator | None = None
-        if isinstance(self.protocol, Hogbatch):
-            self.dealer = SampleAllocator(self.protocol, plan, self._training_samples, position)
+        if plan.scheduled:
+            self.dealer = SampleAllocator(Hogbatch.of(self.protocol), plan, self._training_samples, position)
         size, parts, between = self.job.training.minibatch_size, self.job.cluster.parts, self.protocol.period - 1
         mine = {plan.roles[i].index: portion(plan, i, size, parts) for i in plan.learners} if between and parts else {}
         # With shares, samples of others lie between the mini-batches of a period.

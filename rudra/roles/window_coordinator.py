@@ -87,7 +87,7 @@ class WindowCoordinator(Coordinator):
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         super()._follow(plan, position)
         self.buffers = GradientBuffers(plan.children[self.id], 0, False)
-        self._numbered = self._job.weights.update == "locked"
+        self._numbered = self._job.hogbatch.locking
         self._reports: deque[UpdateReport] = deque()
         self._early: dict[int, UpdateReport] = {}  # by number, those that others come before
         self._at_hand: UpdateReport | None = None  # is counted, and waits for a test

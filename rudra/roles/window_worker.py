@@ -84,10 +84,8 @@ class WindowLog(WorkLog):
 
     def __init__(self, role: int, setup: Setup) -> None:
         self.batches: deque[Batch] = deque()
-        self._alone = setup.job.weights.update == "locked"
-        protocol = setup.job.make_protocol(setup.plan)
-        assert isinstance(protocol, Hogbatch)
-        self._protocol = protocol
+        self._alone = setup.job.hogbatch.locking
+        self._protocol = Hogbatch.of(setup.job.make_protocol(setup.plan))
         super().__init__(role, setup)
 
     @property
@@ -163,7 +161,7 @@ class WindowWorker(Worker):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._ahead = setup.job.weights.update == "racing"
+        self._ahead = not setup.job.hogbatch.locking
         self._asked = 1  # batches that are on their way; who is there when training begins gets one
         self._untold: list[Made] = []
         self._leads = role in setup.plan.window_leaders

@@ -76,7 +76,7 @@ class WorkLog(MinibatchLog):
         super().__init__(role, setup)
 
     def go_on(self, job: Job, plan: Plan, position: TrainingState) -> None:
-        self._threads = job.team(plan.learner_numbers)[self.learner].threads
+        self._threads = job.hogbatch.team(plan.learner_numbers)[self.learner].threads
         self.step = position.step(self.learner)
         self._samples = position.learned_by(self.learner) - self._before
 

@@ -145,7 +145,7 @@ def find_device(job: Job) -> torch.device:
         ConfigError: the job asks for a GPU, and there is none, or none is used.
     """
     wanted, there = job.cluster.device, torch.cuda.is_available()
-    if job.weights.at == "window":
+    if job.hogbatch.shares_weights:
         if wanted == "cuda":
             raise ConfigError("[cluster] device = 'cuda': windows of virtual time are in main memory; valid: cpu, auto")
         return CPU

@@ -234,7 +234,7 @@ def check_bits(run: Job) -> None:
 def determined(run: Job) -> bool:
     """Whether nobody's pace decides what a run computes: all learners wait for each other."""
     rule = run.make_protocol(run.plan(places(run)))
-    if isinstance(rule, protocols.Averaging):
+    if rule.averages:
         return not run.topology.options.get("server")
     return rule.ordered and rule.waits and rule.gradients_per_update == rule.learners
 
@@ -336,14 +336,13 @@ def cases(target: str, tables: dict[str, dict[str, Any]]) -> Iterator[Case]:
     if callable(getattr(found, "plan", None)):
         topology = {**tables.get("topology", {}), "name": target}
         for name in protocols.shipped():
-            if not issubclass(protocols.rule_of(name), protocols.Hogbatch):  # which has workers
+            if not protocols.rule_of(name).schedules:  # which has laws of its own
                 yield from cases_of({"name": name}, topology)
         return
     if not (isinstance(found, type) and issubclass(found, protocols.Protocol)):
         raise ConfigError(f"{target}: is no class of protocols.Protocol, and has no function plan, as topologies have")
     protocol = {**tables.get("protocol", {}), "name": target}
-    averages = issubclass(found, protocols.Averaging)
-    if not averages:
+    if not found.averages:
         yield from cases_of(protocol, None)
     for topology in TOPOLOGY_CASES:
         yield from cases_of(protocol, topology)

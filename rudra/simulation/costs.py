@@ -92,10 +92,10 @@ class Pace(NamedTuple):
 
 def paces_of(job: Job, plan: Plan) -> dict[int, Pace]:
     """The pace of each learner's role, where a coordinator deals samples out to them; else nothing."""
-    protocol = job.make_protocol(plan) if plan.scheduled else None
-    if not isinstance(protocol, Hogbatch):
+    if not plan.scheduled:
         return {}
-    team, common = job.team(plan.learner_numbers), job.simulation.compute_s
+    protocol = Hogbatch.of(job.make_protocol(plan))
+    team, common = job.hogbatch.team(plan.learner_numbers), job.simulation.compute_s
     found = {}
     for role in plan.learners:
         number = plan.roles[role].index
@@ -298,7 +298,9 @@ def source(job: Job) -> str | None:
     table = job.simulation
     if table.costs is not None:
         return None if table.costs == DEFAULTS else table.costs
-    if "compute_s" in table.model_fields_set or (job.workers and all(team.compute_s for team in job.workers)):
+    if "compute_s" in table.model_fields_set or (
+        job.hogbatch.workers and all(team.compute_s for team in job.hogbatch.workers)
+    ):
         return "the job"
     path = measured_path(job)
     return str(path) if path.is_file() else None
@@ -420,7 +422,7 @@ def places(job: Job) -> list[int]:
         known = max((size for size in count if size <= learners), default=min(count))
         count = math.ceil(count[known] * learners / known)
     ranks = -(-learners // each)
-    alone = 1 if job.weights.at == "window" else ranks
+    alone = 1 if job.hogbatch.shares_weights else ranks
     count = alone if count is None else min(count, ranks)
     return [i // each * count // ranks for i in range(learners)]
 

@@ -128,7 +128,7 @@ def predict(
     Raises:
         RudraError: a mistake in the job.
     """
-    if job.workers and updates is not None:
+    if job.scheduled and updates is not None:
         raise ConfigError("--updates: under protocol hogbatch whole epochs are simulated; valid: none")
     measured = costs.source(job)
     job = placed(costs.load(job).resolved(learners=job.cluster.learners))
@@ -136,7 +136,7 @@ def predict(
         job.at(0)
         .without_tests()
         .with_(
-            training={"epochs": min(job.training.epochs, EPOCHS) if job.workers else 1},
+            training={"epochs": min(job.training.epochs, EPOCHS) if job.scheduled else 1},
             results={"minibatches": True, "checkpoint_every": "never"},
             simulation={"faults": ()},
             optimizer={"schedule": "step", "schedule_options": {}, "schedule_every": "epoch"},  # rates take no time
@@ -145,16 +145,16 @@ def predict(
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples
     per_update = job.gradients_per_update(job.plan())
-    updates = updates or (2**62 if job.workers else _enough(job, per_update))
+    updates = updates or (2**62 if job.scheduled else _enough(job, per_update))
     plan = job.plan(costs.places(job))
     job = costs.shared(job, plan)
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(updates, plan.server), KeptRows()
-    simulated = training_samples if job.workers else updates * per_update * minibatch_size
+    simulated = training_samples if job.scheduled else updates * per_update * minibatch_size
     simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size, placed=known.placed)
     simulation.run()
     found = _evaluate(job, plan, simulation.costs, meter, rows, training_samples, size)
-    if job.workers:
+    if job.scheduled:
         return replace(found, costs=measured)
     return replace(found, costs=measured, efficiency=efficiency(job, simulation.costs, size, found.samples_per_s))
 
@@ -213,7 +213,7 @@ def _evaluate(
     job: Job, plan: Plan, model: costs.CostModel, meter: _Meter, rows: KeptRows, training_samples: int, size_bytes: int
 ) -> Prediction:
     updates, gradients, minibatches = rows["updates"], rows["gradients"], rows["minibatches"]
-    if job.workers:
+    if job.scheduled:
         first, per_s = _epochs_rate(rows["epochs"], updates)
     else:
         first, per_s = steady_rate(updates)
@@ -230,7 +230,7 @@ def _evaluate(
     for learner in (plan.roles[i] for i in plan.learners):
         hosted[learner.world_rank].append(learner.index)
     queued_s = float(rows["stages"]["wait_s"].mean()) if plan.stage is not None else 0.0
-    workers = _workers(job, steady, float(ended - began)) if job.workers else ()
+    workers = _workers(job, steady, float(ended - began)) if job.scheduled else ()
     if workers:
         rate = sum(worker["samples_per_s"] / worker["busy_share"] for worker in workers)
     else:
@@ -266,7 +266,7 @@ def _epochs_rate(epochs: npt.NDArray[Any], updates: npt.NDArray[Any]) -> tuple[i
 def _workers(job: Job, minibatches: npt.NDArray[Any], elapsed: float) -> tuple[dict[str, Any], ...]:
     """What each worker did in so many seconds, of its rows."""
     found = []
-    for learner, table in enumerate(job.team(job.learners)):
+    for learner, table in enumerate(job.hogbatch.team(job.learners)):
         mine = minibatches[minibatches["learner"] == learner]
         count, samples = len(mine), int(mine["samples"].sum())
         found.append(

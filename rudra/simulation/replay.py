@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from protocols import Averaging, Hogbatch
 from rudra.compute import models
 from rudra.compute.executor import torch_as_in
 from rudra.compute.flat import sha256
@@ -208,7 +207,7 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
 def _check_kind(path: Path, plan: Plan, job: Job) -> None:
     """Raises ReplayError where the file's attributes and roles are not those of its job."""
     protocol = job.make_protocol(plan)
-    kinds = {"averaging": isinstance(protocol, Averaging), "scheduled": isinstance(protocol, Hogbatch)}
+    kinds = {"averaging": protocol.averages, "scheduled": protocol.schedules}
     for name, wanted in kinds.items():
         if getattr(plan, name) != wanted:
             raise ReplayError(f"{path}: damaged: attribute '{name}' is not what its job has")

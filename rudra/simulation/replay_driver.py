@@ -292,7 +292,7 @@ class ReplayDriver:
         assert isinstance(machine, FedLearner)
         if machine.given is not None:
             plan, job = self._simulation.plan, self._phases[0].job
-            team = job.team(plan.learner_numbers)
+            team = job.hogbatch.team(plan.learner_numbers)
             parts.extend(works(*machine.given.rows[0].item(), team[plan.roles[role].index].threads))
             machine.given = None
         if not parts:

@@ -28,6 +28,7 @@ from rudra.core.messages import Rows
 from rudra.core.wire import tensor_bytes
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
+from rudra.job.tables import AveragingTable, HogbatchTable
 from rudra.machine import cores
 from rudra.mpi.launch import launch
 from rudra.results.reader import open_results
@@ -170,8 +171,9 @@ def _timed(job: Job) -> Job:
         placement={"cut": None},
         topology={"name": "base", "options": {}},
         cluster={"learners_per_rank": 1, "shares": ()},
-        protocol={"name": "async", "n": None, "modulation": "none", "rule": None, "lr_scaling": None, "options": {}},
-        workers=(),
+        protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
+        hogbatch=HogbatchTable().model_dump(),
+        averaging=AveragingTable().model_dump(),
         optimizer={**rate, "warm_up": 0.0, "momentum_correction": "none"},
         training={"epochs": 1, "warm_start": None},
         results={"minibatches": True, "checkpoint_every": "never", "keep_every": None},

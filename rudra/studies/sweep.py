@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from protocols import Averaging, Hogbatch
+from protocols import Averaging
 from rudra.errors import ConfigError, ResultsError, printable
 from rudra.files import SWEEP_INDEX, written
 from rudra.job.job import Job
@@ -27,6 +27,7 @@ from rudra.job.jobfiles import PAPER, Change, flattened, parsed, read_job, read_
 from rudra.job.table import named
 from rudra.job.tables import PLACEMENT_RULES, kinds_of
 from rudra.machine import cores
+from rudra.results.resume import completed
 from rudra.simulation import costs
 
 FORMAT = 1
@@ -319,10 +320,11 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
         "momentum": job.optimizer.momentum,
         "learning_rate": job.optimizer.learning_rate,
     }
-    if isinstance(protocol, Hogbatch):
-        ours |= {"rule": protocol.rule, "kinds": "+".join(worker.kind for worker in protocol.workers)}
-    if isinstance(protocol, Averaging):
-        ours |= {"period": protocol.period, "outer_momentum": protocol.outer.momentum}
+    if protocol.schedules:
+        kinds = "+".join(worker.kind for worker in job.hogbatch.team(job.learners))
+        ours |= {"rule": job.hogbatch.rule, "kinds": kinds}
+    if protocol.averages:
+        ours |= {"period": protocol.period, "outer_momentum": Averaging.of(protocol).outer.momentum}
     told = {"modulation": protocol.default_modulation, "topology": "base", **row}
     return all(told[key] == value for key, value in ours.items() if key in told)
 
@@ -367,6 +369,7 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], driver: Dr
         decided.add(("placement", "cut"))
     if wanted["training"]["gradients"] == "auto":
         decided.add(("training", "gradients"))
+    found = completed(found)
     return [
         f"[{table}] {key} is {json.dumps(found.get(table, {}).get(key))}, not {json.dumps(value)}"
         for table, keys in wanted.items()

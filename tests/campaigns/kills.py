@@ -56,8 +56,8 @@ OVERLAPPED = (*ASYNC, "topology.name=adv*", "topology.options.fan_out=2")
 GROUPS = (*ASYNC, "topology.name=groups", "topology.options.groups=2")
 WINDOW = (
     "protocol.name=hogbatch",
-    "workers=[{kind = 'small', threads = 2, min = 8, max = 8}]",
-    "weights.at=window",
+    "hogbatch.workers=[{kind = 'small', threads = 2, min = 8, max = 8}]",
+    "hogbatch.weights=shared",
 )
 CHECKED = "model.name=tests.campaigns.points:checked_mlp"
 SMALL = (CHECKED, "model.options.hidden=[625, 625]")
@@ -101,8 +101,8 @@ CASES = {
     "servers of a tree": Case(TREE_SERVER, TREE, 17),
     "parameter server": Case(PARAMETER_SERVER, TREE, 17),
     "statistics server": Case(STATISTICS_SERVER, TREE, 17),
-    "workers, racing window": Case(LEARNER, (*WINDOW, "weights.update=racing"), 15),
-    "workers, locked window": Case(LEARNER, (*WINDOW, "weights.update=locked"), 15),
+    "workers, racing window": Case(LEARNER, (*WINDOW, "hogbatch.locking=false"), 15),
+    "workers, locked window": Case(LEARNER, (*WINDOW, "hogbatch.locking=true"), 15),
 }
 QUICK = {"learners, softsync": Case(LEARNER, SOFTSYNC, 2, calm=1), "parameter server": Case(PARAMETER_SERVER, TREE, 1)}
 WITH_CHECKSUMS = {

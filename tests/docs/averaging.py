@@ -1,6 +1,6 @@
 """On which topologies replicas are averaged, and by which rules, as the code says."""
 
-from rudra.job.pairing import averaging_pairs
+from protocols import averaging_pairs
 from tests.docs import markdown
 from tests.docs.markdown import code
 

@@ -57,11 +57,13 @@ def default(field: FieldInfo) -> str:
     """What a key is where a job leaves it out; empty where nothing stands for it."""
     if field.is_required() or field.validate_default:  # the latter would be refused
         return "must be given"
-    return "" if field.default is None else code(_toml(field.default))
+    return "" if field.default is None or isinstance(field.default, Table) else code(_toml(field.default))
 
 
 def allowed(field: FieldInfo) -> str:
     """What a key may be: words, or a kind of value and its bounds."""
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Table):
+        return "table"
     kinds = [kind for kind in _kinds(field.annotation) if kind is not type(None)]
     if words := [code(_toml(word)) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]:
         lists = [f"or {text}" for kind in kinds if (text := _several(kind))]

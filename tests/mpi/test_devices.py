@@ -211,18 +211,21 @@ def test_a_gpu_is_found_and_computes_what_a_cpu_does(gpu: torch.device, tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("at", ["server", "window"])
+@pytest.mark.parametrize("weights", ["server", "shared"])
 def test_a_large_worker_on_a_gpu_learns_beside_a_small_one_on_the_cpu(
-    gpu: torch.device, tmp_path: Path, at: str
+    gpu: torch.device, tmp_path: Path, weights: str
 ) -> None:
     job = rudra.Job.load("digits").with_(
-        protocol={"name": "hogbatch", "n": None, "rule": "fixed", "lr_scaling": "none"},
+        protocol={"name": "hogbatch"},
         optimizer={"learning_rate": 0.1, "momentum": 0.0, "milestones": []},
-        weights={"at": at},
-        workers=[
-            {"ranks": [0], "kind": "small", "min": 8, "max": 8, "device": "cpu"},
-            {"kind": "large", "min": 64, "max": 64},
-        ],
+        hogbatch={
+            "lr_scaling": "none",
+            "weights": weights,
+            "workers": [
+                {"learners": [0], "kind": "small", "min": 8, "max": 8, "device": "cpu"},
+                {"kind": "large", "min": 64, "max": 64},
+            ],
+        },
         cluster={"learners": 2, "device": "cuda"},
         training={"epochs": 10},
     )

@@ -26,17 +26,18 @@ learning_rate = 0.05
 momentum = 0.9
 [protocol]
 name = "hogbatch"
-rule = "{rule}"
 reference_batch_size = 16
+[hogbatch]
+rule = "{rule}"
 [cluster]
 learners = {learners}
 threads_per_rank = 1
-[[workers]]
-ranks = [0]
+[[hogbatch.workers]]
+learners = [0]
 kind = "small"
 threads = 3
 max = 8
-[[workers]]
+[[hogbatch.workers]]
 kind = "large"
 min = 8
 max = 64

@@ -18,29 +18,34 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 SAMPLES = 240
 
 
-def window_job(model: str, learners: int, update: str, kind: str = "small", **tables: Any) -> Job:
+def window_job(model: str, learners: int, locking: bool, kind: str = "small", **tables: Any) -> Job:
     return Job(
         model={"name": f"user_code:{model}"},
         data={"name": "user_code:prompt", **tables.pop("data", {})},
         training={"epochs": 4, "seed": 7, "minibatch_size": 4, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.05},
-        protocol={"name": "hogbatch", "reference_batch_size": 4, "options": {"shuffle": "epoch"}},
+        protocol={"name": "hogbatch", "reference_batch_size": 4},
         cluster={"learners": learners, "threads_per_rank": 1},
-        workers=[{"kind": kind, "min": 4, "max": 4}],
-        weights={"at": "window", "update": update},
+        hogbatch={
+            "shuffle": "epoch",
+            "weights": "shared",
+            "locking": locking,
+            "workers": [{"kind": kind, "min": 4, "max": 4}],
+        },
         **tables,
     )
 
 
 def as_file(job: Job, directory: Path, **results: Any) -> Path:
     path = directory / "job.toml"
-    (worker,) = job.workers
+    (worker,) = job.hogbatch.workers
     path.write_text(
         f'[model]\nname = "{job.model.name}"\n[data]\nname = "user_code:delayed"\n'
         '[training]\nepochs = 4\nminibatch_size = 4\nevaluate = "workers"\n[optimizer]\nlearning_rate = 0.05\n'
         f'[protocol]\nname = "hogbatch"\nreference_batch_size = 4\n[cluster]\nlearners = {job.learners}\n'
-        f'[[workers]]\nkind = "{worker.kind}"\nmin = 4\nmax = 4\n'
-        f'[weights]\nat = "window"\nupdate = "{job.weights.update}"\n[results]\nflush_s = 0.1\nreport_s = 0.0\n'
+        f'[[hogbatch.workers]]\nkind = "{worker.kind}"\nmin = 4\nmax = 4\n'
+        f'[hogbatch]\nweights = "shared"\nlocking = {str(job.hogbatch.locking).lower()}\n'
+        "[results]\nflush_s = 0.1\nreport_s = 0.0\n"
     )
     return path
 
@@ -58,8 +63,8 @@ def check_epochs(results: rudra.Results) -> None:
 
 def test_one_worker_has_the_bits_of_async_whatever_it_copies(tmp_path: Path) -> None:
     jobs = {
-        f"{update} {kind}": window_job("network", 1, update, kind)
-        for update in ("racing", "locked")
+        f"{name} {kind}": window_job("network", 1, locking, kind)
+        for name, locking in (("racing", False), ("locked", True))
         for kind in ("small", "large")
     }
     tables = jobs["racing small"]
@@ -77,9 +82,9 @@ def test_one_worker_has_the_bits_of_async_whatever_it_copies(tmp_path: Path) -> 
     assert all(replays(tmp_path / f"locked {kind}.h5") for kind in ("small", "large"))
 
 
-@pytest.mark.parametrize("update", ["locked", "racing"])
-def test_workers_that_die_leave_what_they_did_and_the_rest_is_served_again(tmp_path: Path, update: str) -> None:
-    path, output = as_file(window_job("struck", 4, update), tmp_path), tmp_path / "out.h5"
+@pytest.mark.parametrize("locking", [True, False])
+def test_workers_that_die_leave_what_they_did_and_the_rest_is_served_again(tmp_path: Path, locking: bool) -> None:
+    path, output = as_file(window_job("struck", 4, locking), tmp_path), tmp_path / "out.h5"
     code, _, err = finish(start("run", path, "--output", output))
     assert code == 0, err
     with rudra.open_results(output) as results:
@@ -92,11 +97,11 @@ def test_workers_that_die_leave_what_they_did_and_the_rest_is_served_again(tmp_p
         assert totals["samples"] == 4 * SAMPLES
         assert np.isfinite(gradients["loss"]).all()
         assert np.isfinite(results.summary()["final_test_error"])
-    assert update == "racing" or replays(output)
+    assert not locking or replays(output)
 
 
 def test_a_run_that_is_stopped_goes_on_with_the_samples_that_are_left(tmp_path: Path) -> None:
-    path, output = as_file(window_job("network", 2, "locked"), tmp_path), tmp_path / "out.h5"
+    path, output = as_file(window_job("network", 2, locking=True), tmp_path), tmp_path / "out.h5"
     process = start("run", path, "--output", output)
     wait_for_updates(process, output, 70)
     process.send_signal(signal.SIGTERM)

@@ -668,8 +668,7 @@ def windows_of_two_hosts(comm: Any, directory: Path) -> dict[str, Any]:
         optimizer={"learning_rate": 0.05},
         protocol={"name": "hogbatch", "reference_batch_size": 4},
         cluster={"learners": 2, "threads_per_rank": 1},
-        workers=[{"kind": "small", "threads": 2, "min": 4, "max": 4}],
-        weights={"at": "window"},
+        hogbatch={"weights": "shared", "workers": [{"kind": "small", "threads": 2, "min": 4, "max": 4}]},
     )
     with train(job, directory / "out.h5", comm) as results:
         gradients, epochs = results.gradients, results.epochs

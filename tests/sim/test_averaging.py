@@ -15,6 +15,7 @@ from replicas import MU, averaged, flat, interleaved, replica, softmax_regressio
 from torch.nn import functional
 
 import rudra
+from protocols import averaging_pairs
 from protocols.average import Average
 from protocols.easgd import EASGD
 from protocols.sma import SMA
@@ -25,7 +26,6 @@ from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.job.pairing import averaging_pairs
 from rudra.roles.averaging import Averager, joined
 from rudra.roles.elastic import ReplicaSteps
 
@@ -76,7 +76,11 @@ def test_sma_is_its_algorithm(period: int, momentum: float) -> None:
     k = 3
     for averages in (1, 2, 7, 25):
         run = averaged(
-            "sma", k, averages, averaging={"period": period, "momentum": momentum}, optimizer={"momentum": 0.5}
+            "sma",
+            k,
+            averages,
+            averaging={"period": period, "outer": {"momentum": momentum}},
+            optimizer={"momentum": 0.5},
         )
         alpha = 1 / k if momentum else 1 / (k + 1)
         *_, expected = reference(run, averages, sgd(0.02, 0.5), sgd(alpha * k, momentum), alpha)
@@ -108,10 +112,10 @@ def test_averages_after_the_step_are_those_of_plain_torch(name: str) -> None:
 @pytest.mark.parametrize(("model", "averages", "most"), [(softmax_regression, 100, 1e-5), ("lenet", 20, 1e-4)])
 def test_averaging_after_each_step_is_hardsync_with_momentum(model: Any, averages: int, most: float) -> None:
     epochs = 4 if averages == 100 else 1
-    run = averaged("average", 3, averages, model, epochs, averaging={"momentum": 0.9})
+    run = averaged("average", 3, averages, model, epochs, averaging={"outer": {"momentum": 0.9}})
     hardsync = run.with_(
         protocol={"name": "hardsync", "modulation": "none"},
-        averaging={"momentum": None},
+        averaging={"outer": {}},
         topology={"name": "groups"},
         optimizer={"momentum": 0.9},
     )
@@ -136,7 +140,7 @@ def test_without_elasticity_replicas_are_independent() -> None:
 
 def test_easgd_is_sma_without_momentum() -> None:
     ours = train(averaged("easgd", 4, 20))
-    other = train(averaged("sma", 4, 20, averaging={"momentum": 0.0, "restart": False}))
+    other = train(averaged("sma", 4, 20, averaging={"outer": {"momentum": 0.0}, "restart": False}))
     assert torch.equal(ours.weights, other.weights)
     assert all(torch.equal(replica(ours, learner), replica(other, learner)) for learner in range(4))
 
@@ -212,7 +216,7 @@ def test_replicas_restart_where_the_rate_drops(topology: dict[str, Any]) -> None
     first = train(run.with_(results={"checkpoint_every": "1 epoch"})).saved[0]
     alone = TrialCheckpoint(first.position, {k: v for k, v in first.tensors.items() if k == "weights"})
     assert torch.equal(train(run, resumed=alone).weights, trained.weights)
-    kept = train(run.with_(averaging={"keeps_momentum": True}))
+    kept = train(run.with_(averaging={"keep_momentum": True}))
     never = train(run.with_(averaging={"restart": False}))
     assert not torch.equal(kept.weights, trained.weights)
     assert not torch.equal(never.weights, kept.weights)
@@ -247,10 +251,13 @@ def test_when_a_learner_dies_the_others_go_on_from_the_weights(name: str) -> Non
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"averaging": {"elasticity": 0.9}}, r"elasticity = 0.9 and learning_rate = 3.6, with 4 .* less than 0.6441"),
+        (
+            {"averaging": {"elasticity": 0.9}},
+            r"elasticity = 0.9 and outer.learning_rate = 3.6, with 4 .* less than 0.6441",
+        ),
         ({"topology": {"name": "base"}}, "protocol sma averages replicas of the learners; valid: replicas, hier"),
         ({"protocol": {"name": "hardsync"}}, "learners average replicas there; valid protocols: average, diloco"),
-        ({"averaging": {"optimizer": "sdg"}}, "unknown 'sdg'|did you mean"),
+        ({"averaging": {"outer": {"name": "sdg"}}}, "unknown 'sdg'|did you mean"),
         ({"simulation": {"batching": "big-batch"}}, "learners that share one vector of weights, which replicas do not"),
         ({"protocol": {"modulation": "sqrt"}}, "modulation 'sqrt' does not fit sma; valid: none"),
     ],
@@ -262,21 +269,23 @@ def test_what_makes_no_sense_is_refused_in_one_line(tables: dict[str, Any], text
 
 
 @pytest.mark.parametrize(
-    ("rule", "given", "accepted"),
+    ("rule", "given", "outer", "accepted"),
     [
-        (EASGD, {"elasticity": 0.3, "learning_rate": 3.0}, False),
-        (EASGD, {"elasticity": 0.9, "learning_rate": 0.1}, True),  # radius 0
-        (EASGD, {"elasticity": 0.0, "learning_rate": 3.0}, False),
-        (EASGD, {"elasticity": 0.0, "learning_rate": 0.02}, True),
-        (EASGD, {"elasticity": 0.0}, True),  # independent trainings
-        (SMA, {"elasticity": 0.0}, True),
-        (Average, {"elasticity": 0.1, "learning_rate": 3.0}, False),
-        (Average, {"elasticity": 1.0, "learning_rate": 3.0}, True),  # all begin at the new weights
+        (EASGD, {"elasticity": 0.3}, {"learning_rate": 3.0}, False),
+        (EASGD, {"elasticity": 0.9}, {"learning_rate": 0.1}, True),  # radius 0
+        (EASGD, {"elasticity": 0.0}, {"learning_rate": 3.0}, False),
+        (EASGD, {"elasticity": 0.0}, {"learning_rate": 0.02}, True),
+        (EASGD, {"elasticity": 0.0}, {}, True),  # independent trainings
+        (SMA, {"elasticity": 0.0}, {}, True),
+        (Average, {"elasticity": 0.1}, {"learning_rate": 3.0}, False),
+        (Average, {"elasticity": 1.0}, {"learning_rate": 3.0}, True),  # all begin at the new weights
     ],
 )
-def test_replicas_and_weights_do_not_run_away(rule: Any, given: dict[str, float], accepted: bool) -> None:
+def test_replicas_and_weights_do_not_run_away(
+    rule: Any, given: dict[str, float], outer: dict[str, float], accepted: bool
+) -> None:
     with nullcontext() if accepted else pytest.raises(ValueError, match="would run away from each other; valid: a "):
-        rule(4, **given)
+        rule(4, **given, outer=outer)
 
 
 @pytest.mark.parametrize(("learners", "most"), [(1, 1.0), (2, 2 / 3), (3, 0.5), (8, 0.5)])
@@ -324,7 +333,7 @@ def test_the_outer_rate_decides_with_the_elasticity(
     α = α if rule.early else α / 2
     accepted = True
     try:
-        rule(3, elasticity=α, learning_rate=rate, momentum=momentum, options=options)
+        rule(3, elasticity=α, outer={"learning_rate": rate, "momentum": momentum, "options": options})
     except ValueError:
         accepted = False
     w, z = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64, requires_grad=True)
@@ -368,7 +377,7 @@ def test_one_group_averages_its_weights_over_time(alpha: float) -> None:
         "easgd",
         3,
         40,
-        averaging={"elasticity": alpha, "learning_rate": 0.1},
+        averaging={"elasticity": alpha, "outer": {"learning_rate": 0.1}},
         topology={"name": "replicas", "options": {"groups": 1}},
     )
     split, _, info, _ = load(run.data, test=False)
@@ -388,13 +397,13 @@ def test_one_group_averages_its_weights_over_time(alpha: float) -> None:
 
 
 def test_averaging_is_refused_with_other_protocols() -> None:
-    with pytest.raises(ConfigError, match=r"\[averaging\] is for average, diloco, easgd, sma"):
+    with pytest.raises(ConfigError, match=r"\[averaging\] period is for average, diloco, easgd, sma; valid"):
         Job(averaging={"period": 2}, cluster={"learners": 2})
 
 
 def test_an_outer_optimiser_is_refused_with_options_that_it_does_not_take() -> None:
-    run = averaged("average", 2, 4, averaging={"optimizer": "adam", "options": {"nesterov": True}})
-    with pytest.raises(ConfigError, match=r"\[averaging\] optimizer unknown option 'nesterov' of adam"):
+    run = averaged("average", 2, 4, averaging={"outer": {"name": "adam", "options": {"nesterov": True}}})
+    with pytest.raises(ConfigError, match=r"\[averaging.outer\] unknown option 'nesterov' of adam"):
         train(run)
 
 
@@ -464,7 +473,10 @@ def test_when_a_learner_of_a_server_dies_the_others_go_on() -> None:
     ("tables", "text"),
     [
         ({"protocol": {"name": "sma"}}, "lets each replica exchange with the weights alone; valid with protocol easgd"),
-        ({"averaging": {"momentum": 0.5}}, "by its elasticity; valid: no other outer optimiser, rate, momentum"),
+        (
+            {"averaging": {"outer": {"momentum": 0.5}}},
+            "by its elasticity; valid: no other outer optimiser, rate, momentum",
+        ),
         ({"averaging": {"restart": True}}, "by its elasticity; valid: no other outer optimiser, rate, momentum"),
         ({"optimizer": {"schedule": "plateau"}, "training": {"evaluate": True}}, "do not hear of tests"),
         ({"cluster": {"gradient_format": "float16"}}, "is for gradients, not replicas"),

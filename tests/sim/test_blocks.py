@@ -298,7 +298,7 @@ def test_replicas_run_away_where_that_is_refused_and_nowhere_else(
 ) -> None:
     """Numbers in place of vectors, which nothing but the corrections moves."""
     local, α = local * 2 / (size + 1), α * 2 * (1 + momentum) / (blocks + 1 + momentum)
-    given = {"local_elasticity": local, "elasticity": α, "momentum": momentum, "period": period}
+    given = {"local_elasticity": local, "elasticity": α, "outer": {"momentum": momentum}, "period": period}
     accepted = True
     try:
         SMA(blocks, **given, blocks=[size] * blocks)  # type: ignore[arg-type]

@@ -28,9 +28,7 @@ class Given:
     """Looks at the batches that workers are given."""
 
     def __init__(self, run: Job, samples: int) -> None:
-        rule = run.make_protocol()
-        assert isinstance(rule, Hogbatch)
-        self.rule, self._samples = rule, samples
+        self.rule, self._samples = Hogbatch.of(run.make_protocol()), samples
         self.irregular = 0  # batches that are short
 
     def __call__(self, machine: Machine, before: States, event: Event) -> None:
@@ -52,7 +50,7 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
     run, samples = data.draw(clusters())
     look = Given(run, samples)
     rows = timing(run, samples, look)
-    each_epoch = run.protocol.options["shuffle"] == "epoch"
+    each_epoch = run.hogbatch.shuffle == "epoch"
     check_epochs(rows, samples, each_epoch=each_epoch)
     totals = rows.totals
     assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
@@ -77,7 +75,7 @@ def test_updates_and_busy_time_of_unlike_workers(
     sample_s = 1e-6
     cpu_s, gpu_s = {n: 48 * 270 * sample_s * n for n in (1, 64)}, {64: 2 * 64 * sample_s, 8192: 8192 * sample_s}
     workers = [
-        {"ranks": [0], "kind": "small", "threads": 48, "compute_s": cpu_s},
+        {"learners": [0], "kind": "small", "threads": 48, "compute_s": cpu_s},
         {"kind": "large", "min": 64, "compute_s": gpu_s},
     ]
     simulation = {"latency_s": 0.0, "update_s": 0.0, "bandwidth_bytes_per_s": 1e13, "servers_on_first_node": True}
@@ -104,8 +102,8 @@ def test_one_worker_is_async_with_one_learner(optimizer: dict[str, Any], scaling
         "data": {"name": "digits", "train_limit": 480},
         "optimizer": {**optimizer, "warm_up": 1.5, "milestones": (1,)},
     }
-    protocol = {"lr_scaling": scaling, "reference_batch_size": reference}
-    alone = train(job(ALONE, 1, "adaptive", options={"shuffle": "epoch"}, protocol=protocol, **common))
+    protocol, hogbatch = {"reference_batch_size": reference}, {"lr_scaling": scaling, "shuffle": "epoch"}
+    alone = train(job(ALONE, 1, "adaptive", hogbatch=hogbatch, protocol=protocol, **common))
     plain = Job(
         protocol={"name": "async", "modulation": "none"},
         cluster={"learners": 1, "threads_per_rank": 1},
@@ -132,7 +130,7 @@ def test_the_recorded_work_alone_makes_the_weights(rule: str) -> None:
 def test_a_small_worker_of_48_threads_and_a_fast_large_one(tmp_path: Path) -> None:
     """In virtual time a part is pushed every 48th of what one thread takes; a run replays."""
     workers = [
-        {"ranks": [0], "kind": "small", "threads": 48, "compute_s": {1: 0.02, 64: 1.28}},
+        {"learners": [0], "kind": "small", "threads": 48, "compute_s": {1: 0.02, 64: 1.28}},
         {"kind": "large", "min": 64, "max": 256, "compute_s": {64: 0.01, 256: 0.02}},
     ]
     simulation = {"jitter": 0.0, "latency_s": 0.0, "update_s": 0.0, "bandwidth_bytes_per_s": 1e13}
@@ -155,7 +153,7 @@ def test_a_small_worker_of_48_threads_and_a_fast_large_one(tmp_path: Path) -> No
 @pytest.mark.parametrize("rule", ["adaptive", "balanced"])
 def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) -> None:
     workers = [
-        {"ranks": [0, 1], "kind": "small", "threads": 5, "max": 16, "compute_s": {1: 0.004, 16: 0.064}},
+        {"learners": [0, 1], "kind": "small", "threads": 5, "max": 16, "compute_s": {1: 0.004, 16: 0.064}},
         *UNLIKE[1:],
     ]
     simulation = {
@@ -236,7 +234,11 @@ def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
 
 
 TESTED: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "validation_split": 0.1}}
-ANYWHERE = [{"at": "server"}, {"at": "window", "update": "locked"}, {"at": "window", "update": "racing"}]
+ANYWHERE: dict[str, dict[str, Any]] = {
+    "server": {"weights": "server"},
+    "locked": {"weights": "shared", "locking": True},
+    "racing": {"weights": "shared", "locking": False},
+}
 
 
 def first_test(path: Path, evaluate: str, **tables: Any) -> tuple[rudra.Results, list[Any]]:
@@ -249,14 +251,12 @@ def first_test(path: Path, evaluate: str, **tables: Any) -> tuple[rudra.Results,
     return results, [*(epoch[name] for name in names), sorted(own.tolist())]
 
 
-@pytest.mark.parametrize("weights", ANYWHERE, ids=lambda weights: " ".join(weights.values()))
-def test_workers_find_what_the_statistics_server_finds_while_the_clock_stands_still(
-    tmp_path: Path, weights: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("where", ANYWHERE)
+def test_workers_find_what_the_statistics_server_finds_while_the_clock_stands_still(tmp_path: Path, where: str) -> None:
     """To the same bits, whoever computes what, and whoever dies over it; each of the 64 parts is one batch or none."""
-    usual, expected = first_test(tmp_path / "usual.h5", "always", weights=weights)
+    usual, expected = first_test(tmp_path / "usual.h5", "always", hogbatch=ANYWHERE[where])
     by_workers, found = first_test(
-        tmp_path / "workers.h5", "workers", weights=weights, training={"evaluate_training_set": True}
+        tmp_path / "workers.h5", "workers", hogbatch=ANYWHERE[where], training={"evaluate_training_set": True}
     )
     assert found == expected
     ended, took_s = (by_workers.epochs[0][name] for name in ("time_s", "evaluation_s"))
@@ -265,25 +265,33 @@ def test_workers_find_what_the_statistics_server_finds_while_the_clock_stands_st
     metrics = by_workers.metrics
     whole = metrics["value"][(metrics["split"] == b"train") & (metrics["name"] == b"loss")]
     assert whole == pytest.approx(by_workers.epochs["test_loss"], rel=0.05)
-    again, _ = first_test(tmp_path / "again.h5", "workers", weights=weights, training={"evaluate_training_set": True})
+    again, _ = first_test(
+        tmp_path / "again.h5", "workers", hogbatch=ANYWHERE[where], training={"evaluate_training_set": True}
+    )
     assert np.array_equal(again.metrics, metrics)
     for share in (0.1, 0.6):
         faults = [{"learner": 0, "dies_at_s": float(ended + share * took_s)}]
         lost, found = first_test(
-            tmp_path / f"{share}.h5", "workers", weights=weights, simulation={"faults": faults, "detection_s": 1e-4}
+            tmp_path / f"{share}.h5",
+            "workers",
+            hogbatch=ANYWHERE[where],
+            simulation={"faults": faults, "detection_s": 1e-4},
         )
         assert found == expected
         assert (lost.events["kind"] == b"lost").sum() == 1
         lost.close()
-        assert weights.get("update") == "racing" or rudra.replay(tmp_path / f"{share}.h5", quiet=True).identical
+        assert where == "racing" or rudra.replay(tmp_path / f"{share}.h5", quiet=True).identical
     for results in (usual, by_workers, again):
         results.close()
+
+
+UNSET: dict[str, Any] = {"workers": (), "rule": "fixed"}
 
 
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"protocol": {"name": "softsync", "rule": None}, "workers": ()}, "a coordinator deals the test out; valid"),
+        ({"protocol": {"name": "softsync"}, "hogbatch": UNSET}, "a coordinator assigns its parts; valid"),
         ({"training": {"evaluate": True, "evaluate_training_set": True}}, "workers do that; valid: with evaluate = "),
     ],
 )

@@ -112,8 +112,8 @@ REPLICAS = {"protocol": {"name": "average"}, "topology": {"name": "replicas"}}
 SERVED = {"protocol": {"name": "easgd"}, "topology": {"name": "replicas", "options": {"server": True}}}
 ONE_GROUP, TWO_GROUPS = ({"topology": {"name": "groups", "options": {"groups": groups}}} for groups in (1, 2))
 DEALT: dict[str, Any] = {
-    "protocol": {"name": "hogbatch", "rule": "fixed", "reference_batch_size": SIZE},
-    "workers": [{"kind": "large", "min": SIZE, "max": SIZE, "compute_s": 0.1}],
+    "protocol": {"name": "hogbatch", "reference_batch_size": SIZE},
+    "hogbatch": {"workers": [{"kind": "large", "min": SIZE, "max": SIZE, "compute_s": 0.1}]},
     "cluster": {"learners": 1},
     "model": without_buffers,
 }
@@ -137,7 +137,7 @@ CASES: dict[str, tuple[int, dict[str, Any], Callable[[torch.Tensor, Vectors], to
     "replicas": (4, REPLICAS, averaged, 0),
     "replicas, server": (2, {**SERVED, "cluster": {"learners": 1}}, met, 0),
     "hogbatch": (2, DEALT, served, 0),
-    "window": (2, {**DEALT, "weights": {"at": "window", "update": "locked"}}, served, 0),
+    "window": (2, {**DEALT, "hogbatch": {**DEALT["hogbatch"], "weights": "shared", "locking": True}}, served, 0),
 }
 """Parts, tables of the job, what comes of weights and the learners' gradients, and how far from it, of a step, is
 allowed."""

@@ -26,8 +26,8 @@ from rudra.job.job import Job
 from rudra.simulation.costs import places
 
 DIGITS: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 480}}
-LOCKED = {"at": "window", "update": "locked"}
-RACING = {"at": "window", "update": "racing"}
+LOCKED: dict[str, Any] = {"weights": "shared", "locking": True}
+RACING: dict[str, Any] = {"weights": "shared", "locking": False}
 
 
 @pytest.mark.slow
@@ -37,16 +37,16 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
     """Whoever dies when, and whatever is torn; invariants are checked after every event."""
     run, samples = data.draw(clusters())
     weights = {
-        "at": "window",
-        "update": data.draw(st.sampled_from(["racing", "locked"])),
-        "push": data.draw(st.sampled_from(["gradient", "overwrite"])),
+        "weights": "shared",
+        "locking": data.draw(st.sampled_from([False, True])),
+        "gpu_write": data.draw(st.sampled_from(["add", "overwrite"])),
     }
     simulation: dict[str, Any] = {"tear": data.draw(st.sampled_from([1, 5]))}
-    if weights["update"] == "racing" and data.draw(st.booleans()):
+    if not weights["locking"] and data.draw(st.booleans()):
         simulation |= {"nodes": data.draw(st.integers(2, 3)), "faults": ()}
-    run = run.with_(weights=weights, simulation=simulation)
+    run = run.with_(hogbatch=weights, simulation=simulation)
     rows = timing(run, samples)
-    check_epochs(rows, samples, each_epoch=run.protocol.options["shuffle"] == "epoch")
+    check_epochs(rows, samples, each_epoch=run.hogbatch.shuffle == "epoch")
     totals = rows.totals
     assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
     assert totals["samples"] == samples * run.training.epochs
@@ -58,28 +58,29 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
 def test_staleness_is_at_most_what_is_expected(weights: Any, most: int, near: float, rule: str) -> None:
     """In a locked window each part of a batch reads anew; in a racing one, parts of one worker do not count."""
     workers = [
-        {"ranks": [0], "kind": "small", "threads": 4, "max": 16, "compute_s": {1: 0.04, 16: 0.64}},
+        {"learners": [0], "kind": "small", "threads": 4, "max": 16, "compute_s": {1: 0.04, 16: 0.64}},
         {"kind": "large", "min": 32, "max": 256, "compute_s": {32: 0.01, 256: 0.02}},
     ]
-    run = job(workers, 3, rule, simulation={"jitter": 0.3, "latency_s": 1e-6}, training={"epochs": 3}, weights=weights)
+    run = job(workers, 3, rule, simulation={"jitter": 0.3, "latency_s": 1e-6}, training={"epochs": 3}, hogbatch=weights)
     assert run.make_protocol().expected_staleness == most
     mean = timing(run, 4000)["gradients"]["staleness"].mean()
     assert most * (1 - near) <= mean <= most
 
 
 @pytest.mark.parametrize(
-    "weights", [LOCKED, RACING, {**RACING, "push": "overwrite"}], ids=lambda w: " ".join(w.values())
+    "weights", [LOCKED, RACING, {**RACING, "gpu_write": "overwrite"}], ids=lambda w: " ".join(map(str, w.values()))
 )
 @pytest.mark.parametrize("kind", ["small", "large"])
-def test_one_worker_is_async_with_one_learner(weights: dict[str, str], kind: str) -> None:
+def test_one_worker_is_async_with_one_learner(weights: dict[str, Any], kind: str) -> None:
     """On the same stream of samples, whose epochs are whole batches."""
     optimizer: dict[str, Any] = {"learning_rate": 0.1, "milestones": (1,)}
-    if weights["update"] == "locked":  # else it has its rate before its turn
+    if weights["locking"]:  # else it has its rate before its turn
         optimizer["warm_up"] = 1.5
     protocol = {"reference_batch_size": 16}
     workers = [{**ALONE[0], "kind": kind}]
-    about: dict[str, Any] = {"options": {"shuffle": "epoch"}, "protocol": protocol, "optimizer": optimizer}
-    alone = train(job(workers, 1, "fixed", weights=weights, **about, **DIGITS))
+    hogbatch = {**weights, "shuffle": "epoch"}
+    about: dict[str, Any] = {"hogbatch": hogbatch, "protocol": protocol, "optimizer": optimizer}
+    alone = train(job(workers, 1, "fixed", **about, **DIGITS))
     plain = Job(
         protocol={"name": "async", "modulation": "none"},
         cluster={"learners": 1, "threads_per_rank": 1},
@@ -91,14 +92,14 @@ def test_one_worker_is_async_with_one_learner(weights: dict[str, str], kind: str
     assert torch.equal(alone.weights, other.weights)
     for name in ("first", "samples", "step", "loss", "timestamp"):
         assert np.array_equal(alone.rows["gradients"][name], other.rows["gradients"][name])
-    if weights["update"] == "locked":
+    if weights["locking"]:
         assert np.array_equal(alone.rows["updates"]["digest"], other.rows["updates"]["digest"])
 
 
 @pytest.mark.parametrize("rule", ["fixed", "adaptive"])
 def test_a_locked_run_replays_and_its_record_alone_makes_the_weights(tmp_path: Path, rule: str) -> None:
     simulation = {"jitter": 0.5, "latency_s": 0.001, "update_s": 0.002, "copy_s_per_byte": 1e-9}
-    run = job(UNLIKE, 2, rule, simulation=simulation, optimizer={"learning_rate": 0.2}, weights=LOCKED, **DIGITS)
+    run = job(UNLIKE, 2, rule, simulation=simulation, optimizer={"learning_rate": 0.2}, hogbatch=LOCKED, **DIGITS)
     trained = train(run)
     check_epochs(trained.rows, 480)
     assert trained.rows["gradients"]["staleness"].max() > 1
@@ -109,15 +110,17 @@ def test_a_locked_run_replays_and_its_record_alone_makes_the_weights(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("update", "more", "why"),
+    ("locking", "more", "why"),
     [
-        ("racing", {}, "its workers raced .* nobody knows in which order they read and wrote"),
-        ("locked", {"weights": {"push": "overwrite"}}, "workers overwrote weights"),
-        ("locked", {"optimizer": {"warm_up": 1.0}}, "workers had rates of when they got work"),
+        (False, {}, "its workers raced .* nobody knows in which order they read and wrote"),
+        (True, {"hogbatch": {"gpu_write": "overwrite"}}, "workers overwrote weights"),
+        (True, {"optimizer": {"warm_up": 1.0}}, "workers had rates of when they got work"),
     ],
 )
-def test_what_no_record_determines_is_not_replayed(tmp_path: Path, update: str, more: dict[str, Any], why: str) -> None:
-    run = job(UNLIKE, 2, "fixed", weights={"at": "window", "update": update}, training={"epochs": 1}, **DIGITS)
+def test_what_no_record_determines_is_not_replayed(
+    tmp_path: Path, locking: bool, more: dict[str, Any], why: str
+) -> None:
+    run = job(UNLIKE, 2, "fixed", hogbatch={"weights": "shared", "locking": locking}, training={"epochs": 1}, **DIGITS)
     path = tmp_path / "out.h5"
     rudra.simulate(run.with_(**more), output=path, progress="quiet").close()
     with pytest.raises(ReplayError, match=f"cannot be replayed: {why}"):
@@ -128,7 +131,7 @@ def small(threads: int = 4, **tables: Any) -> Job:
     tables = {**DIGITS, **tables}
     workers = [{"kind": "small", "threads": threads, "min": 4, "compute_s": 0.01}]
     simulation = {"jitter": 0.3, "update_s": 0.004, **tables.pop("simulation", {})}
-    about: dict[str, Any] = {"optimizer": {"learning_rate": 0.5}, "weights": RACING, "training": {"epochs": 2}}
+    about: dict[str, Any] = {"optimizer": {"learning_rate": 0.5}, "hogbatch": RACING, "training": {"epochs": 2}}
     return job(workers, 2, "fixed", simulation=simulation, **{**about, **tables})
 
 
@@ -154,15 +157,15 @@ def test_threads_of_a_small_worker_read_at_once_and_their_staleness_is_an_interv
     assert 0 <= low < high == pytest.approx(stale[len(stale) // 2 :].mean(), abs=1.0)
 
 
-@pytest.mark.parametrize("update", ["racing", "locked"])
+@pytest.mark.parametrize("locking", [False, True])
 @pytest.mark.parametrize("when", [0.0101, 0.0112, 0.0123, 0.0135, 0.214])
 def test_what_a_worker_did_that_died_counts_and_the_rest_is_served_again(
-    tmp_path: Path, update: str, when: float
+    tmp_path: Path, locking: bool, when: float
 ) -> None:
     """Before, during and after its update, and before its word of it has come, which takes 5 ms."""
     faults = [{"learner": 1, "dies_at_s": when}]
     simulation = {"jitter": 0.0, "latency_s": 0.005, "faults": faults, "tear": 3}
-    run = small(threads=1, weights={"at": "window", "update": update}, simulation=simulation)
+    run = small(threads=1, hogbatch={"weights": "shared", "locking": locking}, simulation=simulation)
     path = tmp_path / "out.h5"
     with rudra.simulate(run, output=path, progress="quiet") as found:
         assert found.status == "finished"
@@ -175,7 +178,7 @@ def test_what_a_worker_did_that_died_counts_and_the_rest_is_served_again(
             ends = of["first"] + of["samples"]
             assert (of["first"][0], ends[-1]) == (0, 480)
             assert (of["first"][1:] == ends[:-1]).all()
-    if update == "locked":
+    if locking:
         assert rudra.replay(path, quiet=True).identical
 
 
@@ -202,7 +205,7 @@ def write_resumed(path: Path, run: Job, parts: tuple[TrialResult, TrialResult]) 
 def test_a_locked_run_that_was_stopped_and_resumed_replays(tmp_path: Path, rule: str) -> None:
     """Updates that come in after the wish to stop count for the sizes of the batches that follow."""
     simulation = {"jitter": 0.5, "latency_s": 0.01, "update_s": 0.002}
-    run = job(UNLIKE, 3, rule, simulation=simulation, optimizer={"learning_rate": 0.2}, weights=LOCKED, **DIGITS)
+    run = job(UNLIKE, 3, rule, simulation=simulation, optimizer={"learning_rate": 0.2}, hogbatch=LOCKED, **DIGITS)
     for stop_at in np.linspace(0.05, 0.25, 9).tolist():
         first = train(run, stop_at=stop_at)
         assert first.rows.code == EXIT_STOPPED
@@ -212,8 +215,8 @@ def test_a_locked_run_that_was_stopped_and_resumed_replays(tmp_path: Path, rule:
 
 
 @pytest.mark.parametrize("weights", [LOCKED, RACING])
-def test_a_run_that_is_stopped_resumes_with_the_samples_that_are_left(weights: dict[str, str]) -> None:
-    run = small(weights=weights, results={"checkpoint_every": "1 epoch"})
+def test_a_run_that_is_stopped_resumes_with_the_samples_that_are_left(weights: dict[str, Any]) -> None:
+    run = small(hogbatch=weights, results={"checkpoint_every": "1 epoch"})
     stopped = train(run, stop_at=0.3)
     position = stopped.saved[-1].position
     assert 0 < position.samples < 960
@@ -235,10 +238,11 @@ def test_the_coordinator_has_no_gradients() -> None:
 def on_nodes(nodes: int, **tables: Any) -> Job:
     """A worker on each, whose updates come one after another."""
     workers = [
-        {"ranks": [node], "kind": "large", "min": 8, "max": 8, "compute_s": 0.01 * (node + 1)} for node in range(nodes)
+        {"learners": [node], "kind": "large", "min": 8, "max": 8, "compute_s": 0.01 * (node + 1)}
+        for node in range(nodes)
     ]
     simulation = {"nodes": nodes, "jitter": 0.3, **tables.pop("simulation", {})}
-    return job(workers, nodes, "fixed", simulation=simulation, weights=RACING, **{**DIGITS, **tables})
+    return job(workers, nodes, "fixed", simulation=simulation, hogbatch=RACING, **{**DIGITS, **tables})
 
 
 def mixed_plainly(run: Job, rows: TrialRows) -> torch.Tensor:
@@ -295,15 +299,17 @@ def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"protocol": {"name": "softsync", "rule": None}, "workers": ()}, "only workers of protocol hogbatch"),
         ({"optimizer": {"momentum": 0.9}}, "step by plain SGD; valid: name sgd, momentum 0"),
         ({"optimizer": {"name": "adam"}}, "step by plain SGD; valid: name sgd, momentum 0"),
-        ({"optimizer": {"weight_decay": 0.1}}, "weight_decay, clip_norm, groups and options are not for a window"),
-        ({"protocol": {"modulation": "mean_staleness"}}, "workers do not know how stale .* valid: none"),
-        ({"cluster": {"device": "cuda"}}, 'small workers of a racing window .* valid: device = "cpu" in their'),
         (
-            {"simulation": {"nodes": 2}, "weights": {"update": "locked"}},
-            "updates on 2 nodes have no order; valid: racing, or one node",
+            {"optimizer": {"weight_decay": 0.1}},
+            "weight_decay, clip_norm, groups and options are not for shared weights",
+        ),
+        ({"protocol": {"modulation": "mean_staleness"}}, "workers do not know how stale .* valid: none"),
+        ({"cluster": {"device": "cuda"}}, 'small workers without a lock .* valid: device = "cpu" in their'),
+        (
+            {"simulation": {"nodes": 2}, "hogbatch": {"locking": True}},
+            "updates on 2 nodes have no order; valid: locking = false, or one node",
         ),
         (
             {"hooks": [{"call": "csv", "at": "update", "role": "learner 0"}]},
@@ -314,13 +320,13 @@ def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
 )
 def test_what_a_window_cannot_do_is_said_in_a_line(tables: dict[str, Any], line: str) -> None:
     run = small(threads=1)
-    with pytest.raises(ConfigError, match=rf"^\[weights\] at = 'window': .*{line}") as found:
+    with pytest.raises(ConfigError, match=rf"^\[hogbatch\] weights = 'shared': .*{line}") as found:
         places_and_plan(run, tables)
     assert "\n" not in str(found.value)
 
 
 def test_a_model_with_buffers_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^\[weights\] at = 'window': the model has buffers \(.*valid: models without"
+        ConfigError, match=r"^\[hogbatch\] weights = 'shared': the model has buffers \(.*valid: models without"
     ):
         train(small(model={"name": "resnet32"}))

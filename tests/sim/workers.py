@@ -16,17 +16,16 @@ from rudra.data.load import load
 from rudra.job.job import Job
 
 UNLIKE: list[dict[str, Any]] = [
-    {"ranks": [0], "kind": "small", "threads": 4, "max": 16, "compute_s": {1: 0.004, 16: 0.064}},
+    {"learners": [0], "kind": "small", "threads": 4, "max": 16, "compute_s": {1: 0.004, 16: 0.064}},
     {"kind": "large", "min": 16, "max": 128, "compute_s": {16: 0.01, 128: 0.02}},
 ]
 
 
 def job(workers: list[dict[str, Any]], learners: int = 2, rule: str = "adaptive", **tables: Any) -> Job:
-    options = tables.pop("options", {})
     training = {"epochs": 3, "seed": 3, "evaluate": False, **tables.pop("training", {})}
     return Job(
-        protocol={"name": "hogbatch", "rule": rule, "options": options, **tables.pop("protocol", {})},
-        workers=workers,
+        protocol={"name": "hogbatch", **tables.pop("protocol", {})},
+        hogbatch={"workers": workers, "rule": rule, **tables.pop("hogbatch", {})},
         cluster={"learners": learners, "threads_per_rank": 1},
         training=training,
         **tables,
@@ -59,7 +58,7 @@ def clusters(draw: st.DrawFn) -> tuple[Job, int]:
         kind = "small" if small else "large"
         own_s = draw(st.sampled_from([None, 0.01, {1: 1e-4, 100: 1e-2}, {1: 1e-2, 1000: 0.2}]))
         bounds = {"min": least, "max": most, "compute_s": own_s}
-        workers.append({"ranks": [learner], "kind": kind, **threads, **bounds})
+        workers.append({"learners": [learner], "kind": kind, **threads, **bounds})
     times = st.sampled_from([0.0, 1e-4, 1e-3, 0.05])
     faults = [
         {"learner": learner, "dies_at_s": draw(st.floats(0.5, 5.0))}
@@ -77,7 +76,7 @@ def clusters(draw: st.DrawFn) -> tuple[Job, int]:
         "detection_s": draw(st.sampled_from([0.0, 0.1])),
         "faults": faults,
     }
-    options = {
+    hogbatch = {
         "alpha": draw(st.sampled_from([1.1, 2.0, 3.0])),
         "beta": draw(st.sampled_from([0.0, 0.5, 1.0])),
         "shuffle": draw(st.sampled_from(["once", "epoch"])),
@@ -86,7 +85,7 @@ def clusters(draw: st.DrawFn) -> tuple[Job, int]:
     rule = draw(st.sampled_from(["fixed", "adaptive", "balanced"]))
     training: dict[str, Any] = {"epochs": draw(st.integers(1, 4)), "seed": draw(st.integers(0, 99))}
     training["evaluate"] = draw(st.sampled_from([False, True, "always", "workers"]))
-    run = job(workers, learners, rule, options=options, simulation=simulation, training=training)
+    run = job(workers, learners, rule, hogbatch=hogbatch, simulation=simulation, training=training)
     return run, draw(st.integers(1, 700))
 
 

@@ -38,7 +38,7 @@ def first_gradients(job: Job, microbatches: int = 1) -> list[Gradient]:
     assert split is not None
     for learner in range(job.learners):
         model = models.build(job.model, data.info, seed).train()
-        sampler = Sampler(seed, DEALT if job.workers else learner, len(split))
+        sampler = Sampler(seed, DEALT if job.scheduled else learner, len(split))
         inputs, target = split.batch(sampler.indices(0, size))
         seed_all(mix(seed, learner, 0))
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

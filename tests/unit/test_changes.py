@@ -177,7 +177,7 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
         (
             [{"at_epoch": 1, "training": {"minibatch_size": 3}}],
             {"simulation": {"batching": "big-batch"}},
-            "[[changes]]: batching = 'big-batch' is of one mini-batch size; valid: none, vmap",
+            "[[changes]]: batching = 'big-batch' needs a constant mini-batch size; valid: none, vmap",
         ),
     ],
 )

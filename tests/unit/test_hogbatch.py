@@ -150,13 +150,11 @@ def test_parts_of_a_batch() -> None:
 
 
 def dealer(samples: int, position: TrainingState = BEGINNING, **options: Any) -> SampleAllocator:
-    workers = [{"ranks": [0], "kind": "small", "threads": 4, "max": 64}]
+    workers = [{"learners": [0], "kind": "small", "threads": 4, "max": 64}]
     workers += [{"kind": "large", "min": 10, "max": 100}]
-    job = Job(protocol={"name": "hogbatch", "options": options}, workers=workers, cluster={"learners": 2})
+    job = Job(protocol={"name": "hogbatch"}, hogbatch={"workers": workers, **options}, cluster={"learners": 2})
     plan = job.plan()
-    rule = job.make_protocol(plan)
-    assert isinstance(rule, Hogbatch)
-    return SampleAllocator(rule, plan, samples, position)
+    return SampleAllocator(Hogbatch.of(job.make_protocol(plan)), plan, samples, position)
 
 
 def applied(dealer_: SampleAllocator, learner: int, first: int, samples: int) -> None:
@@ -232,38 +230,57 @@ def test_an_epoch_has_the_samples_in_the_same_order_or_in_another(shuffle: str, 
 
 # Jobs.
 
-TWO: list[dict[str, Any]] = [{"ranks": [0], "kind": "small"}, {"ranks": [1], "kind": "large"}]
+TWO: list[dict[str, Any]] = [{"learners": [0], "kind": "small"}, {"learners": [1], "kind": "large"}]
 ALL: list[dict[str, Any]] = [{"kind": "small"}]
+
+
+@pytest.mark.parametrize(
+    ("workers", "text"),
+    [
+        ([{"kind": "medium"}], "[hogbatch] workers.0.kind must be 'small' or 'large', not 'medium'"),
+        ([{}], "[hogbatch] workers.0.kind is missing"),
+        ([{"kind": "small", "treads": 2}], "[hogbatch.workers.0] unknown key 'treads'"),
+        ([{"kind": "small", "threads": 0}], "[hogbatch] workers.0.threads must be >= 1, not 0"),
+        ([{"kind": "large", "threads": 2}], "threads = 2: a batch of a large worker is one gradient; valid: 1"),
+        ([{"kind": "small", "min": 9, "max": 8}], "min = 9 is more than max = 8; valid: min <= max"),
+        ([{"kind": "large", "max": 8}], "min = 128 is more than max = 8"),
+        ([{"kind": "small", "compute_s": {}}], "[hogbatch] workers.0.compute_s must be seconds > 0"),
+        (TWO[:1], "[hogbatch] workers: no table names learner 1; valid: tables that name all 2 learners"),
+        ([*TWO, {"learners": [2], "kind": "large"}], "[hogbatch] workers.2.learners names learner 2; valid: 0 to 1"),
+        ([*TWO, {"learners": [1], "kind": "large"}], "workers.2.learners names learner 1 a second time; valid: once"),
+        ([*ALL, *ALL], "[hogbatch] workers.1.learners is missing; valid: one table may omit it"),
+        ([*TWO, *ALL], "[hogbatch] workers.2: other tables name all 2 learners; valid: without this table"),
+    ],
+)
+def test_a_mistake_in_the_workers_is_one_line(workers: list[dict[str, Any]], text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(text)) as error:
+        Job(protocol={"name": "hogbatch"}, hogbatch={"workers": workers}, cluster={"learners": 2})
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"workers": []}, r"[protocol] name: hogbatch needs tables [[workers]]"),
-        ({"workers": [{"kind": "medium"}]}, "[workers] 0.kind must be 'small' or 'large', not 'medium'"),
-        ({"workers": [{}]}, "[workers] 0.kind is missing"),
-        ({"workers": [{"kind": "small", "treads": 2}]}, "[workers.0] unknown key 'treads'"),
-        ({"workers": [{"kind": "small", "threads": 0}]}, "[workers] 0.threads must be >= 1, not 0"),
-        ({"workers": [{"kind": "large", "threads": 2}]}, "threads = 2: a batch of a large worker is one gradient"),
-        ({"workers": [{"kind": "small", "min": 9, "max": 8}]}, "min = 9 is more than max = 8"),
-        ({"workers": [{"kind": "large", "max": 8}]}, "min = 128 is more than max = 8"),
-        ({"workers": [{"kind": "small", "compute_s": {}}]}, "[workers] 0.compute_s must be seconds > 0"),
-        ({"workers": TWO[:1]}, "[workers] no table names learner 1; valid: ranks of all 2 learners"),
-        ({"workers": [*TWO, {"ranks": [2], "kind": "large"}]}, "[workers] 2.ranks names learner 2; valid: 0 to 1"),
-        ({"workers": [*TWO, {"ranks": [1], "kind": "large"}]}, "2.ranks names learner 1 a second time; valid: once"),
-        ({"workers": [*ALL, *ALL]}, "[workers] 1.ranks is missing: one table can be of all that no other names"),
-        ({"workers": [*TWO, *ALL]}, "[workers] 2: other tables name all 2 learners; valid: one less"),
-        ({"protocol": {"name": "async"}, "workers": ALL}, "[[workers]] is for hogbatch; valid with protocol async"),
-        ({"protocol": {"name": "async", "rule": "fixed"}, "workers": []}, "[protocol] rule is for hogbatch; valid"),
+        ({"protocol": {"name": "async"}}, "[hogbatch] workers is for hogbatch; valid with protocol async: no keys"),
+        ({"protocol": {"name": "async"}, "hogbatch": {"rule": "balanced"}}, "[hogbatch] rule is for hogbatch; valid"),
         ({"protocol": {"name": "hogbatch", "n": 2}}, "hogbatch takes no n; leave it out"),
-        ({"protocol": {"name": "hogbatch", "rule": "fast"}}, "[protocol] rule must be 'fixed', 'adaptive' or"),
-        ({"protocol": {"name": "hogbatch", "options": {"rule": "fixed"}}}, "rule is a key of [protocol] itself"),
-        ({"protocol": {"name": "hogbatch", "options": {"workers": 2}}}, "[[workers]] is a list of tables"),
-        ({"protocol": {"name": "hogbatch", "options": {"window": "locked"}}}, "[weights] at says whether"),
-        ({"protocol": {"name": "hogbatch", "options": {"alpha": 1}}}, "[protocol] options.alpha = 1; valid: > 1"),
-        ({"protocol": {"name": "hogbatch", "options": {"alpha": "a"}}}, "options.alpha must be a number, not 'a'"),
-        ({"protocol": {"name": "hogbatch", "options": {"beta": 2.0}}}, "options.beta = 2.0; valid: 0 to 1"),
-        ({"protocol": {"name": "hogbatch", "options": {"shuffle": "no"}}}, "options.shuffle = 'no'; valid: once or"),
+        ({"hogbatch": {"rule": "fast"}}, "[hogbatch] rule must be 'fixed', 'adaptive' or"),
+        (
+            {"protocol": {"name": "hogbatch", "options": {"rule": "fixed"}}},
+            "options.rule is not possible; valid",
+        ),
+        (
+            {"protocol": {"name": "hogbatch", "options": {"workers": 2}}},
+            "options.workers is not possible; valid",
+        ),
+        (
+            {"protocol": {"name": "hogbatch", "options": {"window": "locked"}}},
+            "options.window is not possible; valid: the keys of",
+        ),
+        ({"hogbatch": {"alpha": 1}}, "[hogbatch] alpha must be > 1, not 1"),
+        ({"hogbatch": {"alpha": "a"}}, "[hogbatch] alpha must be a number, not 'a'"),
+        ({"hogbatch": {"beta": 2.0}}, "[hogbatch] beta must be <= 1.0, not 2.0"),
+        ({"hogbatch": {"shuffle": "no"}}, "[hogbatch] shuffle must be 'once' or 'epoch', not 'no'"),
         ({"protocol": {"name": "hogbatch", "modulation": "n"}}, "modulation 'n' does not fit hogbatch; valid: none"),
         ({"topology": {"name": "adv*"}}, "[protocol] name: hogbatch: not with topology adv* so far; valid: base"),
         ({"topology": {"name": "groups"}}, "not with topology groups so far; valid: base"),
@@ -278,14 +295,14 @@ ALL: list[dict[str, Any]] = [{"kind": "small"}]
     ],
 )
 def test_a_mistake_is_one_line(tables: dict[str, Any], text: str) -> None:
-    given = {"protocol": {"name": "hogbatch"}, "workers": TWO, "cluster": {"learners": 2}} | tables
+    given = {"protocol": {"name": "hogbatch"}, "hogbatch": {"workers": TWO}, "cluster": {"learners": 2}} | tables
     with pytest.raises(ConfigError, match=re.escape(text)) as error:
         Job(**given).resolved()
     assert "\n" not in str(error.value)
 
 
 def test_nobody_knows_how_many_updates_there_will_be() -> None:
-    job = Job(protocol={"name": "hogbatch"}, workers=TWO, cluster={"learners": 2})
+    job = Job(protocol={"name": "hogbatch"}, hogbatch={"workers": TWO}, cluster={"learners": 2})
     job = job.with_(optimizer={"schedule": "cosine", "schedule_every": "update"})
     with pytest.raises(ConfigError, match="how many updates the protocol makes of an epoch is its own"):
         schedule_of(job, job.plan(), 1000)
@@ -294,40 +311,41 @@ def test_nobody_knows_how_many_updates_there_will_be() -> None:
 def test_one_table_is_of_all_learners_that_no_other_names() -> None:
     job = Job(
         protocol={"name": "hogbatch"},
-        workers=[{"ranks": [1], "kind": "large", "max": 200}, {"kind": "small", "threads": 3}],
+        hogbatch={"workers": [{"learners": [1], "kind": "large", "max": 200}, {"kind": "small", "threads": 3}]},
         cluster={"learners": 3},
     )
-    rule = job.make_protocol()
-    assert isinstance(rule, Hogbatch)
+    rule = Hogbatch.of(job.make_protocol())
     small = BatchBounds("small", 3, 1, 64)
     assert rule.workers == (small, BatchBounds("large", 1, 128, 200), small)
-    assert job.with_(training={"epochs": 2}).workers == job.workers
+    assert job.with_(training={"epochs": 2}).hogbatch == job.hogbatch
 
 
 def test_set_changes_one_table_or_all(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    tables = "".join(f'[[workers]]\nranks = [{i}]\nkind = "{kind}"\n' for i, kind in enumerate(["small", "large"]))
+    tables = "".join(
+        f'[[hogbatch.workers]]\nlearners = [{i}]\nkind = "{kind}"\n' for i, kind in enumerate(["small", "large"])
+    )
     path.write_text(f'[protocol]\nname = "hogbatch"\n[cluster]\nlearners = 2\n{tables}')
-    job = Job.load(path, ["workers.0.threads=8", "workers.1.max=200", "protocol.rule=adaptive"])
-    assert [table.worker for table in job.workers] == [
+    job = Job.load(path, ["hogbatch.workers.0.threads=8", "hogbatch.workers.1.max=200", "hogbatch.rule=adaptive"])
+    assert [table.bounds for table in job.hogbatch.workers] == [
         BatchBounds("small", 8, 1, 64),
         BatchBounds("large", 1, 128, 200),
     ]
-    whole = Job.load(path, ['workers=[{kind = "large"}]'])
-    assert [table.worker for table in whole.workers] == [BatchBounds("large", 1, 128, 8192)]
-    assert not Job.load(path, ["workers=", "protocol.name=async"]).workers
+    whole = Job.load(path, ['hogbatch.workers=[{kind = "large"}]'])
+    assert [table.bounds for table in whole.hogbatch.workers] == [BatchBounds("large", 1, 128, 8192)]
+    assert not Job.load(path, ["hogbatch.workers=", "protocol.name=async"]).hogbatch.workers
     for override, text in {
-        "workers.2.max=9": "workers has no table 2; valid: 0 to 1",
-        "workers.max=9": "must name one of the tables, such as workers.0.max",
-        "workers.0.max.x=9": "[workers] 0.max must be a whole number, not {'x': 9}",
+        "hogbatch.workers.2.max=9": "hogbatch.workers has no table 2; valid: 0 to 1",
+        "hogbatch.workers.max=9": "must name one of the tables, such as hogbatch.workers.0.max",
+        "hogbatch.workers.0.max.x=9": "[hogbatch] workers.0.max must be a whole number, not {'x': 9}",
     }.items():
         with pytest.raises(ConfigError, match=re.escape(f"--set {override}: {text}")):
             Job.load(path, [override])
 
 
 def test_only_large_workers_overwrite() -> None:
-    workers = [{"ranks": [0], "kind": "small", "threads": 2}, {"kind": "large"}]
-    weights = {"at": "window", "push": "overwrite"}
-    run = Job(protocol={"name": "hogbatch"}, workers=workers, weights=weights, cluster={"learners": 3})
+    workers = [{"learners": [0], "kind": "small", "threads": 2}, {"kind": "large"}]
+    table = {"workers": workers, "weights": "shared", "gpu_write": "overwrite"}
+    run = Job(protocol={"name": "hogbatch"}, hogbatch=table, cluster={"learners": 3})
     plan = run.plan()
     assert [manner(run, plan, role) for role in plan.learners] == [(False, False), (True, True), (True, True)]

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from protocols import Clock, Protocol
+from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.renamed import translated
 from rudra.job.tables import OptimizerTable
+from rudra.job.template import toml
 from topologies import Plan, base
 
 TRAINING = (
@@ -20,8 +22,8 @@ TRAINING = (
     "compile, gradients, precision, target, target_window, stop_at_target, patience"
 )
 TABLES = (
-    "model, data, augment, task, training, optimizer, protocol, weights, averaging, placement, topology, cluster, "
-    "simulation, fault_tolerance, results, workers, hooks, changes, study"
+    "model, data, augment, task, training, optimizer, protocol, hogbatch, averaging, placement, topology, cluster, "
+    "simulation, fault_tolerance, results, hooks, changes, study"
 )
 FOUR = {"learners": 4}
 
@@ -59,7 +61,7 @@ WHEN = "dies_at_s, mean_time_to_failure_s, slows_at_s, mean_time_to_slowdown_s"
 NO_FACTOR = "] faults.1 has mean_time_to_slowdown_s, and no factor"
 STEPS = "[optimizer] milestones are those of schedule 'step', not of 'cosine'"
 PATTERNS = "must be names of parameters or patterns such as '*.bias'"
-NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none"
+NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none; valid: 'none'"
 AWAY = "; leave it out, or reset it with --set protocol.n="
 WEIGHED = {"name": "async", "modulation": "gradient_staleness"}
 
@@ -69,7 +71,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"training": {"epoch": 1}}, f"[training] unknown key 'epoch'; valid: {TRAINING}; did you mean epochs?"),
     (
         {"protocol": {"nsoft": 2}},
-        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, rule, lr_scaling, options",
+        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options",
     ),
     ({"model": 3}, "model must be a table, not 3"),
     ({"model": {"name": 3}}, "[model] name must be a text, not 3"),
@@ -167,7 +169,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"topology": {"name": "tree"}},
-        "[topology] name: 'tree' is unknown; valid: adv, adv*, base, groups, hierarchical, replicas, sharded, "
+        "[topology] name: 'tree' is unknown; valid: auto, adv, adv*, base, groups, hierarchical, replicas, sharded, "
         "package.module:callable",
     ),
     ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
@@ -556,3 +558,73 @@ def test_jobs_of_older_files_are_read_under_the_names_of_now() -> None:
         hooks=[{"at": "end", "call": "csv"}],
         data={"name": "rudra.data.noise:noise"},
     )
+
+
+HOGBATCH = ["protocol.name=hogbatch"]
+OLD_KEYS: list[tuple[str, Any, str]] = [
+    ("faults.restarts", 1, "[faults] is now [fault_tolerance]"),
+    ("cluster.wire", "float16", "[cluster] wire is now gradient_format"),
+    ("optimizer.factor", 0.5, "[optimizer] factor is now decay_factor"),
+    ("fault_tolerance.stall_limit", 9.0, "[fault_tolerance] stall_limit is now stall_limit_s"),
+    ("protocol.rule", "adaptive", "[protocol] rule is now [hogbatch] rule"),
+    ("protocol.lr_scaling", "sqrt", "[protocol] lr_scaling is now [hogbatch] lr_scaling"),
+    ("protocol.options.alpha", 3.0, "[protocol] options.alpha is now [hogbatch] alpha"),
+    ("protocol.options.beta", 0.5, "[protocol] options.beta is now [hogbatch] beta"),
+    ("protocol.options.shuffle", "epoch", "[protocol] options.shuffle is now [hogbatch] shuffle"),
+    ("protocol.options.counts", "epoch", "[protocol] options.counts is now [hogbatch] counts"),
+    ("weights.at", "window", "[weights] at is now [hogbatch] weights ('window' is 'shared')"),
+    ("weights.update", "locked", "[weights] update is now [hogbatch] locking ('racing' is false, 'locked' is true)"),
+    ("weights.push", "overwrite", "[weights] push is now [hogbatch] gpu_write ('gradient' is 'add')"),
+    ("averaging.optimizer", "adam", "[averaging] optimizer is now [averaging.outer] name"),
+    ("averaging.learning_rate", 0.7, "[averaging] learning_rate is now [averaging.outer] learning_rate"),
+    ("averaging.momentum", 0.9, "[averaging] momentum is now [averaging.outer] momentum"),
+    ("averaging.options", {}, "[averaging] options is now [averaging.outer] options"),
+    ("averaging.keeps_momentum", True, "[averaging] keeps_momentum is now keep_momentum"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "said"), OLD_KEYS)
+def test_old_key_is_answered_with_the_new_name(
+    key: str, value: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *tables, last = key.split(".")
+    given: dict[str, Any] = {"protocol": {"name": "hogbatch"}}
+    place = given
+    for table in tables:
+        place = place.setdefault(table, {})
+    place[last] = value
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Job(**given)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Job().with_(**given)
+    assert main(["validate", "digits", "--syntax", "--set", *HOGBATCH, "--set", f"{key}={toml(value)}"]) == 2
+    assert capsys.readouterr().err == f"rudra: --set {key}={toml(value)}: {said}\n"
+
+
+def test_old_list_of_workers_is_answered_with_the_new_name() -> None:
+    old, ranks = "[[workers]] is now [[hogbatch.workers]]", "ranks is now learners"
+    for workers, said in (
+        ({"workers": [{"kind": "small"}]}, old),
+        ({"workers": [{"ranks": [0]}]}, f"[[workers]] {ranks}; {old}"),
+        ({"hogbatch": {"workers": [{"ranks": [0]}]}}, f"[[hogbatch.workers]] {ranks}"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(said)}$"):
+            Job(protocol={"name": "hogbatch"}, **workers)
+    with pytest.raises(ConfigError, match=re.escape("did you mean hogbatch.workers?")):
+        Job.load("digits", [*HOGBATCH, "workers=[]"])
+
+
+@pytest.mark.parametrize(
+    ("damaged", "found"),
+    [
+        ({"weights": 3}, {"hogbatch": 3}),
+        ({"weights": {"at": "window"}, "hogbatch": 3}, {"hogbatch": {"weights": "shared"}}),
+        ({"workers": [3]}, {"hogbatch": {"workers": [3]}}),
+        ({"averaging": {"momentum": 1, "outer": [1]}}, {"averaging": {"outer": {"momentum": 1}}}),
+        ({"protocol": {"name": "hogbatch", "options": 5}}, {"protocol": {"name": "hogbatch", "options": 5}}),
+    ],
+)
+def test_damaged_job_of_an_older_file_is_translated_as_far_as_it_goes(
+    damaged: dict[str, Any], found: dict[str, Any]
+) -> None:
+    assert translated(damaged) == found

@@ -222,18 +222,19 @@ def test_a_prediction_is_of_a_cluster_in_which_nothing_goes_wrong() -> None:
 
 
 UNLIKE: list[dict[str, Any]] = [
-    {"ranks": [0], "kind": "small", "threads": 4, "min": 2, "max": 8, "compute_s": {2: 0.008, 8: 0.03}},
+    {"learners": [0], "kind": "small", "threads": 4, "min": 2, "max": 8, "compute_s": {2: 0.008, 8: 0.03}},
     {"kind": "large", "min": 50, "max": 500, "compute_s": {50: 0.02, 500: 0.05}},
 ]
 
 
-@pytest.mark.parametrize("weights", ["server", "window"])
+@pytest.mark.parametrize("weights", ["server", "shared"])
 @pytest.mark.parametrize("rule", ["fixed", "adaptive"])
 def test_unlike_workers(tmp_path: Path, rule: str, weights: str) -> None:
     """As a simulation of so many epochs has it, without the first."""
-    protocol = {"name": "hogbatch", "rule": rule}
     run = job(learners=2, jitter=0.1).with_(
-        protocol=protocol, workers=UNLIKE, weights={"at": weights}, training={"epochs": 4}
+        protocol={"name": "hogbatch"},
+        hogbatch={"rule": rule, "workers": UNLIKE, "weights": weights},
+        training={"epochs": 4},
     )
     found = predict(run, known=Outline(1442, 40_000))
     with rudra.simulate(
@@ -255,7 +256,7 @@ def test_unlike_workers(tmp_path: Path, rule: str, weights: str) -> None:
 
 def test_updates_of_unlike_workers_are_not_counted() -> None:
     with pytest.raises(ConfigError, match="--updates: under protocol hogbatch whole epochs are simulated; valid: none"):
-        predict(job().with_(protocol={"name": "hogbatch"}, workers=UNLIKE[:1]), known=KNOWN, updates=20)
+        predict(job().with_(protocol={"name": "hogbatch"}, hogbatch={"workers": UNLIKE[:1]}), known=KNOWN, updates=20)
 
 
 @pytest.mark.parametrize(("updates", "first", "rate"), [(8, 2, 4.0), (4, 1, 4.0), (3, 0, 16 / 12), (2, 0, 0.8)])
@@ -268,9 +269,11 @@ def test_the_first_quarter_of_the_updates_does_not_count(updates: int, first: in
 
 def test_the_mean_batch_of_a_worker_is_of_all_its_threads() -> None:
     workers = [
-        {"ranks": [0], "kind": "small", "threads": 4, "min": 2, "max": 2, "compute_s": 0.01},
+        {"learners": [0], "kind": "small", "threads": 4, "min": 2, "max": 2, "compute_s": 0.01},
         {"kind": "large", "min": 32, "max": 32, "compute_s": 0.02},
     ]
-    run = Job(model={"name": "mlp"}, protocol={"name": "hogbatch"}, workers=workers, cluster={"learners": 2})
+    run = Job(
+        model={"name": "mlp"}, protocol={"name": "hogbatch"}, hogbatch={"workers": workers}, cluster={"learners": 2}
+    )
     small, large = predict(run, known=Outline(6400, SIZE)).workers
     assert (small["mean_batch"], large["mean_batch"]) == (pytest.approx(8, rel=0.02), pytest.approx(32, rel=0.02))

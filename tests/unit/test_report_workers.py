@@ -1,6 +1,7 @@
 """What a report shows of unlike workers, against rows made by hand and against a run in virtual time."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,9 +110,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         ("fixed", "fixed", [SMALL, LARGE]),
         ("adaptive", "adaptive", [SMALL, LARGE]),
     ]:
-        tables = [{**table, "ranks": [i]} for i, table in enumerate(team)]
-        protocol = {"name": "hogbatch", "rule": rule, "lr_scaling": "none"}
-        job = Job(**common, protocol=protocol, cluster={"learners": len(team)}, workers=tables, name=name)
+        tables = [{**table, "learners": [i]} for i, table in enumerate(team)]
+        hogbatch = {"rule": rule, "lr_scaling": "none", "workers": tables}
+        cluster = {"learners": len(team)}
+        job = Job(**common, protocol={"name": "hogbatch"}, hogbatch=hogbatch, cluster=cluster, name=name)
         made.append(place / f"{name}.h5")
         rudra.simulate(job, output=made[-1]).close()
     return made
@@ -125,8 +127,7 @@ def test_threads_that_compute_together_are_busy_for_as_long_as_they_are(tmp_path
         training={"epochs": 1, "evaluate": False},
         protocol={"name": "hogbatch"},
         cluster={"learners": 1},
-        workers=[SMALL],
-        weights={"at": "window"},
+        hogbatch={"workers": [SMALL], "weights": "shared"},
         simulation={"jitter": 0.0, "latency_s": 0.0, "message_s": 0.0, "update_s": 0.0},
     )
     with rudra.simulate(job, output=tmp_path / "window.h5") as results:
@@ -136,12 +137,12 @@ def test_threads_that_compute_together_are_busy_for_as_long_as_they_are(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("weights", "expected"),
-    [({}, 2.5), ({"at": "window", "update": "locked"}, 1), ({"at": "window", "update": "racing"}, 4)],
+    ("hogbatch", "expected"),
+    [({}, 2.5), ({"weights": "shared", "locking": True}, 1), ({"weights": "shared"}, 4)],
     ids=["server", "locked window", "racing window"],
 )
 def test_the_staleness_to_expect_is_that_of_the_runs_own_protocol(
-    tmp_path: Path, weights: dict[str, str], expected: float
+    tmp_path: Path, hogbatch: dict[str, Any], expected: float
 ) -> None:
     job = Job(
         model={"name": "mlp", "options": {"hidden": [4]}},
@@ -149,8 +150,7 @@ def test_the_staleness_to_expect_is_that_of_the_runs_own_protocol(
         training={"epochs": 1, "evaluate": False},
         protocol={"name": "hogbatch"},
         cluster={"learners": 2},
-        workers=[{**SMALL, "ranks": [0]}, {**LARGE, "ranks": [1]}],
-        weights=weights,
+        hogbatch={"workers": [{**SMALL, "learners": [0]}, {**LARGE, "learners": [1]}], **hogbatch},
     )
     rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet").close()
     assert read(tmp_path / "run.h5").expected_staleness == expected

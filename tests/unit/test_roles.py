@@ -300,7 +300,7 @@ def snapshot(epoch: int) -> Received:
 
 
 PLAIN = job("async", training={"epochs": 1})
-DEALT = job("hogbatch", workers=[{"kind": "large"}], training={"epochs": 1, "evaluate": "workers"})
+DEALT = job("hogbatch", hogbatch={"workers": [{"kind": "large"}]}, training={"epochs": 1, "evaluate": "workers"})
 WORK = Received(AssignWork(SERVER, 0, 0, 0.0, np.array([(0, 4)], records.WORK)))
 NOTHING = np.empty(0, records.SUM)
 STAGED = job("async").with_(placement={"cut": 1}, training={"epochs": 1})

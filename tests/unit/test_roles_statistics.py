@@ -1,5 +1,7 @@
 """The statistics server: exact traces of small cases with two learners."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, machine
@@ -231,7 +233,7 @@ def test_patience_counts_the_tests_before_a_resume() -> None:
 
 def test_an_evaluation_by_workers_is_added_up_once_though_the_next_is_here_first() -> None:
     """The workers evaluate epoch 2 while the statistics server adds up their results of epoch 1."""
-    tables = {"protocol": {"name": "hogbatch"}, "workers": [{"kind": "large"}], "cluster": {"learners": 2}}
+    tables: dict[str, Any] = {"protocol": {"name": "hogbatch"}, "cluster": {"learners": 2}}
     role = machine(STATISTICS, Job(**tables, training={"epochs": 3, "evaluate": "workers"}).resolved())
     feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
 

@@ -105,11 +105,12 @@ def test_what_is_wrong_is_found_as_the_job_finds_it(text: str, said: str) -> Non
 def test_every_key_is_described_and_may_have_its_default() -> None:
     for key, about in schema.job_keys().items():
         assert about["description"], key
-        table, name = key.split(".")
-        kind = Job.model_fields[table].annotation
-        assert isinstance(kind, type)
-        assert issubclass(kind, Table)
-        default = kind.model_fields[name].default
+        *tables, name = key.split(".")
+        kind: Any = Job
+        for each in tables:
+            kind = kind.model_fields[each].annotation
+            assert issubclass(kind, Table)
+        default, table = kind.model_fields[name].default, ".".join(tables)
         assert default is None or wrong(tomllib.loads(f"[{table}]\n{name} = {toml(default)}")) == [], key
 
 

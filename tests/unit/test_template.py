@@ -5,7 +5,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -46,21 +46,35 @@ def test_every_key_is_there_and_has_its_default_when_it_is_taken_in() -> None:
     text = commented({}, "about")
     lines = text.splitlines()
     assert [line for line in lines if line.startswith("[")] == [
-        f"[{name}]" for name in Job.model_fields if name not in {"name", "workers", "hooks", "changes"}
+        f"[{name}]" for name in Job.model_fields if name not in {"name", "hooks", "changes"}
     ]
-    taken = [re.sub(r"^#(?=\w+ = [^ ])", "", line) for line in lines[: lines.index("#[[workers]]")]]
+    taken, listed = [], False
+    for line in lines:
+        listed = line.startswith("#[[") or (
+            listed and not re.match(r"#?\[", line)
+        )  # those have keys that must be given
+        taken += [] if listed else [re.sub(r"^#(?=\w+ = [^ ]|\[)", "", line)]
     assert Job(**tomllib.loads("\n".join(taken))) == Job()
     assert Job(**tomllib.loads(text)) == Job()
     tables: dict[str, set[str]] = {}
     for line in lines:
-        if found := re.match(r"#?\[+(\w+)\]", line):
+        if found := re.match(r"#?\[+([\w.]+)\]", line):
             keys = tables.setdefault(found[1], set())
         elif (found := re.match(r"#?(\w+) =", line)) and tables:
             keys.add(found[1])
-    for name, field in Job.model_fields.items():
-        if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
-            assert tables[name] == set(field.annotation.model_fields)
-    assert {"at", "call", "role", "every", "options"} == tables["hooks"]
+    assert tables == keys_of(Job, "")
+
+
+def keys_of(kind: Any, prefix: str) -> dict[str, set[str]]:
+    """Keys of the tables in a table, those of inner ones by their dotted names."""
+    found: dict[str, set[str]] = {}
+    for key, field in kind.model_fields.items():
+        for inner in (field.annotation, *get_args(field.annotation)[:1]):
+            if hasattr(inner, "model_fields"):
+                below = keys_of(inner, f"{prefix}{key}.")
+                tables = {name.rpartition(".")[2] for name in below if name.count(".") == prefix.count(".") + 1}
+                found |= {prefix + key: set(inner.model_fields) - tables, **below}
+    return found
 
 
 def test_hooks_and_long_values() -> None:

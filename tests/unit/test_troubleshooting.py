@@ -51,14 +51,23 @@ def sources() -> list[Path]:
 def messages() -> Iterator[tuple[str, set[str]]]:
     """Place -> what is said there, with `…` for what a run fills in; each text in all its variants."""
     for path in sources():
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = assigned(ast.Module([node for node in tree.body if isinstance(node, ast.Assign)], []))
+        for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef):
-                names = assigned(function)
+                names = constants | assigned(function)
                 for node in ast.walk(function):
-                    if isinstance(node, ast.Call) and node.args and said(node.func):
-                        texts = {" ".join(text.split()) for text in variants(node.args[0], names)}
+                    if (text := told(node, rules=path.name == "rules.py")) is not None:
+                        texts = {" ".join(text.split()) for text in variants(text, names)}
                         if texts := {text for text in texts if len(re.findall(r"[a-z]", text)) > 7}:
                             yield f"{path.relative_to(ROOT)}:{node.lineno}", texts
+
+
+def told(node: ast.AST, *, rules: bool) -> ast.expr | None:
+    """What a call says to users, or what a rule of jobs yields."""
+    if isinstance(node, ast.Call) and node.args and said(node.func):
+        return node.args[0]
+    return node.value if rules and isinstance(node, ast.Yield) else None
 
 
 def said(function: ast.expr) -> bool:
@@ -66,7 +75,7 @@ def said(function: ast.expr) -> bool:
     return name in RAISED | TOLD
 
 
-def assigned(function: ast.FunctionDef) -> Names:
+def assigned(function: ast.AST) -> Names:
     names: Names = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):

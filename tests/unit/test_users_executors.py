@@ -57,9 +57,12 @@ WAYS = {
     "server": Way({"protocol": {"name": "hardsync"}}),
     "window": Way(
         {
-            "protocol": {"name": "hogbatch", "rule": "fixed"},
-            "weights": {"at": "window", "update": "locked"},
-            "workers": [{"kind": "large", "min": SAMPLES, "max": SAMPLES}],
+            "protocol": {"name": "hogbatch"},
+            "hogbatch": {
+                "weights": "shared",
+                "locking": True,
+                "workers": [{"kind": "large", "min": SAMPLES, "max": SAMPLES}],
+            },
             "cluster": ALONE,
         },
         refused=dict.fromkeys(BUFFERS, "models without BatchNorm"),

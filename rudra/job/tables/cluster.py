@@ -70,8 +70,9 @@ class TopologyTable(Table):
     """Which rank has which role, and which ranks exchange messages."""
 
     name: Named = Field(
-        "base",
-        description="base, sharded, adv, adv*, groups, replicas, hierarchical, or your own, package.module:object",
+        "auto",
+        description="base, sharded, adv, adv*, groups, replicas, hierarchical, or your own, package.module:object; "
+        "auto: replicas with protocols by which learners average, else base",
     )
     options: dict[str, Any] = Field(
         {},
@@ -79,6 +80,10 @@ class TopologyTable(Table):
         "reduction, server; replicas: groups, reduction, server; hierarchical: blocks, reduction; or those of your "
         "own topology",
     )
+
+    def with_name(self, name: str) -> TopologyTable:
+        """The table with the name that "auto" comes to, which does not count as set: another protocol has another."""
+        return TopologyTable.model_construct(self.model_fields_set - {"name"}, name=name, options=self.options)
 
 
 class ClusterTable(Table):

@@ -1,0 +1,68 @@
+"""How a job's protocol and topology are made of its tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import protocols
+import topologies
+from rudra import plugins
+from rudra.job.fields import JobFields
+from rudra.job.tables import ArgumentsTable
+
+
+def factory_of(job: JobFields) -> Any:
+    """What makes the job's protocol: a class as a rule.
+
+    Raises:
+        ConfigError: there is no such protocol.
+    """
+    return plugins.choose("[protocol] name", job.protocol.name, protocols.shipped())
+
+
+def table_of(job: JobFields) -> ArgumentsTable | None:
+    """The table that the job's protocol has for its own keys."""
+    found: ArgumentsTable | None = getattr(job, getattr(factory_of(job), "table", ""), None)
+    return found
+
+
+def make_protocol(job: JobFields, plan: topologies.Plan, lost: int = 0) -> protocols.Protocol:
+    """The job's protocol, made for the workers of a plan; `Job.make_protocol` says more."""
+    table, factory = job.protocol, factory_of(job)
+    left = plan.workers - lost
+    own = table_of(job)
+    arguments = {} if own is None else own.arguments(plan)
+    for key in table.options.keys() & arguments.keys():
+        raise ValueError(f"[protocol] options.{key} is not possible; valid: the keys of [{factory.table}]")
+    return protocols.make(
+        factory,
+        learners=left,
+        minibatch_size=job.training.minibatch_size * len(plan.learners) / plan.workers,
+        n=min(table.n, left) if table.n and (lost or plan.gone) else table.n,
+        modulation=plugins.choose("[protocol] modulation", table.modulation, {"auto": None, **protocols.MODULATIONS}),
+        reference_batch_size=table.reference_batch_size,
+        scale_invariant_optimizer=job.optimizer.name if job.optimizer.scale_invariant else None,
+        options={**table.options, **arguments},
+    )
+
+
+def topology_of(job: JobFields) -> str:
+    """Name of the topology that "auto" comes to with the job's protocol."""
+    return str(getattr(factory_of(job), "topology", "base"))
+
+
+def make_topology(job: JobFields) -> topologies.Topology:
+    """The job's topology, with its options bound; `Job.make_topology` says more."""
+    topology = plugins.choose("[topology] name", job.topology.name, {"auto": "", **topologies.shipped()})
+    per_rank, staged = job.cluster.learners_per_rank, job.placement.servers if job.placement.given else 0
+    scheduled = getattr(factory_of(job), "schedules", False)
+    how = {"scheduled": scheduled, "window": scheduled and job.hogbatch.shares_weights}
+    return topologies.load(topology, job.topology.options, per_rank, staged=staged, **how)
+
+
+def explicit_momentum(job: JobFields, plan: topologies.Plan) -> float:
+    """The momentum that the optimiser uses; `Job.explicit_momentum` says more."""
+    if job.optimizer.momentum_correction == "none":
+        return job.optimizer.momentum
+    asynchrony = 1 + make_protocol(job, plan).expected_staleness
+    return max(0.0, job.optimizer.momentum - (1 - 1 / asynchrony))
