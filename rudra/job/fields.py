@@ -37,7 +37,7 @@ class JobFields(Table):
         training: table `[training]`: epochs, mini-batch size, seed, tests, target.
         optimizer: table `[optimizer]`: the update rule and the learning rate.
         protocol: table `[protocol]`: how many gradients make an update, and the modulation of the learning rate.
-        hogbatch: table `[hogbatch]`: how samples are assigned to heterogeneous workers, and who updates the weights.
+        hogbatch: table `[hogbatch]`: assignment of samples to heterogeneous workers, which update the weights.
         averaging: table `[averaging]`: how learners average replicas of their own.
         placement: table `[placement]`: which layers a stage server has.
         topology: table `[topology]`: which roles exchange gradients and weights.

@@ -1,7 +1,7 @@
 """The job: one immutable, validated description of a run.
 
-A job comes from a TOML file, from the name of a shipped job, or from code. Its tables are those of `rudra.job.tables`;
-rules that span them stand together in `rudra.job.rules`.
+A job comes from a TOML file, from the name of a shipped job, or from code. `rudra.job.tables` declares its tables,
+`rudra.job.rules` checks what spans them, and `rudra.job.making` makes its protocol and its topology.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a job's protocol and topology are made of its tables."""
+"""Makes the protocol and the topology of a job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rudra.job.tables import ArgumentsTable
 
 
 def factory_of(job: JobFields) -> Any:
-    """What makes the job's protocol: a class as a rule.
+    """Finds the class, or another callable, that makes the job's protocol.
 
     Raises:
         ConfigError: there is no such protocol.
@@ -21,13 +21,13 @@ def factory_of(job: JobFields) -> Any:
 
 
 def table_of(job: JobFields) -> ArgumentsTable | None:
-    """The table that the job's protocol has for its own keys."""
+    """The table of the job whose keys belong to its protocol; None: there is no such table."""
     found: ArgumentsTable | None = getattr(job, getattr(factory_of(job), "table", ""), None)
     return found
 
 
 def make_protocol(job: JobFields, plan: topologies.Plan, lost: int = 0) -> protocols.Protocol:
-    """The job's protocol, made for the workers of a plan; `Job.make_protocol` says more."""
+    """Makes the job's protocol for the workers of a plan: see `Job.make_protocol`."""
     table, factory = job.protocol, factory_of(job)
     left = plan.workers - lost
     own = table_of(job)
@@ -47,12 +47,12 @@ def make_protocol(job: JobFields, plan: topologies.Plan, lost: int = 0) -> proto
 
 
 def topology_of(job: JobFields) -> str:
-    """Name of the topology that "auto" comes to with the job's protocol."""
+    """Name of the topology that "auto" stands for with the job's protocol."""
     return str(getattr(factory_of(job), "topology", "base"))
 
 
 def make_topology(job: JobFields) -> topologies.Topology:
-    """The job's topology, with its options bound; `Job.make_topology` says more."""
+    """Binds the job's topology to its options: see `Job.make_topology`."""
     topology = plugins.choose("[topology] name", job.topology.name, {"auto": "", **topologies.shipped()})
     per_rank, staged = job.cluster.learners_per_rank, job.placement.servers if job.placement.given else 0
     scheduled = getattr(factory_of(job), "schedules", False)
@@ -61,7 +61,7 @@ def make_topology(job: JobFields) -> topologies.Topology:
 
 
 def explicit_momentum(job: JobFields, plan: topologies.Plan) -> float:
-    """The momentum that the optimiser uses; `Job.explicit_momentum` says more."""
+    """The momentum that the optimiser uses: see `Job.explicit_momentum`."""
     if job.optimizer.momentum_correction == "none":
         return job.optimizer.momentum
     asynchrony = 1 + make_protocol(job, plan).expected_staleness

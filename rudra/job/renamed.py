@@ -1,4 +1,4 @@
-"""What tables and keys of jobs were called before: files of runs have these names, and users' jobs may."""
+"""Old names of tables and keys of jobs: older files of runs have them, and jobs of users may."""
 
 import copy
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ class Renamed(NamedTuple):
     """A table or key that has another name now.
 
     Attributes:
-        old: dotted name of before.
-        new: dotted name of now.
-        values: value of before -> value of now, where the values have other names, too.
-        protocol: only jobs with this protocol had the key; empty: all.
+        old: old dotted name.
+        new: new dotted name.
+        values: old value -> new value, of the values that have another name, too.
+        protocol: name of the protocol that had the key; empty: the key did not depend on the protocol.
     """
 
     old: str
@@ -49,14 +49,14 @@ RENAMED = (
 )
 
 LISTS = ("hogbatch.workers", "workers")
-"""Which of these is a list of tables."""
+"""The names above that are lists of tables."""
 
 DATA = {"rudra.bench.prediction:noise": "rudra.data.noise:noise"}
 HOOKS = {"rudra.hooks:csv": "csv", "rudra.hooks:tensorboard": "tensorboard"}
 
 
 def answers(job: Mapping[str, Any]) -> list[str]:
-    """A line for each table or key of a job that has another name now."""
+    """One line for each table or key of a job that has an old name; the line gives the new name."""
     found: dict[str, str] = {}
     for each in RENAMED:
         tables, key = _split(each.old)
@@ -67,7 +67,7 @@ def answers(job: Mapping[str, Any]) -> list[str]:
 
 
 def translated(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a job that a file holds, under the names that they have now."""
+    """Renames the tables and keys of a job that a file holds."""
     found: dict[str, Any] = copy.deepcopy(dict(job))
     for each in RENAMED:
         (tables, key), (others, new) = _split(each.old), _split(each.new)
@@ -88,13 +88,13 @@ def translated(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(name: str) -> tuple[list[str], str]:
-    """The tables in which a key stands, outermost first, and its own name."""
+    """The tables of a dotted name, outermost first, and its key."""
     *tables, key = name.split(".")
     return tables, key
 
 
 def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[Any]:
-    """Where the key of before would stand: a table, or each of a list of tables; nothing for another protocol."""
+    """The tables that may have the old key: one table, each of a list of tables, or none with another protocol."""
     places: list[Any] = [job]
     for table in tables:
         inner = [place.get(table) for place in places if isinstance(place, Mapping)]
@@ -105,7 +105,7 @@ def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[An
 
 
 def _made(job: dict[str, Any], tables: list[str]) -> dict[str, Any]:
-    """A table of a job, which is made where it is not there, or where a damaged file has something else."""
+    """Finds a table of a job, and makes it if the job lacks it, or if a damaged file has something else there."""
     for table in tables:
         job[table] = _table_in(job, table)
         job = job[table]

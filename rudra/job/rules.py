@@ -1,9 +1,9 @@
-"""Which keys, protocols and plans of a job go together.
+"""Rules about combinations of keys, protocols and plans of a job.
 
 A rule is a small function that yields a line for each mistake. The line names the key, what is wrong, and what is valid
 instead. Its decorator says what the rule looks at, and puts the rule into the list of its kind:
 
-* `job_rule`: the tables alone;
+* `job_rule`: only the tables;
 * `part_rule`: a part of the run, with its plan and its protocol, if the number of learners is known;
 * `change_rule`: the first part, and a part after `[[changes]]`;
 * `simulated_rule`: a plan with the nodes of a simulation.
@@ -104,7 +104,7 @@ def check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
             raise ValueError(text)
 
 
-# What the tables say.
+# The tables of a job.
 
 
 @job_rule
@@ -166,7 +166,7 @@ def seconds_per_byte(job: JobFields) -> Iterator[str]:
 
 @job_rule
 def shared_links(job: JobFields) -> Iterator[str]:
-    """A link that carries several tensors at once; also of jobs in the background."""
+    """Links that carry several tensors at once, in this job and in background jobs."""
     if job.simulation.sharing != "equal":
         return
     refused = {
@@ -217,12 +217,12 @@ def tables_of_other_protocols(job: JobFields) -> Iterator[str]:
             yield f"[{name}] {key} is for {its}; valid with protocol {protocol}: no keys of [{name}]"
 
 
-# What a protocol can do with a plan.
+# Protocol and plan.
 
 
 @part_rule
 def averaging_protocols(part: JobPart) -> Iterator[str]:
-    """Learners average replicas in the plan if, and only if, the protocol says how."""
+    """Replicas are averaged in the plan if, and only if, the protocol averages replicas."""
     if part.plan.averaging and not part.protocol.averages:
         yield f"{part.on}: learners average replicas there; valid protocols: {protocols.averaging_names()}"
     if part.protocol.averages and not part.plan.averaging:
@@ -533,7 +533,7 @@ def updates_that_no_role_sees(part: JobPart) -> Iterator[str]:
 _SHARED = "[hogbatch] weights = 'shared'"
 
 
-# What the cluster can do.
+# The cluster.
 
 
 @part_rule
@@ -546,7 +546,7 @@ def gpu_aware_mpi(part: JobPart) -> Iterator[str]:
 
 @part_rule
 def weights_in_parts(part: JobPart) -> Iterator[str]:
-    """What needs all of a gradient, or of the weights, in one place."""
+    """Keys that need a whole gradient, or all weights, in one place."""
     on = "[topology] name: sharded"
     job = part.job
     if not part.plan.sharded:
@@ -617,7 +617,7 @@ def stragglers(part: JobPart) -> Iterator[str]:
 
 @part_rule
 def roles_of_hooks(part: JobPart) -> Iterator[str]:
-    """Which servers of a tree there are depends on the nodes."""
+    """The servers of a tree depend on the nodes, so their hooks are checked only if the plan has nodes."""
     for place, hook in enumerate(part.job.hooks):
         if part.placed or hook.at != "end" or not str(hook.role).startswith(TREE_SERVER):
             try:
@@ -637,7 +637,7 @@ def learners_of_simulations(part: JobPart) -> Iterator[str]:
                 yield f"[simulation] {key} names learner {learner}; valid: 0 to {learners - 1}"
 
 
-# What a run can change.
+# Changes during a run.
 
 
 @change_rule
@@ -658,7 +658,7 @@ def same_momentum(first: JobPart, later: JobPart) -> Iterator[str]:
 
 
 def other_roles(before: topologies.Plan, after: topologies.Plan) -> Iterator[str]:
-    """Why a run cannot continue by another plan with the ranks that it has."""
+    """Reasons why the ranks of a run cannot continue with another plan."""
     who = [[(role.kind, role.index, plan.traits(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
     if who[0] != who[1]:
         yield "[topology] options: roles must be those of before; valid: options that keep them"
@@ -666,7 +666,7 @@ def other_roles(before: topologies.Plan, after: topologies.Plan) -> Iterator[str
         yield "[topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered', 'nodes'"
 
 
-# What a simulation has on its nodes.
+# Nodes of a simulation.
 
 
 @simulated_rule

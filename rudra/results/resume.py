@@ -25,13 +25,13 @@ from rudra.results.writer import checked_name
 from rudra.trust import admit, new_run
 
 _INDIFFERENT = ("name", "simulation", "fault_tolerance", "results", "hooks", "study")
-"""What of a job has no say in what the weights become."""
+"""Parts of a job that do not change the weights."""
 
 DECISIVE_LISTS = ("changes",)
-"""Lists of tables that decide what the weights become, as a whole."""
+"""Lists of tables that change the weights; each is compared as a whole."""
 
 DECISIVE = tuple(name for name in Job.model_fields if name not in (*_INDIFFERENT, *DECISIVE_LISTS))
-"""So do these tables; of them these keys do not, or say where something is:"""
+"""Tables that change the weights, except for the keys of `RESUME_MAY_CHANGE`."""
 
 RESUME_MAY_CHANGE = (
     "data.path",
@@ -414,7 +414,7 @@ def decisive(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completed(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a job that a file holds, with the defaults of keys that are younger than the file."""
+    """Adds the defaults of keys that are younger than the file to the tables of its job."""
     return _with_defaults(job, json.loads(Job().to_json()))
 
 

@@ -82,7 +82,7 @@ class TopologyTable(Table):
     )
 
     def with_name(self, name: str) -> TopologyTable:
-        """The table with the name that "auto" comes to, which does not count as set: another protocol has another."""
+        """The table with the name that "auto" stands for. It does not count as set: a changed protocol changes it."""
         return TopologyTable.model_construct(self.model_fields_set - {"name"}, name=name, options=self.options)
 
 
