@@ -66,7 +66,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Any], 
     runs |= {("together", protocol): together(protocol) for protocol in TOGETHER}
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
-    on_ranks(user_code.train_as_needed, LEARNERS, jobs={str(paths[case]): job for case, job in runs.items()})
+    on_ranks(user_code.train_as_needed, LEARNERS + 1, jobs={str(paths[case]): job for case, job in runs.items()})
     return paths
 
 
