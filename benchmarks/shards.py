@@ -5,6 +5,7 @@ here, where all servers share the memory and the cores of one machine, so that s
 and driver, with gradients that are there at once, as in the benchmark `requests`.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,14 +43,14 @@ def run(*, quick: bool) -> Report:
     """Simulates, then measures."""
     report = Report(["", "servers", "pushes/s", "/ one server", "bound, pushes/s"])
     rates = {}
-    for shards in VIRTUAL:
+    virtual, here, pushes, rounds = ((1, 4), (1, 2), 10, 0) if quick else (VIRTUAL, HERE, 300, 7)
+    for shards in virtual:
         rates[shards], bound = simulated(shards, updates=60 if quick else 400)
         about = f"virtual time, 10 Gbit/s, {MODEL * 4 / 1e6:.0f} MB, λ = {LEARNERS}"
         report.rows.append((about, shards, f"{rates[shards]:.1f}", f"{rates[shards] / rates[1]:.2f}", f"{bound:.1f}"))
-    pushes, rounds = (30, 1) if quick else (300, 7)
-    figures = on_ranks(measure, SENDERS + HERE[-1] - 1, senders=SENDERS, pushes=pushes, rounds=rounds)
-    found = {shards: [rate for rank in figures for rate in rank.get(str(shards), [])] for shards in HERE}
-    for shards in HERE:
+    figures = on_ranks(measure, SENDERS + here[-1] - 1, servers=here, senders=SENDERS, pushes=pushes, rounds=rounds)
+    found = {shards: [rate for rank in figures for rate in rank.get(str(shards), [])] for shards in here}
+    for shards in here:
         about = f"real ranks, {FLOATS * 4 / 1e6:.0f} MB, {SENDERS} learners"
         report.rows.append((about, shards, spread(found[shards]), ratios(found[shards], found[1]), "-"))
     report.notes = [
@@ -76,12 +77,14 @@ def simulated(shards: int, updates: int) -> tuple[float, float]:
     return found.samples_per_s, shards * LINK["bandwidth_bytes_per_s"] / (MODEL * 4)
 
 
-def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds: int) -> dict[str, Any]:
+def measure(
+    comm: "MPI.Comm", directory: Path, servers: Sequence[int], senders: int, pushes: int, rounds: int
+) -> dict[str, Any]:
     """Takes turns; on the statistics servers' ranks pushes/s, by the number of servers."""
     torch.set_num_threads(1)  # each rank has a core at most
     figures: dict[str, Any] = {}
     for taken in in_turns(rounds, figures):
-        for shards in HERE:
+        for shards in servers:
             sharded = {"name": "sharded", "options": {"shards": shards}}
             job = stub_job(senders, topology=sharded, results={"minibatches": False})
             if (rate := _rate(comm, job, pushes)) is not None:
