@@ -12,7 +12,7 @@ from rudra.job.job import Job
 
 def run(*, quick: bool) -> Report:
     """Runs the shipped job `digits`, four learners, in turns."""
-    job = Job.load("digits", ["training.epochs=1", "cluster.learners=1"] if quick else [])
+    job = Job.load("digits", ["training.epochs=1", "cluster.learners=1", "data.train_limit=160"] if quick else [])
     skipped = []
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:
 

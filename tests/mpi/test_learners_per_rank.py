@@ -66,7 +66,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Any], 
     runs |= {("together", protocol): together(protocol) for protocol in TOGETHER}
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
-    on_ranks(user_code.train_as_needed, LEARNERS, jobs={str(paths[case]): job for case, job in runs.items()})
+    on_ranks(user_code.train_as_needed, LEARNERS + 1, jobs={str(paths[case]): job for case, job in runs.items()})
     return paths
 
 
@@ -136,7 +136,7 @@ def test_a_rank_that_is_killed_takes_its_learners_along(
     tmp_path: Path, protocol: str, topology: str, rank: int, dead: list[int]
 ) -> None:
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
-    more = ["cluster.learners=6", "cluster.learners_per_rank=2", "cluster.threads_per_rank=1", "training.epochs=12"]
+    more = ["cluster.learners=6", "cluster.learners_per_rank=2", "cluster.threads_per_rank=1"]
     process = start("run", job, "--output", output, *(word for key in more for word in ("--set", key)))
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)

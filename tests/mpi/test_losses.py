@@ -64,9 +64,8 @@ def test_where_one_cannot_be_missed_the_others_regroup(
     tmp_path: Path, protocol: str, topology: str, rank: int, name: str
 ) -> None:
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
-    longer = ["--set", "cluster.learners=4", "--set", "training.epochs=12"]
     apart = "import user_code; user_code.launch_on_nodes([0, 0, 0, 1, 1, 1])" if BY_NODES in topology else "pass"
-    process = start("run", job, "--output", output, *longer, before=apart)
+    process = start("run", job, "--output", output, "--set", "cluster.learners=4", before=apart)
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process)

