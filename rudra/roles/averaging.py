@@ -43,6 +43,7 @@ from rudra.core.messages import GroupFlags, MessageKind
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
+from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.replica import ALWAYS, AVERAGING, Replica, ReplicaState
 from topologies import Plan
@@ -50,14 +51,14 @@ from topologies.kinds import EVERYBODY
 
 COMPUTING, STEPPING, HOLDING = ReplicaState.COMPUTING, ReplicaState.STEPPING, ReplicaState.HOLDING
 REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING
-_NOT_HERE = (ReplicaState.WAITING, ReplicaState.UPDATING)
+_NOT_HERE = {ReplicaState.WAITING, ReplicaState.UPDATING, MessageKind.STEPPED, *THROUGH_STAGE}
 
 
 class Averager(Replica):
     """One learner and its replica; arguments as for `Replica`, whose beginning, end and losses are its own, too."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **{key: to for key, to in Replica.TRANSITIONS.items() if key[0] not in _NOT_HERE},
+        **{key: to for key, to in Replica.TRANSITIONS.items() if not {*key} & _NOT_HERE},
         **self_loops(AVERAGING, ALWAYS),
         **{(state, Lost): Transition("_lose", state, REGROUPING) for state in AVERAGING},
         **self_loops((COMPUTING, STEPPING, HOLDING, REDUCING), {Reduced: "_reduced"}),

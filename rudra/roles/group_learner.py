@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rudra.core.events import (
+    ACTIVATIONS,
     GRADIENT,
     WEIGHTS,
     Action,
@@ -61,7 +62,7 @@ class GroupLearner(Learner):
             [LearnerState.HASHING, LearnerState.READY], {Sent: "_handed_on", MessageKind.READY: "_member_ready"}
         ),
         (LearnerState.COMPUTING, Computed): Transition("_push", LearnerState.COMPUTING),
-        (LearnerState.COMPUTING, Sent): Transition("_handed_on", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Sent): Transition("_sent_while_computing", LearnerState.COMPUTING),
         (LearnerState.COMPUTING, Reduced): Transition(
             "_reduced", LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STOPPED
         ),
@@ -181,6 +182,9 @@ class GroupLearner(Learner):
             return self._delivered(event, now)
         self._handing_on -= 1
         return self._advance(now)
+
+    def _sent_while_computing(self, event: Sent, now: float) -> list[Action]:
+        return self._request.take(event) if event.buffer == ACTIVATIONS else self._handed_on(event, now)
 
     def _handed_on(self, event: Sent, now: float) -> list[Action]:
         self._handing_on -= 1

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
+from rudra.core.digest import digest_of
 from rudra.core.events import (
+    ACTIVATIONS,
     GRADIENT,
     WEIGHTS,
     Action,
@@ -32,6 +34,7 @@ from rudra.core.events import (
 from rudra.core.messages import (
     GroupFlags,
     MessageKind,
+    OwnerStepped,
     PlateauReached,
     Ready,
     RowsFlushed,
@@ -42,9 +45,13 @@ from rudra.core.messages import (
 )
 from rudra.core.training_state import TrainingState
 from rudra.roles.checkpoint_cycle import CheckpointCycle
+from rudra.roles.gradient_requests import request_of
+from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
 from rudra.roles.minibatch_log import MinibatchLog
+from rudra.roles.multi_owner import OwnerSteps
+from rudra.roles.stage_log import StageLog
 from topologies import Plan
 
 
@@ -89,6 +96,7 @@ class Replica(Machine):
 
         HASHING    digest of the initial weights -> READY      tell the first learner, which compares
         READY      training starts               -> COMPUTING
+        COMPUTING  activations ready, delivered, or their gradient received -> COMPUTING
         COMPUTING  gradient ready                -> REDUCING   average over all learners
         REDUCING   averaged                      -> UPDATING   every learner by the same sum, or
                                                  -> WAITING    the first, if it is ahead of tests that are to be made,
@@ -106,6 +114,9 @@ class Replica(Machine):
 
     If somebody asks the run to stop, the first learner says so in the record of its next gradient, and all stop after
     the update by that; or with the epoch, if its target is reached.
+
+    If a stage server has the last layers, the row of an update is complete when the stage server has made the update,
+    too, and so is the account of the training. Learners do not wait for that.
 
     A gradient carries a digest of the weights that it was computed from: should replicas differ, the run ends.
 
@@ -128,6 +139,8 @@ class Replica(Machine):
             "_member_ready", ReplicaState.READY, ReplicaState.COMPUTING
         ),
         (ReplicaState.READY, MessageKind.START): Transition("_begin", ReplicaState.COMPUTING),
+        **self_loops([ReplicaState.COMPUTING], THROUGH_STAGE),
+        **self_loops(ALIVE, {MessageKind.STEPPED: "_updated_elsewhere"}),
         (ReplicaState.COMPUTING, Computed): Transition("_reduce", ReplicaState.REDUCING),
         (ReplicaState.REDUCING, Reduced): Transition(
             "_reduced", ReplicaState.REDUCING, ReplicaState.WAITING, ReplicaState.UPDATING
@@ -144,7 +157,7 @@ class Replica(Machine):
         **{(state, Lost): Transition("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
         **self_loops(
             [ReplicaState.REGROUPING],
-            dict.fromkeys((Started, Hashed, MessageKind.READY, Computed, Reduced), "_in_vain"),
+            dict.fromkeys((Started, Hashed, MessageKind.READY, *THROUGH_STAGE, Computed, Reduced), "_in_vain"),
         ),
         (ReplicaState.REGROUPING, Updated): Transition("_updated_before", ReplicaState.REGROUPING),
         (ReplicaState.REGROUPING, Committed): Transition("_checkpoint", ReplicaState.REGROUPING, ReplicaState.HASHING),
@@ -159,6 +172,10 @@ class Replica(Machine):
         intervals = (results.checkpoint_interval, results.kept_interval) if self._leads else (None, None)
         self.cycle = CheckpointCycle(self.ledger, intervals[0], setup.position, intervals[1])
         self.log = MinibatchLog(role, setup)
+        self._request = request_of(role, setup.plan)
+        self._stages = StageLog(role, setup, setup.plan.stages if self._leads else ())
+        self._co_owned = (self._stages,) if self._stages.stages else ()
+        self._steps = OwnerSteps(setup.plan.owners if self._stages.synchronous else (role,))
         self._ended_training = self._told_enough = False
         self._told_lowered = len(setup.position.lowered)
         self._ready_at = self._reduced_at = 0.0
@@ -187,6 +204,8 @@ class Replica(Machine):
             return "a checkpoint to go on from without those that died"
         if self.state is ReplicaState.READY:
             return "other learners to get ready"
+        if self.state is ReplicaState.COMPUTING:
+            return self._request.waiting_for
         return "the statistics server to finish" if self.state is ReplicaState.STOPPED else ""
 
     @property
@@ -229,7 +248,10 @@ class Replica(Machine):
 
     def _next(self, now: float) -> list[Action]:
         self.state = ReplicaState.COMPUTING
-        return [self.log.begin(WEIGHTS, GRADIENT, self.ledger.timestamp, now)]
+        return [self._request.begin(self.log.begin(WEIGHTS, GRADIENT, self.ledger.timestamp, now))]
+
+    def _through_stage(self, event: Any, now: float) -> list[Action]:
+        return self._request.take(event)
 
     def _reduce(self, event: Computed, now: float) -> list[Action]:
         self.state = ReplicaState.REDUCING
@@ -272,6 +294,7 @@ class Replica(Machine):
                 differ = f"differ from those of learner {gradient.learner}, although they must not"
                 return [Fail(f"its weights at timestamp {self.ledger.timestamp} {differ}")]
         self.ledger.count(event.gradients, 1.0)
+        self._stages.add(event.gradients, 1.0)
         return []
 
     def _update(self, now: float) -> list[Action]:
@@ -295,14 +318,25 @@ class Replica(Machine):
         return actions + self._account(now)
 
     def _note(self, event: Updated, now: float) -> list[Action]:
-        """Takes note of an update that is made."""
-        self._digest = event.digest
-        return self.ledger.note(event, now)
+        """Takes note of an update that is made here."""
+        self._digest = digest_of(b"".join(event.sampled)) if event.sampled else event.digest
+        return self._note_whole(self._steps.here(event), now)
+
+    def _note_whole(self, made: Updated | None, now: float) -> list[Action]:
+        """Takes note of an update that all owners of the weights have made."""
+        return [] if made is None else self.ledger.note(made, now)
+
+    def _updated_elsewhere(self, event: Received[OwnerStepped], now: float) -> list[Action]:
+        actions = self._note_whole(self._steps.there(event.message), now)
+        return actions + self._account(now) if self.state is ReplicaState.STOPPED else actions
 
     def _account(self, now: float) -> list[Action]:
         """The closing account, of this learner and of all."""
+        if self.ledger.updating:
+            return []
         account = self.log.close(now, self.log.step) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
-        return account + (self.cycle.end(now) if self._leads and not self.ledger.over else [])
+        end = self.cycle.end(now) if self._leads and not self.ledger.over else []
+        return [*account, *end, *self._stages.end()]
 
     def _change(self, now: float) -> None:
         position = self.ledger.position(now)
@@ -311,6 +345,8 @@ class Replica(Machine):
         self.log.go_on(self.ledger.job, self.plan, position)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
+        if event.buffer == ACTIVATIONS:
+            return [] if self.state is ReplicaState.REGROUPING else self._request.take(event)
         self.ledger.returned(event.buffer)
         return self._go_on(now)
 

@@ -31,6 +31,7 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Lost,
+    Measured,
     Received,
     Saved,
     Send,
@@ -44,9 +45,11 @@ from rudra.core.events import (
 )
 from rudra.core.messages import (
     ChildDone,
+    GradientNorms,
     LearnerDropped,
     LearnerLate,
     MessageKind,
+    OwnerStepped,
     PlateauReached,
     Pull,
     PullAnswer,
@@ -67,6 +70,8 @@ from rudra.roles.learner import DROPPED
 from rudra.roles.ledger import Ledger, left_over
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
 from rudra.roles.membership import Membership
+from rudra.roles.multi_owner import OwnerSteps
+from rudra.roles.stage_log import StageLog
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from rudra.roles.weight_broadcast import WeightBroadcast
 from topologies import Plan
@@ -111,6 +116,7 @@ class ParameterServer(Machine):
             },
         ),
         **self_loops(ALIVE, {Tick: "_look_for_late", MessageKind.LATE: "_hear_of_late"}),
+        **self_loops(ALIVE, {Measured: "_measured", MessageKind.NORMS: "_hear_norms"}),
         **self_loops([ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {Withdrawn: "_withdrawn"}),
         (ServerState.INITIALISING, Started): Transition("_start", ServerState.INITIALISING),
         (ServerState.INITIALISING, Hashed): Transition("_send_first_weights", ServerState.INITIALISING),
@@ -120,7 +126,15 @@ class ParameterServer(Machine):
         (ServerState.INITIALISING, MessageKind.READY): Transition(
             "_child_ready", ServerState.INITIALISING, ServerState.TRAINING, ServerState.DRAINING
         ),
-        (ServerState.INITIALISING, Updated): Transition("_updated", ServerState.INITIALISING),
+        **{
+            (before, what): Transition(method, *after)
+            for before, after in {
+                ServerState.INITIALISING: (ServerState.INITIALISING,),
+                ServerState.TRAINING: (ServerState.TRAINING,),
+                ServerState.DRAINING: (ServerState.DRAINING, ServerState.CLOSING),
+            }.items()
+            for what, method in ((Updated, "_updated"), (MessageKind.STEPPED, "_updated_elsewhere"))
+        },
         (ServerState.INITIALISING, Stopped): Transition("_stop_first", ServerState.INITIALISING),
         (ServerState.INITIALISING, Lost): Transition("_lose", ServerState.INITIALISING),
         **{
@@ -139,7 +153,6 @@ class ParameterServer(Machine):
         (ServerState.TRAINING, Sent): Transition(
             "_returned", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
-        (ServerState.TRAINING, Updated): Transition("_updated", ServerState.TRAINING),
         (ServerState.TRAINING, Stopped): Transition("_stop", ServerState.DRAINING, ServerState.INITIALISING),
         (ServerState.TRAINING, Lost): Transition(
             "_lose", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
@@ -152,7 +165,6 @@ class ParameterServer(Machine):
         (ServerState.DRAINING, Sent): Transition(
             "_returned", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
         ),
-        (ServerState.DRAINING, Updated): Transition("_updated", ServerState.DRAINING, ServerState.CLOSING),
         (ServerState.DRAINING, Stopped): Transition("_in_vain", ServerState.DRAINING),
         (ServerState.DRAINING, Lost): Transition(
             "_lose", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
@@ -169,6 +181,10 @@ class ParameterServer(Machine):
         results = setup.job.results
         self.cycle = CheckpointCycle(self.ledger, results.checkpoint_interval, setup.position, results.kept_interval)
         self._warnings = _warnings(setup.job, setup.plan)
+        plan = setup.plan
+        self._stages = StageLog(role, setup, plan.stages)
+        self._co_owned = (self._stages,) if plan.stages else ()
+        self._steps = OwnerSteps(plan.owners if self._stages.synchronous else plan.front_owners)
         self._follow(setup.plan, setup.position)
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
@@ -293,6 +309,7 @@ class ParameterServer(Machine):
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
         samples = ledger.count(gradients, scale)
+        self._stages.add(gradients, scale)
         self._units += 1 if self._grouped else len(gradients)
         if self._overlapped:
             self._downcast.await_update(gradients)
@@ -350,8 +367,24 @@ class ParameterServer(Machine):
         return self.cycle.take(event, now) + self._go_on(now)
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
-        due = self.ledger.note(event, now)
+        return self._note(self._steps.here(event), now)
+
+    def _updated_elsewhere(self, event: Received[OwnerStepped], now: float) -> list[Action]:
+        return self._note(self._steps.there(event.message), now)
+
+    def _note(self, made: Updated | None, now: float) -> list[Action]:
+        """Notes an update that all owners of the weights have made."""
+        if made is None:
+            return []
+        due = self.ledger.note(made, now)
         return due + self._close(now) if self.state is ServerState.DRAINING else due
+
+    def _measured(self, event: Measured, now: float) -> list[Action]:
+        return self._stages.measured(event)
+
+    def _hear_norms(self, event: Received[GradientNorms], now: float) -> list[Action]:
+        self._stages.hear_norms(event.message)
+        return []
 
     # Weights to learners.
 
@@ -557,7 +590,7 @@ class ParameterServer(Machine):
             return []
         self.state = ServerState.CLOSING
         account = self.ledger.totals(now, self.received, self.pending, self.discarded, self.lost)
-        return account + self.cycle.end(now) if self.ledger.stopped else account
+        return [*account, *(self.cycle.end(now) if self.ledger.stopped else ()), *self._stages.end()]
 
     def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ServerState.DONE

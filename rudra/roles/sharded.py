@@ -14,7 +14,7 @@ told of a snapshot.
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
@@ -41,12 +41,10 @@ from rudra.core.events import (
     Update,
     Updated,
     Withdraw,
-    Withdrawn,
 )
 from rudra.core.messages import (
     GradientPart,
     LogEntries,
-    Message,
     MessageKind,
     PartTaken,
     PullAnswer,
@@ -55,10 +53,11 @@ from rudra.core.messages import (
     WeightsPart,
 )
 from rudra.core.training_state import BEGINNING
+from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
-from rudra.roles.multi_owner import LOGGED, NUMBER, Log, MultiOwnerServer, OwnerSteps, stepped
-from rudra.roles.server import ParameterServer, ServerState
+from rudra.roles.multi_owner import LOGGED, NUMBER, Log, stepped
+from rudra.roles.server import TRAINING, ParameterServer, ServerState
 
 
 @dataclass(slots=True)
@@ -71,25 +70,114 @@ class _Coming:
         missing: shards that do not have theirs yet.
     """
 
-    message: Message
+    message: PushedGradient
     number: int
     missing: set[int]
 
 
-class FirstShard(MultiOwnerServer):
-    """The parameter server that decides for all; arguments as for `ParameterServer`.
+class GradientParts:
+    """Member of the first shard: gradients whose parts come to all shards, and the log that the other shards follow.
 
-    It lets in no gradient from anybody, but each of the learner that has told of it, in the order of the telling where
-    the protocol asks for none.
+    The shard receives no gradient from anybody, but only from a learner that has announced its gradient, in the order
+    of the announcements unless the protocol asks for an order.
+
+    Args:
+        role: id of the first shard.
+        shards: ids of the others.
+        buffers: of the gradients.
     """
 
+    def __init__(self, role: int, shards: tuple[int, ...], buffers: GradientBuffers) -> None:
+        self._id, self._buffers = role, buffers
+        self._log = Log(role, shards)
+        self._announced: deque[PushedGradient] = deque()  # gradients for which there was no buffer yet
+        self._rooms: dict[str, int | None] = {}  # buffers without an announced gradient -> the only source allowed
+        self._coming: dict[str, _Coming] = {}  # by buffer
+        self._number = 0
+
+    def validate(self) -> None:
+        assert not self._rooms.keys() & self._coming.keys()
+        assert self._buffers.posted.keys() >= self._coming.keys()
+
+    def share(self, actions: Iterable[Action]) -> list[Action]:
+        """Returns what the first shard itself does of what it decided; the others do the rest by the log."""
+        own: list[Action] = []
+        todo = deque(actions)
+        while todo:
+            match action := todo.popleft():
+                case Receive():
+                    self._rooms[action.buffer] = action.source
+                case Withdraw():
+                    if action.buffer in self._rooms:  # else its gradient is coming
+                        del self._rooms[action.buffer]
+                        self._buffers.withdrawn(action.buffer)
+                        todo.extend(self._buffers.post(False))  # receives are withdrawn when training has ended
+                case Send(buffer=str()):
+                    if action.message.kind is MessageKind.SNAPSHOT:
+                        own.append(Send(action.to, action.message))
+                    own.append(self._log.add(Send(action.to, WeightsPart(self._id), action.buffer)))
+                case Accumulate() | Update() | Copy() | Save() | Drop():
+                    own.append(self._log.add(action))
+                case _:
+                    own.append(action)
+        own += self._receive_announced()
+        return [*self._log.told(), *own]
+
+    def _receive_announced(self) -> list[Action]:
+        """Receives the gradients that were announced, as far as there are buffers for them."""
+        actions: list[Action] = []
+        for buffer, source in list(self._rooms.items()) if self._announced else ():
+            message = next((m for m in self._announced if source is None or m.sender == source), None)
+            if message is not None:
+                self._announced.remove(message)
+                del self._rooms[buffer]
+                self._number += 1
+                self._coming[buffer] = _Coming(message, self._number, {self._id, *self._log.readers})
+                actions.append(self._log.add(Receive(buffer, message.sender, gradient=True), self._number))
+        return actions
+
+    def announce(self, message: PushedGradient) -> None:
+        """A learner will send the parts of a gradient."""
+        self._announced.append(message)
+
+    def part_here(self, buffer: str) -> Received[PushedGradient] | None:
+        """The first shard has its part; returns the gradient once all shards have theirs."""
+        return self._arrived(buffer, self._id)
+
+    def part_there(self, message: PartTaken) -> Received[PushedGradient] | None:
+        """Another shard has its part; returns the gradient once all shards have theirs."""
+        buffer = next((buffer for buffer, coming in self._coming.items() if coming.number == message.number), None)
+        return None if buffer is None else self._arrived(buffer, message.sender)
+
+    def _arrived(self, buffer: str, shard: int) -> Received[PushedGradient] | None:
+        coming = self._coming[buffer]
+        coming.missing.discard(shard)
+        if coming.missing:
+            return None
+        del self._coming[buffer]
+        return Received(coming.message, buffer)
+
+    def lose(self, role: int) -> None:
+        """A learner died: its gradients that are not complete are dropped everywhere."""
+        self._announced = deque(m for m in self._announced if m.sender != role)
+        for buffer, coming in list(self._coming.items()):
+            if coming.message.sender == role:
+                del self._coming[buffer]
+                self._log.add(Withdraw(buffer))
+                if self._buffers.posted[buffer] is None:  # else it was for that learner only
+                    self._rooms[buffer] = None
+
+
+class FirstShard(ParameterServer):
+    """The parameter server that decides for all shards; arguments as for `ParameterServer`."""
+
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **MultiOwnerServer.TRANSITIONS,
+        **ParameterServer.TRANSITIONS,
         **{
             (state, trigger): Transition(method, *ParameterServer.TRANSITIONS[state, MessageKind.GRADIENT].states)
             for state in (ServerState.TRAINING, ServerState.DRAINING)
             for trigger, method in (
-                (MessageKind.GRADIENT, "_told"),
+                (MessageKind.GRADIENT, "_announced"),
                 (MessageKind.GRADIENT_PART, "_part_here"),
                 (MessageKind.TAKEN, "_part_there"),
             )
@@ -99,91 +187,32 @@ class FirstShard(MultiOwnerServer):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._log = Log(role, setup.plan.front_owners[1:])
-        self.steps = OwnerSteps(setup.plan.front_owners)
-        self._told_of: deque[Message] = deque()  # gradients for which there was no buffer yet
-        self._rooms: dict[str, int | None] = {}  # buffers for gradients of which nobody has told yet -> of whom alone
-        self._coming: dict[str, _Coming] = {}  # by buffer
-        self._number = 0
+        self._parts = GradientParts(role, setup.plan.front_owners[1:], self.buffers)
+        self._co_owned = (self._parts, *self._co_owned)
 
     def validate(self) -> None:
         super().validate()
-        assert not self._rooms.keys() & self._coming.keys()
-        assert self.buffers.posted.keys() >= self._coming.keys()
+        self._parts.validate()
 
-    def handle(self, event: Any, now: float) -> list[Action]:
-        actions = self._for_all(super().handle(event, now), now)
-        return [*self._log.told(), *actions]
-
-    def _for_all(self, wanted: Sequence[Action], now: float) -> list[Action]:
-        """What a parameter server wants done, as far as it concerns this shard; the rest is logged for the others."""
-        actions: list[Action] = []
-        todo = deque(wanted)
-        while todo:
-            match action := todo.popleft():
-                case Receive():
-                    self._rooms[action.buffer] = action.source
-                case Withdraw():
-                    if action.buffer in self._rooms:  # else its gradient is coming
-                        del self._rooms[action.buffer]
-                        todo.extend(self._withdrawn(Withdrawn(action.buffer), now))
-                case Send(buffer=str()):
-                    if action.message.kind is MessageKind.SNAPSHOT:
-                        actions.append(Send(action.to, action.message))
-                    actions.append(self._log.add(Send(action.to, WeightsPart(self.id), action.buffer)))
-                case Accumulate() | Update() | Copy() | Save() | Drop():
-                    actions.append(self._log.add(action))
-                case _:
-                    actions.append(action)
-        return actions + self._let_in()
-
-    # Gradients, part by part.
-
-    def _let_in(self) -> list[Action]:
-        """Lets in the gradients that were told of, as far as there are buffers for them."""
-        actions: list[Action] = []
-        for buffer, source in list(self._rooms.items()) if self._told_of else ():
-            message = next((m for m in self._told_of if source is None or m.sender == source), None)
-            if message is not None:
-                self._told_of.remove(message)
-                del self._rooms[buffer]
-                self._number += 1
-                self._coming[buffer] = _Coming(message, self._number, {self.id, *self._log.readers})
-                actions.append(self._log.add(Receive(buffer, message.sender, gradient=True), self._number))
-        return actions
-
-    def _told(self, event: Received[PushedGradient], now: float) -> list[Action]:
+    def _announced(self, event: Received[PushedGradient], now: float) -> list[Action]:
         if event.message.sender not in self._dead:
-            self._told_of.append(event.message)
+            self._parts.announce(event.message)
         return []
 
     def _part_here(self, event: Received[GradientPart], now: float) -> list[Action]:
         assert event.buffer is not None
-        return self._arrived(event.buffer, self.id, now)
+        return self._complete(self._parts.part_here(event.buffer), now)
 
     def _part_there(self, event: Received[PartTaken], now: float) -> list[Action]:
-        number = event.message.number
-        buffer = next((buffer for buffer, coming in self._coming.items() if coming.number == number), None)
-        return [] if buffer is None else self._arrived(buffer, event.message.sender, now)
+        return self._complete(self._parts.part_there(event.message), now)
 
-    def _arrived(self, buffer: str, shard: int, now: float) -> list[Action]:
-        """A shard has its part; when all have, so has the server."""
-        coming = self._coming[buffer]
-        coming.missing.discard(shard)
-        if coming.missing:
+    def _complete(self, gradient: Received[PushedGradient] | None, now: float) -> list[Action]:
+        if gradient is None:
             return []
-        del self._coming[buffer]
-        take = ParameterServer._METHODS[self.state, MessageKind.GRADIENT]
-        return take(self, Received(coming.message, buffer), now)
+        return self._gradient(gradient, now) if self.state is TRAINING else self._late_gradient(gradient, now)
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        self._told_of = deque(m for m in self._told_of if m.sender != event.role)
-        for buffer, coming in list(self._coming.items()):
-            if coming.message.sender == event.role:
-                del self._coming[buffer]
-                self._log.add(Withdraw(buffer))
-                if self.buffers.posted[buffer] is None:  # else it was for that learner alone
-                    self._rooms[buffer] = None
+        self._parts.lose(event.role)
         return super()._lose(event, now)
 
 

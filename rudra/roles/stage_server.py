@@ -1,7 +1,7 @@
 """Layers placed on ranks: learners hold the first layers, and one stage server the last ones.
 
 A learner computes what its layers make of a mini-batch, ships these activations to the stage server, and gets their
-gradient back, with loss and errors; then it computes the gradient of its own layers (`rudra.roles.first_stage`).
+gradient back, with loss and errors; then it computes the gradient of its own layers (`rudra.roles.gradient_requests`).
 The stage server takes one mini-batch at a time, never interleaved: forward, loss and backward with the same weights.
 When it takes the gradient of its own layers in, a rule says:
 
@@ -66,7 +66,6 @@ from rudra.core.messages import (
 )
 from rudra.core.records import Gradient
 from rudra.core.work import Work, portion
-from rudra.roles.first_stage import gradient_of
 from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.multi_owner import LOGGED
@@ -74,6 +73,7 @@ from rudra.roles.norms import Norms, told
 from rudra.roles.outbox import Outbox
 from rudra.roles.relay import SumRelay
 from rudra.roles.sharded import Shard, ShardState
+from rudra.roles.stage_log import gradient_of
 
 
 class _Shipped(NamedTuple):

@@ -49,19 +49,14 @@ NAMED = {
 WIDE = {
     **dict.fromkeys(
         [
-            (front + kind, state, "DONE")
-            for front in ("", "FirstStage")
+            (kind, state, "DONE")
             for kind in ("Learner", "GroupLearner", "ShardedLearner")
             for state in ("EXCHANGING", "COMPUTING")
         ],
         "a learner that was dropped may hear of it only with the end of all; a simulated one is gone at once",
     ),
     **dict.fromkeys(
-        [
-            (f"{front}FirstShard", state, "INITIALISING")
-            for front in ("", "FirstStage")
-            for state in ("TRAINING", "DRAINING")
-        ],
+        [("FirstShard", state, "INITIALISING") for state in ("TRAINING", "DRAINING")],
         "servers that share the weights never begin anew: a learner can be missed, and the job does not change",
     ),
     **dict.fromkeys(
@@ -69,16 +64,11 @@ WIDE = {
             (kind, state, "REGROUPING")
             for kind, states in {
                 "Replica": ("HASHING", "READY", "WAITING"),
-                "FirstStageReplica": ("HASHING", "READY", "WAITING"),
                 "Averager": ("HASHING", "READY"),
             }.items()
             for state in states
         ],
         "a checkpoint is written in no time here",
-    ),
-    **dict.fromkeys(
-        [("FirstStageOverlappedLearner", "EXCHANGING", state) for state in ("COMPUTING", "LEAVING")],
-        "activations follow the gradient before them on the same way out, so that it is delivered before the next",
     ),
 }
 """What the tables allow and no simulation does, and why."""
