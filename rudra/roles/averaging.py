@@ -79,9 +79,9 @@ class Averager(Replica):
     def _follow(self, plan: Plan) -> None:
         super()._follow(plan)
         self._everybody = 0 if plan.sharing == "nothing" else EVERYBODY
-        ledger, job = self.ledger, self.ledger.job
-        assert isinstance(ledger.protocol, Averaging)
-        self.rule = ledger.protocol
+        ledger, job = self.ledger, self.ledger.rules.job
+        assert isinstance(ledger.rules.protocol, Averaging)
+        self.rule = ledger.rules.protocol
         size, parts = job.training.minibatch_size, job.cluster.parts
         self._together = sum(portion(plan, i, size, parts).count for i in plan.learners)  # samples of all at once
         self._period = ledger.timestamp  # averages begun
@@ -149,7 +149,7 @@ class Averager(Replica):
         self._held_s = now - self._ready_at
         samples, of_epoch = self._samples, self._training_samples
         progress = (samples + self._together * len(self._made)) / of_epoch
-        return self._step_at(self.ledger.schedule.rate(samples // of_epoch, progress, self._period))
+        return self._step_at(self.ledger.rules.schedule.rate(samples // of_epoch, progress, self._period))
 
     def _step_at(self, rate: float) -> Step:
         if not self._completes_period:
@@ -219,7 +219,7 @@ class Averager(Replica):
         epochs = ledger.epoch
         actions = ledger.update(DIFFERENCE, now)
         self._ended_training = ledger.over or self._stops
-        self._drops = self.rule.restart and ledger.schedule.drops(epochs, ledger.epoch)
+        self._drops = self.rule.restart and ledger.rules.schedule.drops(epochs, ledger.epoch)
         for role, distance in zip(self.plan.learners, self._distances, strict=True):
             about = (ledger.timestamp, self.plan.roles[role].index, 0)
             ledger.outbox.add(MessageKind.AVERAGES, *about, distance, self.rule.elasticity * distance)
@@ -238,7 +238,7 @@ class Averager(Replica):
         move: list[Action] = []
         if self._drops:  # also where training ends, from where it may be resumed
             move += self._restart(keeps_momentum=self.rule.keeps_momentum)
-            time_s = now - self.ledger.began
+            time_s = now - self.ledger.clock.began
             self.ledger.tell("averaging", self.ledger.timestamp, time_s, "the rate has dropped: all replicas restart")
         elif not self.rule.early:
             move.append(Approach(REPLICA, WEIGHTS, self.rule.elasticity))

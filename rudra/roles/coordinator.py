@@ -81,7 +81,7 @@ class Coordinator(ParameterServer):
         """Gives a worker batches, each its first sample and how many."""
         ledger, rows = self.ledger, np.array(given, records.WORK)
         rate = ledger.rate_for(given[0][1])
-        return Send(child, AssignWork(self.id, ledger.timestamp, round(ledger.began * 1e9), rate, rows))
+        return Send(child, AssignWork(self.id, ledger.timestamp, round(ledger.clock.began * 1e9), rate, rows))
 
     def hold_back(self) -> None:
         """Gives no work to those who wait, until `deal_anew`."""

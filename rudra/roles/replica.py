@@ -243,7 +243,7 @@ class Replica(Machine):
         return self._start_training(event.message, now)
 
     def _start_training(self, start: TrainingStarted, now: float) -> list[Action]:
-        self.ledger.began = self.log.began = start.began_ns * 1e-9
+        self.ledger.clock.began = self.log.began = start.began_ns * 1e-9
         return [*(Send(to, start) for to in self._to_members), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:
@@ -341,8 +341,8 @@ class Replica(Machine):
     def _change(self, now: float) -> None:
         position = self.ledger.position(now)
         self.ledger.change(frozenset(), position, now)
-        self.plan = self.ledger.plan
-        self.log.go_on(self.ledger.job, self.plan, position)
+        self.plan = self.ledger.rules.plan
+        self.log.go_on(self.ledger.rules.job, self.plan, position)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.buffer == ACTIVATIONS:
@@ -365,7 +365,7 @@ class Replica(Machine):
             return []
         if role == self.plan.statistics:
             return [Fail(f"the {lost.title} died", lost=True)]
-        if not self.ledger.started:
+        if not self.ledger.clock.started:
             return [Fail(f"{lost.title} died before training began", lost=True)]
         if self._ended_training:
             return self.ledger.record_late_loss(role, now)
@@ -390,9 +390,9 @@ class Replica(Machine):
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
         actions = self.ledger.regroup(self._dead, position, now)
-        if self.ledger.plan is not self.plan:
-            self._follow(self.ledger.plan)
-            self.log.go_on(self.ledger.job, self.plan, position)
+        if self.ledger.rules.plan is not self.plan:
+            self._follow(self.ledger.rules.plan)
+            self.log.go_on(self.ledger.rules.job, self.plan, position)
         return actions
 
     def _updated_before(self, event: Updated, now: float) -> list[Action]:

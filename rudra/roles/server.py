@@ -189,8 +189,8 @@ class ParameterServer(Machine):
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
-        role, protocol = self.id, self.ledger.protocol
-        self.plan, self._job = plan, self.ledger.job
+        role, protocol = self.id, self.ledger.rules.protocol
+        self.plan, self._job = plan, self.ledger.rules.job
         self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
         self._ordered, self._grants_on_push = protocol.ordered, protocol.grants_on_push
@@ -314,7 +314,7 @@ class ParameterServer(Machine):
         if self._overlapped:
             self._downcast.await_update(gradients)
         actions = self.buffers.average(buffer, samples, scale)
-        self._update_due = self.buffers.complete if self._ordered else ledger.protocol.update_due(self._units)
+        self._update_due = self.buffers.complete if self._ordered else ledger.rules.protocol.update_due(self._units)
         asks = message.held >= 0 or message.asks
         if asks and message.sender in self.roll.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.held)
@@ -345,7 +345,7 @@ class ParameterServer(Machine):
         role = self.plan.roles[child]
         behind = max(self.roll.received.values()) - self.roll.received[child]
         text = f"silent for {silence_s:.0f} s, {behind} gradients behind the fastest"
-        self.ledger.tell("straggler", self.ledger.timestamp, now - self.ledger.began, text, child)
+        self.ledger.tell("straggler", self.ledger.timestamp, now - self.ledger.clock.began, text, child)
         return [Warn(f"{role.title} is a straggler: {text}")]
 
     def _go_on(self, now: float) -> list[Action]:
@@ -407,7 +407,7 @@ class ParameterServer(Machine):
         """
         asked, held = self._pulls[child]
         ledger = self.ledger
-        if self._update_due or not ledger.protocol.pull_granted(self.roll.worker[child], asked, self._clock):
+        if self._update_due or not ledger.rules.protocol.pull_granted(self.roll.worker[child], asked, self._clock):
             return []
         del self._pulls[child]
         if held == ledger.timestamp:
@@ -443,7 +443,7 @@ class ParameterServer(Machine):
             return []
         if self.state is ServerState.CLOSING:
             return self.ledger.record_late_loss(role, now)
-        if not self.ledger.started:
+        if not self.ledger.clock.started:
             return [Fail(f"{name} died before training began", lost=True)]
         if self.state is ServerState.INITIALISING or not plan.expendable(role):
             return self._regroup(role, now)
@@ -467,8 +467,8 @@ class ParameterServer(Machine):
         """Has everybody who is left begin anew from here, by the job of this epoch."""
         position = self.ledger.position(now)
         actions = self.ledger.regroup(self._dead, position, now)
-        if self.ledger.plan is not self.plan:
-            self._follow(self.ledger.plan, position)
+        if self.ledger.rules.plan is not self.plan:
+            self._follow(self.ledger.rules.plan, position)
         return actions
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
@@ -487,7 +487,7 @@ class ParameterServer(Machine):
                 return [Fail(f"{name} {end.text}, and no learner is left", lost=True)]
             try:
                 protocol = self._job.make_protocol(plan, plan.workers - len(roll.pushed))
-                self.ledger.go_on_by(protocol)
+                self.ledger.rules.replace_protocol(protocol)
             except ValueError as error:
                 text = f"{name} {end.text}, and with {len(roll.pushed)} learners the protocol cannot go on: {error}"
                 return [Fail(text)]
@@ -496,7 +496,7 @@ class ParameterServer(Machine):
             c = protocol.gradients_per_update
             left = f"{left_over(len(roll.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
         actions.append(Warn(f"{name} {end.text}; {left}"))
-        steps = self.ledger.steps[plan.roles[role].index]
+        steps = self.ledger.counts.steps[plan.roles[role].index]
         text = f"{end.text} when {steps} of its gradients had been applied, with the next under way"
         self.ledger.record_loss(role, text, pushed, now, end.kind)
         if not training:
@@ -507,7 +507,7 @@ class ParameterServer(Machine):
         if self._ordered:
             self._update_due = bool(self.ledger.pending) and self.buffers.complete
         else:
-            self._update_due = bool(self.ledger.pending) and self.ledger.protocol.update_due(self._units)
+            self._update_due = bool(self.ledger.pending) and self.ledger.rules.protocol.update_due(self._units)
         return actions + self._work(now) + self._answer_all()
 
     def _forget(self, role: int, child: int) -> list[Action]:

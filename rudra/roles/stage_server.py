@@ -144,8 +144,8 @@ class StageServer(Shard):
         self._relay = SumRelay(role, plan)
         self._factor = job.placement.rate_factor(job.optimizer)
         self._ledger = Ledger(role, setup, reports=False)
-        self._ledger.per_update = self._ledger.protocol.gradients_per_update if self._merged else 1
-        self._ledger.protocol = job.make_protocol(plan, plan.workers - 1)  # as if one learner were all there are
+        self._ledger.per_update = self._ledger.rules.protocol.gradients_per_update if self._merged else 1
+        self._ledger.rules.protocol = job.make_protocol(plan, plan.workers - 1)  # as if one learner were all there are
         # Of merged mini-batches that the parameter server had not applied, nobody knows how many there were.
         position, batches = setup.position, setup.position.applied * plan.workers // plan.learner_numbers
         self.timestamp = self._ledger.timestamp = batches if self._merged else position.timestamp
@@ -182,7 +182,7 @@ class StageServer(Shard):
         return [Receive(_activations_of(learner), learner, gradient=True) for learner in self._learners]
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
-        self._began = self._ledger.began = event.message.began_ns * 1e-9
+        self._began = self._ledger.clock.began = event.message.began_ns * 1e-9
         return []
 
     # Mini-batches, one at a time.
@@ -421,7 +421,7 @@ class StageServer(Shard):
 
     def inherit(self, before: "StageServer") -> None:
         ledger, self._ledger = self._ledger, before._ledger
-        self._ledger.protocol, self._ledger.plan = ledger.protocol, self.plan
+        self._ledger.rules.protocol, self._ledger.rules.plan = ledger.rules.protocol, self.plan
         self.timestamp = before.timestamp
         self._log, self._waiting, self._updating = before._log, before._waiting, before._updating
         self._counted, self._update, self._saved = before._counted, before._update, before._saved

@@ -96,7 +96,7 @@ class WindowCoordinator(Coordinator):
         self._fewest = self._most = self._epoch_updates = 0  # σ of the epoch's updates, added up, lies between
         self._leaving: list[int] = []  # dead, whose last updates are not entered yet
         self._looked: set[int] = set()  # at what the dead have done
-        self._nodes = NodeWindows(plan, self.id, self.ledger.learned)
+        self._nodes = NodeWindows(plan, self.id, self.ledger.counts.learned)
 
     @property
     def _stopping(self) -> bool:
@@ -205,9 +205,9 @@ class WindowCoordinator(Coordinator):
             if self._at_hand is not None:
                 if ledger.is_ahead or self.cycle.is_ahead or self._nodes.busy or self._lent:
                     break
-                if ledger.ends_epoch and self._nodes.is_due(ledger.learned):
+                if ledger.ends_epoch and self._nodes.is_due(ledger.counts.learned):
                     self._update_due = True
-                    actions += self._nodes.join(ledger.learned, last=self.state is DRAINING)
+                    actions += self._nodes.join(ledger.counts.learned, last=self.state is DRAINING)
                     break
                 actions += self._enter(self._at_hand, now)
                 actions += self._lose_deferred(now)
@@ -267,8 +267,8 @@ class WindowCoordinator(Coordinator):
         if self._at_hand is not None or self._reports or self._early or unknown:
             return []
         stopped = self._stopping
-        if stopped and self.roll.complete and self._nodes.is_due(self.ledger.learned):
-            return self._nodes.join(self.ledger.learned, last=True)
+        if stopped and self.roll.complete and self._nodes.is_due(self.ledger.counts.learned):
+            return self._nodes.join(self.ledger.counts.learned, last=True)
         if self._nodes.busy:
             return []
         actions = super()._close(now)
@@ -284,7 +284,7 @@ class WindowCoordinator(Coordinator):
         if count and not self._numbered:
             between = f"{self._fewest / count:.2f} to {self._most / count:.2f}"
             text = f"epoch {ledger.epoch}: staleness {between}; of all updates {surviving:.6f} survived races (β)"
-            ledger.tell("window", ledger.timestamp, now - ledger.began, text)
+            ledger.tell("window", ledger.timestamp, now - ledger.clock.began, text)
         self._fewest = self._most = self._epoch_updates = 0
 
     # Windows of several nodes.
@@ -313,7 +313,7 @@ class WindowCoordinator(Coordinator):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         nodes, state = self._nodes, self.state
-        unsafe = state is TRAINING or nodes.busy or (state is DRAINING and nodes.is_due(self.ledger.learned))
+        unsafe = state is TRAINING or nodes.busy or (state is DRAINING and nodes.is_due(self.ledger.counts.learned))
         if nodes.several and unsafe and self.plan.traits(event.role).trains:
             title = self.plan.roles[event.role].title
             return [Fail(f"{title} died, and with it perhaps what its node has learned in this epoch", lost=True)]

@@ -324,7 +324,7 @@ def test_an_aggregate_counts_as_the_gradients_that_it_stands_for() -> None:
 
 def test_the_schedule_counts_completed_epochs() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 3}, protocol={"modulation": "none"})
-    role.ledger.schedule = Schedule.stepped(OptimizerTable(learning_rate=1.0), (1, 2))
+    role.ledger.rules.schedule = Schedule.stepped(OptimizerTable(learning_rate=1.0), (1, 2))
     told = [text for step in range(2) for text in feed(role, gradient(0, step, step, G0), *returned(0))]
     told += feed(role, gradient(0, 2, 2, G0))
     rates = [text for text in told if "update" in text]
