@@ -96,7 +96,7 @@ class Averager(Replica):
     @property
     def waiting_for(self) -> str:
         if self.state in {REDUCING, HOLDING} and self._waits:
-            return self._awaited
+            return self.duties.waiting_for
         if self.state in {REDUCING, HOLDING}:
             return "the replicas of all learners"
         return super().waiting_for
@@ -189,7 +189,7 @@ class Averager(Replica):
         if self._leads:
             ahead = 1 if self._quiet else 2
             epoch = (ledger.samples + ahead * self._together * self.rule.period) // self._training_samples
-            saves = ledger.stopped or self.cycle.wanted(ledger.timestamp + ahead, epoch, now)
+            saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + ahead, epoch, now)
         told = (self._told_lowered, self._told_enough, ledger.stopped)
         return GroupFlags(self._digest, *told, saves, distance)
 
@@ -212,8 +212,8 @@ class Averager(Replica):
 
     def _update(self, now: float) -> list[Action]:
         ledger = self.ledger
-        writes = self._saves and self.cycle.saving is not None
-        self._waits = self._leads and (ledger.is_ahead or self.cycle.is_ahead or writes)
+        writes = self._saves and self.duties.cycle.saving is not None
+        self._waits = self._leads and (self.duties.are_ahead or writes)
         if self._waits:
             return []
         epochs = ledger.epoch
@@ -243,14 +243,14 @@ class Averager(Replica):
         elif not self.rule.early:
             move.append(Approach(REPLICA, WEIGHTS, self.rule.elasticity))
         if self._saves and not self.ledger.over:
-            move += self.cycle.begin(now) if self._leads else self._save(now)
+            move += self.duties.cycle.begin(now) if self._leads else self._save(now)
         if not self._ended_training:
             return [*move, *self._go_on_computing(now), *actions]
         self.state = STOPPED
         self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
-        account = self.log.close(now, self.ledger.timestamp) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
-        end = self.cycle.end(now) if self._leads and not self.ledger.over else []
-        return [*move, *actions, *account, *end]
+        stopped = self._leads and not self.ledger.over
+        account = self.duties.account(now, pushed=self.ledger.applied, stopped=stopped)
+        return [*move, *actions, *self.log.close(now, self.ledger.timestamp), *account]
 
     def _save(self, now: float) -> list[Action]:
         """What this learner keeps goes into a checkpoint."""

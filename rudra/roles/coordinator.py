@@ -37,7 +37,7 @@ class Coordinator(ParameterServer):
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         super()._follow(plan, position)
         self._examination: DistributedEvaluation | None = None
-        self._examines = self._job.training.evaluate == "workers"
+        self._examines = self.ledger.rules.job.training.evaluate == "workers"
         self._tested = position.epoch  # the last epoch whose weights need no test any more
 
     @property
@@ -71,7 +71,7 @@ class Coordinator(ParameterServer):
         if not self._lacks_weights(held):
             return [execute]
         self._lent += 1
-        return [execute, Send(child, self._weights, WEIGHTS)]
+        return [execute, Send(child, self._stamp.weights, WEIGHTS)]
 
     def _lacks_weights(self, held: int) -> bool:
         """Whether who holds the weights of a timestamp is to get newer ones."""
@@ -123,7 +123,7 @@ class Coordinator(ParameterServer):
         if self._lacks_weights(held):
             self._pulls[child] = (asked, timestamp)
             self._lent += 1
-            told.append(Send(child, self._weights, WEIGHTS))
+            told.append(Send(child, self._stamp.weights, WEIGHTS))
         return told
 
     def _assessed(self, event: Received[PartEvaluated], now: float) -> list[Action]:

@@ -34,6 +34,7 @@ from rudra.core.messages import (
 )
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, listed, self_loops, short_digest
+from rudra.roles.readiness import Readiness
 
 
 class GroupLearner(Learner):
@@ -45,13 +46,13 @@ class GroupLearner(Learner):
 
     __slots__ = (
         "_before",
-        "_digest",
         "_early",
         "_first",
         "_group",
         "_handing_on",
         "_leads",
         "_members",
+        "_readiness",
         "_receivers",
         "_reducing",
     )
@@ -86,7 +87,7 @@ class GroupLearner(Learner):
         self._handing_on = 0
         self._reducing = False
         self._early: Received[PullAnswer] | None = None  # what the others are told, before the reduction has ended here
-        self._digest: list[int] = []  # of the first weights, here and at the members
+        self._readiness = Readiness()  # of this one and the members
 
     @property
     def waiting_for(self) -> str:
@@ -108,16 +109,16 @@ class GroupLearner(Learner):
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = LearnerState.READY
-        return self._ready(short_digest(event.digest))
+        return self._ready(self.id, short_digest(event.digest))
 
     def _member_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        return self._ready(event.message.digest)
+        return self._ready(event.message.sender, event.message.digest)
 
-    def _ready(self, digest: int) -> list[Action]:
-        self._digest.append(digest)
-        if len(self._digest) <= len(self._members):
+    def _ready(self, role: int, digest: int) -> list[Action]:
+        self._readiness.enter(role, digest)
+        if len(self._readiness.roles) <= len(self._members):
             return []
-        if len(set(self._digest)) > 1:
+        if not self._readiness.agree:
             return [Fail(f"learners of compute group {self._group} received different initial weights")]
         return [Send(self.server, Ready(self.id, digest))]
 

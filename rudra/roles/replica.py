@@ -44,14 +44,12 @@ from rudra.core.messages import (
     TrainingStarted,
 )
 from rudra.core.training_state import TrainingState
-from rudra.roles.checkpoint_cycle import CheckpointCycle
 from rudra.roles.gradient_requests import request_of
 from rudra.roles.learner import THROUGH_STAGE
-from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
 from rudra.roles.minibatch_log import MinibatchLog
-from rudra.roles.multi_owner import OwnerSteps
-from rudra.roles.stage_log import StageLog
+from rudra.roles.owner_duties import MAINTENANCE, WISHES, OwnerDuties
+from rudra.roles.readiness import Readiness
 from topologies import Plan
 
 
@@ -79,15 +77,7 @@ ALIVE = [state for state in ReplicaState if state not in {ReplicaState.DONE, Rep
 TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, ReplicaState.STOPPED}]
 
 
-ALWAYS: Mapping[Any, str] = {
-    **dict.fromkeys((Saved, MessageKind.ROWS_FLUSHED, Committed), "_checkpoint"),
-    MessageKind.TARGET_REACHED: "_enough",
-    MessageKind.PLATEAU: "_plateau",
-    Stopped: "_stop",
-    MessageKind.SNAPSHOT_CREDIT: "_credit",
-    Sent: "_returned",
-    Lost: "_lose",
-}
+ALWAYS: Mapping[Any, str] = {**MAINTENANCE, **WISHES, Stopped: "_stop", Sent: "_returned", Lost: "_lose"}
 """What learners of the only group handle alike in all states; they are lost in two ways."""
 
 
@@ -125,9 +115,9 @@ class Replica(Machine):
         setup: what it is made from.
 
     Attributes:
-        ledger: of its weights.
-        cycle: their checkpoints, which the first learner makes.
-        log: of its mini-batches.
+        duties: of an owner of weights; only the first learner reports and makes checkpoints.
+        ledger: counters and records of its weights.
+        log: account of its mini-batches.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
@@ -145,12 +135,9 @@ class Replica(Machine):
         (ReplicaState.REDUCING, Reduced): Transition(
             "_reduced", ReplicaState.REDUCING, ReplicaState.WAITING, ReplicaState.UPDATING
         ),
-        (ReplicaState.WAITING, MessageKind.SNAPSHOT_CREDIT): Transition(
-            "_credit", ReplicaState.WAITING, ReplicaState.UPDATING
-        ),
         **{
-            (ReplicaState.WAITING, what): Transition("_checkpoint", ReplicaState.WAITING, ReplicaState.UPDATING)
-            for what in (Saved, MessageKind.ROWS_FLUSHED, Committed)
+            (ReplicaState.WAITING, what): Transition(method, ReplicaState.WAITING, ReplicaState.UPDATING)
+            for what, method in MAINTENANCE.items()
         },
         (ReplicaState.WAITING, Sent): Transition("_returned", ReplicaState.WAITING, ReplicaState.UPDATING),
         (ReplicaState.UPDATING, Updated): Transition("_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED),
@@ -160,22 +147,21 @@ class Replica(Machine):
             dict.fromkeys((Started, Hashed, MessageKind.READY, *THROUGH_STAGE, Computed, Reduced), "_in_vain"),
         ),
         (ReplicaState.REGROUPING, Updated): Transition("_updated_before", ReplicaState.REGROUPING),
-        (ReplicaState.REGROUPING, Committed): Transition("_checkpoint", ReplicaState.REGROUPING, ReplicaState.HASHING),
+        (ReplicaState.REGROUPING, Saved): Transition("_save_before_regrouping", ReplicaState.REGROUPING),
+        (ReplicaState.REGROUPING, Committed): Transition(
+            "_save_before_regrouping", ReplicaState.REGROUPING, ReplicaState.HASHING
+        ),
         (ReplicaState.STOPPED, MessageKind.SHUTDOWN): Transition("_finish", ReplicaState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup.plan)
         self._leads = setup.plan.server == role
-        self.ledger = Ledger(role, setup, reports=self._leads)
-        results = setup.job.results
-        intervals = (results.checkpoint_interval, results.kept_interval) if self._leads else (None, None)
-        self.cycle = CheckpointCycle(self.ledger, intervals[0], setup.position, intervals[1])
+        self.duties = OwnerDuties(role, setup, leads=self._leads)
+        self.ledger = self.duties.ledger
+        self._co_owned = (self.duties.stages,) if self.duties.stages.stages else ()
         self.log = MinibatchLog(role, setup)
         self._request = request_of(role, setup.plan)
-        self._stages = StageLog(role, setup, setup.plan.stages if self._leads else ())
-        self._co_owned = (self._stages,) if self._stages.stages else ()
-        self._steps = OwnerSteps(setup.plan.owners if self._stages.synchronous else (role,))
         self._ended_training = self._told_enough = False
         self._told_lowered = len(setup.position.lowered)
         self._ready_at = self._reduced_at = 0.0
@@ -188,7 +174,7 @@ class Replica(Machine):
         self._stops = False  # with the update under way
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
-        self._digests: list[int] = []
+        self._readiness = Readiness()
         self._digest = 0  # of the weights, since everybody began
 
     def inherit(self, before: "Replica") -> None:
@@ -199,7 +185,7 @@ class Replica(Machine):
         if self.state is ReplicaState.REDUCING:
             return "the gradients of all learners"
         if self.state is ReplicaState.WAITING:
-            return self._awaited
+            return self.duties.waiting_for
         if self.state is ReplicaState.REGROUPING:
             return "a checkpoint to go on from without those that died"
         if self.state is ReplicaState.READY:
@@ -207,11 +193,6 @@ class Replica(Machine):
         if self.state is ReplicaState.COMPUTING:
             return self._request.waiting_for
         return "the statistics server to finish" if self.state is ReplicaState.STOPPED else ""
-
-    @property
-    def _awaited(self) -> str:
-        """For whom an update waits that is ahead."""
-        return "a checkpoint to be written" if self.cycle.is_ahead else "the statistics server to test the weights"
 
     def validate(self) -> None:
         self.ledger.validate()
@@ -224,17 +205,17 @@ class Replica(Machine):
         self.state = ReplicaState.READY
         digest = short_digest(event.digest)
         if self._leads:
-            return self._ready(digest, now)
+            return self._ready(self.id, digest, now)
         return [Send(self.plan.server, Ready(self.id, digest))]
 
     def _member_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        return self._ready(event.message.digest, now)
+        return self._ready(event.message.sender, event.message.digest, now)
 
-    def _ready(self, digest: int, now: float) -> list[Action]:
-        self._digests.append(digest)
-        if len(self._digests) <= len(self._members) or self.state is not ReplicaState.READY:
+    def _ready(self, role: int, digest: int, now: float) -> list[Action]:
+        self._readiness.enter(role, digest)
+        if len(self._readiness.roles) <= len(self._members) or self.state is not ReplicaState.READY:
             return []
-        if len(set(self._digests)) > 1:
+        if not self._readiness.agree:
             return [Fail("learners hold different initial weights (digests differ)")]
         start = self.ledger.start(now)
         return [Send(self.plan.statistics, start), *self._start_training(start, now)]
@@ -268,11 +249,11 @@ class Replica(Machine):
         self.ledger.stopped = self._leads
         return []
 
-    def _enough(self, event: Received[TargetReached], now: float) -> list[Action]:
+    def _end_with_epoch(self, event: Received[TargetReached], now: float) -> list[Action]:
         self._told_enough = True
         return []
 
-    def _plateau(self, event: Received[PlateauReached], now: float) -> list[Action]:
+    def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
         """The first learner tells the others with its next gradient, so that the rate falls everywhere at once."""
         self._told_lowered = max(self._told_lowered, event.message.times)
         return []
@@ -293,19 +274,18 @@ class Replica(Machine):
             if word.digest != self._digest:
                 differ = f"differ from those of learner {gradient.learner}, although they must not"
                 return [Fail(f"its weights at timestamp {self.ledger.timestamp} {differ}")]
-        self.ledger.count(event.gradients, 1.0)
-        self._stages.add(event.gradients, 1.0)
+        self.duties.count(event.gradients, 1.0)
         return []
 
     def _update(self, now: float) -> list[Action]:
         """Updates the weights by what was added up, unless a test or a checkpoint of before is to be waited for."""
-        if self._leads and (self.ledger.is_ahead or self.cycle.is_ahead):
+        if self._leads and self.duties.are_ahead:
             self.state = ReplicaState.WAITING
             return []
         self.state = ReplicaState.UPDATING
-        actions = self.ledger.update(GRADIENT, now)
+        actions = self.duties.update(GRADIENT, now)
         self._ended_training = self.ledger.over or self._stops
-        return actions + self.cycle.updated(now)
+        return actions
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
         self.log.spend(self._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - self._reduced_at)
@@ -320,23 +300,20 @@ class Replica(Machine):
     def _note(self, event: Updated, now: float) -> list[Action]:
         """Takes note of an update that is made here."""
         self._digest = digest_of(b"".join(event.sampled)) if event.sampled else event.digest
-        return self._note_whole(self._steps.here(event), now)
-
-    def _note_whole(self, made: Updated | None, now: float) -> list[Action]:
-        """Takes note of an update that all owners of the weights have made."""
-        return [] if made is None else self.ledger.note(made, now)
+        return self.duties.note(event, now) or []
 
     def _updated_elsewhere(self, event: Received[OwnerStepped], now: float) -> list[Action]:
-        actions = self._note_whole(self._steps.there(event.message), now)
+        actions = self.duties.note(event.message, now) or []
         return actions + self._account(now) if self.state is ReplicaState.STOPPED else actions
 
     def _account(self, now: float) -> list[Action]:
         """The closing account, of this learner and of all."""
         if self.ledger.updating:
             return []
-        account = self.log.close(now, self.log.step) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
-        end = self.cycle.end(now) if self._leads and not self.ledger.over else []
-        return [*account, *end, *self._stages.end()]
+        stopped = self._leads and not self.ledger.over
+        return self.log.close(now, self.log.step) + self.duties.account(
+            now, pushed=self.ledger.applied, stopped=stopped
+        )
 
     def _change(self, now: float) -> None:
         position = self.ledger.position(now)
@@ -350,8 +327,10 @@ class Replica(Machine):
         self.ledger.returned(event.buffer)
         return self._go_on(now)
 
-    def _credit(self, event: Received[SnapshotCredit], now: float) -> list[Action]:
-        return self.ledger.credit() + self._go_on(now)
+    def _maintain(
+        self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float
+    ) -> list[Action]:
+        return self.duties.maintain(event, now) + self._go_on(now)
 
     def _go_on(self, now: float) -> list[Action]:
         """Makes the update that waited."""
@@ -360,24 +339,20 @@ class Replica(Machine):
     # Learners that die.
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        role, lost = event.role, self.plan.roles[event.role]
-        if not self._leads or role in self.ledger.recorded_losses:
+        if not self._leads:
             return []
-        if role == self.plan.statistics:
-            return [Fail(f"the {lost.title} died", lost=True)]
-        if not self.ledger.clock.started:
-            return [Fail(f"{lost.title} died before training began", lost=True)]
-        if self._ended_training:
-            return self.ledger.record_late_loss(role, now)
+        follows = self.duties.lose(event.role, now, ended=self._ended_training)
+        if follows is not None:
+            return follows
+        cycle = self.duties.cycle
         regrouping, self.state = self.state is ReplicaState.REGROUPING, ReplicaState.REGROUPING
-        return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now, alone=True)
+        return [] if regrouping or cycle.saving is not None else cycle.save(now, alone=True)
 
-    def _checkpoint(self, event: Saved | Received[RowsFlushed] | Committed, now: float) -> list[Action]:
-        position, actions = self.cycle.saving, self.cycle.take(event, now)
-        if self.state is not ReplicaState.REGROUPING or isinstance(event, Received):
-            return actions + self._go_on(now)
-        if event.error and not self.cycle.alone:  # for it was to have what the dead kept
-            return actions + self.cycle.save(now, alone=True)
+    def _save_before_regrouping(self, event: Saved | Committed, now: float) -> list[Action]:
+        cycle = self.duties.cycle
+        position, actions = cycle.saving, cycle.take(event, now)
+        if event.error and not cycle.alone:  # it was to have what the dead kept
+            return actions + cycle.save(now, alone=True)
         if event.error:
             why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
             return [*actions, Fail(why, lost=True)]
@@ -385,7 +360,7 @@ class Replica(Machine):
             return actions
         assert position is not None
         if position.timestamp < self.ledger.timestamp:  # an earlier one, which was under way
-            return actions + self.cycle.save(now, alone=True)
+            return actions + cycle.save(now, alone=True)
         return actions + self._regroup(position, now)
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:

@@ -19,7 +19,7 @@ ones; updates do not wait for that.
 from collections import deque
 from collections.abc import Mapping
 from enum import auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from protocols import Clock
 from rudra.core.events import (
@@ -64,14 +64,13 @@ from rudra.core.messages import (
 )
 from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
-from rudra.roles.checkpoint_cycle import CheckpointCycle
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
-from rudra.roles.ledger import Ledger, left_over
+from rudra.roles.ledger import left_over
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
 from rudra.roles.membership import Membership
-from rudra.roles.multi_owner import OwnerSteps
-from rudra.roles.stage_log import StageLog
+from rudra.roles.owner_duties import MAINTENANCE, WISHES, OwnerDuties
+from rudra.roles.readiness import Readiness
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from rudra.roles.weight_broadcast import WeightBroadcast
 from topologies import Plan
@@ -90,6 +89,14 @@ TRAINING = ServerState.TRAINING
 """A name for what is looked up all the time: an enum's attributes are slow."""
 
 
+class Stamp(NamedTuple):
+    """Messages about the weights of one timestamp, and the clock that the protocol reads then."""
+
+    clock: Clock
+    answer: PullAnswer
+    weights: Weights
+
+
 class ParameterServer(Machine):
     """The owner of the weights.
 
@@ -98,23 +105,15 @@ class ParameterServer(Machine):
         setup: what it is made from.
 
     Attributes:
-        ledger: of the weights.
-        cycle: their checkpoints.
-        buffers: of gradients on their way into them.
-        roll: who pushes them.
-        received, discarded, lost: gradients.
+        duties: of an owner of weights.
+        ledger: counters and records of the weights.
+        buffers: receive buffers for gradients.
+        roll: roles that push gradients.
+        received, discarded, lost: number of gradients.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **self_loops(ALIVE, dict.fromkeys((Saved, MessageKind.ROWS_FLUSHED, Committed), "_checkpoint")),
-        **self_loops(
-            ALIVE,
-            {
-                MessageKind.TARGET_REACHED: "_enough",
-                MessageKind.PLATEAU: "_plateau",
-                MessageKind.SNAPSHOT_CREDIT: "_credit",
-            },
-        ),
+        **self_loops(ALIVE, {**MAINTENANCE, **WISHES}),
         **self_loops(ALIVE, {Tick: "_look_for_late", MessageKind.LATE: "_hear_of_late"}),
         **self_loops(ALIVE, {Measured: "_measured", MessageKind.NORMS: "_hear_norms"}),
         **self_loops([ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {Withdrawn: "_withdrawn"}),
@@ -139,17 +138,14 @@ class ParameterServer(Machine):
         (ServerState.INITIALISING, Lost): Transition("_lose", ServerState.INITIALISING),
         **{
             (ServerState.TRAINING, what): Transition(
-                "_checkpoint", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+                method, ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
             )
-            for what in (Saved, MessageKind.ROWS_FLUSHED, Committed)
+            for what, method in MAINTENANCE.items()
         },
         (ServerState.TRAINING, MessageKind.GRADIENT): Transition(
             "_gradient", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
         (ServerState.TRAINING, MessageKind.PULL): Transition("_pull", ServerState.TRAINING),
-        (ServerState.TRAINING, MessageKind.SNAPSHOT_CREDIT): Transition(
-            "_credit", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
-        ),
         (ServerState.TRAINING, Sent): Transition(
             "_returned", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
@@ -177,40 +173,31 @@ class ParameterServer(Machine):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup.plan)
-        self.ledger = Ledger(role, setup)
-        results = setup.job.results
-        self.cycle = CheckpointCycle(self.ledger, results.checkpoint_interval, setup.position, results.kept_interval)
-        self._warnings = _warnings(setup.job, setup.plan)
-        plan = setup.plan
-        self._stages = StageLog(role, setup, plan.stages)
-        self._co_owned = (self._stages,) if plan.stages else ()
-        self._steps = OwnerSteps(plan.owners if self._stages.synchronous else plan.front_owners)
+        self.duties = OwnerDuties(role, setup)
+        self.ledger = self.duties.ledger
+        self._co_owned = (self.duties.stages,) if setup.plan.stages else ()
         self._follow(setup.plan, setup.position)
 
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
         role, protocol = self.id, self.ledger.rules.protocol
-        self.plan, self._job = plan, self.ledger.rules.job
+        self.plan = plan
         self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
-        self._ordered, self._grants_on_push = protocol.ordered, protocol.grants_on_push
+        self._grants_on_push = protocol.grants_on_push
         self.discarded = self.lost = 0
         self.received = position.applied
         self.roll = Membership(plan, role, position)
         self._deferred: deque[int] = deque()  # roles that died while an update was due
-        self._receivers = plan.receivers[role]
-        self._grouped = bool(plan.groups)
         # A learner's link is as busy with a gradient for several servers as for one: they take more of them at a time.
         at_a_time = max(2, min(2 * len(plan.owners), len(plan.children[role])))
-        self.buffers = GradientBuffers(plan.children[role], at_a_time, self._ordered)
-        self._stragglers = Stragglers(plan.children[role], self._job.fault_tolerance.stall_warning_s)
+        self.buffers = GradientBuffers(plan.children[role], at_a_time, protocol.ordered)
+        self._stragglers = Stragglers(plan.children[role], self.ledger.rules.job.fault_tolerance.stall_warning_s)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
-        self._digest: int | None = None
-        self._ready: set[int] = set()
+        self._readiness = Readiness()
         self._lent = 0  # transfers of the weights under way
         self._update_due = False
         self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
-        self._overlapped = plan.overlapped
         self._downcast = WeightBroadcast(plan, role, position.timestamp)
         self._weights_changed()
 
@@ -222,15 +209,13 @@ class ParameterServer(Machine):
     @property
     def waiting_for(self) -> str:
         if self.state is ServerState.INITIALISING:
-            return listed(self.roll.names(but=self._ready))
+            return listed(self.roll.names(but=self._readiness.roles))
         if self.state is ServerState.DRAINING:
             return listed(self.roll.names(but=self.roll.left))
-        if self.state is ServerState.TRAINING and self._update_due and self.ledger.is_ahead:
-            return "the statistics server to test the weights"
-        if self.state is ServerState.TRAINING and self._update_due and self.cycle.is_ahead:
-            return "a checkpoint to be written"
+        if self.state is ServerState.TRAINING and self._update_due and self.duties.are_ahead:
+            return self.duties.waiting_for
         if self.state is ServerState.TRAINING:
-            return f"a gradient from {listed(self.roll.names()[self._units if self._ordered else 0 :])}"
+            return f"a gradient from {listed(self.roll.names()[self._units if self.buffers.ordered else 0 :])}"
         return "the statistics server to finish"
 
     def validate(self) -> None:
@@ -245,23 +230,24 @@ class ParameterServer(Machine):
     # Start: everybody holds the same weights.
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        warnings, self._warnings = self._warnings, []
+        warnings = [] if self.ledger.clock.started else _warnings(self.ledger.rules.job, self.plan)
         return [*warnings, Hash(WEIGHTS)]
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
-        self._digest = short_digest(event.digest)
-        self._lent = len(self._receivers)
-        return [Send(to, self._weights, WEIGHTS) for to in self._receivers]
+        self._readiness.digest = short_digest(event.digest)
+        receivers = self.plan.receivers[self.id]
+        self._lent = len(receivers)
+        return [Send(to, self._stamp.weights, WEIGHTS) for to in receivers]
 
     def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        if event.message.digest != self._digest:
+        if not self._readiness.enter(event.message.sender, event.message.digest):
             name = self.plan.roles[event.message.sender].name
             return [Fail(f"{name} received other initial weights than were sent (digests differ)")]
-        self._ready.add(event.message.sender)
         return self._begin(now)
 
     def _begin(self, now: float) -> list[Action]:
-        if self.state is not ServerState.INITIALISING or len(self._ready) < len(self.roll.children) or self._lent:
+        missing = len(self._readiness.roles) < len(self.roll.children)
+        if self.state is not ServerState.INITIALISING or missing or self._lent:
             return []
         self.state = ServerState.TRAINING
         start = self.ledger.start(now)
@@ -291,12 +277,12 @@ class ParameterServer(Machine):
         buffers = self.buffers
         while self.state is TRAINING:
             if self._update_due:
-                if self._lent or self.ledger.is_ahead or self.cycle.is_ahead:
+                if self._lent or self.duties.are_ahead:
                     break
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
                 actions += self._answer_all()
-            elif buffers.arrived and (not self._ordered or buffers.bring()):
+            elif buffers.arrived and (not self.buffers.ordered or buffers.bring()):
                 actions += self._add(*buffers.arrived.popleft())
             else:
                 break
@@ -308,24 +294,28 @@ class ParameterServer(Machine):
         """Adds a gradient to the average, and answers what was asked with it, or lets it wait for the update."""
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
-        samples = ledger.count(gradients, scale)
-        self._stages.add(gradients, scale)
-        self._units += 1 if self._grouped else len(gradients)
-        if self._overlapped:
+        samples = self.duties.count(gradients, scale)
+        self._units += 1 if self.plan.groups else len(gradients)
+        if self.plan.overlapped:
             self._downcast.await_update(gradients)
         actions = self.buffers.average(buffer, samples, scale)
-        self._update_due = self.buffers.complete if self._ordered else ledger.rules.protocol.update_due(self._units)
+        self._update_due = self._is_update_due()
         asks = message.held >= 0 or message.asks
         if asks and message.sender in self.roll.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.held)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions
 
+    def _is_update_due(self) -> bool:
+        if self.buffers.ordered:
+            return self.buffers.complete
+        return self.ledger.rules.protocol.update_due(self._units)
+
     # Updates out.
 
     def _update(self, now: float) -> list[Action]:
         gradient = self.buffers.give()
-        actions = self.ledger.update(gradient, now) + self.cycle.updated(now)
+        actions = self.duties.update(gradient, now)
         for child, silence_s in self._stragglers.found(now, self.received):
             actions += self._report_straggler(child, silence_s, now)
         self._weights_changed()
@@ -339,7 +329,7 @@ class ParameterServer(Machine):
             return self._drain()
         if self.ledger.is_to_change:
             return self._begin_anew(now)
-        return self._downcast.updated(self._weights) if self._overlapped else []
+        return self._downcast.updated(self._stamp.weights) if self.plan.overlapped else []
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]
@@ -352,38 +342,36 @@ class ParameterServer(Machine):
         """Makes the update that waited for a test or a checkpoint."""
         return self._work(now) if self._update_due else []
 
-    def _credit(self, event: Received[SnapshotCredit], now: float) -> list[Action]:
-        return self.ledger.credit() + self._go_on(now)
+    def _maintain(
+        self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float
+    ) -> list[Action]:
+        return self.duties.maintain(event, now) + self._go_on(now)
 
-    def _enough(self, event: Received[TargetReached], now: float) -> list[Action]:
+    def _end_with_epoch(self, event: Received[TargetReached], now: float) -> list[Action]:
         self.ledger.enough()
         return []
 
-    def _plateau(self, event: Received[PlateauReached], now: float) -> list[Action]:
+    def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
         self.ledger.lower(event.message.times, now)
         return []
 
-    def _checkpoint(self, event: Saved | Received[RowsFlushed] | Committed, now: float) -> list[Action]:
-        return self.cycle.take(event, now) + self._go_on(now)
-
     def _updated(self, event: Updated, now: float) -> list[Action]:
-        return self._note(self._steps.here(event), now)
+        return self._note(event, now)
 
     def _updated_elsewhere(self, event: Received[OwnerStepped], now: float) -> list[Action]:
-        return self._note(self._steps.there(event.message), now)
+        return self._note(event.message, now)
 
-    def _note(self, made: Updated | None, now: float) -> list[Action]:
-        """Notes an update that all owners of the weights have made."""
-        if made is None:
+    def _note(self, made: Updated | OwnerStepped, now: float) -> list[Action]:
+        due = self.duties.note(made, now)
+        if due is None:
             return []
-        due = self.ledger.note(made, now)
         return due + self._close(now) if self.state is ServerState.DRAINING else due
 
     def _measured(self, event: Measured, now: float) -> list[Action]:
-        return self._stages.measured(event)
+        return self.duties.stages.measured(event)
 
     def _hear_norms(self, event: Received[GradientNorms], now: float) -> list[Action]:
-        self._stages.hear_norms(event.message)
+        self.duties.stages.hear_norms(event.message)
         return []
 
     # Weights to learners.
@@ -391,9 +379,8 @@ class ParameterServer(Machine):
     def _weights_changed(self) -> None:
         """Prepares what learners and the protocol are told at this timestamp."""
         timestamp = self.ledger.timestamp
-        self._clock = Clock(timestamp, self.roll.pushed)
-        self._stamp = PullAnswer(self.id, timestamp)
-        self._weights = Weights(self.id, timestamp)
+        clock = Clock(timestamp, self.roll.pushed)
+        self._stamp = Stamp(clock, PullAnswer(self.id, timestamp), Weights(self.id, timestamp))
 
     def _pull(self, event: Received[Pull], now: float) -> list[Action]:
         message = event.message
@@ -407,13 +394,15 @@ class ParameterServer(Machine):
         """
         asked, held = self._pulls[child]
         ledger = self.ledger
-        if self._update_due or not ledger.rules.protocol.pull_granted(self.roll.worker[child], asked, self._clock):
+        if self._update_due or not ledger.rules.protocol.pull_granted(
+            self.roll.worker[child], asked, self._stamp.clock
+        ):
             return []
         del self._pulls[child]
         if held == ledger.timestamp:
-            return [Send(child, self._stamp)]
+            return [Send(child, self._stamp.answer)]
         self._lent += 1
-        return [Send(child, self._stamp), Send(child, self._weights, WEIGHTS)]
+        return [Send(child, self._stamp.answer), Send(child, self._stamp.weights, WEIGHTS)]
 
     def _answer_all(self) -> list[Action]:
         """Answers those that wait, if training goes on."""
@@ -426,7 +415,7 @@ class ParameterServer(Machine):
             self.ledger.returned(event.buffer)
             return self._lose_deferred(now) + self._go_on(now)
         if self._downcast.returned(event):
-            return self._downcast.publish(self._weights) if self.state is TRAINING else self._close(now)
+            return self._downcast.publish(self._stamp.weights) if self.state is TRAINING else self._close(now)
         self._lent -= 1
         if self._update_due and not self._lent:
             return self._work(now)
@@ -436,18 +425,12 @@ class ParameterServer(Machine):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, plan = event.role, self.plan
-        name = plan.roles[role].title
-        if role == plan.statistics:
-            return [Fail(f"the {name} died", lost=True)]
-        if role in self.ledger.recorded_losses:
-            return []
-        if self.state is ServerState.CLOSING:
-            return self.ledger.record_late_loss(role, now)
-        if not self.ledger.clock.started:
-            return [Fail(f"{name} died before training began", lost=True)]
+        follows = self.duties.lose(role, now, ended=self.state is ServerState.CLOSING)
+        if follows is not None:
+            return follows
         if self.state is ServerState.INITIALISING or not plan.expendable(role):
             return self._regroup(role, now)
-        return self._go_on_without(role, name, now)
+        return self._go_on_without(role, plan.roles[role].title, now)
 
     def _lose_deferred(self, now: float) -> list[Action]:
         """Who died while weights were under way, once they are not."""
@@ -486,7 +469,7 @@ class ParameterServer(Machine):
             if not roll.pushed:
                 return [Fail(f"{name} {end.text}, and no learner is left", lost=True)]
             try:
-                protocol = self._job.make_protocol(plan, plan.workers - len(roll.pushed))
+                protocol = self.ledger.rules.job.make_protocol(plan, plan.workers - len(roll.pushed))
                 self.ledger.rules.replace_protocol(protocol)
             except ValueError as error:
                 text = f"{name} {end.text}, and with {len(roll.pushed)} learners the protocol cannot go on: {error}"
@@ -501,13 +484,10 @@ class ParameterServer(Machine):
         self.ledger.record_loss(role, text, pushed, now, end.kind)
         if not training:
             return actions + self.buffers.post(False) + self._close(now)
-        if self._job.fault_tolerance.on_learner_loss == "stop":
+        if self.ledger.rules.job.fault_tolerance.on_learner_loss == "stop":
             self.ledger.stopped = True
             return actions + self._drain()
-        if self._ordered:
-            self._update_due = bool(self.ledger.pending) and self.buffers.complete
-        else:
-            self._update_due = bool(self.ledger.pending) and self.ledger.rules.protocol.update_due(self._units)
+        self._update_due = bool(self.ledger.pending) and self._is_update_due()
         return actions + self._work(now) + self._answer_all()
 
     def _forget(self, role: int, child: int) -> list[Action]:
@@ -527,12 +507,12 @@ class ParameterServer(Machine):
 
     @property
     def tick_s(self) -> float | None:
-        return tick_s(self._job)
+        return tick_s(self.ledger.rules.job)
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Drops the learner that all wait for, if that takes too long."""
         child = self.buffers.turn
-        silence_s = overdue_s(self._job, self.plan, child, self._stragglers.heard, now)
+        silence_s = overdue_s(self.ledger.rules.job, self.plan, child, self._stragglers.heard, now)
         return [] if child is None or silence_s is None else self._drop_straggler(child, silence_s)
 
     def _hear_of_late(self, event: Received[LearnerLate], now: float) -> list[Action]:
@@ -589,8 +569,8 @@ class ParameterServer(Machine):
         if self.state is not ServerState.DRAINING or waits:
             return []
         self.state = ServerState.CLOSING
-        account = self.ledger.totals(now, self.received, self.pending, self.discarded, self.lost)
-        return [*account, *(self.cycle.end(now) if self.ledger.stopped else ()), *self._stages.end()]
+        counts = {"pending": self.pending, "discarded": self.discarded, "lost": self.lost}
+        return self.duties.account(now, pushed=self.received, **counts, stopped=self.ledger.stopped)
 
     def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ServerState.DONE

@@ -54,6 +54,7 @@ from rudra.core.messages import (
 from rudra.core.records import Gradient
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
+from rudra.roles.readiness import Readiness
 from rudra.roles.stragglers import overdue_s, tick_s
 
 WEIGHT_BUFFERS = (f"{WEIGHTS} 0", f"{WEIGHTS} 1")
@@ -146,8 +147,7 @@ class TreeServer(Machine):
         self.received = self.relayed = position.below(plan, role)
         self._received = {child: position.below(plan, child) for child in plan.children[role]}
         self._heard = dict.fromkeys(self._children, 0.0)  # when each child last pushed, or was last given weights
-        self._digest: int | None = None
-        self._ready: set[int] = set()
+        self._readiness = Readiness()
         self._current, self._spare = WEIGHT_BUFFERS
         self._lent = dict.fromkeys(WEIGHT_BUFFERS, 0)  # transfers under way
         # What children ask for, as timestamp asked about and held: with gradients that are here; not asked of the
@@ -162,7 +162,7 @@ class TreeServer(Machine):
     def waiting_for(self) -> str:
         parent = self.plan.roles[self.parent].name
         if self.state is TreeServerState.WAITING:
-            missing = [self.plan.roles[i].name for i in self._children if i not in self._ready]
+            missing = [self.plan.roles[i].name for i in self._children if i not in self._readiness.roles]
             return f"the first weights from the {parent}" if len(missing) == len(self._children) else listed(missing)
         if self.state is TreeServerState.STOPPING:
             return listed([self.plan.roles[i].name for i in self._children if i not in self._left])
@@ -192,18 +192,16 @@ class TreeServer(Machine):
         return [Hash(self._current)]
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
-        self._digest = short_digest(event.digest)
+        self._readiness.digest = short_digest(event.digest)
         self._lent[self._current] = len(self._receivers)
         message = Weights(self.id, self.timestamp)
         return [Send(to, message, self._current) for to in self._receivers]
 
     def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        if self._digest is None:  # without weights of its own it compares its children's
-            self._digest = event.message.digest
-        if event.message.digest != self._digest:
+        # Without weights of its own it compares the digests of its children.
+        if not self._readiness.enter(event.message.sender, event.message.digest):
             name = self.plan.roles[event.message.sender].name
             return [Fail(f"{name} received other initial weights than its neighbours (digests differ)")]
-        self._ready.add(event.message.sender)
         return self._report_ready()
 
     def _first_returned(self, event: Sent, now: float) -> list[Action]:
@@ -211,11 +209,12 @@ class TreeServer(Machine):
         return self._report_ready()
 
     def _report_ready(self) -> list[Action]:
-        if len(self._ready) < len(self._children) or any(self._lent.values()):
+        digest = self._readiness.digest
+        if len(self._readiness.roles) < len(self._children) or any(self._lent.values()):
             return []
-        assert self._digest is not None
+        assert digest is not None
         self.state = TreeServerState.READY
-        return [Send(self.parent, Ready(self.id, self._digest))]
+        return [Send(self.parent, Ready(self.id, digest))]
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self.state = TreeServerState.TRAINING

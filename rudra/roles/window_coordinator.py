@@ -87,7 +87,7 @@ class WindowCoordinator(Coordinator):
     def _follow(self, plan: Plan, position: TrainingState) -> None:
         super()._follow(plan, position)
         self.buffers = GradientBuffers(plan.children[self.id], 0, False)
-        self._numbered = self._job.weights.update == "locked"
+        self._numbered = self.ledger.rules.job.weights.update == "locked"
         self._reports: deque[UpdateReport] = deque()
         self._early: dict[int, UpdateReport] = {}  # by number, those that others come before
         self._at_hand: UpdateReport | None = None  # is counted, and waits for a test
@@ -203,7 +203,7 @@ class WindowCoordinator(Coordinator):
         ledger = self.ledger
         while self.state in (TRAINING, DRAINING):
             if self._at_hand is not None:
-                if ledger.is_ahead or self.cycle.is_ahead or self._nodes.busy or self._lent:
+                if self.duties.are_ahead or self._nodes.busy or self._lent:
                     break
                 if ledger.ends_epoch and self._nodes.is_due(ledger.counts.learned):
                     self._update_due = True
@@ -223,7 +223,7 @@ class WindowCoordinator(Coordinator):
                 if not self._numbered:
                     gradient = structs.replace(gradient, timestamp=max(0, ledger.timestamp - gradient.timestamp))
                 ledger.count((gradient,), 1.0)
-                self._at_hand, self._update_due = report, ledger.is_ahead or self.cycle.is_ahead
+                self._at_hand, self._update_due = report, self.duties.are_ahead
             else:
                 break
         return actions + self._answer_all()
@@ -245,7 +245,7 @@ class WindowCoordinator(Coordinator):
             self._tell_of_races(self._nodes.surviving, now)
         else:
             actions.insert(0, Fetch(WEIGHTS))
-        actions += self.cycle.updated(now)
+        actions += self.duties.cycle.updated(now)
         return actions + (self._proceed(now) if self.state is TRAINING else [])
 
     def _advance(self, now: float) -> list[Action]:
