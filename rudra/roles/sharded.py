@@ -13,7 +13,7 @@ The parts of weights go to a learner when the first shard has answered it, and t
 told of a snapshot.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import auto
@@ -24,16 +24,13 @@ from rudra.core.events import (
     WEIGHTS,
     Accumulate,
     Action,
-    Combine,
     Computed,
     Copy,
     Drop,
     Hash,
     Lost,
-    Measure,
     Receive,
     Received,
-    Regroup,
     Save,
     Send,
     Sent,
@@ -52,11 +49,11 @@ from rudra.core.messages import (
     Shutdown,
     WeightsPart,
 )
-from rudra.core.training_state import BEGINNING
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.log_follower import LogFollower
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
-from rudra.roles.multi_owner import LOGGED, NUMBER, Log, stepped
+from rudra.roles.multi_owner import Log, stepped
 from rudra.roles.server import TRAINING, ParameterServer, ServerState
 
 
@@ -258,103 +255,38 @@ class Shard(Machine):
         super().__init__(role, setup.plan)
         self.state = FOLLOWING
         self._first = setup.plan.server
-        self._log: deque[tuple[Any, ...]] = deque()
-        self._coming: dict[str, tuple[int, int]] = {}  # buffer -> whose gradient, and its number
-        self._lent: Counter[str] = Counter()
+        self._follower = LogFollower(role, setup.plan, self._dead)
 
     def validate(self) -> None:
-        assert min(self._lent.values(), default=0) >= 0
+        self._follower.validate()
 
     @property
     def waiting_for(self) -> str:
-        if not self._log:
-            return f"the {self.plan.roles[self._first].name} to say what is next"
-        lent = [buffer for buffer, count in self._lent.items() if count]
-        return f"transfers of its {' and '.join(lent)} to end" if lent else "part of a gradient"
+        return self._follower.waiting_for
 
     def _read(self, event: Received[LogEntries], now: float) -> list[Action]:
-        self._log.extend(event.message.rows.tolist())
-        return self._go_on()
+        self._follower.read(event.message.rows.tolist())
+        return self._follow()
 
-    def _go_on(self) -> list[Action]:
+    def _follow(self) -> list[Action]:
         """Does what the log says, as far as it can be done now."""
-        actions: list[Action] = []
-        while self._log and (due := self._due(*self._log[0])) is not None:
-            self._log.popleft()
-            actions += due
-        return actions + self._let_in() if self._log else actions
-
-    def _let_in(self) -> list[Action]:
-        """Lets in gradients that the log speaks of further on, while an entry before them has to wait.
-
-        It may, where no entry before is about the buffer, or about another gradient of that learner.
-        """
-        actions: list[Action] = []
-        needed: set[bytes | int] = set()
-        for entry_ in list(self._log):
-            what, role, buffer, other, *_ = entry_
-            if what == NUMBER[Receive] and not needed & {role, buffer}:
-                self._log.remove(entry_)
-                actions += self._due(*entry_) or []
-            else:
-                needed |= {buffer, other, role} if what == NUMBER[Receive] else {buffer, other}
-        return actions
-
-    def _due(
-        self,
-        what: int,
-        role: int,
-        buffer_: bytes,
-        other_: bytes,
-        number: int,
-        fraction: float,
-        scale: float,
-        samples: int,
-        time_s: float,
-        epoch: int,
-        _: int,
-    ) -> list[Action] | None:
-        """What an entry comes to; None: not yet."""
-        kind, buffer, other = LOGGED[what], buffer_.decode(), other_.decode()
-        if kind is Receive:
-            self._coming[buffer] = role, number
-            return [] if role in self._dead else [Receive(buffer, role, gradient=True)]
-        if kind is Withdraw:
-            if buffer in self._coming and self._coming[buffer][0] not in self._dead:
-                return None
-            self._coming.pop(buffer, None)
-            return []
-        if kind is Accumulate:
-            return [Accumulate(other, buffer, fraction, scale)]
-        if kind is Update:
-            return None if self._lent[WEIGHTS] else [Update(buffer, WEIGHTS, scale, number, epoch, samples, time_s)]
-        if kind is Copy:
-            return None if self._lent[other] else [Copy(buffer, other)]
-        if kind is Send:
-            self._lent[buffer] += 1
-            return [Send(role, WeightsPart(self.id), buffer)]
-        if kind is Measure:
-            return [Measure(buffer)]
-        if kind is Combine:
-            return [Combine(buffer)]
-        if kind is Regroup:
-            return [Regroup(self.plan, BEGINNING)]
-        return [Save(WEIGHTS, BEGINNING) if kind is Save else Drop(role)]
+        actions = self._follower.carry_out(self._follower.due)
+        return actions + self._follower.receive_ahead()
 
     def _part(self, event: Received[GradientPart], now: float) -> list[Action]:
         assert event.buffer is not None
-        _, number = self._coming.pop(event.buffer)
-        return [Send(self._first, PartTaken(self.id, number)), *self._go_on()]
+        number = self._follower.arrived(event.buffer)
+        return [Send(self._first, PartTaken(self.id, number)), *self._follow()]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
-        self._lent[event.buffer] -= 1
-        return self._go_on()
+        self._follower.lent[event.buffer] -= 1
+        return self._follow()
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
         return [Send(self._first, message) for message in stepped(self.id, event)]
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        return self._go_on()
+        return self._follow()
 
     def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ShardState.DONE
