@@ -12,7 +12,6 @@ from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles.averaging import Averager
-from rudra.roles.blocks import BlockAverager, GroupReplicaAverager
 from rudra.roles.coordinator import Coordinator
 from rudra.roles.elastic import ElasticLearner
 from rudra.roles.group_learner import GroupLearner
@@ -49,8 +48,8 @@ MACHINES: dict[Variant, type[Machine]] = {
     Variant.SHARDED_LEARNER: ShardedLearner,
     Variant.REPLICA: Replica,
     Variant.AVERAGER: Averager,
-    Variant.REPLICA_SHARER: GroupReplicaAverager,
-    Variant.REFERRER: BlockAverager,
+    Variant.REPLICA_SHARER: Averager,
+    Variant.REFERRER: Averager,
     Variant.ELASTIC_LEARNER: ElasticLearner,
     Variant.WORKER: Worker,
     Variant.WINDOW_WORKER: WindowWorker,

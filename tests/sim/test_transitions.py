@@ -32,7 +32,7 @@ def change(kind: type[Machine], before: States, after: States) -> Change:
 
 
 ELSEWHERE = {
-    *(Variant.REPLICA_SHARER, Variant.REFERRER, Variant.ELASTIC_LEARNER, Variant.WORKER, Variant.WINDOW_WORKER),
+    *(Variant.ELASTIC_LEARNER, Variant.WORKER, Variant.WINDOW_WORKER),
     *(Variant.COORDINATOR, Variant.WINDOW_COORDINATOR),
 }
 """Variants that the runs here do not have."""
@@ -174,8 +174,14 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
         dying_ = alike("groups", slow, {"learner": 1, "dies_at_s": tenths / 10}, groups=1)
         follow(dying_, 60, seen, 0)
         follow(dying_.with_(placement={"cut": 1, "rule": "synchronous"}), 60, seen, 0)
-        for rule in ("easgd", "average"):
-            follow(dying_.with_(protocol={"name": rule}, topology=replicas), 60, seen, 0)
+        for rule, topology in (
+            *(("easgd", replicas), ("average", replicas)),
+            *(("easgd", {**replicas, "options": {"groups": 2}}), ("average", {**replicas, "options": {"groups": 2}})),
+            ("easgd", {"name": "hierarchical", "options": {"blocks": 2}}),
+        ):
+            waited_for = {"slowdown": {1: 2.0}} if topology is not replicas else {}
+            run = dying_.with_(protocol={"name": rule}, topology=topology, simulation=waited_for)
+            follow(run, 60, seen, 0)
     for tenths in range(0, 40, 7):  # somebody stops it while learners compute, ship, and compute again
         merged = alike("base", {"compute_s": 1.0}).with_(placement={"cut": 1})
         follow(merged, 60, seen, 0, stop_at=tenths / 10)
