@@ -117,7 +117,7 @@ class Averager(Replica):
         **self_loops([COMPUTING, POOLING, STEPPING], {Updated: "_updated"}),
         (HOLDING, Updated): Transition("_updated", HOLDING, STEPPING),
         (REDUCING, Updated): Transition("_updated", COMPUTING, STOPPED),
-        (REGROUPING, Stepped): Transition("_in_vain", REGROUPING),
+        (REGROUPING, Stepped): Transition("_ignore", REGROUPING),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -125,8 +125,8 @@ class Averager(Replica):
         self._restarting = False
         super().__init__(role, setup)
 
-    def _follow(self, plan: Plan) -> None:
-        super()._follow(plan)
+    def _reset_for_plan(self, plan: Plan) -> None:
+        super()._reset_for_plan(plan)
         ledger, job = self.ledger, self.ledger.rules.job
         assert isinstance(ledger.rules.protocol, Averaging)
         self.rule = ledger.rules.protocol
@@ -235,7 +235,7 @@ class Averager(Replica):
             ahead = 1 if self._quiet else 2
             epoch = self._periods.epoch_after(ledger.samples, ahead)
             saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + ahead, epoch, now)
-        told = (self._told_lowered, self._told_enough, ledger.stopped)
+        told = (self._lr_drops_requested, self._target_reached, ledger.stopped)
         return GroupFlags(self._digest, *told, saves, distance)
 
     def _go_on_computing(self, now: float) -> list[Action]:
@@ -273,7 +273,7 @@ class Averager(Replica):
             ledger.outbox.add(MessageKind.AVERAGES, *about, distance, self.rule.elasticity * distance)
         return actions
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _retry_update(self, now: float) -> list[Action]:
         return self._update(now) if self._waits else []
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
@@ -286,7 +286,7 @@ class Averager(Replica):
         move: list[Action] = []
         if self._drops:  # also where training ends, from where it may be resumed
             move += self._sharing.restart(keeps_momentum=self.rule.keeps_momentum)
-            time_s = now - self.ledger.clock.began
+            time_s = now - self.ledger.clock.start_time
             self.ledger.tell("averaging", self.ledger.timestamp, time_s, "the rate has dropped: all replicas restart")
         elif not self.rule.early:
             move.append(Approach(REPLICA, WEIGHTS, self.rule.elasticity))

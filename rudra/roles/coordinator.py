@@ -34,8 +34,8 @@ class Coordinator(ParameterServer):
         (TRAINING, Stopped): Transition("_stop", TRAINING, ServerState.DRAINING),
     }
 
-    def _follow(self, plan: Plan, position: TrainingState) -> None:
-        super()._follow(plan, position)
+    def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
+        super()._reset_for_plan(plan, position)
         self._examination: DistributedEvaluation | None = None
         self._examines = self.ledger.rules.job.training.evaluate == "workers"
         self._tested = position.epoch  # the last epoch whose weights need no test any more
@@ -52,7 +52,7 @@ class Coordinator(ParameterServer):
         actions = super()._begin(now)
         if waited and self.state is ServerState.TRAINING:
             timestamp = self.ledger.timestamp
-            self._pulls = dict.fromkeys(self.roll.children, (timestamp, timestamp))
+            self._pulls = dict.fromkeys(self.membership.children, (timestamp, timestamp))
             actions += self._answer_all()
         return actions
 
@@ -81,7 +81,7 @@ class Coordinator(ParameterServer):
         """Gives a worker batches, each its first sample and how many."""
         ledger, rows = self.ledger, np.array(given, records.WORK)
         rate = ledger.rate_for(given[0][1])
-        return Send(child, AssignWork(self.id, ledger.timestamp, round(ledger.clock.began * 1e9), rate, rows))
+        return Send(child, AssignWork(self.id, ledger.timestamp, round(ledger.clock.start_time * 1e9), rate, rows))
 
     def hold_back(self) -> None:
         """Gives no work to those who wait, until `deal_anew`."""
@@ -92,14 +92,14 @@ class Coordinator(ParameterServer):
         assert self.ledger.dealer is not None
         for learner in self.plan.learners:
             self.ledger.dealer.recall(self.plan.roles[learner].index)
-        self._pulls = dict.fromkeys(self.roll.children, (self.ledger.timestamp, NO_WEIGHTS))
+        self._pulls = dict.fromkeys(self.membership.children, (self.ledger.timestamp, NO_WEIGHTS))
         return self._answer_all()
 
     # Tests by workers.
 
-    def _proceed(self, now: float) -> list[Action]:
+    def _after_update(self, now: float) -> list[Action]:
         if not self._examines or self.ledger.epoch == self._tested:
-            return self._drain() if self.ledger.stopped else super()._proceed(now)
+            return self._drain() if self.ledger.stopped else super()._after_update(now)
         alive = self._alive
         if not alive:
             return []  # which is told next
@@ -109,7 +109,7 @@ class Coordinator(ParameterServer):
 
     @property
     def _alive(self) -> list[int]:
-        return [child for child in self.roll.worker if child not in self._dead]
+        return [child for child in self.membership.worker if child not in self._dead]
 
     def _examine(self, child: int) -> list[Action]:
         """Gives who is free a part of the test."""
@@ -146,7 +146,7 @@ class Coordinator(ParameterServer):
             Send(self.plan.statistics, EpochEvaluated(self.id, examination.epoch, seconds, last, rows))
             for rows, last in in_pieces_or_none(examination.rows)
         ]
-        actions += self._proceed(now)
+        actions += self._after_update(now)
         return actions + self._lose_deferred(now) + self._answer_all()
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
@@ -184,7 +184,7 @@ class Coordinator(ParameterServer):
 
     def _forget(self, role: int, child: int) -> list[Action]:
         assert self.ledger.dealer is not None
-        self.lost += self.buffers.mute(child)
+        self.lost += self.buffers.ignore_later(child)
         self.ledger.dealer.recall(self.plan.roles[role].index, dead=True)
         return super()._forget(role, child)
 

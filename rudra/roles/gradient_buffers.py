@@ -80,7 +80,7 @@ class GradientBuffers:
         self.arrived.append((buffer, message))
         return 0
 
-    def bring(self) -> bool:
+    def rotate_to_turn(self) -> bool:
         """Brings the arrived gradient whose turn it is to the front; False if it is not here."""
         for place, (_, message) in enumerate(self.arrived):
             if self._turns and message.sender == self._turns[0]:
@@ -98,14 +98,14 @@ class GradientBuffers:
         """In order: whether all sources are in this average."""
         return not self._turns
 
-    def lose(self, source: int) -> int:
+    def remove(self, source: int) -> int:
         """A source is no more; how many gradients of its, which had arrived but have no turn any more, are dropped."""
         dropped = self._forget(source)
         for buffer in [buffer for buffer, of in self.posted.items() if of == source]:
             self.withdrawn(buffer)
         return dropped
 
-    def silence(self, source: int) -> tuple[int, list[Action]]:
+    def detach(self, source: int) -> tuple[int, list[Action]]:
         """A source lives, but all learners behind it are no more, and what is still to come of it has no turn.
 
         Returns:
@@ -117,7 +117,7 @@ class GradientBuffers:
         dropped = self._forget(source)
         return dropped, [Withdraw(buffer) for buffer, of in self.posted.items() if of == source]
 
-    def mute(self, source: int) -> int:
+    def ignore_later(self, source: int) -> int:
         """What a source has pushed counts only if it is added by now; how many gradients are dropped with it."""
         self._silent.add(source)
         return self._drop(source)
@@ -152,7 +152,7 @@ class GradientBuffers:
         self.free.append(buffer)
         return [Accumulate(self.accumulator, buffer, samples / self.samples, scale)]
 
-    def give(self) -> str:
+    def take_average(self) -> str:
         """The average; whoever takes it puts the buffer back."""
         buffer = self.accumulator
         assert buffer is not None

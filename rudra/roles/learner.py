@@ -128,7 +128,7 @@ class Learner(Machine):
             "_stop_soon", LearnerState.EXCHANGING, LearnerState.STOPPED
         ),
         **self_loops(
-            [LearnerState.STOPPED], dict.fromkeys((Sent, MessageKind.TIMESTAMP, MessageKind.WEIGHTS), "_in_vain")
+            [LearnerState.STOPPED], dict.fromkeys((Sent, MessageKind.TIMESTAMP, MessageKind.WEIGHTS), "_ignore")
         ),  # it was dropped
         **{
             (state, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE)

@@ -98,7 +98,7 @@ class Ledger:
         self.id = role
         self._training_samples, self._reports = setup.training_samples, reports
         self.rules = TrainingRules(setup)
-        self._follow(position)
+        self._reset_counts(position)
         self.clock = TrainingClock(position.time_s)
         self.epochs = job.training.epochs
         self.timestamp, self.epoch = position.timestamp, position.epoch
@@ -111,7 +111,7 @@ class Ledger:
         self._sums = EpochSums.of(position)
         self._warned = False  # of stale gradients
 
-    def _follow(self, position: TrainingState) -> None:
+    def _reset_counts(self, position: TrainingState) -> None:
         """Everybody begins at this position; nothing is under way."""
         rules = self.rules
         self.counts = LearnerCounts(rules.job, rules.plan, rules.protocol.period, position)
@@ -141,7 +141,7 @@ class Ledger:
     def pause(self, seconds: float, text: str, now: float) -> None:
         """The clock of the training has stood still for these seconds, until now."""
         self.clock.pause(seconds)
-        self.tell("pause", self.timestamp, now - self.clock.began, text)
+        self.tell("pause", self.timestamp, now - self.clock.start_time, text)
 
     def enough(self) -> None:
         """The target is reached: the epoch under way is the last one."""
@@ -151,7 +151,7 @@ class Ledger:
         """Evaluations got no better: the rate falls for the `count`-th time in all."""
         for text in self.rules.lower(count, self.epoch):
             if self._reports:
-                self.tell("plateau", self.timestamp, now - self.clock.began, text)
+                self.tell("plateau", self.timestamp, now - self.clock.start_time, text)
 
     # Updates.
 
@@ -198,7 +198,7 @@ class Ledger:
         rate = self.rules.schedule.rate(self.epoch, progress, self.timestamp // self.per_update) * factor
         self.timestamp += 1
         own_rate = protocol.outer_rate
-        about = (self.timestamp, self.epoch + 1, samples, now - self.clock.began)
+        about = (self.timestamp, self.epoch + 1, samples, now - self.clock.start_time)
         update = Update(gradient, WEIGHTS, rate if own_rate is None else own_rate, *about)
         return [update, *self._applied(rate, now)]
 
@@ -216,7 +216,7 @@ class Ledger:
             now: seconds on the driver's clock.
         """
         assert self.dealer is not None
-        time_s, epoch, before = now - self.clock.began, self.epoch + 1, self.timestamp
+        time_s, epoch, before = now - self.clock.start_time, self.epoch + 1, self.timestamp
         made, updates = PendingUpdate(), []
         self.counts.add(gradients, 1.0, before + 1, made, each=True)
         for timestamp, g in enumerate(gradients, before + 1):
@@ -224,7 +224,9 @@ class Ledger:
             updates.append(UPDATE(timestamp, epoch, 1, g.samples, g.scale, staleness, time_s, seconds, 0))
             self.dealer.take(g)
         self.timestamp += len(gradients)
-        self.counts.drawn = [max(end, made.drawn.get(stream, 0)) for stream, end in enumerate(self.counts.drawn)]
+        self.counts.samples_drawn = [
+            max(end, made.drawn.get(stream, 0)) for stream, end in enumerate(self.counts.samples_drawn)
+        ]
         self._sum_up(made, now)
         self.outbox.extend(MessageKind.UPDATES, updates)
         return self.outbox.due(now)
@@ -244,10 +246,10 @@ class Ledger:
         pending, self._pending = self._pending, PendingUpdate()
         count, samples = len(pending.rows), pending.samples
         row = (self.timestamp, self.epoch + 1, count, samples, rate, pending.staleness / count)
-        self._update_rows.append((*row, now - self.clock.began))
+        self._update_rows.append((*row, now - self.clock.start_time))
         self._sum_up(pending, now)
         for stream, end in pending.drawn.items():
-            self.counts.drawn[stream] = end
+            self.counts.samples_drawn[stream] = end
         self.rules.keep_state()
         if self.dealer is not None:
             self.dealer.applied()
@@ -277,7 +279,7 @@ class Ledger:
         means = (sums.mean_staleness, rate, sums.mean_loss, sums.error)
         if not self._reports:
             return []
-        measured = (now - self.clock.began, *means)
+        measured = (now - self.clock.start_time, *means)
         untested = (*(math.nan,) * 6, b"")
         row = np.array([(self.epoch, 0, self.timestamp, self.samples, *measured, *untested)], records.EPOCH)
         actions = [*self.outbox.flush(now), *self._warn_of_staleness(means[0])]
@@ -316,7 +318,7 @@ class Ledger:
     def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
         """Continues by the present job, at a position, without the dead."""
         begun = self.rules.change(dead, position)
-        self._follow(position)
+        self._reset_counts(position)
         for phase in begun if not self.over else ():
             self.tell("change", self.timestamp, position.time_s, f"after epoch {phase.at_epoch}: {phase.text}")
 
@@ -351,7 +353,7 @@ class Ledger:
     def record_loss(self, role: int, text: str, pushed: int, now: float, kind: str = "lost") -> None:
         """Reports a role that is lost, and closes the account of a learner."""
         self.recorded_losses.add(role)
-        self.tell(kind, self.timestamp, now - self.clock.began, text, role)
+        self.tell(kind, self.timestamp, now - self.clock.start_time, text, role)
         if self.rules.plan.roles[role].kind_traits.trains:
             self._account_for(role, pushed)
 
@@ -365,13 +367,13 @@ class Ledger:
 
     def _account_for(self, role: int, pushed: int) -> None:
         learner = self.rules.plan.roles[role]
-        counts = (pushed, self.counts.learned[learner.index], 0, 0)
+        counts = (pushed, self.counts.samples_applied[learner.index], 0, 0)
         self.outbox.add(MessageKind.LEARNERS, learner.index, learner.world_rank, *counts, *(0.0 for _ in TIMES))
 
     def totals(self, now: float, pushed: int, pending: int, discarded: int, lost: int) -> list[Action]:
         """Reports the closing account."""
         counts = (pushed, self.applied, pending, discarded, lost)
-        training_s = self.clock.ended - self.clock.began
+        training_s = self.clock.ended - self.clock.start_time
         self.outbox.add(MessageKind.TOTALS, self.timestamp, self.samples, *counts, training_s)
         return self.outbox.flush(now)
 
@@ -381,10 +383,10 @@ class Ledger:
         sums = self._sums
         totals, counts = (sums.loss, sums.errors), (sums.staleness, sums.gradients, sums.samples)
         books = (self.timestamp, self.epoch, self.samples, self.applied)
-        begun = (steps, learned, tuple(self.counts.drawn))
+        begun = (steps, learned, tuple(self.counts.samples_drawn))
         dealt = () if self.dealer is None else self.dealer.about()
-        time_s = now - self.clock.began
-        found = TrainingState(*books, time_s, *begun, *totals, *counts, self.rules.lowered, *dealt)
+        time_s = now - self.clock.start_time
+        found = TrainingState(*books, time_s, *begun, *totals, *counts, self.rules.lr_drops, *dealt)
         name, state = self.rules.protocol_state
         return structs.replace(found, protocol=name, protocol_state=state) if state else found
 

@@ -155,7 +155,7 @@ class Machine:
             lines.append(f"  {now:.6f} s  {state.name:12}  {_name_of(event)}{sender}")
         return "\n".join(lines)
 
-    def _in_vain(self, event: Any, now: float) -> list[Action]:
+    def _ignore(self, event: Any, now: float) -> list[Action]:
         """What comes too late to matter."""
         return []
 

@@ -144,7 +144,7 @@ class Replica(Machine):
         **{(state, Lost): Transition("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
         **self_loops(
             [ReplicaState.REGROUPING],
-            dict.fromkeys((Started, Hashed, MessageKind.READY, *THROUGH_STAGE, Computed, Reduced), "_in_vain"),
+            dict.fromkeys((Started, Hashed, MessageKind.READY, *THROUGH_STAGE, Computed, Reduced), "_ignore"),
         ),
         (ReplicaState.REGROUPING, Updated): Transition("_updated_before", ReplicaState.REGROUPING),
         (ReplicaState.REGROUPING, Saved): Transition("_save_before_regrouping", ReplicaState.REGROUPING),
@@ -162,12 +162,12 @@ class Replica(Machine):
         self._co_owned = (self.duties.stages,) if self.duties.stages.stages else ()
         self.log = MinibatchLog(role, setup)
         self._request = request_of(role, setup.plan)
-        self._ended_training = self._told_enough = False
-        self._told_lowered = len(setup.position.lowered)
+        self._ended_training = self._target_reached = False
+        self._lr_drops_requested = len(setup.position.lowered)
         self._ready_at = self._reduced_at = 0.0
-        self._follow(setup.plan)
+        self._reset_for_plan(setup.plan)
 
-    def _follow(self, plan: Plan) -> None:
+    def _reset_for_plan(self, plan: Plan) -> None:
         """Everybody begins by this plan; nothing is under way."""
         self.plan = plan
         self.state: States = ReplicaState.HASHING
@@ -224,7 +224,7 @@ class Replica(Machine):
         return self._start_training(event.message, now)
 
     def _start_training(self, start: TrainingStarted, now: float) -> list[Action]:
-        self.ledger.clock.began = self.log.began = start.began_ns * 1e-9
+        self.ledger.clock.start_time = self.log.began = start.began_ns * 1e-9
         return [*(Send(to, start) for to in self._to_members), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:
@@ -242,7 +242,7 @@ class Replica(Machine):
         if fails:
             return actions
         gradient = self.log.describe(event, ledger.timestamp)
-        word = GroupFlags(self._digest, self._told_lowered, self._told_enough, ledger.stopped)
+        word = GroupFlags(self._digest, self._lr_drops_requested, self._target_reached, ledger.stopped)
         return [Reduce(GRADIENT, 0, event.step, gradient, True, word), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
@@ -250,12 +250,12 @@ class Replica(Machine):
         return []
 
     def _end_with_epoch(self, event: Received[TargetReached], now: float) -> list[Action]:
-        self._told_enough = True
+        self._target_reached = True
         return []
 
     def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
         """The first learner tells the others with its next gradient, so that the rate falls everywhere at once."""
-        self._told_lowered = max(self._told_lowered, event.message.times)
+        self._lr_drops_requested = max(self._lr_drops_requested, event.message.times)
         return []
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
@@ -325,14 +325,14 @@ class Replica(Machine):
         if event.buffer == ACTIVATIONS:
             return [] if self.state is ReplicaState.REGROUPING else self._request.take(event)
         self.ledger.returned(event.buffer)
-        return self._go_on(now)
+        return self._retry_update(now)
 
     def _maintain(
         self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float
     ) -> list[Action]:
-        return self.duties.maintain(event, now) + self._go_on(now)
+        return self.duties.maintain(event, now) + self._retry_update(now)
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _retry_update(self, now: float) -> list[Action]:
         """Makes the update that waited."""
         return self._update(now) if self.state is ReplicaState.WAITING else []
 
@@ -366,7 +366,7 @@ class Replica(Machine):
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.rules.plan is not self.plan:
-            self._follow(self.ledger.rules.plan)
+            self._reset_for_plan(self.ledger.rules.plan)
             self.log.go_on(self.ledger.rules.job, self.plan, position)
         return actions
 

@@ -24,7 +24,7 @@ class TrainingRules:
         plan: who is who.
         protocol: the protocol that everybody follows.
         schedule: the learning rates, before modulation.
-        lowered: completed epochs after which the rate falls because evaluations got no better.
+        lr_drops: completed epochs after which the rate falls because evaluations got no better.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -42,9 +42,9 @@ class TrainingRules:
         if position.protocol_state and position.protocol == self._protocol_name:
             protocols.restored(self.protocol, position.protocol_state)
         self.keep_state()
-        self.lowered = position.lowered
+        self.lr_drops = position.lowered
         if self.job.optimizer.plateau is not None:
-            self.schedule = Schedule.stepped(self.job.optimizer, self.lowered)
+            self.schedule = Schedule.stepped(self.job.optimizer, self.lr_drops)
 
     def keep_state(self) -> None:
         """Keeps the protocol's present state, from which the run could be resumed."""
@@ -76,11 +76,11 @@ class TrainingRules:
         Yields:
             A text for each time.
         """
-        while len(self.lowered) < count:
-            self.lowered = (*self.lowered, max(epoch, *self.lowered, 0) + 1)
-            self.schedule = Schedule.stepped(self.job.optimizer, self.lowered)
+        while len(self.lr_drops) < count:
+            self.lr_drops = (*self.lr_drops, max(epoch, *self.lr_drops, 0) + 1)
+            self.schedule = Schedule.stepped(self.job.optimizer, self.lr_drops)
             text = f"tests got no better: the rate is multiplied by {self.job.optimizer.decay_factor:g}"
-            yield f"{text} after epoch {self.lowered[-1]}"
+            yield f"{text} after epoch {self.lr_drops[-1]}"
 
     def changes_at(self, epoch: int) -> bool:
         """Whether so many complete epochs end this part of the run."""
@@ -115,26 +115,26 @@ class TrainingClock:
         spent_s: time of the training before this start.
 
     Attributes:
-        began: seconds on the driver's clock at which training began, as if without pauses.
+        start_time: seconds on the driver's clock at which training began, as if without pauses.
         ended: seconds on the driver's clock of the last update.
         started: training has begun.
     """
 
     def __init__(self, spent_s: float) -> None:
         self._spent_s = spent_s
-        self.began = self.ended = 0.0
+        self.start_time = self.ended = 0.0
         self.started = False
 
     def start(self, now: float) -> int:
         """Training begins, unless it has begun; returns when, in nanoseconds on the driver's clock."""
         if not self.started:
             self.started, self._began_ns = True, round((now - self._spent_s) * 1e9)
-            self.began = self._began_ns * 1e-9  # the same number everywhere
-            self.ended = self.began + self._spent_s
+            self.start_time = self._began_ns * 1e-9  # the same number everywhere
+            self.ended = self.start_time + self._spent_s
         return self._began_ns
 
     def pause(self, seconds: float) -> None:
         """The clock has stood still for these seconds, until now."""
-        began = round((self.began + seconds) * 1e9) * 1e-9  # the same number everywhere, as at the start
-        self.ended += began - self.began
-        self.began = began
+        began = round((self.start_time + seconds) * 1e9) * 1e-9  # the same number everywhere, as at the start
+        self.ended += began - self.start_time
+        self.start_time = began

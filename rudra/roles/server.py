@@ -108,7 +108,7 @@ class ParameterServer(Machine):
         duties: of an owner of weights.
         ledger: counters and records of the weights.
         buffers: receive buffers for gradients.
-        roll: roles that push gradients.
+        membership: roles that push gradients.
         received, discarded, lost: number of gradients.
     """
 
@@ -156,17 +156,17 @@ class ParameterServer(Machine):
         (ServerState.DRAINING, MessageKind.GRADIENT): Transition(
             "_late_gradient", ServerState.DRAINING, ServerState.CLOSING
         ),
-        (ServerState.DRAINING, MessageKind.PULL): Transition("_in_vain", ServerState.DRAINING),  # stop is the answer
+        (ServerState.DRAINING, MessageKind.PULL): Transition("_ignore", ServerState.DRAINING),  # stop is the answer
         (ServerState.DRAINING, MessageKind.CHILD_DONE): Transition("_bye", ServerState.DRAINING, ServerState.CLOSING),
         (ServerState.DRAINING, Sent): Transition(
             "_returned", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
         ),
-        (ServerState.DRAINING, Stopped): Transition("_in_vain", ServerState.DRAINING),
+        (ServerState.DRAINING, Stopped): Transition("_ignore", ServerState.DRAINING),
         (ServerState.DRAINING, Lost): Transition(
             "_lose", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
         ),
         (ServerState.CLOSING, Sent): Transition("_returned", ServerState.CLOSING),
-        (ServerState.CLOSING, Stopped): Transition("_in_vain", ServerState.CLOSING),
+        (ServerState.CLOSING, Stopped): Transition("_ignore", ServerState.CLOSING),
         (ServerState.CLOSING, Lost): Transition("_lose", ServerState.CLOSING),
         (ServerState.CLOSING, MessageKind.SHUTDOWN): Transition("_finish", ServerState.DONE),
     }
@@ -176,9 +176,9 @@ class ParameterServer(Machine):
         self.duties = OwnerDuties(role, setup)
         self.ledger = self.duties.ledger
         self._co_owned = (self.duties.stages,) if setup.plan.stages else ()
-        self._follow(setup.plan, setup.position)
+        self._reset_for_plan(setup.plan, setup.position)
 
-    def _follow(self, plan: Plan, position: TrainingState) -> None:
+    def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
         role, protocol = self.id, self.ledger.rules.protocol
         self.plan = plan
@@ -187,7 +187,7 @@ class ParameterServer(Machine):
         self._grants_on_push = protocol.grants_on_push
         self.discarded = self.lost = 0
         self.received = position.applied
-        self.roll = Membership(plan, role, position)
+        self.membership = Membership(plan, role, position)
         self._deferred: deque[int] = deque()  # roles that died while an update was due
         # A learner's link is as busy with a gradient for several servers as for one: they take more of them at a time.
         at_a_time = max(2, min(2 * len(plan.owners), len(plan.children[role])))
@@ -209,20 +209,20 @@ class ParameterServer(Machine):
     @property
     def waiting_for(self) -> str:
         if self.state is ServerState.INITIALISING:
-            return listed(self.roll.names(but=self._readiness.roles))
+            return listed(self.membership.names(but=self._readiness.roles))
         if self.state is ServerState.DRAINING:
-            return listed(self.roll.names(but=self.roll.left))
+            return listed(self.membership.names(but=self.membership.left))
         if self.state is ServerState.TRAINING and self._update_due and self.duties.are_ahead:
             return self.duties.waiting_for
         if self.state is ServerState.TRAINING:
-            return f"a gradient from {listed(self.roll.names()[self._units if self.buffers.ordered else 0 :])}"
+            return f"a gradient from {listed(self.membership.names()[self._units if self.buffers.ordered else 0 :])}"
         return "the statistics server to finish"
 
     def validate(self) -> None:
         self.ledger.validate()
         self.buffers.validate()
         self._downcast.validate()
-        self.roll.validate(self.received)
+        self.membership.validate(self.received)
         assert self.received == self.ledger.applied + self.pending + self.discarded + self.lost
         assert self._lent >= 0
         assert bool(self.ledger.pending) == (self.buffers.accumulator is not None)
@@ -246,13 +246,13 @@ class ParameterServer(Machine):
         return self._begin(now)
 
     def _begin(self, now: float) -> list[Action]:
-        missing = len(self._readiness.roles) < len(self.roll.children)
+        missing = len(self._readiness.roles) < len(self.membership.children)
         if self.state is not ServerState.INITIALISING or missing or self._lent:
             return []
         self.state = ServerState.TRAINING
         start = self.ledger.start(now)
         self._stragglers.begin(now, self.received)
-        told = [Send(to, start) for to in (self.plan.statistics, *self.roll.children)]
+        told = [Send(to, start) for to in (self.plan.statistics, *self.membership.children)]
         over = self.ledger.stopped or self.ledger.over
         return [*told, *(self._drain() if over else self.buffers.post(True))]
 
@@ -260,7 +260,7 @@ class ParameterServer(Machine):
 
     def _gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event, now)
-        return self._work(now)
+        return self._process_arrived(now)
 
     def _take(self, event: Received[PushedGradient], now: float) -> None:
         """Counts the gradients that arrived."""
@@ -269,9 +269,9 @@ class ParameterServer(Machine):
         self.received += len(event.message.gradients)
         if sender in heard:
             heard[sender] = now
-        self.roll.count(event.message)
+        self.membership.count(event.message)
 
-    def _work(self, now: float) -> list[Action]:
+    def _process_arrived(self, now: float) -> list[Action]:
         """Handles what has arrived, one gradient after the other, as far as the leases allow."""
         actions: list[Action] = []
         buffers = self.buffers
@@ -282,7 +282,7 @@ class ParameterServer(Machine):
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
                 actions += self._answer_all()
-            elif buffers.arrived and (not self.buffers.ordered or buffers.bring()):
+            elif buffers.arrived and (not self.buffers.ordered or buffers.rotate_to_turn()):
                 actions += self._add(*buffers.arrived.popleft())
             else:
                 break
@@ -301,7 +301,7 @@ class ParameterServer(Machine):
         actions = self.buffers.average(buffer, samples, scale)
         self._update_due = self._is_update_due()
         asks = message.held >= 0 or message.asks
-        if asks and message.sender in self.roll.worker:  # else it has died since
+        if asks and message.sender in self.membership.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.held)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions
@@ -314,16 +314,16 @@ class ParameterServer(Machine):
     # Updates out.
 
     def _update(self, now: float) -> list[Action]:
-        gradient = self.buffers.give()
+        gradient = self.buffers.take_average()
         actions = self.duties.update(gradient, now)
         for child, silence_s in self._stragglers.found(now, self.received):
             actions += self._report_straggler(child, silence_s, now)
         self._weights_changed()
         self.buffers.free.append(gradient)
         self._units, self._update_due = 0, False
-        return actions + self._proceed(now)
+        return actions + self._after_update(now)
 
-    def _proceed(self, now: float) -> list[Action]:
+    def _after_update(self, now: float) -> list[Action]:
         """What an update leads to: the end, another job, or new weights for those who wait for a copy."""
         if self.ledger.over:
             return self._drain()
@@ -333,19 +333,19 @@ class ParameterServer(Machine):
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]
-        behind = max(self.roll.received.values()) - self.roll.received[child]
+        behind = max(self.membership.received.values()) - self.membership.received[child]
         text = f"silent for {silence_s:.0f} s, {behind} gradients behind the fastest"
-        self.ledger.tell("straggler", self.ledger.timestamp, now - self.ledger.clock.began, text, child)
+        self.ledger.tell("straggler", self.ledger.timestamp, now - self.ledger.clock.start_time, text, child)
         return [Warn(f"{role.title} is a straggler: {text}")]
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _retry_update(self, now: float) -> list[Action]:
         """Makes the update that waited for a test or a checkpoint."""
-        return self._work(now) if self._update_due else []
+        return self._process_arrived(now) if self._update_due else []
 
     def _maintain(
         self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float
     ) -> list[Action]:
-        return self.duties.maintain(event, now) + self._go_on(now)
+        return self.duties.maintain(event, now) + self._retry_update(now)
 
     def _end_with_epoch(self, event: Received[TargetReached], now: float) -> list[Action]:
         self.ledger.enough()
@@ -379,7 +379,7 @@ class ParameterServer(Machine):
     def _weights_changed(self) -> None:
         """Prepares what learners and the protocol are told at this timestamp."""
         timestamp = self.ledger.timestamp
-        clock = Clock(timestamp, self.roll.pushed)
+        clock = Clock(timestamp, self.membership.pushed)
         self._stamp = Stamp(clock, PullAnswer(self.id, timestamp), Weights(self.id, timestamp))
 
     def _pull(self, event: Received[Pull], now: float) -> list[Action]:
@@ -395,7 +395,7 @@ class ParameterServer(Machine):
         asked, held = self._pulls[child]
         ledger = self.ledger
         if self._update_due or not ledger.rules.protocol.pull_granted(
-            self.roll.worker[child], asked, self._stamp.clock
+            self.membership.worker[child], asked, self._stamp.clock
         ):
             return []
         del self._pulls[child]
@@ -413,12 +413,12 @@ class ParameterServer(Machine):
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.plan.statistics:
             self.ledger.returned(event.buffer)
-            return self._lose_deferred(now) + self._go_on(now)
+            return self._lose_deferred(now) + self._retry_update(now)
         if self._downcast.returned(event):
             return self._downcast.publish(self._stamp.weights) if self.state is TRAINING else self._close(now)
         self._lent -= 1
         if self._update_due and not self._lent:
-            return self._work(now)
+            return self._process_arrived(now)
         return [] if self.state is TRAINING else self._begin(now)
 
     # Learners that die. What they pushed completely counts as ever, unless its turn cannot come any more.
@@ -451,7 +451,7 @@ class ParameterServer(Machine):
         position = self.ledger.position(now)
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.rules.plan is not self.plan:
-            self._follow(self.ledger.rules.plan, position)
+            self._reset_for_plan(self.ledger.rules.plan, position)
         return actions
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
@@ -460,24 +460,24 @@ class ParameterServer(Machine):
         if training and self._update_due:  # and waits for leases: it is still one of before
             self._deferred.append(role)
             return []
-        end, roll = self._stragglers.end_of(role, now, self.received), self.roll
+        end, members = self._stragglers.end_of(role, now, self.received), self.membership
         child = plan.child_towards(role, self.id)
         assert child is not None
-        pushed = roll.lose(role, child)
+        pushed = members.lose(role, child)
         actions, left = self._forget(role, child), "training had ended"
         if training:
-            if not roll.pushed:
+            if not members.pushed:
                 return [Fail(f"{name} {end.text}, and no learner is left", lost=True)]
             try:
-                protocol = self.ledger.rules.job.make_protocol(plan, plan.workers - len(roll.pushed))
+                protocol = self.ledger.rules.job.make_protocol(plan, plan.workers - len(members.pushed))
                 self.ledger.rules.replace_protocol(protocol)
             except ValueError as error:
-                text = f"{name} {end.text}, and with {len(roll.pushed)} learners the protocol cannot go on: {error}"
+                text = f"{name} {end.text}, and with {len(members.pushed)} learners the protocol cannot go on: {error}"
                 return [Fail(text)]
             self._gradient_weight = protocol.modulation.gradient_weight
             self._weights_changed()
             c = protocol.gradients_per_update
-            left = f"{left_over(len(roll.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
+            left = f"{left_over(len(members.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
         actions.append(Warn(f"{name} {end.text}; {left}"))
         steps = self.ledger.counts.steps[plan.roles[role].index]
         text = f"{end.text} when {steps} of its gradients had been applied, with the next under way"
@@ -488,17 +488,17 @@ class ParameterServer(Machine):
             self.ledger.stopped = True
             return actions + self._drain()
         self._update_due = bool(self.ledger.pending) and self._is_update_due()
-        return actions + self._work(now) + self._answer_all()
+        return actions + self._process_arrived(now) + self._answer_all()
 
     def _forget(self, role: int, child: int) -> list[Action]:
         """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
         if child != role:
-            if self.roll.below[child]:
+            if self.membership.below[child]:
                 return []
-            dropped, actions = self.buffers.silence(child)
+            dropped, actions = self.buffers.detach(child)
             self.lost += dropped
             return actions
-        self.lost += self.buffers.lose(child)
+        self.lost += self.buffers.remove(child)
         self._stragglers.forget(child)
         self._pulls.pop(child, None)
         return []
@@ -522,7 +522,7 @@ class ParameterServer(Machine):
     def _drop_straggler(self, learner: int, silence_s: float) -> list[Action]:
         """Drops a learner, one at a time, and never the last one."""
         roles = self.plan.roles
-        may_drop = not self._stragglers.dropping and learner not in self._dead and len(self.roll.pushed) > 1
+        may_drop = not self._stragglers.dropping and learner not in self._dead and len(self.membership.pushed) > 1
         if self.state is not TRAINING or not may_drop:
             return []
         self._stragglers.drop(learner, silence_s)
@@ -540,7 +540,7 @@ class ParameterServer(Machine):
         self.discarded += self.buffers.discard()
         self._pulls.clear()
         stop = Stop(self.id)
-        told = [Send(child, stop) for child in self.roll.children]
+        told = [Send(child, stop) for child in self.membership.children]
         return [*told, *self.buffers.withdraw(), *self.buffers.post(False)]
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
@@ -561,11 +561,11 @@ class ParameterServer(Machine):
         return self.buffers.post(False) + self._close(now)
 
     def _bye(self, event: Received[ChildDone], now: float) -> list[Action]:
-        self.roll.left[event.message.sender] = event.message.pushed
+        self.membership.left[event.message.sender] = event.message.pushed
         return self._close(now)
 
     def _close(self, now: float) -> list[Action]:
-        waits = not self.roll.complete or self.ledger.updating or self._downcast.under_way
+        waits = not self.membership.complete or self.ledger.updating or self._downcast.under_way
         if self.state is not ServerState.DRAINING or waits:
             return []
         self.state = ServerState.CLOSING

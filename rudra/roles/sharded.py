@@ -179,7 +179,7 @@ class FirstShard(ParameterServer):
                 (MessageKind.TAKEN, "_part_there"),
             )
         },
-        **self_loops([ServerState.CLOSING], {MessageKind.TAKEN: "_in_vain"}),  # of a learner that has died since
+        **self_loops([ServerState.CLOSING], {MessageKind.TAKEN: "_ignore"}),  # of a learner that has died since
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -240,7 +240,7 @@ class Shard(Machine):
         **self_loops(
             [FOLLOWING],
             {
-                Started: "_in_vain",
+                Started: "_ignore",
                 MessageKind.LOG: "_read",
                 MessageKind.GRADIENT_PART: "_part",
                 Sent: "_returned",
@@ -266,9 +266,9 @@ class Shard(Machine):
 
     def _read(self, event: Received[LogEntries], now: float) -> list[Action]:
         self._follower.read(event.message.rows.tolist())
-        return self._follow()
+        return self._follow_log()
 
-    def _follow(self) -> list[Action]:
+    def _follow_log(self) -> list[Action]:
         """Does what the log says, as far as it can be done now."""
         actions = self._follower.carry_out(self._follower.due)
         return actions + self._follower.receive_ahead()
@@ -276,17 +276,17 @@ class Shard(Machine):
     def _part(self, event: Received[GradientPart], now: float) -> list[Action]:
         assert event.buffer is not None
         number = self._follower.arrived(event.buffer)
-        return [Send(self._first, PartTaken(self.id, number)), *self._follow()]
+        return [Send(self._first, PartTaken(self.id, number)), *self._follow_log()]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self._follower.lent[event.buffer] -= 1
-        return self._follow()
+        return self._follow_log()
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
         return [Send(self._first, message) for message in stepped(self.id, event)]
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        return self._follow()
+        return self._follow_log()
 
     def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ShardState.DONE
@@ -312,7 +312,7 @@ class ShardedLearner(Learner):
         (LearnerState.EXCHANGING, MessageKind.WEIGHTS_PART): Transition(
             "_part_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
         ),
-        **self_loops([LearnerState.STOPPED], {MessageKind.WEIGHTS_PART: "_in_vain"}),
+        **self_loops([LearnerState.STOPPED], {MessageKind.WEIGHTS_PART: "_ignore"}),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:

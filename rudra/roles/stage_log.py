@@ -60,9 +60,9 @@ class StageLog:
         self._samples = 0
         self._timestamp = setup.position.timestamp
         if stages:
-            self._follow(setup.plan)
+            self._reset_for_plan(setup.plan)
 
-    def _follow(self, plan: Plan) -> None:
+    def _reset_for_plan(self, plan: Plan) -> None:
         """Everybody begins by this plan; nothing is under way."""
         self._plan = plan
         self._role_of = {plan.roles[role].index: role for role in plan.learners}
@@ -121,7 +121,7 @@ class StageLog:
                 self._log.add(action)
             case Regroup():
                 self._log.add(action)
-                self._follow(action.plan)
+                self._reset_for_plan(action.plan)
             case Update() if self.synchronous:
                 assert self._average is not None
                 about = (action.timestamp, action.epoch, action.samples, action.time_s)

@@ -159,7 +159,7 @@ class StageServer(Machine):
         return [Receive(_activations_of(learner), learner, gradient=True) for learner in mine]
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
-        self._reports.began = self._ledger.clock.began = event.message.began_ns * 1e-9
+        self._reports.began = self._ledger.clock.start_time = event.message.began_ns * 1e-9
         return []
 
     # Mini-batches, one at a time.
@@ -197,7 +197,7 @@ class StageServer(Machine):
         learner = shipped.message.sender
         if learner in self._dead:
             self._queue.conclude(learner)
-            return self._proceed(now)
+            return self._advance(now)
         (row,) = shipped.message.gradients
         about = (row.learner, row.samples, row.step, row.first, row.timestamp)
         gradient = Gradient(-1, *about, 0, 1.0, event.loss, event.errors, row.stream)
@@ -211,7 +211,7 @@ class StageServer(Machine):
         ]
         if self._merged:
             actions += self._update_by_batch(learner, now)
-        return actions + self._proceed(now)
+        return actions + self._advance(now)
 
     def _update_by_batch(self, learner: int, now: float) -> list[Action]:
         """Updates the weights by a batch, once all its parts are concluded, unless these are the final weights."""
@@ -305,26 +305,26 @@ class StageServer(Machine):
     def _measured(self, event: Measured, now: float) -> list[Action]:
         self._norms.measured = True
         norms = told(self.id, event) if self._leads else []
-        return [*(Send(self.plan.server, message) for message in norms), *self._proceed(now)]
+        return [*(Send(self.plan.server, message) for message in norms), *self._advance(now)]
 
     def _hear_norms(self, event: Received[GradientNorms], now: float) -> list[Action]:
         self._norms.hear(event.message)
-        return self._proceed(now)
+        return self._advance(now)
 
     def _read(self, event: Received[LogEntries], now: float) -> list[Action]:
         self._follower.read(mine for entry in event.message.rows.tolist() for mine in self._relay.mine(entry))
-        return self._proceed(now)
+        return self._advance(now)
 
     def _sum_here(self, event: Received[PartialSum], now: float) -> list[Action]:
         assert event.buffer is not None
         self._follower.arrived(event.buffer)
-        return self._proceed(now)
+        return self._advance(now)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         self._follower.lent[event.buffer] -= 1
-        return self._proceed(now)
+        return self._advance(now)
 
-    def _proceed(self, now: float) -> list[Action]:
+    def _advance(self, now: float) -> list[Action]:
         """Does whatever can be done now."""
         self._reports.now = now
         actions = [*self._follower.carry_out(self._due), *self._make_update(), *self._conclude_next(now)]
@@ -357,7 +357,7 @@ class StageServer(Machine):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         self._queue.lose(event.role)
-        return self._proceed(now)
+        return self._advance(now)
 
     def _end(self, event: Received[LearnersLeft], now: float) -> list[Action]:
         self._ending = True

@@ -49,15 +49,15 @@ class LearnerCounts:
 
     Attributes:
         steps: for each learner, the number of the mini-batch after the last one that is counted.
-        learned: for each learner, the number of samples that are counted.
-        drawn: for each stream, the end of what was applied.
+        samples_applied: for each learner, the number of samples that are counted.
+        samples_drawn: for each stream, the end of what was applied.
     """
 
     def __init__(self, job: Job, plan: Plan, period: int, position: TrainingState) -> None:
         learners = range(plan.learner_numbers)
         self.steps = [position.step(i) for i in learners]
-        self.learned = [position.learned_by(i) for i in learners]
-        self.drawn = [position.drawn_from(i) for i in learners]
+        self.samples_applied = [position.learned_by(i) for i in learners]
+        self.samples_drawn = [position.drawn_from(i) for i in learners]
         size, parts, between = job.training.minibatch_size, job.cluster.parts, period - 1
         mine = {plan.roles[i].index: portion(plan, i, size, parts) for i in plan.learners} if between and parts else {}
         # With shares, samples of others lie between the mini-batches of a period.
@@ -75,7 +75,7 @@ class LearnerCounts:
             sums: of the update.
             each: each gradient is an update of its own, and its `timestamp` is its staleness.
         """
-        steps, learned, drawn, rows, others = self.steps, self.learned, sums.drawn, sums.rows, self._others
+        steps, learned, drawn, rows, others = self.steps, self.samples_applied, sums.drawn, sums.rows, self._others
         samples, staleness_sum, loss_sum, error_sum = sums.samples, sums.staleness, sums.loss, sums.errors
         for g in gradients:
             learner, count, step, first, stream = g.learner, g.samples, g.step, g.first, g.stream
@@ -98,8 +98,8 @@ class LearnerCounts:
         sums.samples, sums.staleness, sums.loss, sums.errors = samples, staleness_sum, loss_sum, error_sum
 
     def without(self, pending: "PendingUpdate", period: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns `steps` and `learned` without gradients that are counted and not applied."""
-        steps, learned = list(self.steps), list(self.learned)
+        """Returns `steps` and `samples_applied` without gradients that are counted and not applied."""
+        steps, learned = list(self.steps), list(self.samples_applied)
         for row in np.frombuffer(b"".join(pending.rows), records.GRADIENT)[::-1]:
             steps[row["learner"]] = int(row["step"]) + 1 - period
             learned[row["learner"]] -= int(row["samples"])

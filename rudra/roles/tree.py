@@ -106,7 +106,7 @@ class TreeServer(Machine):
         ),
         (TreeServerState.STOPPING, Withdrawn): Transition("_withdrawn", TreeServerState.STOPPING),
         (TreeServerState.STOPPING, MessageKind.PULL): Transition(
-            "_in_vain", TreeServerState.STOPPING
+            "_ignore", TreeServerState.STOPPING
         ),  # stop is the answer
         (TreeServerState.STOPPING, MessageKind.WEIGHTS): Transition(
             "_late_weights", TreeServerState.STOPPING, TreeServerState.STOPPED
@@ -120,7 +120,7 @@ class TreeServer(Machine):
         ),
         **self_loops([TreeServerState.WAITING, TreeServerState.READY, TreeServerState.TRAINING], {Lost: "_lose"}),
         (TreeServerState.STOPPING, Lost): Transition("_lose", TreeServerState.STOPPING, TreeServerState.STOPPED),
-        (TreeServerState.STOPPED, Started): Transition("_in_vain", TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, Started): Transition("_ignore", TreeServerState.STOPPED),
         (TreeServerState.STOPPED, Withdrawn): Transition("_withdrawn", TreeServerState.STOPPED),
         (TreeServerState.STOPPED, MessageKind.SHUTDOWN): Transition("_finish", TreeServerState.DONE),
     }
@@ -254,7 +254,7 @@ class TreeServer(Machine):
         """Whether a gradient has arrived whose turn it is; once training has ended, that is anyone's."""
         if not self.buffers.ordered or self.state is TreeServerState.STOPPING:
             return True
-        return self.buffers.bring()
+        return self.buffers.rotate_to_turn()
 
     def _add(self) -> list[Action]:
         buffer, message = self.buffers.arrived.popleft()
@@ -267,7 +267,7 @@ class TreeServer(Machine):
         """Passes the average on; if children wait for weights, with the question for them."""
         gradients, self._pending = tuple(self._pending), []
         self.relayed += len(gradients)
-        buffer = self.buffers.lent = self.buffers.give()
+        buffer = self.buffers.lent = self.buffers.take_average()
         self._questions.pass_on()
         may_ask = self._may_ask()
         asked = self._questions.ask() if may_ask else self.timestamp
@@ -345,11 +345,11 @@ class TreeServer(Machine):
         if child is not None:
             self._below[child] -= 1
             if child != role and not self._below[child]:
-                dropped, actions = self.buffers.silence(child)
+                dropped, actions = self.buffers.detach(child)
                 self.received -= dropped
         self._together = self._share(sum(self._below.values()))
         if child == role:
-            dropped = self.buffers.lose(role)
+            dropped = self.buffers.remove(role)
             self.received -= dropped
             self._children.remove(role)
             self._questions.lose(role)

@@ -152,9 +152,9 @@ class WindowWorker(Learner):
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **{key: to for key, to in Learner.TRANSITIONS.items() if key[0] not in (COMPUTING, EXCHANGING)},
         (LearnerState.READY, MessageKind.START): Transition("_begin", EXCHANGING),
-        **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_in_vain"}),
+        **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_ignore"}),
         (LearnerState.TESTING, Assessed): Transition("_assessed", EXCHANGING),
-        (LearnerState.TESTING, Sent): Transition("_in_vain", LearnerState.TESTING),
+        (LearnerState.TESTING, Sent): Transition("_ignore", LearnerState.TESTING),
         (LearnerState.TESTING, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE),
         (EXCHANGING, MessageKind.ASSIGN_WORK): Transition("_execute", COMPUTING),
         (EXCHANGING, MessageKind.STOP): Transition("_stop_soon", LearnerState.STOPPED),

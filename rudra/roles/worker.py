@@ -145,7 +145,7 @@ class Worker(Learner):
         (LearnerState.EXCHANGING, MessageKind.ASSIGN_WORK): Transition(
             "_execute", LearnerState.EXCHANGING, LearnerState.COMPUTING
         ),
-        **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_in_vain"}),
+        **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_ignore"}),
         (LearnerState.EXCHANGING, MessageKind.EVALUATE_PART): Transition(
             "_assess", LearnerState.EXCHANGING, LearnerState.TESTING
         ),

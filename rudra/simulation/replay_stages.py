@@ -55,7 +55,7 @@ class AsRecorded(StageServer):
         return None if too_early else super()._due(entry)
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
-        return super()._stepped(event, now) + self._proceed(now)
+        return super()._stepped(event, now) + self._advance(now)
 
 
 class ThroughStage:
