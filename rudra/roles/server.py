@@ -17,7 +17,7 @@ ones; updates do not wait for that.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import auto
 from typing import Any, ClassVar, NamedTuple
 
@@ -45,11 +45,14 @@ from rudra.core.events import (
 )
 from rudra.core.messages import (
     ChildDone,
+    EpochEvaluated,
+    EvaluatePart,
     GradientNorms,
     LearnerDropped,
     LearnerLate,
     MessageKind,
     OwnerStepped,
+    PartEvaluated,
     PlateauReached,
     Pull,
     PullAnswer,
@@ -61,9 +64,11 @@ from rudra.core.messages import (
     Stop,
     TargetReached,
     Weights,
+    in_pieces_or_none,
 )
 from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
+from rudra.roles.distributed_evaluation import DistributedEvaluation, WorkersEvaluation
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
 from rudra.roles.ledger import left_over
@@ -83,6 +88,9 @@ class ServerState(States):
     CLOSING = auto()
     DONE = auto()
 
+
+NO_WEIGHTS = -1
+"""`held` of a gradient: the worker asks for work, and needs no weights."""
 
 ALIVE = [state for state in ServerState if state is not ServerState.DONE]
 TRAINING = ServerState.TRAINING
@@ -149,7 +157,12 @@ class ParameterServer(Machine):
         (ServerState.TRAINING, Sent): Transition(
             "_returned", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
-        (ServerState.TRAINING, Stopped): Transition("_stop", ServerState.DRAINING, ServerState.INITIALISING),
+        (ServerState.TRAINING, Stopped): Transition(
+            "_stop", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+        ),
+        (ServerState.TRAINING, MessageKind.PART_EVALUATED): Transition(
+            "_part_evaluated", ServerState.TRAINING, ServerState.DRAINING
+        ),
         (ServerState.TRAINING, Lost): Transition(
             "_lose", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
@@ -199,6 +212,8 @@ class ParameterServer(Machine):
         self._update_due = False
         self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
         self._downcast = WeightBroadcast(plan, role, position.timestamp)
+        wanted = plan.scheduled and self.ledger.rules.job.training.evaluate == "workers"
+        self._evaluation = WorkersEvaluation(wanted=wanted, epoch=position.epoch)
         self._weights_changed()
 
     @property
@@ -208,6 +223,10 @@ class ParameterServer(Machine):
 
     @property
     def waiting_for(self) -> str:
+        if self._evaluation.under_way is not None:
+            evaluation = self._evaluation.under_way
+            names = [self.plan.roles[role].name for role in evaluation.testing]
+            return f"{listed(names)} to test the weights of epoch {evaluation.epoch}"
         if self.state is ServerState.INITIALISING:
             return listed(self.membership.names(but=self._readiness.roles))
         if self.state is ServerState.DRAINING:
@@ -253,8 +272,13 @@ class ParameterServer(Machine):
         start = self.ledger.start(now)
         self._stragglers.begin(now, self.received)
         told = [Send(to, start) for to in (self.plan.statistics, *self.membership.children)]
-        over = self.ledger.stopped or self.ledger.over
-        return [*told, *(self._drain() if over else self.buffers.post(True))]
+        if self.ledger.stopped or self.ledger.over:
+            return [*told, *self._drain()]
+        actions = [*told, *self.buffers.post(True)]
+        if self.plan.scheduled:  # all workers ask for work
+            self._pulls = dict.fromkeys(self.membership.children, (self.ledger.timestamp, self.ledger.timestamp))
+            actions += self._answer_all()
+        return actions
 
     # Gradients in.
 
@@ -324,8 +348,10 @@ class ParameterServer(Machine):
         return actions + self._after_update(now)
 
     def _after_update(self, now: float) -> list[Action]:
-        """What an update leads to: the end, another job, or new weights for those who wait for a copy."""
-        if self.ledger.over:
+        """Returns what an update leads to: an evaluation, the end, another job, or a copy of the weights on its way."""
+        if self._evaluation.is_due(self.ledger.epoch):
+            return self._evaluate(now)
+        if self.ledger.over or self.ledger.stopped:
             return self._drain()
         if self.ledger.is_to_change:
             return self._begin_anew(now)
@@ -406,7 +432,7 @@ class ParameterServer(Machine):
 
     def _answer_all(self) -> list[Action]:
         """Answers those that wait, if training goes on."""
-        if self.state is not TRAINING:
+        if self.state is not TRAINING or self._evaluation.under_way is not None:
             return []
         return [action for child in list(self._pulls) for action in self._answer(child)]
 
@@ -421,10 +447,67 @@ class ParameterServer(Machine):
             return self._process_arrived(now)
         return [] if self.state is TRAINING else self._begin(now)
 
+    def _lacks_weights(self, held: int) -> bool:
+        """Whether a worker that holds the weights of a timestamp gets newer ones."""
+        return held not in (self.ledger.timestamp, NO_WEIGHTS)
+
+    # Evaluations by workers: until they are over, nothing else happens.
+
+    @property
+    def _alive(self) -> list[int]:
+        return [child for child in self.membership.worker if child not in self._dead]
+
+    def _evaluate(self, now: float) -> list[Action]:
+        """Has the workers evaluate the weights; the training continues when that is over."""
+        alive = self._alive
+        if not alive:
+            return []  # the loss of the last worker is noted next
+        self._evaluation.begin(self.ledger.epoch, now)
+        return self._assign_parts(alive)
+
+    def _assign_parts(self, children: Sequence[int]) -> list[Action]:
+        """Assigns parts of the evaluation to workers that have none."""
+        evaluation, timestamp = self._evaluation.under_way, self.ledger.timestamp
+        actions: list[Action] = []
+        for child in children:
+            part = None if evaluation is None else evaluation.deal(child)
+            if part is None:
+                continue
+            asked, held = self._pulls.get(child, (timestamp, NO_WEIGHTS))
+            actions.append(Send(child, EvaluatePart(self.id, timestamp, part)))
+            if self._lacks_weights(held):
+                self._pulls[child] = (asked, timestamp)
+                self._lent += 1
+                actions.append(Send(child, self._stamp.weights, WEIGHTS))
+        return actions
+
+    def _part_evaluated(self, event: Received[PartEvaluated], now: float) -> list[Action]:
+        evaluation, message = self._evaluation.under_way, event.message
+        if evaluation is None or message.sender in self._dead or not evaluation.take(message):
+            return []
+        return self._assign_parts([message.sender]) + self._end_evaluation(now)
+
+    def _end_evaluation(self, now: float) -> list[Action]:
+        """Continues the training once all parts are evaluated."""
+        evaluation = self._evaluation.end()
+        if evaluation is None:
+            return []
+        seconds = now - evaluation.began
+        self.ledger.pause(seconds, f"epoch {evaluation.epoch}: workers tested its weights in {seconds:.3f} s", now)
+        self._stragglers.begin(now, self.received)
+        actions: list[Action] = [
+            Send(self.plan.statistics, EpochEvaluated(self.id, evaluation.epoch, seconds, last, rows))
+            for rows, last in in_pieces_or_none(evaluation.rows)
+        ]
+        actions += self._after_update(now)
+        return actions + self._lose_deferred(now) + self._answer_all()
+
     # Learners that die. What they pushed completely counts as ever, unless its turn cannot come any more.
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        role, plan = event.role, self.plan
+        role, plan, evaluation = event.role, self.plan, self._evaluation.under_way
+        if evaluation is not None and plan.traits(role).trains:
+            return self._lose_while_evaluating(role, evaluation, now)
         follows = self.duties.lose(role, now, ended=self.state is ServerState.CLOSING)
         if follows is not None:
             return follows
@@ -432,8 +515,21 @@ class ParameterServer(Machine):
             return self._regroup(role, now)
         return self._go_on_without(role, plan.roles[role].title, now)
 
+    def _lose_while_evaluating(self, role: int, evaluation: DistributedEvaluation, now: float) -> list[Action]:
+        """Notes the loss of a worker after the evaluation, of which others get its part."""
+        self._deferred.append(role)
+        evaluation.lose(role)
+        alive = self._alive
+        if not alive:
+            self._evaluation.under_way = None
+            return self._lose_deferred(now)
+        free = [child for child in alive if child not in evaluation.testing]
+        return self._assign_parts(free) + self._end_evaluation(now)
+
     def _lose_deferred(self, now: float) -> list[Action]:
-        """Who died while weights were under way, once they are not."""
+        """Who died while weights were under way, or evaluated, once they are not."""
+        if self._evaluation.under_way is not None:
+            return []
         actions: list[Action] = []
         while self._deferred and not self._update_due and not self.ledger.final_lent:
             actions += self._lose(Lost(self._deferred.popleft()), now)
@@ -457,14 +553,17 @@ class ParameterServer(Machine):
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         """Waits no more for a learner, while all others go on as they are."""
         plan, training = self.plan, self.state is TRAINING
-        if training and self._update_due:  # and waits for leases: it is still one of before
+        waits = training and self._update_due  # for transfers: the update still has the gradient of the lost learner
+        if waits or self._evaluation.under_way is not None:
             self._deferred.append(role)
             return []
+        # Waiting workers get work first, so that the loss comes between two gradients, as in a replay.
+        answers = self._answer_all() if training and plan.scheduled else []
         end, members = self._stragglers.end_of(role, now, self.received), self.membership
         child = plan.child_towards(role, self.id)
         assert child is not None
         pushed = members.lose(role, child)
-        actions, left = self._forget(role, child), "training had ended"
+        actions, left = answers + self._forget(role, child), "training had ended"
         if training:
             if not members.pushed:
                 return [Fail(f"{name} {end.text}, and no learner is left", lost=True)]
@@ -492,6 +591,9 @@ class ParameterServer(Machine):
 
     def _forget(self, role: int, child: int) -> list[Action]:
         """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
+        if self.ledger.dealer is not None:
+            self.lost += self.buffers.ignore_later(child)
+            self.ledger.dealer.recall(self.plan.roles[role].index, dead=True)
         if child != role:
             if self.membership.below[child]:
                 return []
@@ -553,6 +655,8 @@ class ParameterServer(Machine):
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = True
+        if self._evaluation.under_way is not None:
+            return []
         return self._drain() + self._lose_deferred(now)  # the update will not come for which they waited
 
     def _late_gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:

@@ -39,11 +39,11 @@ from rudra.core.events import (
 from rudra.core.messages import AppliedInPlace, MessageKind, WindowUpdated, WindowWeights
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
-from rudra.roles.coordinator import NO_WEIGHTS, Coordinator
+from rudra.roles.coordinator import work_for
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.machine import States, Transition, self_loops
 from rudra.roles.node_windows import NodeWindows
-from rudra.roles.server import ServerState
+from rudra.roles.server import NO_WEIGHTS, ParameterServer, ServerState
 from rudra.roles.window_worker import on_its_way, unsigned
 from topologies import Plan
 
@@ -68,11 +68,11 @@ class UpdateReport(NamedTuple):
     asks: int
 
 
-class WindowCoordinator(Coordinator):
+class WindowCoordinator(ParameterServer):
     """The owner of the order of the samples, and of the books of the weights in the window."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **Coordinator.TRANSITIONS,
+        **ParameterServer.TRANSITIONS,
         (TRAINING, MessageKind.APPLIED_IN_PLACE): Transition("_made", TRAINING, DRAINING),
         (TRAINING, Found): Transition("_found", TRAINING, DRAINING),
         (DRAINING, MessageKind.APPLIED_IN_PLACE): Transition("_made", DRAINING, ServerState.CLOSING),
@@ -187,7 +187,7 @@ class WindowCoordinator(Coordinator):
             del self._pulls[child]
         if not given:
             return []
-        return [self._execute(child, given)]
+        return [work_for(child, given, self.ledger)]
 
     def _lacks_weights(self, held: int) -> bool:
         return False  # they are in the window

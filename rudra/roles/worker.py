@@ -44,11 +44,11 @@ from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.work import DEALT, Work
 from rudra.job.job import Job
-from rudra.roles.coordinator import NO_WEIGHTS
 from rudra.roles.distributed_evaluation import PARTS
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.minibatch_log import MinibatchLog
+from rudra.roles.server import NO_WEIGHTS
 from topologies import Plan
 
 

@@ -160,7 +160,7 @@ def test_no_role_edits_what_another_one_decided() -> None:
 
 def test_roles_are_at_most_two_levels_below_the_machine() -> None:
     deeper = {name for name, depth in depths(trees(), "Machine").items() if depth > 2}
-    assert deeper <= {"WindowCoordinator"}, "a coordinator, which is a parameter server"
+    assert deeper == set()
 
 
 def test_classes_of_roles_have_few_attributes() -> None:
