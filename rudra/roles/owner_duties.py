@@ -62,7 +62,8 @@ class OwnerDuties:
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Counts gradients for the next update; returns the number of their samples."""
         samples = self.ledger.count(gradients, scale)
-        self.stages.add(gradients, scale)
+        if self.stages.synchronous:
+            self.stages.add(gradients, scale)
         return samples
 
     def update(self, gradient: str, now: float) -> list[Action]:

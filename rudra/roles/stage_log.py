@@ -72,13 +72,11 @@ class StageLog:
         self._average, self._samples = None, 0
 
     def add(self, gradients: Sequence[Gradient], scale: float) -> None:
-        """Logs that the next update takes gradients of these mini-batches, which are averaged if they are several.
+        """Logs that the next update takes gradients of these mini-batches; only with rule `synchronous`.
 
         The stage server averages the gradients of a compute group in the group's order. It adds one by one gradients
         that servers of a tree have averaged.
         """
-        if not self.synchronous:
-            return
         by_group: dict[tuple[int, ...], int] = {}
         for gradient in gradients:
             members = self._plan.group_of(self._role_of[gradient.learner])
