@@ -12,18 +12,8 @@ from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles.averaging import Averager
-from rudra.roles.blocks import BlockAverager, GroupReplicaAverager
 from rudra.roles.coordinator import Coordinator
 from rudra.roles.elastic import ElasticLearner
-from rudra.roles.first_stage import (
-    FirstStageFirstShard,
-    FirstStageGroupLearner,
-    FirstStageLearner,
-    FirstStageOverlappedLearner,
-    FirstStageParameterServer,
-    FirstStageReplica,
-    FirstStageShardedLearner,
-)
 from rudra.roles.group_learner import GroupLearner
 from rudra.roles.learner import Learner
 from rudra.roles.machine import Machine, Setup
@@ -58,19 +48,19 @@ MACHINES: dict[Variant, type[Machine]] = {
     Variant.SHARDED_LEARNER: ShardedLearner,
     Variant.REPLICA: Replica,
     Variant.AVERAGER: Averager,
-    Variant.REPLICA_SHARER: GroupReplicaAverager,
-    Variant.REFERRER: BlockAverager,
+    Variant.REPLICA_SHARER: Averager,
+    Variant.REFERRER: Averager,
     Variant.ELASTIC_LEARNER: ElasticLearner,
     Variant.WORKER: Worker,
     Variant.WINDOW_WORKER: WindowWorker,
-    Variant.FIRST_STAGE_PARAMETER_SERVER: FirstStageParameterServer,
+    Variant.FIRST_STAGE_PARAMETER_SERVER: ParameterServer,
     Variant.FIRST_STAGE_PARAMETER_SHARD: Shard,
-    Variant.FIRST_STAGE_FIRST_SHARD: FirstStageFirstShard,
-    Variant.FIRST_STAGE_LEARNER: FirstStageLearner,
-    Variant.FIRST_STAGE_OVERLAPPED_LEARNER: FirstStageOverlappedLearner,
-    Variant.FIRST_STAGE_GROUP_LEARNER: FirstStageGroupLearner,
-    Variant.FIRST_STAGE_SHARDED_LEARNER: FirstStageShardedLearner,
-    Variant.FIRST_STAGE_REPLICA: FirstStageReplica,
+    Variant.FIRST_STAGE_FIRST_SHARD: FirstShard,
+    Variant.FIRST_STAGE_LEARNER: Learner,
+    Variant.FIRST_STAGE_OVERLAPPED_LEARNER: OverlappedLearner,
+    Variant.FIRST_STAGE_GROUP_LEARNER: GroupLearner,
+    Variant.FIRST_STAGE_SHARDED_LEARNER: ShardedLearner,
+    Variant.FIRST_STAGE_REPLICA: Replica,
 }
 """The state machine of each variant of a role."""
 

@@ -4,6 +4,8 @@ Source: crossbow.txt §3.2 (Algorithm 1) and §4.2, figure 8: a learner's next m
 own replica alone, and the average of all is made meanwhile. Which rules there are: `protocols.averaging`.
 
     COMPUTING  gradient ready   -> STEPPING, or HOLDING: the correction needs weights that are still being updated
+    COMPUTING  gradient ready   -> POOLING, if a compute group shares a replica: average over the group
+    POOLING    averaged         -> STEPPING, or HOLDING
     HOLDING    they are updated -> STEPPING
     STEPPING   stepped          -> COMPUTING; after a period its difference goes into an average, beside that
                                 -> REDUCING, if nothing goes on before the weights are updated by it
@@ -12,6 +14,8 @@ own replica alone, and the average of all is made meanwhile. Which rules there a
 Nothing goes on where the replica is to move towards the new weights, and, under early rules too, where an epoch ends.
 There replicas restart, and whatever somebody asks for is done: a checkpoint, which is of all replicas after the same
 mini-batch, or the end. Whoever asks says so with an average; if that one is made beside computing, the next one is not.
+
+A compute group may share a replica, or a reference that corrects its replicas (`rudra.roles.sharing`).
 
 What is counted as a gradient is a replica's difference: of all its mini-batches since the last one.
 """
@@ -32,7 +36,6 @@ from rudra.core.events import (
     Lost,
     Reduce,
     Reduced,
-    Restart,
     Save,
     Started,
     Step,
@@ -41,33 +44,80 @@ from rudra.core.events import (
 )
 from rudra.core.messages import GroupFlags, MessageKind
 from rudra.core.records import Gradient
+from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
+from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.replica import ALWAYS, AVERAGING, Replica, ReplicaState
+from rudra.roles.sharing import sharing_of
 from topologies import Plan
-from topologies.kinds import EVERYBODY
 
 COMPUTING, STEPPING, HOLDING = ReplicaState.COMPUTING, ReplicaState.STEPPING, ReplicaState.HOLDING
+POOLING = ReplicaState.POOLING
 REDUCING, STOPPED, REGROUPING = ReplicaState.REDUCING, ReplicaState.STOPPED, ReplicaState.REGROUPING
-_NOT_HERE = (ReplicaState.WAITING, ReplicaState.UPDATING)
+_NOT_HERE = {ReplicaState.WAITING, ReplicaState.UPDATING, MessageKind.STEPPED, *THROUGH_STAGE}
+
+
+class AveragingPeriods:
+    """Mini-batches of a replica, counted in periods, of which each ends with an average.
+
+    Args:
+        rule: of averaging.
+        together: number of samples of a mini-batch of all learners.
+        training_samples: of an epoch.
+        number: of averages begun.
+        samples: of all learners in these averages.
+
+    Attributes:
+        number: as given, so far.
+        made: mini-batches of this period.
+    """
+
+    def __init__(self, rule: Averaging, together: int, training_samples: int, number: int, samples: int) -> None:
+        self._length, self._together, self._training_samples = rule.period, together, training_samples
+        self.number, self._samples = number, samples
+        self.made: list[Gradient] = []
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.made) == self._length
+
+    def rate(self, schedule: Schedule) -> float:
+        """Returns the learning rate of the replica's step."""
+        samples, of_epoch = self._samples, self._training_samples
+        progress = (samples + self._together * len(self.made)) / of_epoch
+        return schedule.rate(samples // of_epoch, progress, self.number)
+
+    def end(self) -> tuple[Gradient, bool]:
+        """Ends the period; returns its mini-batches as one gradient, and whether an epoch ends with it."""
+        before, self._samples = self._samples, self._samples + self._together * self._length
+        gradient, self.made = joined(self.made, self.number), []
+        self.number += 1
+        return gradient, self._samples // self._training_samples > before // self._training_samples
+
+    def epoch_after(self, samples: int, periods: int) -> int:
+        """Returns the number of epochs that are complete some periods after so many samples."""
+        return (samples + periods * self._together * self._length) // self._training_samples
 
 
 class Averager(Replica):
     """One learner and its replica; arguments as for `Replica`, whose beginning, end and losses are its own, too."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **{key: to for key, to in Replica.TRANSITIONS.items() if key[0] not in _NOT_HERE},
-        **self_loops(AVERAGING, ALWAYS),
-        **{(state, Lost): Transition("_lose", state, REGROUPING) for state in AVERAGING},
+        **{key: to for key, to in Replica.TRANSITIONS.items() if not {*key} & _NOT_HERE},
+        **self_loops((*AVERAGING, POOLING), ALWAYS),
+        **{(state, Lost): Transition("_lose", state, REGROUPING) for state in (*AVERAGING, POOLING)},
         **self_loops((COMPUTING, STEPPING, HOLDING, REDUCING), {Reduced: "_reduced"}),
-        (COMPUTING, Computed): Transition("_step", STEPPING, HOLDING),
+        (COMPUTING, Computed): Transition("_step", STEPPING, HOLDING, POOLING),
+        (POOLING, Reduced): Transition("_reduced", POOLING, STEPPING, HOLDING),
         (STEPPING, Stepped): Transition("_stepped", COMPUTING, REDUCING),
-        (COMPUTING, Updated): Transition("_updated", COMPUTING),
-        (STEPPING, Updated): Transition("_updated", STEPPING),
+        **self_loops([COMPUTING, REDUCING], {Stepped: "_corrected"}),
+        (HOLDING, Stepped): Transition("_corrected", HOLDING, STEPPING),
+        **self_loops([COMPUTING, POOLING, STEPPING], {Updated: "_updated"}),
         (HOLDING, Updated): Transition("_updated", HOLDING, STEPPING),
         (REDUCING, Updated): Transition("_updated", COMPUTING, STOPPED),
-        (REGROUPING, Stepped): Transition("_in_vain", REGROUPING),
+        (REGROUPING, Stepped): Transition("_ignore", REGROUPING),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -75,16 +125,15 @@ class Averager(Replica):
         self._restarting = False
         super().__init__(role, setup)
 
-    def _follow(self, plan: Plan) -> None:
-        super()._follow(plan)
-        self._everybody = 0 if plan.sharing == "nothing" else EVERYBODY
-        ledger, job = self.ledger, self.ledger.job
-        self.rule = Averaging.of(ledger.protocol)
+    def _reset_for_plan(self, plan: Plan) -> None:
+        super()._reset_for_plan(plan)
+        ledger, job = self.ledger, self.ledger.rules.job
+        self.rule = Averaging.of(ledger.rules.protocol)
+        self._sharing = sharing_of(self.rule, plan, self.id)
         size, parts = job.training.minibatch_size, job.cluster.parts
-        self._together = sum(portion(plan, i, size, parts).count for i in plan.learners)  # samples of all at once
-        self._period = ledger.timestamp  # averages begun
-        self._samples = ledger.samples  # of all learners, in these
-        self._made: list[Gradient] = []  # by this replica's steps since the last average
+        together = sum(portion(plan, i, size, parts).count for i in plan.learners)
+        about = (together, self._training_samples, ledger.timestamp, ledger.samples)
+        self._periods = AveragingPeriods(self.rule, *about)
         self._brings: Gradient  # to the average under way
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
@@ -93,38 +142,40 @@ class Averager(Replica):
 
     @property
     def waiting_for(self) -> str:
+        if self.state in {POOLING, HOLDING, REDUCING} and self._sharing.waiting_for:
+            return self._sharing.waiting_for
         if self.state in {REDUCING, HOLDING} and self._waits:
-            return self._awaited
+            return self.duties.waiting_for
         if self.state in {REDUCING, HOLDING}:
             return "the replicas of all learners"
         return super().waiting_for
 
     def validate(self) -> None:
         self.ledger.validate()
-        assert self.ledger.timestamp <= self._period <= self.ledger.timestamp + 1
-        assert len(self._made) <= self.rule.period
+        assert self.ledger.timestamp <= self._periods.number <= self.ledger.timestamp + 1
+        assert len(self._periods.made) <= self.rule.period
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        restart = self._restart() if self._restarting else []
+        restart = self._sharing.restart(keeps_momentum=False) if self._restarting else []
         self._restarting = False
         return [*restart, Hash(WEIGHTS)]
-
-    def _restart(self, *, keeps_momentum: bool = False) -> list[Action]:
-        """Lets the replica be what the weights are."""
-        return [Restart(REPLICA, WEIGHTS, keeps_momentum)]
 
     # Mini-batches.
 
     def _next(self, now: float) -> list[Action]:
         self.state, self._held_s = COMPUTING, 0.0
-        return [self.log.begin(REPLICA, GRADIENT, self._period, now)]
+        return [self.log.begin(REPLICA, GRADIENT, self._periods.number, now)]
 
     def _step(self, event: Computed, now: float) -> list[Action]:
         self._ready_at = now
-        actions, fails = self.log.enter(event, self._period, now)
+        actions, fails = self.log.enter(event, self._periods.number, now)
         if fails:
             return actions
-        self._made.append(self.log.describe(event, self._period))
+        gradient = self.log.describe(event, self._periods.number)
+        self._periods.made.append(gradient)
+        if self._sharing.pools:
+            self.state = POOLING
+            return [self._sharing.pool(gradient), *actions]
         return [*self._step_or_hold(now), *actions]
 
     def _step_or_hold(self, now: float) -> list[Action]:
@@ -136,59 +187,54 @@ class Averager(Replica):
     @property
     def _holds(self) -> bool:
         """Whether the correction that is due with the step needs what is not ready."""
-        return self.rule.early and self._completes_period and self._under_way
-
-    @property
-    def _completes_period(self) -> bool:
-        return len(self._made) == self.rule.period
+        return self._sharing.busy or (self.rule.early and self._periods.is_complete and self._under_way)
 
     def _step_replica(self, now: float) -> Action:
         self.state = STEPPING
         self._held_s = now - self._ready_at
-        samples, of_epoch = self._samples, self._training_samples
-        progress = (samples + self._together * len(self._made)) / of_epoch
-        return self._step_at(self.ledger.schedule.rate(samples // of_epoch, progress, self._period))
+        return self._step_at(self._periods.rate(self.ledger.rules.schedule))
 
     def _step_at(self, rate: float) -> Step:
-        if not self._completes_period:
-            return Step(GRADIENT, REPLICA, rate)
-        return Step(GRADIENT, REPLICA, rate, WEIGHTS, DIFFERENCE, self.rule.elasticity if self.rule.early else None)
+        return self._sharing.step(rate, ends_period=self._periods.is_complete)
 
     def _stepped(self, event: Stepped, now: float) -> list[Action]:
         self._stepped_at, self._step_s = now, event.seconds
-        if not self._completes_period:
+        ends = self._periods.is_complete
+        reduce = self._sharing.correct(self._periods.made[-1], ends_period=ends)
+        if ends:
+            self._end_period()
+            reduce = reduce or self._bring(event.distance, now)
+        if reduce is None:
             return self._go_on_computing(now)
-        self._end_period()
-        return self._reduce_and_go_on(self._bring(event.distance, now), now, quiet=self._quiet)
+        if ends and self._quiet:
+            self.state = REDUCING
+            return [reduce]
+        return [reduce, *self._go_on_computing(now)]
+
+    def _corrected(self, event: Stepped, now: float) -> list[Action]:
+        """What the group shares is corrected; if a period ends with that, it goes into an average."""
+        average = [self._bring(event.distance, now)] if self._sharing.corrected() else []
+        return [*average, *self._step_or_hold(now)] if self.state is HOLDING else average
 
     def _end_period(self) -> None:
         """The replica's mini-batches of a period are made, and go into an average."""
-        samples, self._samples = self._samples, self._samples + self._together * self.rule.period
-        ends_epoch = self._samples // self._training_samples > samples // self._training_samples
+        self._brings, ends_epoch = self._periods.end()
         self._quiet = not self.rule.early or self._quiet_next or ends_epoch
         self._quiet_next = False
-        self._brings = joined(self._made, self._period)
-        self._made = []
-        self._period += 1
         self._under_way = True
 
     def _bring(self, distance: float, now: float) -> Action:
         """Begins the average of the period that has ended."""
-        return Reduce(DIFFERENCE, self._everybody, self._period - 1, self._brings, True, self._word(distance, now))
-
-    def _reduce_and_go_on(self, reduce: Action, now: float, *, quiet: bool) -> list[Action]:
-        if quiet:
-            self.state = REDUCING
-            return [reduce]
-        return [reduce, *self._go_on_computing(now)]
+        number, word = self._periods.number - 1, self._word(distance, now)
+        return Reduce(DIFFERENCE, self._sharing.everybody, number, self._brings, True, word)
 
     def _word(self, distance: float, now: float) -> GroupFlags:
         ledger, saves = self.ledger, False
         if self._leads:
             ahead = 1 if self._quiet else 2
-            epoch = (ledger.samples + ahead * self._together * self.rule.period) // self._training_samples
-            saves = ledger.stopped or self.cycle.wanted(ledger.timestamp + ahead, epoch, now)
-        told = (self._told_lowered, self._told_enough, ledger.stopped)
+            epoch = self._periods.epoch_after(ledger.samples, ahead)
+            saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + ahead, epoch, now)
+        told = (self._lr_drops_requested, self._target_reached, ledger.stopped)
         return GroupFlags(self._digest, *told, saves, distance)
 
     def _go_on_computing(self, now: float) -> list[Action]:
@@ -199,6 +245,9 @@ class Averager(Replica):
     # Averages.
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
+        if event.group != self._sharing.everybody:
+            corrects = self._sharing.reduced()
+            return self._step_or_hold(now) if self._sharing.pools else corrects
         words = event.words
         if fails := self._take_in(event, now):
             return fails
@@ -210,20 +259,20 @@ class Averager(Replica):
 
     def _update(self, now: float) -> list[Action]:
         ledger = self.ledger
-        writes = self._saves and self.cycle.saving is not None
-        self._waits = self._leads and (ledger.is_ahead or self.cycle.is_ahead or writes)
+        writes = self._saves and self.duties.cycle.saving is not None
+        self._waits = self._leads and (self.duties.are_ahead or writes)
         if self._waits:
             return []
         epochs = ledger.epoch
         actions = ledger.update(DIFFERENCE, now)
         self._ended_training = ledger.over or self._stops
-        self._drops = self.rule.restart and ledger.schedule.drops(epochs, ledger.epoch)
+        self._drops = self.rule.restart and ledger.rules.schedule.drops(epochs, ledger.epoch)
         for role, distance in zip(self.plan.learners, self._distances, strict=True):
             about = (ledger.timestamp, self.plan.roles[role].index, 0)
             ledger.outbox.add(MessageKind.AVERAGES, *about, distance, self.rule.elasticity * distance)
         return actions
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _retry_update(self, now: float) -> list[Action]:
         return self._update(now) if self._waits else []
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
@@ -235,20 +284,20 @@ class Averager(Replica):
             return actions
         move: list[Action] = []
         if self._drops:  # also where training ends, from where it may be resumed
-            move += self._restart(keeps_momentum=self.rule.keep_momentum)
-            time_s = now - self.ledger.began
+            move += self._sharing.restart(keeps_momentum=self.rule.keep_momentum)
+            time_s = now - self.ledger.clock.start_time
             self.ledger.tell("averaging", self.ledger.timestamp, time_s, "the rate has dropped: all replicas restart")
         elif not self.rule.early:
             move.append(Approach(REPLICA, WEIGHTS, self.rule.elasticity))
         if self._saves and not self.ledger.over:
-            move += self.cycle.begin(now) if self._leads else self._save(now)
+            move += self.duties.cycle.begin(now) if self._leads else self._save(now)
         if not self._ended_training:
             return [*move, *self._go_on_computing(now), *actions]
         self.state = STOPPED
         self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
-        account = self.log.close(now, self.ledger.timestamp) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
-        end = self.cycle.end(now) if self._leads and not self.ledger.over else []
-        return [*move, *actions, *account, *end]
+        stopped = self._leads and not self.ledger.over
+        account = self.duties.account(now, pushed=self.ledger.applied, stopped=stopped)
+        return [*move, *actions, *self.log.close(now, self.ledger.timestamp), *account]
 
     def _save(self, now: float) -> list[Action]:
         """What this learner keeps goes into a checkpoint."""

@@ -95,7 +95,7 @@ class CheckpointCycle:
     def _due(self, every: tuple[int, str], timestamp: int, epoch: int, now: float) -> bool:
         (count, unit), last = every, self._last
         if unit == "s":
-            return now - self._ledger.began - last.time_s >= count
+            return now - self._ledger.clock.start_time - last.time_s >= count
         return (timestamp - last.timestamp if unit == "update" else epoch - last.epoch) >= count
 
     def save(self, now: float, *, alone: bool = False) -> list[Action]:
@@ -115,10 +115,10 @@ class CheckpointCycle:
             return [Warn(text), *self._end(now, failed=True)]
         if isinstance(event, Saved):
             message = CheckpointWritten(self._ledger.id, self.saving.timestamp, self.saving.epoch)
-            return [*self._ledger.outbox.flush(now), Send(self._ledger.plan.statistics, message)]
+            return [*self._ledger.outbox.flush(now), Send(self._ledger.rules.plan.statistics, message)]
         position, self.saving = self.saving, None
         self._kept = position.timestamp
-        text = f"written in {now - self._ledger.began - position.time_s:.2f} s, beside training"
+        text = f"written in {now - self._ledger.clock.start_time - position.time_s:.2f} s, beside training"
         self._ledger.tell("checkpoint", position.timestamp, position.time_s, text)
         return self._ledger.outbox.due(now) + self._end(now)
 
@@ -134,4 +134,4 @@ class CheckpointCycle:
         if self._kept < ledger.timestamp and not failed:
             return self.save(now)
         end = RunStopped(ledger.id, self._kept, ledger.epoch)
-        return [*ledger.outbox.flush(now), Send(ledger.plan.statistics, end)]
+        return [*ledger.outbox.flush(now), Send(ledger.rules.plan.statistics, end)]

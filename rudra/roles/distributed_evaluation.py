@@ -63,6 +63,38 @@ class DistributedEvaluation:
 
     @property
     def rows(self) -> Rows:
-        """Of all parts, in order."""
+        """Rows of all parts, in order."""
         found = (rows for part in range(PARTS) for rows in self._found[part])
         return np.concatenate([np.empty(0, records.SUM), *found])
+
+
+class WorkersEvaluation:
+    """Member of a parameter server: when workers evaluate the weights of an epoch's end, and how far they are.
+
+    Args:
+        wanted: whether workers evaluate at all.
+        epoch: the last epoch whose weights need no evaluation.
+
+    Attributes:
+        under_way: the present evaluation; None: there is none.
+    """
+
+    def __init__(self, *, wanted: bool, epoch: int) -> None:
+        self._wanted, self._epoch = wanted, epoch
+        self.under_way: DistributedEvaluation | None = None
+
+    def is_due(self, epoch: int) -> bool:
+        """Whether the weights of an epoch are to be evaluated now."""
+        return self._wanted and epoch != self._epoch
+
+    def begin(self, epoch: int, now: float) -> None:
+        """Begins the evaluation of an epoch."""
+        self._epoch = epoch
+        self.under_way = DistributedEvaluation(epoch, now)
+
+    def end(self) -> DistributedEvaluation | None:
+        """Ends the evaluation if it is complete, and returns it."""
+        if self.under_way is None or not self.under_way.complete:
+            return None
+        found, self.under_way = self.under_way, None
+        return found

@@ -18,6 +18,9 @@ class GradientBuffers:
         sources: ids of the roles that push to it, in learner order.
         buffers: how many there are; two serve any number of sources, a third while an average is passed on.
         ordered: tensors are received and added in the order of the sources.
+
+    Attributes:
+        ordered: as given.
     """
 
     def __init__(self, sources: Sequence[int], buffers: int, ordered: bool) -> None:
@@ -28,7 +31,8 @@ class GradientBuffers:
         self.accumulator: str | None = None
         self.samples = 0
         self.lent: str | None = None
-        self._sources, self._ordered, self._next_source = list(sources), ordered, 0
+        self.ordered = ordered
+        self._sources, self._next_source = list(sources), 0
         self._silent: set[int] = set()  # sources that have nothing to push any more
         self._turns = deque(self._sources if ordered else ())  # whom this average still waits for, in order
         self._receives = {buffer: Receive(buffer, gradient=True) for buffer in self.pool}
@@ -46,7 +50,7 @@ class GradientBuffers:
     def post(self, training: bool) -> list[Action]:
         """Lets gradients into the free buffers; in order while the training goes on, if the protocol asks for it."""
         actions: list[Action] = []
-        in_order = self._ordered and training
+        in_order = self.ordered and training
         while self.free and (self._sources or not in_order):
             buffer = self.free.popleft()
             receive = self._receives[buffer]
@@ -59,7 +63,7 @@ class GradientBuffers:
 
     def withdraw(self) -> list[Action]:
         """Training ends: receives that are meant for one source are no use any more, it may push nothing."""
-        return [Withdraw(buffer) for buffer in sorted(self.posted)] if self._ordered else []
+        return [Withdraw(buffer) for buffer in sorted(self.posted)] if self.ordered else []
 
     def withdrawn(self, buffer: str) -> None:
         """A receive was taken back."""
@@ -76,7 +80,7 @@ class GradientBuffers:
         self.arrived.append((buffer, message))
         return 0
 
-    def bring(self) -> bool:
+    def rotate_to_turn(self) -> bool:
         """Brings the arrived gradient whose turn it is to the front; False if it is not here."""
         for place, (_, message) in enumerate(self.arrived):
             if self._turns and message.sender == self._turns[0]:
@@ -94,26 +98,26 @@ class GradientBuffers:
         """In order: whether all sources are in this average."""
         return not self._turns
 
-    def lose(self, source: int) -> int:
+    def remove(self, source: int) -> int:
         """A source is no more; how many gradients of its, which had arrived but have no turn any more, are dropped."""
         dropped = self._forget(source)
         for buffer in [buffer for buffer, of in self.posted.items() if of == source]:
             self.withdrawn(buffer)
         return dropped
 
-    def silence(self, source: int) -> tuple[int, list[Action]]:
+    def detach(self, source: int) -> tuple[int, list[Action]]:
         """A source lives, but all learners behind it are no more, and what is still to come of it has no turn.
 
         Returns:
             How many gradients of its are dropped, and what to do.
         """
-        if not self._ordered:
+        if not self.ordered:
             return 0, []
         self._silent.add(source)
         dropped = self._forget(source)
         return dropped, [Withdraw(buffer) for buffer, of in self.posted.items() if of == source]
 
-    def mute(self, source: int) -> int:
+    def ignore_later(self, source: int) -> int:
         """What a source has pushed counts only if it is added by now; how many gradients are dropped with it."""
         self._silent.add(source)
         return self._drop(source)
@@ -123,7 +127,7 @@ class GradientBuffers:
         place = self._sources.index(source)
         del self._sources[place]
         self._next_source = (self._next_source - (place < self._next_source)) % max(1, len(self._sources))
-        if not self._ordered:
+        if not self.ordered:
             return 0
         if source in self._turns:
             self._turns.remove(source)
@@ -148,12 +152,12 @@ class GradientBuffers:
         self.free.append(buffer)
         return [Accumulate(self.accumulator, buffer, samples / self.samples, scale)]
 
-    def give(self) -> str:
+    def take_average(self) -> str:
         """The average; whoever takes it puts the buffer back."""
         buffer = self.accumulator
         assert buffer is not None
         self.accumulator, self.samples = None, 0
-        if self._ordered:
+        if self.ordered:
             self._turns = deque(self._sources)
         return buffer
 

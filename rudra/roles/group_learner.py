@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from rudra.core.events import (
+    ACTIVATIONS,
     GRADIENT,
     WEIGHTS,
     Action,
@@ -33,6 +34,7 @@ from rudra.core.messages import (
 )
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, listed, self_loops, short_digest
+from rudra.roles.readiness import Readiness
 
 
 class GroupLearner(Learner):
@@ -44,13 +46,13 @@ class GroupLearner(Learner):
 
     __slots__ = (
         "_before",
-        "_digest",
         "_early",
         "_first",
         "_group",
         "_handing_on",
         "_leads",
         "_members",
+        "_readiness",
         "_receivers",
         "_reducing",
     )
@@ -61,7 +63,7 @@ class GroupLearner(Learner):
             [LearnerState.HASHING, LearnerState.READY], {Sent: "_handed_on", MessageKind.READY: "_member_ready"}
         ),
         (LearnerState.COMPUTING, Computed): Transition("_push", LearnerState.COMPUTING),
-        (LearnerState.COMPUTING, Sent): Transition("_handed_on", LearnerState.COMPUTING),
+        (LearnerState.COMPUTING, Sent): Transition("_sent_while_computing", LearnerState.COMPUTING),
         (LearnerState.COMPUTING, Reduced): Transition(
             "_reduced", LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STOPPED
         ),
@@ -85,7 +87,7 @@ class GroupLearner(Learner):
         self._handing_on = 0
         self._reducing = False
         self._early: Received[PullAnswer] | None = None  # what the others are told, before the reduction has ended here
-        self._digest: list[int] = []  # of the first weights, here and at the members
+        self._readiness = Readiness()  # of this one and the members
 
     @property
     def waiting_for(self) -> str:
@@ -107,16 +109,16 @@ class GroupLearner(Learner):
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = LearnerState.READY
-        return self._ready(short_digest(event.digest))
+        return self._ready(self.id, short_digest(event.digest))
 
     def _member_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        return self._ready(event.message.digest)
+        return self._ready(event.message.sender, event.message.digest)
 
-    def _ready(self, digest: int) -> list[Action]:
-        self._digest.append(digest)
-        if len(self._digest) <= len(self._members):
+    def _ready(self, role: int, digest: int) -> list[Action]:
+        self._readiness.enter(role, digest)
+        if len(self._readiness.roles) <= len(self._members):
             return []
-        if len(set(self._digest)) > 1:
+        if not self._readiness.agree:
             return [Fail(f"learners of compute group {self._group} received different initial weights")]
         return [Send(self.server, Ready(self.id, digest))]
 
@@ -181,6 +183,9 @@ class GroupLearner(Learner):
             return self._delivered(event, now)
         self._handing_on -= 1
         return self._advance(now)
+
+    def _sent_while_computing(self, event: Sent, now: float) -> list[Action]:
+        return self._request.take(event) if event.buffer == ACTIVATIONS else self._handed_on(event, now)
 
     def _handed_on(self, event: Sent, now: float) -> list[Action]:
         self._handing_on -= 1

@@ -7,10 +7,14 @@ handled the gradient, and newer weights follow the answer at once. That is the p
     WAITING     first weights               -> HASHING
     HASHING     their digest                -> READY      tell the server
     READY       training starts             -> COMPUTING
+    COMPUTING   activations ready, delivered, or their gradient received -> COMPUTING
     COMPUTING   gradient ready              -> EXCHANGING push
     EXCHANGING  delivered, answered, and the newer weights received -> COMPUTING
     any         stop                        -> STOPPED    as soon as no transfer is under way
     STOPPED     everything is recorded      -> DONE
+
+A learner that has the first layers only exchanges activations with a stage server while it is COMPUTING
+(`rudra.roles.gradient_requests`). The time to compute a gradient includes this exchange.
 """
 
 from collections.abc import Mapping
@@ -22,6 +26,7 @@ from rudra.core.events import (
     WEIGHTS,
     Action,
     Computed,
+    Forwarded,
     Hash,
     Hashed,
     Receive,
@@ -42,6 +47,7 @@ from rudra.core.messages import (
     Weights,
 )
 from rudra.core.records import Gradient
+from rudra.roles.gradient_requests import request_of
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
 from rudra.roles.minibatch_log import MinibatchLog
 
@@ -62,6 +68,9 @@ class LearnerState(States):
     STOPPED = auto()
     DONE = auto()
 
+
+THROUGH_STAGE: Mapping[Any, str] = dict.fromkeys((Forwarded, MessageKind.ACTIVATION_GRADIENT), "_through_stage")
+"""Events between the beginning of a mini-batch and its gradient, if a stage server has the last layers."""
 
 # Names for what is looked up all the time: an enum's attributes are slow.
 COMPUTING, EXCHANGING = LearnerState.COMPUTING, LearnerState.EXCHANGING
@@ -88,6 +97,7 @@ class Learner(Machine):
         "_pulls",
         "_pushed_at",
         "_receive",
+        "_request",
         "_skipped_pulls",
         "_source",
         "_stopping",
@@ -103,6 +113,7 @@ class Learner(Machine):
         (LearnerState.HASHING, Hashed): Transition("_report_digest", LearnerState.READY),
         (LearnerState.READY, MessageKind.START): Transition("_begin", LearnerState.COMPUTING),
         (LearnerState.COMPUTING, Computed): Transition("_push", LearnerState.EXCHANGING, LearnerState.STOPPED),
+        **self_loops([LearnerState.COMPUTING], {**THROUGH_STAGE, Sent: "_through_stage"}),
         (LearnerState.COMPUTING, MessageKind.STOP): Transition("_stop_soon", LearnerState.COMPUTING),
         (LearnerState.EXCHANGING, Sent): Transition(
             "_delivered", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
@@ -117,7 +128,7 @@ class Learner(Machine):
             "_stop_soon", LearnerState.EXCHANGING, LearnerState.STOPPED
         ),
         **self_loops(
-            [LearnerState.STOPPED], dict.fromkeys((Sent, MessageKind.TIMESTAMP, MessageKind.WEIGHTS), "_in_vain")
+            [LearnerState.STOPPED], dict.fromkeys((Sent, MessageKind.TIMESTAMP, MessageKind.WEIGHTS), "_ignore")
         ),  # it was dropped
         **{
             (state, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE)
@@ -129,6 +140,7 @@ class Learner(Machine):
         plan = setup.plan
         super().__init__(role, plan)
         self.log = self._make_log(role, setup)
+        self._request = request_of(role, plan)
         parent = plan.roles[role].parent
         self.server = role if parent is None else parent
         self.state = LearnerState.WAITING
@@ -160,6 +172,7 @@ class Learner(Machine):
         waits: dict[States, str] = {
             LearnerState.WAITING: f"the first weights from the {server}",
             LearnerState.READY: f"the {server} to start training",
+            LearnerState.COMPUTING: self._request.waiting_for,
             LearnerState.STOPPED: "the statistics server to finish",
         }
         return waits.get(self.state, "")
@@ -182,7 +195,10 @@ class Learner(Machine):
 
     def _next(self, now: float) -> list[Action]:
         self.state = COMPUTING
-        return [self.log.begin(WEIGHTS, GRADIENT, self.timestamp, now)]
+        return [self._request.begin(self.log.begin(WEIGHTS, GRADIENT, self.timestamp, now))]
+
+    def _through_stage(self, event: Any, now: float) -> list[Action]:
+        return self._request.take(event)
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)

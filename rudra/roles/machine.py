@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from rudra.core.events import Action, Event, Halt, Lost, Received
 from rudra.core.messages import MessageKind, Shutdown
@@ -62,6 +62,13 @@ class Setup(NamedTuple):
         return self.phases or (Phase(0, self.job, self.plan, self.schedule),)
 
 
+class CoOwned(Protocol):
+    """Weights that a role owns together with others, for which it decides."""
+
+    def share(self, actions: Iterable[Action]) -> list[Action]:
+        """Returns what the role itself does of what it decided; others do the rest."""
+
+
 HISTORY = 50
 """Events that a role remembers, to be shown with an error."""
 
@@ -77,7 +84,7 @@ class Machine:
         state: one of the subclass's enum.
     """
 
-    __slots__ = ("_dead", "_history", "_methods", "id", "name", "plan", "state")
+    __slots__ = ("_co_owned", "_dead", "_history", "_methods", "id", "name", "plan", "state")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {}
     _METHODS: ClassVar[dict[tuple[States, Any], Callable[[Any, Any, float], list[Action]]]]
@@ -96,6 +103,7 @@ class Machine:
         self.plan = plan
         self.name = plan.roles[role].name
         self._methods = self._METHODS
+        self._co_owned: tuple[CoOwned, ...] = ()
         self._dead: set[int] = set()  # roles
         self._history: deque[tuple[float, States, Event]] = deque(maxlen=HISTORY)
 
@@ -129,7 +137,10 @@ class Machine:
             raise refused
         self._history.append((now, self.state, event))
         try:
-            return method(self, event, now)
+            actions = method(self, event, now)
+            for weights in self._co_owned:
+                actions = weights.share(actions)
+            return actions
         except Exception as error:
             error.add_note(self.story)
             raise
@@ -144,7 +155,7 @@ class Machine:
             lines.append(f"  {now:.6f} s  {state.name:12}  {_name_of(event)}{sender}")
         return "\n".join(lines)
 
-    def _in_vain(self, event: Any, now: float) -> list[Action]:
+    def _ignore(self, event: Any, now: float) -> list[Action]:
         """What comes too late to matter."""
         return []
 

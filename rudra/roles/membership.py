@@ -8,7 +8,7 @@ from topologies import Plan
 
 
 class Membership:
-    """The roll of one server.
+    """Membership of one server: the roles that push to it.
 
     Args:
         plan: who is who.

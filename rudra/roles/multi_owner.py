@@ -5,8 +5,6 @@ they carry out entry by entry. An update is complete when everybody has made it.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,7 +18,6 @@ from rudra.core.events import (
     Drop,
     Measure,
     Receive,
-    Received,
     Regroup,
     Save,
     Send,
@@ -30,8 +27,7 @@ from rudra.core.events import (
 )
 from rudra.core.messages import LogEntries, MessageKind, OwnerStepped
 from rudra.core.wire import PACK, in_pieces
-from rudra.roles.machine import Setup, States, Transition
-from rudra.roles.server import ParameterServer
+from rudra.errors import ProtocolError
 
 LOGGED: tuple[type[Action], ...] = (
     Receive,
@@ -136,12 +132,16 @@ class OwnerSteps:
         self._complete: Counter[int] = Counter()  # timestamp -> owners whose samples are all here
 
     def here(self, event: Updated) -> Updated | None:
-        """Who keeps the books has made one; what it is as a whole, if it is complete."""
+        """The first owner has made an update of its part; returns the whole update if it is complete."""
+        if not event.sampled and len(self._owners) == 1:  # its part is all there is
+            return event
         *_, made = (self.there(message) for message in stepped(self._owners[0], event))
         return made
 
     def there(self, message: OwnerStepped) -> Updated | None:
-        """An owner says that it has made one."""
+        """Another owner has made an update of its part; returns the whole update if it is complete."""
+        if message.sender not in self._owners:
+            raise ProtocolError(f"role {message.sender} owns no part of the weights")
         timestamp = message.timestamp
         made = self._made.setdefault(timestamp, {})
         sampled = b"" if message.rows is None else message.rows.tobytes()
@@ -153,34 +153,3 @@ class OwnerSteps:
         samples = b"".join(made[place][0] for place in sorted(made))
         digest = digest_of(samples) if samples else 0
         return Updated(timestamp, digest, max(seconds for _, seconds in made.values()))
-
-
-class MultiOwnerServer(ParameterServer):
-    """A parameter server that decides about other owners' updates, too; arguments as for `ParameterServer`.
-
-    Attributes:
-        steps: updates that are not complete yet.
-    """
-
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **ParameterServer.TRANSITIONS,
-        **{
-            (state, trigger): Transition(method, *to.states)
-            for (state, kind), to in ParameterServer.TRANSITIONS.items()
-            if kind is Updated
-            for trigger, method in ((Updated, "_stepped_here"), (MessageKind.STEPPED, "_stepped_there"))
-        },
-    }
-
-    def __init__(self, role: int, setup: Setup) -> None:
-        super().__init__(role, setup)
-        self.steps = OwnerSteps((role,))
-
-    def _stepped_here(self, event: Updated, now: float) -> list[Action]:
-        return self._stepped(self.steps.here(event), now)
-
-    def _stepped_there(self, event: Received[OwnerStepped], now: float) -> list[Action]:
-        return self._stepped(self.steps.there(event.message), now)
-
-    def _stepped(self, made: Updated | None, now: float) -> list[Action]:
-        return [] if made is None else self._updated(made, now)

@@ -25,7 +25,20 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rudra.core.events import GRADIENT, WEIGHTS, Action, Computed, Hash, Hashed, Receive, Received, Send, Sent, Started
+from rudra.core.events import (
+    ACTIVATIONS,
+    GRADIENT,
+    WEIGHTS,
+    Action,
+    Computed,
+    Hash,
+    Hashed,
+    Receive,
+    Received,
+    Send,
+    Sent,
+    Started,
+)
 from rudra.core.messages import (
     NOT_PULLING,
     GradientApplied,
@@ -37,7 +50,7 @@ from rudra.core.messages import (
     Weights,
 )
 from rudra.core.records import Gradient
-from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.learner import THROUGH_STAGE, Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, halt, self_loops, short_digest
 
 WEIGHT_BUFFERS = (WEIGHTS, f"{WEIGHTS} 1", f"{WEIGHTS} 2")
@@ -78,6 +91,7 @@ class OverlappedLearner(Learner):
             LearnerState.LEAVING,
             LearnerState.STOPPED,
         ),
+        **self_loops([LearnerState.COMPUTING], THROUGH_STAGE),
         **self_loops([LearnerState.COMPUTING, LearnerState.LEAVING, LearnerState.STOPPED], UNDERWAY),
         (LearnerState.COMPUTING, MessageKind.STOP): Transition("_stop_soon", LearnerState.COMPUTING),
         **self_loops(
@@ -127,6 +141,7 @@ class OverlappedLearner(Learner):
         waits: dict[States, str] = {
             LearnerState.WAITING: f"the first weights from the {self.plan.roles[self._source].name}",
             LearnerState.READY: f"the {server} to start training",
+            LearnerState.COMPUTING: self._request.waiting_for,
             LearnerState.STOPPED: "the statistics server to finish",
         }
         return waits.get(self.state, "")
@@ -184,7 +199,8 @@ class OverlappedLearner(Learner):
         self.state = LearnerState.COMPUTING
         self._computing_with = self._newest
         self.timestamp = self._stamps[self._newest]
-        return [self.log.begin(self._newest, GRADIENT_BUFFERS[self._into], self.timestamp, now), *self._reopen()]
+        compute = self.log.begin(self._newest, GRADIENT_BUFFERS[self._into], self.timestamp, now)
+        return [self._request.begin(compute), *self._reopen()]
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)
@@ -233,6 +249,8 @@ class OverlappedLearner(Learner):
             if self.state is LearnerState.EXCHANGING:
                 return self._send(now)
             return self._left(now)
+        if event.buffer == ACTIVATIONS:
+            return self._request.take(event)
         del self._edges[event.to]
         return self._hand_on() + self._reopen() + self._left(now)
 

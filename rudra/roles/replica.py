@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
+from rudra.core.digest import digest_of
 from rudra.core.events import (
+    ACTIVATIONS,
     GRADIENT,
     WEIGHTS,
     Action,
@@ -32,6 +34,7 @@ from rudra.core.events import (
 from rudra.core.messages import (
     GroupFlags,
     MessageKind,
+    OwnerStepped,
     PlateauReached,
     Ready,
     RowsFlushed,
@@ -41,10 +44,12 @@ from rudra.core.messages import (
     TrainingStarted,
 )
 from rudra.core.training_state import TrainingState
-from rudra.roles.checkpoint_cycle import CheckpointCycle
-from rudra.roles.ledger import Ledger
+from rudra.roles.gradient_requests import request_of
+from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
 from rudra.roles.minibatch_log import MinibatchLog
+from rudra.roles.owner_duties import MAINTENANCE, WISHES, OwnerDuties
+from rudra.roles.readiness import Readiness
 from topologies import Plan
 
 
@@ -72,15 +77,7 @@ ALIVE = [state for state in ReplicaState if state not in {ReplicaState.DONE, Rep
 TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, ReplicaState.STOPPED}]
 
 
-ALWAYS: Mapping[Any, str] = {
-    **dict.fromkeys((Saved, MessageKind.ROWS_FLUSHED, Committed), "_checkpoint"),
-    MessageKind.TARGET_REACHED: "_enough",
-    MessageKind.PLATEAU: "_plateau",
-    Stopped: "_stop",
-    MessageKind.SNAPSHOT_CREDIT: "_credit",
-    Sent: "_returned",
-    Lost: "_lose",
-}
+ALWAYS: Mapping[Any, str] = {**MAINTENANCE, **WISHES, Stopped: "_stop", Sent: "_returned", Lost: "_lose"}
 """What learners of the only group handle alike in all states; they are lost in two ways."""
 
 
@@ -89,6 +86,7 @@ class Replica(Machine):
 
         HASHING    digest of the initial weights -> READY      tell the first learner, which compares
         READY      training starts               -> COMPUTING
+        COMPUTING  activations ready, delivered, or their gradient received -> COMPUTING
         COMPUTING  gradient ready                -> REDUCING   average over all learners
         REDUCING   averaged                      -> UPDATING   every learner by the same sum, or
                                                  -> WAITING    the first, if it is ahead of tests that are to be made,
@@ -107,6 +105,9 @@ class Replica(Machine):
     If somebody asks the run to stop, the first learner says so in the record of its next gradient, and all stop after
     the update by that; or with the epoch, if its target is reached.
 
+    If a stage server has the last layers, the row of an update is complete when the stage server has made the update,
+    too, and so is the account of the training. Learners do not wait for that.
+
     A gradient carries a digest of the weights that it was computed from: should replicas differ, the run ends.
 
     Args:
@@ -114,9 +115,9 @@ class Replica(Machine):
         setup: what it is made from.
 
     Attributes:
-        ledger: of its weights.
-        cycle: their checkpoints, which the first learner makes.
-        log: of its mini-batches.
+        duties: of an owner of weights; only the first learner reports and makes checkpoints.
+        ledger: counters and records of its weights.
+        log: account of its mini-batches.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
@@ -128,50 +129,52 @@ class Replica(Machine):
             "_member_ready", ReplicaState.READY, ReplicaState.COMPUTING
         ),
         (ReplicaState.READY, MessageKind.START): Transition("_begin", ReplicaState.COMPUTING),
+        **self_loops([ReplicaState.COMPUTING], THROUGH_STAGE),
+        **self_loops(ALIVE, {MessageKind.STEPPED: "_updated_elsewhere"}),
         (ReplicaState.COMPUTING, Computed): Transition("_reduce", ReplicaState.REDUCING),
         (ReplicaState.REDUCING, Reduced): Transition(
             "_reduced", ReplicaState.REDUCING, ReplicaState.WAITING, ReplicaState.UPDATING
         ),
-        (ReplicaState.WAITING, MessageKind.SNAPSHOT_CREDIT): Transition(
-            "_credit", ReplicaState.WAITING, ReplicaState.UPDATING
-        ),
         **{
-            (ReplicaState.WAITING, what): Transition("_checkpoint", ReplicaState.WAITING, ReplicaState.UPDATING)
-            for what in (Saved, MessageKind.ROWS_FLUSHED, Committed)
+            (ReplicaState.WAITING, what): Transition(method, ReplicaState.WAITING, ReplicaState.UPDATING)
+            for what, method in MAINTENANCE.items()
         },
         (ReplicaState.WAITING, Sent): Transition("_returned", ReplicaState.WAITING, ReplicaState.UPDATING),
         (ReplicaState.UPDATING, Updated): Transition("_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED),
         **{(state, Lost): Transition("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
         **self_loops(
             [ReplicaState.REGROUPING],
-            dict.fromkeys((Started, Hashed, MessageKind.READY, Computed, Reduced), "_in_vain"),
+            dict.fromkeys((Started, Hashed, MessageKind.READY, *THROUGH_STAGE, Computed, Reduced), "_ignore"),
         ),
         (ReplicaState.REGROUPING, Updated): Transition("_updated_before", ReplicaState.REGROUPING),
-        (ReplicaState.REGROUPING, Committed): Transition("_checkpoint", ReplicaState.REGROUPING, ReplicaState.HASHING),
+        (ReplicaState.REGROUPING, Saved): Transition("_save_before_regrouping", ReplicaState.REGROUPING),
+        (ReplicaState.REGROUPING, Committed): Transition(
+            "_save_before_regrouping", ReplicaState.REGROUPING, ReplicaState.HASHING
+        ),
         (ReplicaState.STOPPED, MessageKind.SHUTDOWN): Transition("_finish", ReplicaState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup.plan)
         self._leads = setup.plan.server == role
-        self.ledger = Ledger(role, setup, reports=self._leads)
-        results = setup.job.results
-        intervals = (results.checkpoint_interval, results.kept_interval) if self._leads else (None, None)
-        self.cycle = CheckpointCycle(self.ledger, intervals[0], setup.position, intervals[1])
+        self.duties = OwnerDuties(role, setup, leads=self._leads)
+        self.ledger = self.duties.ledger
+        self._co_owned = (self.duties.stages,) if self.duties.stages.stages else ()
         self.log = MinibatchLog(role, setup)
-        self._ended_training = self._told_enough = False
-        self._told_lowered = len(setup.position.lowered)
+        self._request = request_of(role, setup.plan)
+        self._ended_training = self._target_reached = False
+        self._lr_drops_requested = len(setup.position.lowered)
         self._ready_at = self._reduced_at = 0.0
-        self._follow(setup.plan)
+        self._reset_for_plan(setup.plan)
 
-    def _follow(self, plan: Plan) -> None:
+    def _reset_for_plan(self, plan: Plan) -> None:
         """Everybody begins by this plan; nothing is under way."""
         self.plan = plan
         self.state: States = ReplicaState.HASHING
         self._stops = False  # with the update under way
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
-        self._digests: list[int] = []
+        self._readiness = Readiness()
         self._digest = 0  # of the weights, since everybody began
 
     def inherit(self, before: "Replica") -> None:
@@ -182,17 +185,14 @@ class Replica(Machine):
         if self.state is ReplicaState.REDUCING:
             return "the gradients of all learners"
         if self.state is ReplicaState.WAITING:
-            return self._awaited
+            return self.duties.waiting_for
         if self.state is ReplicaState.REGROUPING:
             return "a checkpoint to go on from without those that died"
         if self.state is ReplicaState.READY:
             return "other learners to get ready"
+        if self.state is ReplicaState.COMPUTING:
+            return self._request.waiting_for
         return "the statistics server to finish" if self.state is ReplicaState.STOPPED else ""
-
-    @property
-    def _awaited(self) -> str:
-        """For whom an update waits that is ahead."""
-        return "a checkpoint to be written" if self.cycle.is_ahead else "the statistics server to test the weights"
 
     def validate(self) -> None:
         self.ledger.validate()
@@ -205,17 +205,17 @@ class Replica(Machine):
         self.state = ReplicaState.READY
         digest = short_digest(event.digest)
         if self._leads:
-            return self._ready(digest, now)
+            return self._ready(self.id, digest, now)
         return [Send(self.plan.server, Ready(self.id, digest))]
 
     def _member_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        return self._ready(event.message.digest, now)
+        return self._ready(event.message.sender, event.message.digest, now)
 
-    def _ready(self, digest: int, now: float) -> list[Action]:
-        self._digests.append(digest)
-        if len(self._digests) <= len(self._members) or self.state is not ReplicaState.READY:
+    def _ready(self, role: int, digest: int, now: float) -> list[Action]:
+        self._readiness.enter(role, digest)
+        if len(self._readiness.roles) <= len(self._members) or self.state is not ReplicaState.READY:
             return []
-        if len(set(self._digests)) > 1:
+        if not self._readiness.agree:
             return [Fail("learners hold different initial weights (digests differ)")]
         start = self.ledger.start(now)
         return [Send(self.plan.statistics, start), *self._start_training(start, now)]
@@ -224,12 +224,15 @@ class Replica(Machine):
         return self._start_training(event.message, now)
 
     def _start_training(self, start: TrainingStarted, now: float) -> list[Action]:
-        self.ledger.began = self.log.began = start.began_ns * 1e-9
+        self.ledger.clock.start_time = self.log.began = start.began_ns * 1e-9
         return [*(Send(to, start) for to in self._to_members), *self._next(now)]
 
     def _next(self, now: float) -> list[Action]:
         self.state = ReplicaState.COMPUTING
-        return [self.log.begin(WEIGHTS, GRADIENT, self.ledger.timestamp, now)]
+        return [self._request.begin(self.log.begin(WEIGHTS, GRADIENT, self.ledger.timestamp, now))]
+
+    def _through_stage(self, event: Any, now: float) -> list[Action]:
+        return self._request.take(event)
 
     def _reduce(self, event: Computed, now: float) -> list[Action]:
         self.state = ReplicaState.REDUCING
@@ -239,20 +242,20 @@ class Replica(Machine):
         if fails:
             return actions
         gradient = self.log.describe(event, ledger.timestamp)
-        word = GroupFlags(self._digest, self._told_lowered, self._told_enough, ledger.stopped)
+        word = GroupFlags(self._digest, self._lr_drops_requested, self._target_reached, ledger.stopped)
         return [Reduce(GRADIENT, 0, event.step, gradient, True, word), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = self._leads
         return []
 
-    def _enough(self, event: Received[TargetReached], now: float) -> list[Action]:
-        self._told_enough = True
+    def _end_with_epoch(self, event: Received[TargetReached], now: float) -> list[Action]:
+        self._target_reached = True
         return []
 
-    def _plateau(self, event: Received[PlateauReached], now: float) -> list[Action]:
+    def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
         """The first learner tells the others with its next gradient, so that the rate falls everywhere at once."""
-        self._told_lowered = max(self._told_lowered, event.message.times)
+        self._lr_drops_requested = max(self._lr_drops_requested, event.message.times)
         return []
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
@@ -271,18 +274,18 @@ class Replica(Machine):
             if word.digest != self._digest:
                 differ = f"differ from those of learner {gradient.learner}, although they must not"
                 return [Fail(f"its weights at timestamp {self.ledger.timestamp} {differ}")]
-        self.ledger.count(event.gradients, 1.0)
+        self.duties.count(event.gradients, 1.0)
         return []
 
     def _update(self, now: float) -> list[Action]:
         """Updates the weights by what was added up, unless a test or a checkpoint of before is to be waited for."""
-        if self._leads and (self.ledger.is_ahead or self.cycle.is_ahead):
+        if self._leads and self.duties.are_ahead:
             self.state = ReplicaState.WAITING
             return []
         self.state = ReplicaState.UPDATING
-        actions = self.ledger.update(GRADIENT, now)
+        actions = self.duties.update(GRADIENT, now)
         self._ended_training = self.ledger.over or self._stops
-        return actions + self.cycle.updated(now)
+        return actions
 
     def _updated(self, event: Updated, now: float) -> list[Action]:
         self.log.spend(self._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - self._reduced_at)
@@ -295,53 +298,61 @@ class Replica(Machine):
         return actions + self._account(now)
 
     def _note(self, event: Updated, now: float) -> list[Action]:
-        """Takes note of an update that is made."""
-        self._digest = event.digest
-        return self.ledger.note(event, now)
+        """Takes note of an update that is made here."""
+        self._digest = digest_of(b"".join(event.sampled)) if event.sampled else event.digest
+        return self.duties.note(event, now) or []
+
+    def _updated_elsewhere(self, event: Received[OwnerStepped], now: float) -> list[Action]:
+        actions = self.duties.note(event.message, now) or []
+        return actions + self._account(now) if self.state is ReplicaState.STOPPED else actions
 
     def _account(self, now: float) -> list[Action]:
         """The closing account, of this learner and of all."""
-        account = self.log.close(now, self.log.step) + self.ledger.totals(now, self.ledger.applied, 0, 0, 0)
-        return account + (self.cycle.end(now) if self._leads and not self.ledger.over else [])
+        if self.ledger.updating:
+            return []
+        stopped = self._leads and not self.ledger.over
+        return self.log.close(now, self.log.step) + self.duties.account(
+            now, pushed=self.ledger.applied, stopped=stopped
+        )
 
     def _change(self, now: float) -> None:
         position = self.ledger.position(now)
         self.ledger.change(frozenset(), position, now)
-        self.plan = self.ledger.plan
-        self.log.go_on(self.ledger.job, self.plan, position)
+        self.plan = self.ledger.rules.plan
+        self.log.go_on(self.ledger.rules.job, self.plan, position)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
+        if event.buffer == ACTIVATIONS:
+            return [] if self.state is ReplicaState.REGROUPING else self._request.take(event)
         self.ledger.returned(event.buffer)
-        return self._go_on(now)
+        return self._retry_update(now)
 
-    def _credit(self, event: Received[SnapshotCredit], now: float) -> list[Action]:
-        return self.ledger.credit() + self._go_on(now)
+    def _maintain(
+        self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float
+    ) -> list[Action]:
+        return self.duties.maintain(event, now) + self._retry_update(now)
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _retry_update(self, now: float) -> list[Action]:
         """Makes the update that waited."""
         return self._update(now) if self.state is ReplicaState.WAITING else []
 
     # Learners that die.
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        role, lost = event.role, self.plan.roles[event.role]
-        if not self._leads or role in self.ledger.recorded_losses:
+        if not self._leads:
             return []
-        if role == self.plan.statistics:
-            return [Fail(f"the {lost.title} died", lost=True)]
-        if not self.ledger.started:
-            return [Fail(f"{lost.title} died before training began", lost=True)]
-        if self._ended_training:
-            return self.ledger.record_late_loss(role, now)
+        follows = self.duties.lose(event.role, now, ended=self._ended_training)
+        if follows is not None:
+            return follows
+        cycle = self.duties.cycle
         regrouping, self.state = self.state is ReplicaState.REGROUPING, ReplicaState.REGROUPING
-        return [] if regrouping or self.cycle.saving is not None else self.cycle.save(now, alone=True)
+        return [] if regrouping or cycle.saving is not None else cycle.save(now, alone=True)
 
-    def _checkpoint(self, event: Saved | Received[RowsFlushed] | Committed, now: float) -> list[Action]:
-        position, actions = self.cycle.saving, self.cycle.take(event, now)
-        if self.state is not ReplicaState.REGROUPING or isinstance(event, Received):
-            return actions + self._go_on(now)
-        if event.error and not self.cycle.alone:  # for it was to have what the dead kept
-            return actions + self.cycle.save(now, alone=True)
+    def _save_before_regrouping(self, event: Saved | Committed, now: float) -> list[Action]:
+        cycle = self.duties.cycle
+        position, actions = cycle.saving, cycle.take(event, now)
+        if event.error and not cycle.alone:  # it was to have what the dead kept
+            return actions + cycle.save(now, alone=True)
         if event.error:
             why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
             return [*actions, Fail(why, lost=True)]
@@ -349,14 +360,14 @@ class Replica(Machine):
             return actions
         assert position is not None
         if position.timestamp < self.ledger.timestamp:  # an earlier one, which was under way
-            return actions + self.cycle.save(now, alone=True)
+            return actions + cycle.save(now, alone=True)
         return actions + self._regroup(position, now)
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
         actions = self.ledger.regroup(self._dead, position, now)
-        if self.ledger.plan is not self.plan:
-            self._follow(self.ledger.plan)
-            self.log.go_on(self.ledger.job, self.plan, position)
+        if self.ledger.rules.plan is not self.plan:
+            self._reset_for_plan(self.ledger.rules.plan)
+            self.log.go_on(self.ledger.rules.job, self.plan, position)
         return actions
 
     def _updated_before(self, event: Updated, now: float) -> list[Action]:

@@ -17,9 +17,9 @@ ones; updates do not wait for that.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from protocols import Clock
 from rudra.core.events import (
@@ -31,6 +31,7 @@ from rudra.core.events import (
     Hash,
     Hashed,
     Lost,
+    Measured,
     Received,
     Saved,
     Send,
@@ -44,9 +45,14 @@ from rudra.core.events import (
 )
 from rudra.core.messages import (
     ChildDone,
+    EpochEvaluated,
+    EvaluatePart,
+    GradientNorms,
     LearnerDropped,
     LearnerLate,
     MessageKind,
+    OwnerStepped,
+    PartEvaluated,
     PlateauReached,
     Pull,
     PullAnswer,
@@ -60,13 +66,16 @@ from rudra.core.messages import (
     Weights,
 )
 from rudra.core.training_state import TrainingState
+from rudra.core.wire import in_pieces_or_none
 from rudra.job.job import Job
-from rudra.roles.checkpoint_cycle import CheckpointCycle
+from rudra.roles.distributed_evaluation import DistributedEvaluation, WorkersEvaluation
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
-from rudra.roles.ledger import Ledger, left_over
+from rudra.roles.ledger import left_over
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
 from rudra.roles.membership import Membership
+from rudra.roles.owner_duties import MAINTENANCE, WISHES, OwnerDuties
+from rudra.roles.readiness import Readiness
 from rudra.roles.stragglers import Stragglers, overdue_s, tick_s
 from rudra.roles.weight_broadcast import WeightBroadcast
 from topologies import Plan
@@ -80,9 +89,20 @@ class ServerState(States):
     DONE = auto()
 
 
+NO_WEIGHTS = -1
+"""`held` of a gradient: the worker asks for work, and needs no weights."""
+
 ALIVE = [state for state in ServerState if state is not ServerState.DONE]
 TRAINING = ServerState.TRAINING
 """A name for what is looked up all the time: an enum's attributes are slow."""
+
+
+class Stamp(NamedTuple):
+    """Messages about the weights of one timestamp, and the clock that the protocol reads then."""
+
+    clock: Clock
+    answer: PullAnswer
+    weights: Weights
 
 
 class ParameterServer(Machine):
@@ -93,24 +113,17 @@ class ParameterServer(Machine):
         setup: what it is made from.
 
     Attributes:
-        ledger: of the weights.
-        cycle: their checkpoints.
-        buffers: of gradients on their way into them.
-        roll: who pushes them.
-        received, discarded, lost: gradients.
+        duties: of an owner of weights.
+        ledger: counters and records of the weights.
+        buffers: receive buffers for gradients.
+        membership: roles that push gradients.
+        received, discarded, lost: number of gradients.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **self_loops(ALIVE, dict.fromkeys((Saved, MessageKind.ROWS_FLUSHED, Committed), "_checkpoint")),
-        **self_loops(
-            ALIVE,
-            {
-                MessageKind.TARGET_REACHED: "_enough",
-                MessageKind.PLATEAU: "_plateau",
-                MessageKind.SNAPSHOT_CREDIT: "_credit",
-            },
-        ),
+        **self_loops(ALIVE, {**MAINTENANCE, **WISHES}),
         **self_loops(ALIVE, {Tick: "_look_for_late", MessageKind.LATE: "_hear_of_late"}),
+        **self_loops(ALIVE, {Measured: "_measured", MessageKind.NORMS: "_hear_norms"}),
         **self_loops([ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {Withdrawn: "_withdrawn"}),
         (ServerState.INITIALISING, Started): Transition("_start", ServerState.INITIALISING),
         (ServerState.INITIALISING, Hashed): Transition("_send_first_weights", ServerState.INITIALISING),
@@ -120,82 +133,87 @@ class ParameterServer(Machine):
         (ServerState.INITIALISING, MessageKind.READY): Transition(
             "_child_ready", ServerState.INITIALISING, ServerState.TRAINING, ServerState.DRAINING
         ),
-        (ServerState.INITIALISING, Updated): Transition("_updated", ServerState.INITIALISING),
+        **{
+            (before, what): Transition(method, *after)
+            for before, after in {
+                ServerState.INITIALISING: (ServerState.INITIALISING,),
+                ServerState.TRAINING: (ServerState.TRAINING,),
+                ServerState.DRAINING: (ServerState.DRAINING, ServerState.CLOSING),
+            }.items()
+            for what, method in ((Updated, "_updated"), (MessageKind.STEPPED, "_updated_elsewhere"))
+        },
         (ServerState.INITIALISING, Stopped): Transition("_stop_first", ServerState.INITIALISING),
         (ServerState.INITIALISING, Lost): Transition("_lose", ServerState.INITIALISING),
         **{
             (ServerState.TRAINING, what): Transition(
-                "_checkpoint", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+                method, ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
             )
-            for what in (Saved, MessageKind.ROWS_FLUSHED, Committed)
+            for what, method in MAINTENANCE.items()
         },
         (ServerState.TRAINING, MessageKind.GRADIENT): Transition(
             "_gradient", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
         (ServerState.TRAINING, MessageKind.PULL): Transition("_pull", ServerState.TRAINING),
-        (ServerState.TRAINING, MessageKind.SNAPSHOT_CREDIT): Transition(
-            "_credit", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
-        ),
         (ServerState.TRAINING, Sent): Transition(
             "_returned", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
-        (ServerState.TRAINING, Updated): Transition("_updated", ServerState.TRAINING),
-        (ServerState.TRAINING, Stopped): Transition("_stop", ServerState.DRAINING, ServerState.INITIALISING),
+        (ServerState.TRAINING, Stopped): Transition(
+            "_stop", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
+        ),
+        (ServerState.TRAINING, MessageKind.PART_EVALUATED): Transition(
+            "_part_evaluated", ServerState.TRAINING, ServerState.DRAINING
+        ),
         (ServerState.TRAINING, Lost): Transition(
             "_lose", ServerState.TRAINING, ServerState.DRAINING, ServerState.INITIALISING
         ),
         (ServerState.DRAINING, MessageKind.GRADIENT): Transition(
             "_late_gradient", ServerState.DRAINING, ServerState.CLOSING
         ),
-        (ServerState.DRAINING, MessageKind.PULL): Transition("_in_vain", ServerState.DRAINING),  # stop is the answer
+        (ServerState.DRAINING, MessageKind.PULL): Transition("_ignore", ServerState.DRAINING),  # stop is the answer
         (ServerState.DRAINING, MessageKind.CHILD_DONE): Transition("_bye", ServerState.DRAINING, ServerState.CLOSING),
         (ServerState.DRAINING, Sent): Transition(
             "_returned", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
         ),
-        (ServerState.DRAINING, Updated): Transition("_updated", ServerState.DRAINING, ServerState.CLOSING),
-        (ServerState.DRAINING, Stopped): Transition("_in_vain", ServerState.DRAINING),
+        (ServerState.DRAINING, Stopped): Transition("_ignore", ServerState.DRAINING),
         (ServerState.DRAINING, Lost): Transition(
             "_lose", ServerState.DRAINING, ServerState.CLOSING, ServerState.INITIALISING
         ),
         (ServerState.CLOSING, Sent): Transition("_returned", ServerState.CLOSING),
-        (ServerState.CLOSING, Stopped): Transition("_in_vain", ServerState.CLOSING),
+        (ServerState.CLOSING, Stopped): Transition("_ignore", ServerState.CLOSING),
         (ServerState.CLOSING, Lost): Transition("_lose", ServerState.CLOSING),
         (ServerState.CLOSING, MessageKind.SHUTDOWN): Transition("_finish", ServerState.DONE),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup.plan)
-        self.ledger = Ledger(role, setup)
-        results = setup.job.results
-        self.cycle = CheckpointCycle(self.ledger, results.checkpoint_interval, setup.position, results.kept_interval)
-        self._warnings = _warnings(setup.job, setup.plan)
-        self._follow(setup.plan, setup.position)
+        self.duties = OwnerDuties(role, setup)
+        self.ledger = self.duties.ledger
+        self._co_owned = (self.duties.stages,) if setup.plan.stages else ()
+        self._reset_for_plan(setup.plan, setup.position)
 
-    def _follow(self, plan: Plan, position: TrainingState) -> None:
+    def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
         """Everybody begins by this plan, from here; nothing is under way."""
-        role, protocol = self.id, self.ledger.protocol
-        self.plan, self._job = plan, self.ledger.job
+        role, protocol = self.id, self.ledger.rules.protocol
+        self.plan = plan
         self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
-        self._ordered, self._grants_on_push = protocol.ordered, protocol.grants_on_push
+        self._grants_on_push = protocol.grants_on_push
         self.discarded = self.lost = 0
         self.received = position.applied
-        self.roll = Membership(plan, role, position)
+        self.membership = Membership(plan, role, position)
         self._deferred: deque[int] = deque()  # roles that died while an update was due
-        self._receivers = plan.receivers[role]
-        self._grouped = bool(plan.groups)
         # A learner's link is as busy with a gradient for several servers as for one: they take more of them at a time.
         at_a_time = max(2, min(2 * len(plan.owners), len(plan.children[role])))
-        self.buffers = GradientBuffers(plan.children[role], at_a_time, self._ordered)
-        self._stragglers = Stragglers(plan.children[role], self._job.fault_tolerance.stall_warning_s)
+        self.buffers = GradientBuffers(plan.children[role], at_a_time, protocol.ordered)
+        self._stragglers = Stragglers(plan.children[role], self.ledger.rules.job.fault_tolerance.stall_warning_s)
         self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
-        self._digest: int | None = None
-        self._ready: set[int] = set()
+        self._readiness = Readiness()
         self._lent = 0  # transfers of the weights under way
         self._update_due = False
         self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
-        self._overlapped = plan.overlapped
         self._downcast = WeightBroadcast(plan, role, position.timestamp)
+        wanted = plan.scheduled and self.ledger.rules.job.training.evaluate == "workers"
+        self._evaluation = WorkersEvaluation(wanted=wanted, epoch=position.epoch)
         self._weights_changed()
 
     @property
@@ -205,23 +223,25 @@ class ParameterServer(Machine):
 
     @property
     def waiting_for(self) -> str:
+        if self._evaluation.under_way is not None:
+            evaluation = self._evaluation.under_way
+            names = [self.plan.roles[role].name for role in evaluation.testing]
+            return f"{listed(names)} to test the weights of epoch {evaluation.epoch}"
         if self.state is ServerState.INITIALISING:
-            return listed(self.roll.names(but=self._ready))
+            return listed(self.membership.names(but=self._readiness.roles))
         if self.state is ServerState.DRAINING:
-            return listed(self.roll.names(but=self.roll.left))
-        if self.state is ServerState.TRAINING and self._update_due and self.ledger.is_ahead:
-            return "the statistics server to test the weights"
-        if self.state is ServerState.TRAINING and self._update_due and self.cycle.is_ahead:
-            return "a checkpoint to be written"
+            return listed(self.membership.names(but=self.membership.left))
+        if self.state is ServerState.TRAINING and self._update_due and self.duties.are_ahead:
+            return self.duties.waiting_for
         if self.state is ServerState.TRAINING:
-            return f"a gradient from {listed(self.roll.names()[self._units if self._ordered else 0 :])}"
+            return f"a gradient from {listed(self.membership.names()[self._units if self.buffers.ordered else 0 :])}"
         return "the statistics server to finish"
 
     def validate(self) -> None:
         self.ledger.validate()
         self.buffers.validate()
         self._downcast.validate()
-        self.roll.validate(self.received)
+        self.membership.validate(self.received)
         assert self.received == self.ledger.applied + self.pending + self.discarded + self.lost
         assert self._lent >= 0
         assert bool(self.ledger.pending) == (self.buffers.accumulator is not None)
@@ -229,36 +249,42 @@ class ParameterServer(Machine):
     # Start: everybody holds the same weights.
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        warnings, self._warnings = self._warnings, []
+        warnings = [] if self.ledger.clock.started else _warnings(self.ledger.rules.job, self.plan)
         return [*warnings, Hash(WEIGHTS)]
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
-        self._digest = short_digest(event.digest)
-        self._lent = len(self._receivers)
-        return [Send(to, self._weights, WEIGHTS) for to in self._receivers]
+        self._readiness.digest = short_digest(event.digest)
+        receivers = self.plan.receivers[self.id]
+        self._lent = len(receivers)
+        return [Send(to, self._stamp.weights, WEIGHTS) for to in receivers]
 
     def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        if event.message.digest != self._digest:
+        if not self._readiness.enter(event.message.sender, event.message.digest):
             name = self.plan.roles[event.message.sender].name
             return [Fail(f"{name} received other initial weights than were sent (digests differ)")]
-        self._ready.add(event.message.sender)
         return self._begin(now)
 
     def _begin(self, now: float) -> list[Action]:
-        if self.state is not ServerState.INITIALISING or len(self._ready) < len(self.roll.children) or self._lent:
+        missing = len(self._readiness.roles) < len(self.membership.children)
+        if self.state is not ServerState.INITIALISING or missing or self._lent:
             return []
         self.state = ServerState.TRAINING
         start = self.ledger.start(now)
         self._stragglers.begin(now, self.received)
-        told = [Send(to, start) for to in (self.plan.statistics, *self.roll.children)]
-        over = self.ledger.stopped or self.ledger.over
-        return [*told, *(self._drain() if over else self.buffers.post(True))]
+        told = [Send(to, start) for to in (self.plan.statistics, *self.membership.children)]
+        if self.ledger.stopped or self.ledger.over:
+            return [*told, *self._drain()]
+        actions = [*told, *self.buffers.post(True)]
+        if self.plan.scheduled:  # all workers ask for work
+            self._pulls = dict.fromkeys(self.membership.children, (self.ledger.timestamp, self.ledger.timestamp))
+            actions += self._answer_all()
+        return actions
 
     # Gradients in.
 
     def _gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event, now)
-        return self._work(now)
+        return self._process_arrived(now)
 
     def _take(self, event: Received[PushedGradient], now: float) -> None:
         """Counts the gradients that arrived."""
@@ -267,20 +293,20 @@ class ParameterServer(Machine):
         self.received += len(event.message.gradients)
         if sender in heard:
             heard[sender] = now
-        self.roll.count(event.message)
+        self.membership.count(event.message)
 
-    def _work(self, now: float) -> list[Action]:
+    def _process_arrived(self, now: float) -> list[Action]:
         """Handles what has arrived, one gradient after the other, as far as the leases allow."""
         actions: list[Action] = []
         buffers = self.buffers
         while self.state is TRAINING:
             if self._update_due:
-                if self._lent or self.ledger.is_ahead or self.cycle.is_ahead:
+                if self._lent or self.duties.are_ahead:
                     break
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
                 actions += self._answer_all()
-            elif buffers.arrived and (not self._ordered or buffers.bring()):
+            elif buffers.arrived and (not self.buffers.ordered or buffers.rotate_to_turn()):
                 actions += self._add(*buffers.arrived.popleft())
             else:
                 break
@@ -292,75 +318,95 @@ class ParameterServer(Machine):
         """Adds a gradient to the average, and answers what was asked with it, or lets it wait for the update."""
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
-        samples = ledger.count(gradients, scale)
-        self._units += 1 if self._grouped else len(gradients)
-        if self._overlapped:
+        samples = self.duties.count(gradients, scale)
+        self._units += 1 if self.plan.groups else len(gradients)
+        if self.plan.overlapped:
             self._downcast.await_update(gradients)
         actions = self.buffers.average(buffer, samples, scale)
-        self._update_due = self.buffers.complete if self._ordered else ledger.protocol.update_due(self._units)
+        self._update_due = self._is_update_due()
         asks = message.held >= 0 or message.asks
-        if asks and message.sender in self.roll.worker:  # else it has died since
+        if asks and message.sender in self.membership.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.held)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions
 
+    def _is_update_due(self) -> bool:
+        if self.buffers.ordered:
+            return self.buffers.complete
+        return self.ledger.rules.protocol.update_due(self._units)
+
     # Updates out.
 
     def _update(self, now: float) -> list[Action]:
-        gradient = self.buffers.give()
-        actions = self.ledger.update(gradient, now) + self.cycle.updated(now)
+        gradient = self.buffers.take_average()
+        actions = self.duties.update(gradient, now)
         for child, silence_s in self._stragglers.found(now, self.received):
             actions += self._report_straggler(child, silence_s, now)
         self._weights_changed()
         self.buffers.free.append(gradient)
         self._units, self._update_due = 0, False
-        return actions + self._proceed(now)
+        return actions + self._after_update(now)
 
-    def _proceed(self, now: float) -> list[Action]:
-        """What an update leads to: the end, another job, or new weights for those who wait for a copy."""
-        if self.ledger.over:
+    def _after_update(self, now: float) -> list[Action]:
+        """Returns what an update leads to: an evaluation, the end, another job, or a copy of the weights on its way."""
+        if self._evaluation.is_due(self.ledger.epoch):
+            return self._evaluate(now)
+        if self.ledger.over or self.ledger.stopped:
             return self._drain()
         if self.ledger.is_to_change:
             return self._begin_anew(now)
-        return self._downcast.updated(self._weights) if self._overlapped else []
+        return self._downcast.updated(self._stamp.weights) if self.plan.overlapped else []
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]
-        behind = max(self.roll.received.values()) - self.roll.received[child]
+        behind = max(self.membership.received.values()) - self.membership.received[child]
         text = f"silent for {silence_s:.0f} s, {behind} gradients behind the fastest"
-        self.ledger.tell("straggler", self.ledger.timestamp, now - self.ledger.began, text, child)
+        self.ledger.tell("straggler", self.ledger.timestamp, now - self.ledger.clock.start_time, text, child)
         return [Warn(f"{role.title} is a straggler: {text}")]
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _retry_update(self, now: float) -> list[Action]:
         """Makes the update that waited for a test or a checkpoint."""
-        return self._work(now) if self._update_due else []
+        return self._process_arrived(now) if self._update_due else []
 
-    def _credit(self, event: Received[SnapshotCredit], now: float) -> list[Action]:
-        return self.ledger.credit() + self._go_on(now)
+    def _maintain(
+        self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float
+    ) -> list[Action]:
+        return self.duties.maintain(event, now) + self._retry_update(now)
 
-    def _enough(self, event: Received[TargetReached], now: float) -> list[Action]:
+    def _end_with_epoch(self, event: Received[TargetReached], now: float) -> list[Action]:
         self.ledger.enough()
         return []
 
-    def _plateau(self, event: Received[PlateauReached], now: float) -> list[Action]:
+    def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
         self.ledger.lower(event.message.times, now)
         return []
 
-    def _checkpoint(self, event: Saved | Received[RowsFlushed] | Committed, now: float) -> list[Action]:
-        return self.cycle.take(event, now) + self._go_on(now)
-
     def _updated(self, event: Updated, now: float) -> list[Action]:
-        due = self.ledger.note(event, now)
+        return self._note(event, now)
+
+    def _updated_elsewhere(self, event: Received[OwnerStepped], now: float) -> list[Action]:
+        return self._note(event.message, now)
+
+    def _note(self, made: Updated | OwnerStepped, now: float) -> list[Action]:
+        due = self.duties.note(made, now)
+        if due is None:
+            return []
         return due + self._close(now) if self.state is ServerState.DRAINING else due
+
+    def _measured(self, event: Measured, now: float) -> list[Action]:
+        return self.duties.stages.measured(event)
+
+    def _hear_norms(self, event: Received[GradientNorms], now: float) -> list[Action]:
+        self.duties.stages.hear_norms(event.message)
+        return []
 
     # Weights to learners.
 
     def _weights_changed(self) -> None:
         """Prepares what learners and the protocol are told at this timestamp."""
         timestamp = self.ledger.timestamp
-        self._clock = Clock(timestamp, self.roll.pushed)
-        self._stamp = PullAnswer(self.id, timestamp)
-        self._weights = Weights(self.id, timestamp)
+        clock = Clock(timestamp, self.membership.pushed)
+        self._stamp = Stamp(clock, PullAnswer(self.id, timestamp), Weights(self.id, timestamp))
 
     def _pull(self, event: Received[Pull], now: float) -> list[Action]:
         message = event.message
@@ -374,50 +420,116 @@ class ParameterServer(Machine):
         """
         asked, held = self._pulls[child]
         ledger = self.ledger
-        if self._update_due or not ledger.protocol.pull_granted(self.roll.worker[child], asked, self._clock):
+        if self._update_due or not ledger.rules.protocol.pull_granted(
+            self.membership.worker[child], asked, self._stamp.clock
+        ):
             return []
         del self._pulls[child]
         if held == ledger.timestamp:
-            return [Send(child, self._stamp)]
+            return [Send(child, self._stamp.answer)]
         self._lent += 1
-        return [Send(child, self._stamp), Send(child, self._weights, WEIGHTS)]
+        return [Send(child, self._stamp.answer), Send(child, self._stamp.weights, WEIGHTS)]
 
     def _answer_all(self) -> list[Action]:
         """Answers those that wait, if training goes on."""
-        if self.state is not TRAINING:
+        if self.state is not TRAINING or self._evaluation.under_way is not None:
             return []
         return [action for child in list(self._pulls) for action in self._answer(child)]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.plan.statistics:
             self.ledger.returned(event.buffer)
-            return self._lose_deferred(now) + self._go_on(now)
+            return self._lose_deferred(now) + self._retry_update(now)
         if self._downcast.returned(event):
-            return self._downcast.publish(self._weights) if self.state is TRAINING else self._close(now)
+            return self._downcast.publish(self._stamp.weights) if self.state is TRAINING else self._close(now)
         self._lent -= 1
         if self._update_due and not self._lent:
-            return self._work(now)
+            return self._process_arrived(now)
         return [] if self.state is TRAINING else self._begin(now)
+
+    def _lacks_weights(self, held: int) -> bool:
+        """Whether a worker that holds the weights of a timestamp gets newer ones."""
+        return held not in (self.ledger.timestamp, NO_WEIGHTS)
+
+    # Evaluations by workers: until they are over, nothing else happens.
+
+    @property
+    def _alive(self) -> list[int]:
+        return [child for child in self.membership.worker if child not in self._dead]
+
+    def _evaluate(self, now: float) -> list[Action]:
+        """Has the workers evaluate the weights; the training continues when that is over."""
+        alive = self._alive
+        if not alive:
+            return []  # the loss of the last worker is noted next
+        self._evaluation.begin(self.ledger.epoch, now)
+        return self._assign_parts(alive)
+
+    def _assign_parts(self, children: Sequence[int]) -> list[Action]:
+        """Assigns parts of the evaluation to workers that have none."""
+        evaluation, timestamp = self._evaluation.under_way, self.ledger.timestamp
+        actions: list[Action] = []
+        for child in children:
+            part = None if evaluation is None else evaluation.deal(child)
+            if part is None:
+                continue
+            asked, held = self._pulls.get(child, (timestamp, NO_WEIGHTS))
+            actions.append(Send(child, EvaluatePart(self.id, timestamp, part)))
+            if self._lacks_weights(held):
+                self._pulls[child] = (asked, timestamp)
+                self._lent += 1
+                actions.append(Send(child, self._stamp.weights, WEIGHTS))
+        return actions
+
+    def _part_evaluated(self, event: Received[PartEvaluated], now: float) -> list[Action]:
+        evaluation, message = self._evaluation.under_way, event.message
+        if evaluation is None or message.sender in self._dead or not evaluation.take(message):
+            return []
+        return self._assign_parts([message.sender]) + self._end_evaluation(now)
+
+    def _end_evaluation(self, now: float) -> list[Action]:
+        """Continues the training once all parts are evaluated."""
+        evaluation = self._evaluation.end()
+        if evaluation is None:
+            return []
+        seconds = now - evaluation.began
+        self.ledger.pause(seconds, f"epoch {evaluation.epoch}: workers tested its weights in {seconds:.3f} s", now)
+        self._stragglers.begin(now, self.received)
+        actions: list[Action] = [
+            Send(self.plan.statistics, EpochEvaluated(self.id, evaluation.epoch, seconds, last, rows))
+            for rows, last in in_pieces_or_none(evaluation.rows)
+        ]
+        actions += self._after_update(now)
+        return actions + self._lose_deferred(now) + self._answer_all()
 
     # Learners that die. What they pushed completely counts as ever, unless its turn cannot come any more.
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        role, plan = event.role, self.plan
-        name = plan.roles[role].title
-        if role == plan.statistics:
-            return [Fail(f"the {name} died", lost=True)]
-        if role in self.ledger.recorded_losses:
-            return []
-        if self.state is ServerState.CLOSING:
-            return self.ledger.record_late_loss(role, now)
-        if not self.ledger.started:
-            return [Fail(f"{name} died before training began", lost=True)]
+        role, plan, evaluation = event.role, self.plan, self._evaluation.under_way
+        if evaluation is not None and plan.traits(role).trains:
+            return self._lose_while_evaluating(role, evaluation, now)
+        follows = self.duties.lose(role, now, ended=self.state is ServerState.CLOSING)
+        if follows is not None:
+            return follows
         if self.state is ServerState.INITIALISING or not plan.expendable(role):
             return self._regroup(role, now)
-        return self._go_on_without(role, name, now)
+        return self._go_on_without(role, plan.roles[role].title, now)
+
+    def _lose_while_evaluating(self, role: int, evaluation: DistributedEvaluation, now: float) -> list[Action]:
+        """Notes the loss of a worker after the evaluation, of which others get its part."""
+        self._deferred.append(role)
+        evaluation.lose(role)
+        alive = self._alive
+        if not alive:
+            self._evaluation.under_way = None
+            return self._lose_deferred(now)
+        free = [child for child in alive if child not in evaluation.testing]
+        return self._assign_parts(free) + self._end_evaluation(now)
 
     def _lose_deferred(self, now: float) -> list[Action]:
-        """Who died while weights were under way, once they are not."""
+        """Who died while weights were under way, or evaluated, once they are not."""
+        if self._evaluation.under_way is not None:
+            return []
         actions: list[Action] = []
         while self._deferred and not self._update_due and not self.ledger.final_lent:
             actions += self._lose(Lost(self._deferred.popleft()), now)
@@ -434,58 +546,61 @@ class ParameterServer(Machine):
         """Has everybody who is left begin anew from here, by the job of this epoch."""
         position = self.ledger.position(now)
         actions = self.ledger.regroup(self._dead, position, now)
-        if self.ledger.plan is not self.plan:
-            self._follow(self.ledger.plan, position)
+        if self.ledger.rules.plan is not self.plan:
+            self._reset_for_plan(self.ledger.rules.plan, position)
         return actions
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         """Waits no more for a learner, while all others go on as they are."""
         plan, training = self.plan, self.state is TRAINING
-        if training and self._update_due:  # and waits for leases: it is still one of before
+        waits = training and self._update_due  # for transfers: the update still has the gradient of the lost learner
+        if waits or self._evaluation.under_way is not None:
             self._deferred.append(role)
             return []
-        end, roll = self._stragglers.end_of(role, now, self.received), self.roll
+        # Waiting workers get work first, so that the loss comes between two gradients, as in a replay.
+        answers = self._answer_all() if training and plan.scheduled else []
+        end, members = self._stragglers.end_of(role, now, self.received), self.membership
         child = plan.child_towards(role, self.id)
         assert child is not None
-        pushed = roll.lose(role, child)
-        actions, left = self._forget(role, child), "training had ended"
+        pushed = members.lose(role, child)
+        actions, left = answers + self._forget(role, child), "training had ended"
         if training:
-            if not roll.pushed:
+            if not members.pushed:
                 return [Fail(f"{name} {end.text}, and no learner is left", lost=True)]
             try:
-                protocol = self._job.make_protocol(plan, plan.workers - len(roll.pushed))
-                self.ledger.go_on_by(protocol)
+                protocol = self.ledger.rules.job.make_protocol(plan, plan.workers - len(members.pushed))
+                self.ledger.rules.replace_protocol(protocol)
             except ValueError as error:
-                text = f"{name} {end.text}, and with {len(roll.pushed)} learners the protocol cannot go on: {error}"
+                text = f"{name} {end.text}, and with {len(members.pushed)} learners the protocol cannot go on: {error}"
                 return [Fail(text)]
             self._gradient_weight = protocol.modulation.gradient_weight
             self._weights_changed()
             c = protocol.gradients_per_update
-            left = f"{left_over(len(roll.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
+            left = f"{left_over(len(members.pushed))}, {c} gradient{'s make' if c > 1 else ' makes'} an update"
         actions.append(Warn(f"{name} {end.text}; {left}"))
-        steps = self.ledger.steps[plan.roles[role].index]
+        steps = self.ledger.counts.steps[plan.roles[role].index]
         text = f"{end.text} when {steps} of its gradients had been applied, with the next under way"
         self.ledger.record_loss(role, text, pushed, now, end.kind)
         if not training:
             return actions + self.buffers.post(False) + self._close(now)
-        if self._job.fault_tolerance.on_learner_loss == "stop":
+        if self.ledger.rules.job.fault_tolerance.on_learner_loss == "stop":
             self.ledger.stopped = True
             return actions + self._drain()
-        if self._ordered:
-            self._update_due = bool(self.ledger.pending) and self.buffers.complete
-        else:
-            self._update_due = bool(self.ledger.pending) and self.ledger.protocol.update_due(self._units)
-        return actions + self._work(now) + self._answer_all()
+        self._update_due = bool(self.ledger.pending) and self._is_update_due()
+        return actions + self._process_arrived(now) + self._answer_all()
 
     def _forget(self, role: int, child: int) -> list[Action]:
         """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
+        if self.ledger.dealer is not None:
+            self.lost += self.buffers.ignore_later(child)
+            self.ledger.dealer.recall(self.plan.roles[role].index, dead=True)
         if child != role:
-            if self.roll.below[child]:
+            if self.membership.below[child]:
                 return []
-            dropped, actions = self.buffers.silence(child)
+            dropped, actions = self.buffers.detach(child)
             self.lost += dropped
             return actions
-        self.lost += self.buffers.lose(child)
+        self.lost += self.buffers.remove(child)
         self._stragglers.forget(child)
         self._pulls.pop(child, None)
         return []
@@ -494,12 +609,12 @@ class ParameterServer(Machine):
 
     @property
     def tick_s(self) -> float | None:
-        return tick_s(self._job)
+        return tick_s(self.ledger.rules.job)
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Drops the learner that all wait for, if that takes too long."""
         child = self.buffers.turn
-        silence_s = overdue_s(self._job, self.plan, child, self._stragglers.heard, now)
+        silence_s = overdue_s(self.ledger.rules.job, self.plan, child, self._stragglers.heard, now)
         return [] if child is None or silence_s is None else self._drop_straggler(child, silence_s)
 
     def _hear_of_late(self, event: Received[LearnerLate], now: float) -> list[Action]:
@@ -509,7 +624,7 @@ class ParameterServer(Machine):
     def _drop_straggler(self, learner: int, silence_s: float) -> list[Action]:
         """Drops a learner, one at a time, and never the last one."""
         roles = self.plan.roles
-        may_drop = not self._stragglers.dropping and learner not in self._dead and len(self.roll.pushed) > 1
+        may_drop = not self._stragglers.dropping and learner not in self._dead and len(self.membership.pushed) > 1
         if self.state is not TRAINING or not may_drop:
             return []
         self._stragglers.drop(learner, silence_s)
@@ -527,7 +642,7 @@ class ParameterServer(Machine):
         self.discarded += self.buffers.discard()
         self._pulls.clear()
         stop = Stop(self.id)
-        told = [Send(child, stop) for child in self.roll.children]
+        told = [Send(child, stop) for child in self.membership.children]
         return [*told, *self.buffers.withdraw(), *self.buffers.post(False)]
 
     def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
@@ -540,6 +655,8 @@ class ParameterServer(Machine):
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = True
+        if self._evaluation.under_way is not None:
+            return []
         return self._drain() + self._lose_deferred(now)  # the update will not come for which they waited
 
     def _late_gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
@@ -548,16 +665,16 @@ class ParameterServer(Machine):
         return self.buffers.post(False) + self._close(now)
 
     def _bye(self, event: Received[ChildDone], now: float) -> list[Action]:
-        self.roll.left[event.message.sender] = event.message.pushed
+        self.membership.left[event.message.sender] = event.message.pushed
         return self._close(now)
 
     def _close(self, now: float) -> list[Action]:
-        waits = not self.roll.complete or self.ledger.updating or self._downcast.under_way
+        waits = not self.membership.complete or self.ledger.updating or self._downcast.under_way
         if self.state is not ServerState.DRAINING or waits:
             return []
         self.state = ServerState.CLOSING
-        account = self.ledger.totals(now, self.received, self.pending, self.discarded, self.lost)
-        return account + self.cycle.end(now) if self.ledger.stopped else account
+        counts = {"pending": self.pending, "discarded": self.discarded, "lost": self.lost}
+        return self.duties.account(now, pushed=self.received, **counts, stopped=self.ledger.stopped)
 
     def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ServerState.DONE

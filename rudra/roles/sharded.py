@@ -13,8 +13,8 @@ The parts of weights go to a learner when the first shard has answered it, and t
 told of a snapshot.
 """
 
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
@@ -24,16 +24,13 @@ from rudra.core.events import (
     WEIGHTS,
     Accumulate,
     Action,
-    Combine,
     Computed,
     Copy,
     Drop,
     Hash,
     Lost,
-    Measure,
     Receive,
     Received,
-    Regroup,
     Save,
     Send,
     Sent,
@@ -41,12 +38,10 @@ from rudra.core.events import (
     Update,
     Updated,
     Withdraw,
-    Withdrawn,
 )
 from rudra.core.messages import (
     GradientPart,
     LogEntries,
-    Message,
     MessageKind,
     PartTaken,
     PullAnswer,
@@ -54,11 +49,12 @@ from rudra.core.messages import (
     Shutdown,
     WeightsPart,
 )
-from rudra.core.training_state import BEGINNING
+from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import Learner, LearnerState
+from rudra.roles.log_follower import LogFollower
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
-from rudra.roles.multi_owner import LOGGED, NUMBER, Log, MultiOwnerServer, OwnerSteps, stepped
-from rudra.roles.server import ParameterServer, ServerState
+from rudra.roles.multi_owner import Log, stepped
+from rudra.roles.server import TRAINING, ParameterServer, ServerState
 
 
 @dataclass(slots=True)
@@ -71,54 +67,39 @@ class _Coming:
         missing: shards that do not have theirs yet.
     """
 
-    message: Message
+    message: PushedGradient
     number: int
     missing: set[int]
 
 
-class FirstShard(MultiOwnerServer):
-    """The parameter server that decides for all; arguments as for `ParameterServer`.
+class GradientParts:
+    """Member of the first shard: gradients whose parts come to all shards, and the log that the other shards follow.
 
-    It lets in no gradient from anybody, but each of the learner that has told of it, in the order of the telling where
-    the protocol asks for none.
+    The shard receives no gradient from anybody, but only from a learner that has announced its gradient, in the order
+    of the announcements unless the protocol asks for an order.
+
+    Args:
+        role: id of the first shard.
+        shards: ids of the others.
+        buffers: of the gradients.
     """
 
-    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **MultiOwnerServer.TRANSITIONS,
-        **{
-            (state, trigger): Transition(method, *ParameterServer.TRANSITIONS[state, MessageKind.GRADIENT].states)
-            for state in (ServerState.TRAINING, ServerState.DRAINING)
-            for trigger, method in (
-                (MessageKind.GRADIENT, "_told"),
-                (MessageKind.GRADIENT_PART, "_part_here"),
-                (MessageKind.TAKEN, "_part_there"),
-            )
-        },
-        **self_loops([ServerState.CLOSING], {MessageKind.TAKEN: "_in_vain"}),  # of a learner that has died since
-    }
-
-    def __init__(self, role: int, setup: Setup) -> None:
-        super().__init__(role, setup)
-        self._log = Log(role, setup.plan.front_owners[1:])
-        self.steps = OwnerSteps(setup.plan.front_owners)
-        self._told_of: deque[Message] = deque()  # gradients for which there was no buffer yet
-        self._rooms: dict[str, int | None] = {}  # buffers for gradients of which nobody has told yet -> of whom alone
+    def __init__(self, role: int, shards: tuple[int, ...], buffers: GradientBuffers) -> None:
+        self._id, self._buffers = role, buffers
+        self._log = Log(role, shards)
+        self._announced: deque[PushedGradient] = deque()  # gradients for which there was no buffer yet
+        self._rooms: dict[str, int | None] = {}  # buffers without an announced gradient -> the only source allowed
         self._coming: dict[str, _Coming] = {}  # by buffer
         self._number = 0
 
     def validate(self) -> None:
-        super().validate()
         assert not self._rooms.keys() & self._coming.keys()
-        assert self.buffers.posted.keys() >= self._coming.keys()
+        assert self._buffers.posted.keys() >= self._coming.keys()
 
-    def handle(self, event: Any, now: float) -> list[Action]:
-        actions = self._for_all(super().handle(event, now), now)
-        return [*self._log.told(), *actions]
-
-    def _for_all(self, wanted: Sequence[Action], now: float) -> list[Action]:
-        """What a parameter server wants done, as far as it concerns this shard; the rest is logged for the others."""
-        actions: list[Action] = []
-        todo = deque(wanted)
+    def share(self, actions: Iterable[Action]) -> list[Action]:
+        """Returns what the first shard itself does of what it decided; the others do the rest by the log."""
+        own: list[Action] = []
+        todo = deque(actions)
         while todo:
             match action := todo.popleft():
                 case Receive():
@@ -126,64 +107,109 @@ class FirstShard(MultiOwnerServer):
                 case Withdraw():
                     if action.buffer in self._rooms:  # else its gradient is coming
                         del self._rooms[action.buffer]
-                        todo.extend(self._withdrawn(Withdrawn(action.buffer), now))
+                        self._buffers.withdrawn(action.buffer)
+                        todo.extend(self._buffers.post(False))  # receives are withdrawn when training has ended
                 case Send(buffer=str()):
                     if action.message.kind is MessageKind.SNAPSHOT:
-                        actions.append(Send(action.to, action.message))
-                    actions.append(self._log.add(Send(action.to, WeightsPart(self.id), action.buffer)))
+                        own.append(Send(action.to, action.message))
+                    own.append(self._log.add(Send(action.to, WeightsPart(self._id), action.buffer)))
                 case Accumulate() | Update() | Copy() | Save() | Drop():
-                    actions.append(self._log.add(action))
+                    own.append(self._log.add(action))
                 case _:
-                    actions.append(action)
-        return actions + self._let_in()
+                    own.append(action)
+        own += self._receive_announced()
+        return [*self._log.told(), *own]
 
-    # Gradients, part by part.
-
-    def _let_in(self) -> list[Action]:
-        """Lets in the gradients that were told of, as far as there are buffers for them."""
+    def _receive_announced(self) -> list[Action]:
+        """Receives the gradients that were announced, as far as there are buffers for them."""
         actions: list[Action] = []
-        for buffer, source in list(self._rooms.items()) if self._told_of else ():
-            message = next((m for m in self._told_of if source is None or m.sender == source), None)
+        for buffer, source in list(self._rooms.items()) if self._announced else ():
+            message = next((m for m in self._announced if source is None or m.sender == source), None)
             if message is not None:
-                self._told_of.remove(message)
+                self._announced.remove(message)
                 del self._rooms[buffer]
                 self._number += 1
-                self._coming[buffer] = _Coming(message, self._number, {self.id, *self._log.readers})
+                self._coming[buffer] = _Coming(message, self._number, {self._id, *self._log.readers})
                 actions.append(self._log.add(Receive(buffer, message.sender, gradient=True), self._number))
         return actions
 
-    def _told(self, event: Received[PushedGradient], now: float) -> list[Action]:
+    def announce(self, message: PushedGradient) -> None:
+        """A learner will send the parts of a gradient."""
+        self._announced.append(message)
+
+    def part_here(self, buffer: str) -> Received[PushedGradient] | None:
+        """The first shard has its part; returns the gradient once all shards have theirs."""
+        return self._arrived(buffer, self._id)
+
+    def part_there(self, message: PartTaken) -> Received[PushedGradient] | None:
+        """Another shard has its part; returns the gradient once all shards have theirs."""
+        buffer = next((buffer for buffer, coming in self._coming.items() if coming.number == message.number), None)
+        return None if buffer is None else self._arrived(buffer, message.sender)
+
+    def _arrived(self, buffer: str, shard: int) -> Received[PushedGradient] | None:
+        coming = self._coming[buffer]
+        coming.missing.discard(shard)
+        if coming.missing:
+            return None
+        del self._coming[buffer]
+        return Received(coming.message, buffer)
+
+    def lose(self, role: int) -> None:
+        """A learner died: its gradients that are not complete are dropped everywhere."""
+        self._announced = deque(m for m in self._announced if m.sender != role)
+        for buffer, coming in list(self._coming.items()):
+            if coming.message.sender == role:
+                del self._coming[buffer]
+                self._log.add(Withdraw(buffer))
+                if self._buffers.posted[buffer] is None:  # else it was for that learner only
+                    self._rooms[buffer] = None
+
+
+class FirstShard(ParameterServer):
+    """The parameter server that decides for all shards; arguments as for `ParameterServer`."""
+
+    TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
+        **ParameterServer.TRANSITIONS,
+        **{
+            (state, trigger): Transition(method, *ParameterServer.TRANSITIONS[state, MessageKind.GRADIENT].states)
+            for state in (ServerState.TRAINING, ServerState.DRAINING)
+            for trigger, method in (
+                (MessageKind.GRADIENT, "_announced"),
+                (MessageKind.GRADIENT_PART, "_part_here"),
+                (MessageKind.TAKEN, "_part_there"),
+            )
+        },
+        **self_loops([ServerState.CLOSING], {MessageKind.TAKEN: "_ignore"}),  # of a learner that has died since
+    }
+
+    def __init__(self, role: int, setup: Setup) -> None:
+        super().__init__(role, setup)
+        self._parts = GradientParts(role, setup.plan.front_owners[1:], self.buffers)
+        self._co_owned = (self._parts, *self._co_owned)
+
+    def validate(self) -> None:
+        super().validate()
+        self._parts.validate()
+
+    def _announced(self, event: Received[PushedGradient], now: float) -> list[Action]:
         if event.message.sender not in self._dead:
-            self._told_of.append(event.message)
+            self._parts.announce(event.message)
         return []
 
     def _part_here(self, event: Received[GradientPart], now: float) -> list[Action]:
         assert event.buffer is not None
-        return self._arrived(event.buffer, self.id, now)
+        return self._complete(self._parts.part_here(event.buffer), now)
 
     def _part_there(self, event: Received[PartTaken], now: float) -> list[Action]:
-        number = event.message.number
-        buffer = next((buffer for buffer, coming in self._coming.items() if coming.number == number), None)
-        return [] if buffer is None else self._arrived(buffer, event.message.sender, now)
+        return self._complete(self._parts.part_there(event.message), now)
 
-    def _arrived(self, buffer: str, shard: int, now: float) -> list[Action]:
-        """A shard has its part; when all have, so has the server."""
-        coming = self._coming[buffer]
-        coming.missing.discard(shard)
-        if coming.missing:
+    def _complete(self, gradient: Received[PushedGradient] | None, now: float) -> list[Action]:
+        if gradient is None:
             return []
-        del self._coming[buffer]
-        take = ParameterServer._METHODS[self.state, MessageKind.GRADIENT]
-        return take(self, Received(coming.message, buffer), now)
+        return self._gradient(gradient, now) if self.state is TRAINING else self._late_gradient(gradient, now)
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        self._told_of = deque(m for m in self._told_of if m.sender != event.role)
-        for buffer, coming in list(self._coming.items()):
-            if coming.message.sender == event.role:
-                del self._coming[buffer]
-                self._log.add(Withdraw(buffer))
-                if self.buffers.posted[buffer] is None:  # else it was for that learner alone
-                    self._rooms[buffer] = None
+        self._parts.lose(event.role)
         return super()._lose(event, now)
 
 
@@ -214,7 +240,7 @@ class Shard(Machine):
         **self_loops(
             [FOLLOWING],
             {
-                Started: "_in_vain",
+                Started: "_ignore",
                 MessageKind.LOG: "_read",
                 MessageKind.GRADIENT_PART: "_part",
                 Sent: "_returned",
@@ -229,103 +255,38 @@ class Shard(Machine):
         super().__init__(role, setup.plan)
         self.state = FOLLOWING
         self._first = setup.plan.server
-        self._log: deque[tuple[Any, ...]] = deque()
-        self._coming: dict[str, tuple[int, int]] = {}  # buffer -> whose gradient, and its number
-        self._lent: Counter[str] = Counter()
+        self._follower = LogFollower(role, setup.plan, self._dead)
 
     def validate(self) -> None:
-        assert min(self._lent.values(), default=0) >= 0
+        self._follower.validate()
 
     @property
     def waiting_for(self) -> str:
-        if not self._log:
-            return f"the {self.plan.roles[self._first].name} to say what is next"
-        lent = [buffer for buffer, count in self._lent.items() if count]
-        return f"transfers of its {' and '.join(lent)} to end" if lent else "part of a gradient"
+        return self._follower.waiting_for
 
     def _read(self, event: Received[LogEntries], now: float) -> list[Action]:
-        self._log.extend(event.message.rows.tolist())
-        return self._go_on()
+        self._follower.read(event.message.rows.tolist())
+        return self._follow_log()
 
-    def _go_on(self) -> list[Action]:
+    def _follow_log(self) -> list[Action]:
         """Does what the log says, as far as it can be done now."""
-        actions: list[Action] = []
-        while self._log and (due := self._due(*self._log[0])) is not None:
-            self._log.popleft()
-            actions += due
-        return actions + self._let_in() if self._log else actions
-
-    def _let_in(self) -> list[Action]:
-        """Lets in gradients that the log speaks of further on, while an entry before them has to wait.
-
-        It may, where no entry before is about the buffer, or about another gradient of that learner.
-        """
-        actions: list[Action] = []
-        needed: set[bytes | int] = set()
-        for entry_ in list(self._log):
-            what, role, buffer, other, *_ = entry_
-            if what == NUMBER[Receive] and not needed & {role, buffer}:
-                self._log.remove(entry_)
-                actions += self._due(*entry_) or []
-            else:
-                needed |= {buffer, other, role} if what == NUMBER[Receive] else {buffer, other}
-        return actions
-
-    def _due(
-        self,
-        what: int,
-        role: int,
-        buffer_: bytes,
-        other_: bytes,
-        number: int,
-        fraction: float,
-        scale: float,
-        samples: int,
-        time_s: float,
-        epoch: int,
-        _: int,
-    ) -> list[Action] | None:
-        """What an entry comes to; None: not yet."""
-        kind, buffer, other = LOGGED[what], buffer_.decode(), other_.decode()
-        if kind is Receive:
-            self._coming[buffer] = role, number
-            return [] if role in self._dead else [Receive(buffer, role, gradient=True)]
-        if kind is Withdraw:
-            if buffer in self._coming and self._coming[buffer][0] not in self._dead:
-                return None
-            self._coming.pop(buffer, None)
-            return []
-        if kind is Accumulate:
-            return [Accumulate(other, buffer, fraction, scale)]
-        if kind is Update:
-            return None if self._lent[WEIGHTS] else [Update(buffer, WEIGHTS, scale, number, epoch, samples, time_s)]
-        if kind is Copy:
-            return None if self._lent[other] else [Copy(buffer, other)]
-        if kind is Send:
-            self._lent[buffer] += 1
-            return [Send(role, WeightsPart(self.id), buffer)]
-        if kind is Measure:
-            return [Measure(buffer)]
-        if kind is Combine:
-            return [Combine(buffer)]
-        if kind is Regroup:
-            return [Regroup(self.plan, BEGINNING)]
-        return [Save(WEIGHTS, BEGINNING) if kind is Save else Drop(role)]
+        actions = self._follower.carry_out(self._follower.due)
+        return actions + self._follower.receive_ahead()
 
     def _part(self, event: Received[GradientPart], now: float) -> list[Action]:
         assert event.buffer is not None
-        _, number = self._coming.pop(event.buffer)
-        return [Send(self._first, PartTaken(self.id, number)), *self._go_on()]
+        number = self._follower.arrived(event.buffer)
+        return [Send(self._first, PartTaken(self.id, number)), *self._follow_log()]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
-        self._lent[event.buffer] -= 1
-        return self._go_on()
+        self._follower.lent[event.buffer] -= 1
+        return self._follow_log()
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
         return [Send(self._first, message) for message in stepped(self.id, event)]
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
-        return self._go_on()
+        return self._follow_log()
 
     def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = ShardState.DONE
@@ -351,7 +312,7 @@ class ShardedLearner(Learner):
         (LearnerState.EXCHANGING, MessageKind.WEIGHTS_PART): Transition(
             "_part_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.STOPPED
         ),
-        **self_loops([LearnerState.STOPPED], {MessageKind.WEIGHTS_PART: "_in_vain"}),
+        **self_loops([LearnerState.STOPPED], {MessageKind.WEIGHTS_PART: "_ignore"}),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:

@@ -10,7 +10,6 @@ It answers for the disk, too: a checkpoint counts when the rows up to it, and th
     GATHERING  totals, every learner's account and every epoch recorded -> DONE  finish, tell everybody
 """
 
-from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from enum import auto
 from typing import Any, ClassVar
@@ -20,23 +19,19 @@ import numpy as np
 from rudra.core import records
 from rudra.core.events import (
     Action,
-    Arrange,
     Evaluate,
     Evaluated,
     Fail,
-    Finish,
-    Halt,
-    Hash,
     Hashed,
     Keep,
     Lost,
-    Receive,
     Received,
     Record,
     Send,
     Started,
     Sum,
     Sync,
+    TableName,
 )
 from rudra.core.messages import (
     AverageRows,
@@ -47,35 +42,41 @@ from rudra.core.messages import (
     EventRows,
     GradientRows,
     LearnerRows,
-    Message,
     MessageKind,
     MinibatchRows,
-    PlateauReached,
-    Rows,
     RowsFlushed,
     RunStopped,
-    Shutdown,
     Snapshot,
     SnapshotCredit,
     StageReported,
     StageRows,
-    TargetReached,
     TotalsRows,
     TrainingStarted,
     UpdateRows,
     WeightsPart,
 )
-from rudra.errors import EXIT_FAILED, EXIT_STOPPED
-from rudra.job.target import Best, Target, Watch
-from rudra.roles.machine import Machine, Setup, States, Transition
-from rudra.roles.snapshots import CREDITS
+from rudra.roles.accounts import Accounts
+from rudra.roles.epoch_rows import BUFFERS, EpochTable, ReceivedSnapshots, WorkersEvaluations
+from rudra.roles.goals import Goals, KeptEpochs, scores_of
+from rudra.roles.machine import Machine, Setup, States, Transition, self_loops
 
-SNAPSHOTS = tuple(f"snapshot {i}" for i in range(CREDITS))
+Recorded = GradientRows | UpdateRows | MinibatchRows | AverageRows | StageRows
+TABLES: dict[MessageKind, TableName] = {
+    MessageKind.GRADIENTS: "gradients",
+    MessageKind.UPDATES: "updates",
+    MessageKind.MINIBATCHES: "minibatches",
+    MessageKind.AVERAGES: "averages",
+    MessageKind.STAGES: "stages",
+}
+"""Messages whose rows are recorded as they come."""
 
 
 class StatisticsState(States):
     GATHERING = auto()
     DONE = auto()
+
+
+GATHERING = StatisticsState.GATHERING
 
 
 class StatisticsServer(Machine):
@@ -87,78 +88,47 @@ class StatisticsServer(Machine):
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        (StatisticsState.GATHERING, Started): Transition("_start", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.START): Transition("_begin", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.GRADIENTS): Transition("_gradients", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.UPDATES): Transition("_updates", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.MINIBATCHES): Transition("_minibatches", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.AVERAGES): Transition("_averages", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.STAGES): Transition("_stages", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.CHILD_DONE): Transition(
-            "_stage_left", StatisticsState.GATHERING, StatisticsState.DONE
+        **self_loops(
+            [GATHERING],
+            {
+                Started: "_start",
+                MessageKind.START: "_begin",
+                **dict.fromkeys(TABLES, "_record_rows"),
+                MessageKind.SNAPSHOT: "_snapshot",
+                MessageKind.WEIGHTS_PART: "_snapshot_part",
+                MessageKind.EPOCH_EVALUATED: "_evaluated_by_workers",
+                MessageKind.EVENTS: "_events",
+                MessageKind.CHECKPOINT: "_checkpoint",
+                MessageKind.REPORTED: "_stage_reported",
+                Lost: "_lose",
+            },
         ),
-        (StatisticsState.GATHERING, MessageKind.EPOCHS): Transition(
-            "_epoch", StatisticsState.GATHERING, StatisticsState.DONE
-        ),
-        (StatisticsState.GATHERING, MessageKind.SNAPSHOT): Transition("_snapshot", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.WEIGHTS_PART): Transition("_snapshot_part", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, Hashed): Transition("_hashed", StatisticsState.GATHERING, StatisticsState.DONE),
-        (StatisticsState.GATHERING, Evaluated): Transition(
-            "_evaluated", StatisticsState.GATHERING, StatisticsState.DONE
-        ),
-        (StatisticsState.GATHERING, MessageKind.EPOCH_EVALUATED): Transition("_assessed", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.LEARNERS): Transition(
-            "_learner", StatisticsState.GATHERING, StatisticsState.DONE
-        ),
-        (StatisticsState.GATHERING, MessageKind.TOTALS): Transition(
-            "_account", StatisticsState.GATHERING, StatisticsState.DONE
-        ),
-        (StatisticsState.GATHERING, MessageKind.EVENTS): Transition("_events", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.CHECKPOINT): Transition("_checkpoint", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.REPORTED): Transition("_stage_reported", StatisticsState.GATHERING),
-        (StatisticsState.GATHERING, MessageKind.RUN_STOPPED): Transition(
-            "_end_early", StatisticsState.GATHERING, StatisticsState.DONE
-        ),
-        (StatisticsState.GATHERING, Lost): Transition("_lose", StatisticsState.GATHERING),
+        **{
+            (GATHERING, trigger): Transition(method, GATHERING, StatisticsState.DONE)
+            for trigger, method in {
+                MessageKind.CHILD_DONE: "_stage_left",
+                MessageKind.EPOCHS: "_epoch",
+                Hashed: "_hashed",
+                Evaluated: "_evaluated",
+                MessageKind.LEARNERS: "_learner",
+                MessageKind.TOTALS: "_account",
+                MessageKind.RUN_STOPPED: "_end_early",
+            }.items()
+        },
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
         job, plan = setup.job, setup.plan
         super().__init__(role, plan)
-        self.state = StatisticsState.GATHERING
-        self.epochs = job.training.epochs
+        self.state = GATHERING
         self._evaluates, self._sums_up = bool(job.training.evaluate), job.training.evaluate == "workers"
-        self._sums: dict[int, list[Rows]] = {}  # epoch -> what workers' tests of its weights came to, in order
-        self._digested = 0  # the last epoch whose weights are
-        self._tested: dict[int, float] = {}  # epoch -> seconds that the test took, if that is all of it
-        self._keep_every = job.results.keep_every
-        self._best = Best(job.training.target) if job.results.keep_best else None
-        self._best_epoch = 0
-        self._surpassed: list[int] = []  # epochs that were the best ones, and are still kept
         self._stops_at_loss = job.fault_tolerance.on_learner_loss == "stop"
-        self._learners = np.zeros(plan.learner_numbers, records.LEARNER)
-        self._accounts: set[int] = set()  # learners whose row is there, or who are no more
-        self._totals: Rows | None = None
-        self._rows: dict[int, Rows] = {}  # epoch -> its row, until those before it are recorded
-        target = job.training.target
-        self._watch = None if target is None else Watch(Target.parse(target), job.training.target_window)
-        self._target, self._stops_at_target = target, job.training.stop_at_target
-        self._patience = job.training.patience
-        self._plateau = job.optimizer.plateau
-        self._progress = Best(target)  # as patience and plateau see it
-        self._worse = self._lowered = 0  # tests since the rate fell or there was progress; how often it fell
-        self._enough = False  # the run was to end before it was resumed
-        self._metrics: dict[int, list[tuple[Any, ...]]] = {}  # epoch -> its rows of `records.METRIC`
-        self._rooms: deque[str] = deque()  # buffers for the next snapshots
-        self._parts: Counter[str] = Counter()  # of a snapshot that are here
-        self._waiting: deque[tuple[str, int]] = deque()  # snapshots to work on: buffer and epoch
-        self._working: tuple[str, int] | None = None
-        self._recorded = setup.position.epoch
-        self._last_epoch = self.epochs  # unless the run is stopped
-        self._code = 0
-        self._gone: set[int] = set()  # roles whose rank has died
-        self._dropped: set[int] = set()  # roles that were too slow, and may never be heard of again
-        self._answered: set[int] = set()  # learners that have given their account themselves
+        self._goals = Goals(role, plan.server, job)
+        self._kept = KeptEpochs(job)
+        self._accounts = Accounts(role, plan)
+        self._epochs = EpochTable(setup.position.epoch, self._kept.last)
+        self._snapshots = ReceivedSnapshots(plan)
+        self._workers = WorkersEvaluations()
         self._checkpointed: CheckpointWritten | None = None  # asked for, and not safe yet
         self._began = 0.0
         self._final_weights: str | None = None
@@ -166,296 +136,170 @@ class StatisticsServer(Machine):
 
     @property
     def waiting_for(self) -> str:
-        if self._totals is None:
+        if self._accounts.totals is None:
             return f"the account of the {self.plan.roles[self.plan.server].name}"
-        if len(self._accounts) < len(self._learners):
-            return f"the accounts of {len(self._learners) - len(self._accounts)} learners"
-        if self._reported and self._recorded == self._last_epoch:
+        if self._accounts.missing:
+            return f"the accounts of {self._accounts.missing} learners"
+        if self._reported and self._epochs.recorded == self._epochs.last:
             return "the last rows of the stage server"
-        return f"the weights of epoch {self._recorded + 1}"
+        return f"the weights of epoch {self._epochs.recorded + 1}"
 
     def validate(self) -> None:
-        assert len(self._waiting) <= CREDITS
-        assert self._recorded <= self.epochs
+        self._snapshots.validate()
+        assert self._epochs.recorded <= self._kept.last
 
     @property
     def split(self) -> str:
-        """Whose tests decide."""
-        return "test" if self._target is None else Target.parse(self._target).split
+        """Split whose evaluations decide."""
+        return self._goals.split
 
     def recall(self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int]) -> None:
         """Takes note, before it starts, of the epochs before the checkpoint.
 
         Args:
-            tests: epoch -> what the test of its weights measured on `split`.
-            kept: epochs whose weights are in the results; of others none is the best.
+            tests: epoch -> what the evaluation of its weights measured on `split`.
+            kept: epochs whose weights are in the results; no other epoch is the best one.
         """
         for epoch, scores in tests.items():
-            if self._watch is not None and self._watch.reached(self._watch.target.of(scores)):
-                self._watch, self._enough = None, self._stops_at_target
-            tired, _ = self._look_for_progress(scores)
-            self._enough |= tired
+            self._goals.recall(scores)
             if epoch in kept:
-                self._judge(epoch, scores)
-
-    def _look_for_progress(self, scores: Mapping[str, float | None]) -> tuple[bool, bool]:
-        """Takes note of a test; whether it ends the training for lack of progress, and whether it lowers the rate."""
-        better = self._progress.improved(scores)
-        self._worse = 0 if better else self._worse + 1
-        lowers = self._worse == self._plateau
-        if lowers:
-            self._worse, self._lowered = 0, self._lowered + 1
-        return not better and self._progress.since == self._patience, lowers
-
-    def _judge(self, epoch: int, scores: Mapping[str, float | None]) -> bool:
-        """Whether an epoch is the best one so far, and its weights are to be kept for that."""
-        if self._best is None or not self._best.improved(scores):
-            return False
-        if self._best_epoch and not self._is_kept(self._best_epoch):
-            self._surpassed.append(self._best_epoch)
-        self._best_epoch = epoch
-        return not self._is_kept(epoch)
-
-    def _is_kept(self, epoch: int) -> bool:
-        """Whether the weights of an epoch are kept, however good they are; the last ones are the final ones."""
-        return epoch == self.epochs or (self._keep_every is not None and epoch % self._keep_every == 0)
+                self._kept.is_best(epoch, scores)
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [receive for buffer in SNAPSHOTS for receive in self._let_in(buffer)]
-
-    def _let_in(self, buffer: str) -> list[Action]:
-        """Lets a snapshot in, or all its parts."""
-        self._rooms.append(buffer)
-        return [Receive(buffer, owner) for owner in self.plan.owners]
+        return [receive for buffer in BUFFERS for receive in self._snapshots.receive(buffer)]
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self._began = event.message.began_ns * 1e-9
-        actions = [self._lower()] if self._lowered else []
-        return [*actions, self._to_server(TargetReached(self.id))] if self._enough else actions
+        return self._goals.resume()
 
-    def _lower(self) -> Action:
-        return Send(self.plan.server, PlateauReached(self.id, self._lowered))
-
-    def _gradients(self, event: Received[GradientRows], now: float) -> list[Action]:
-        return [Record("gradients", event.message.rows)]
-
-    def _updates(self, event: Received[UpdateRows], now: float) -> list[Action]:
-        return [Record("updates", event.message.rows)]
-
-    def _minibatches(self, event: Received[MinibatchRows], now: float) -> list[Action]:
-        return [Record("minibatches", event.message.rows)]
-
-    def _averages(self, event: Received[AverageRows], now: float) -> list[Action]:
-        return [Record("averages", event.message.rows)]
-
-    def _stages(self, event: Received[StageRows], now: float) -> list[Action]:
-        return [Record("stages", event.message.rows)]
+    def _record_rows(self, event: Received[Recorded], now: float) -> list[Action]:
+        return [Record(TABLES[event.message.kind], event.message.rows)]
 
     def _stage_reported(self, event: Received[StageReported], now: float) -> list[Action]:
         if event.message.sender in self._reported:  # else it has told of all its rows
             self._reported[event.message.sender] = event.message.timestamp
-        return self._secure()
+        return self._flush_rows()
 
     def _stage_left(self, event: Received[ChildDone], now: float) -> list[Action]:
         self._reported.pop(event.message.sender, None)  # who decides may say twice that all have left
-        return self._secure() + self._finish()
+        return self._flush_rows() + self._finish()
+
+    # Epochs, their snapshots and evaluations.
 
     def _epoch(self, event: Received[EpochRows], now: float) -> list[Action]:
-        rows = event.message.rows
-        self._rows[int(rows[0]["epoch"])] = rows
-        return self._record() + self._secure() + self._finish()
+        self._epochs.enter(event.message.rows)
+        return self._record() + self._flush_rows() + self._finish()
 
     def _snapshot(self, event: Received[Snapshot], now: float) -> list[Action]:
-        rows = event.message.rows
-        epoch = int(rows[0]["epoch"])
-        self._rows[epoch] = rows
-        buffer = event.buffer or self._rooms[0]  # parts come in the order in which they were let in
-        self._rooms.remove(buffer)
-        self.epochs = self._last_epoch = event.message.epochs
-        if epoch == self.epochs:
+        epoch = self._epochs.enter(event.message.rows)
+        buffer = self._snapshots.enter(event.buffer, epoch)
+        self._kept.last = self._epochs.last = event.message.epochs
+        if epoch == self._kept.last:
             self._final_weights = buffer
-        self._waiting.append((buffer, epoch))
-        self._parts[buffer] += len(self.plan.owners) if event.buffer else 0
-        return self._work()
+        return self._snapshots.begin()
 
     def _snapshot_part(self, event: Received[WeightsPart], now: float) -> list[Action]:
         assert event.buffer is not None
-        self._parts[event.buffer] += 1
-        return self._work()
-
-    def _work(self) -> list[Action]:
-        if self._working is not None or not self._waiting:
-            return []
-        if self._parts[self._waiting[0][0]] < len(self.plan.owners):
-            return []
-        self._working = self._waiting.popleft()
-        buffer = self._working[0]
-        del self._parts[buffer]
-        arranges = [Arrange(buffer)] if self.plan.stage is not None else []
-        return [*arranges, Hash(buffer)]
+        self._snapshots.enter_part(event.buffer)
+        return self._snapshots.begin()
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
-        assert self._working is not None
-        buffer, epoch = self._working
-        rows = self._rows[epoch]
+        buffer, epoch = self._snapshots.in_work
+        rows = self._epochs.of(epoch)
         rows["weights_sha256"] = event.digest.encode()
-        keep: list[Action] = [Keep(buffer, epoch)] if self._is_kept(epoch) and epoch != self.epochs else []
+        is_kept = self._kept.is_kept(epoch) and epoch != self._kept.last
+        keep: list[Action] = [Keep(buffer, epoch)] if is_kept else []
         if not self._evaluates:
-            return keep + self._done(now)
-        self._digested = epoch
+            return keep + self._done()
         if self._sums_up:
+            self._workers.digested(epoch)
             rows["evaluation_began_s"] = rows["time_s"]
             return [*keep, *self._sum_up()]
         rows["evaluation_began_s"] = now - self._began
         return [*keep, Evaluate(buffer)]
 
-    def _assessed(self, event: Received[EpochEvaluated], now: float) -> list[Action]:
-        message = event.message
-        found = self._sums.setdefault(message.epoch, [])
-        if message.rows is not None:
-            found.append(message.rows)
-        if not message.last:
-            return []
-        self._tested[message.epoch] = message.seconds
-        return self._sum_up()
+    def _evaluated_by_workers(self, event: Received[EpochEvaluated], now: float) -> list[Action]:
+        return self._sum_up() if self._workers.enter(event.message) else []
 
     def _sum_up(self) -> list[Action]:
         """Adds up an evaluation by workers once, when its weights are digested and all of it is here."""
-        if self._working is None or self._working[1] not in self._tested:
+        if self._snapshots.working is None:
             return []
-        buffer, epoch = self._working
-        if epoch != self._digested or epoch not in self._sums:  # its sum is already being made
-            return []
-        return [Sum(buffer, np.concatenate([*self._sums.pop(epoch), np.empty(0, records.SUM)]))]
+        buffer, epoch = self._snapshots.working
+        sums = self._workers.sums(epoch)
+        return [] if sums is None else [Sum(buffer, sums)]
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
-        assert self._working is not None
-        buffer, epoch = self._working
-        rows = self._rows[epoch]
-        rows["evaluated"], rows["evaluation_s"] = 1, self._tested.pop(epoch, event.seconds)
-        for score in event.scores:
-            if score.split != "train":  # whose columns are of the gradients
-                rows[f"{score.split}_loss"], rows[f"{score.split}_error"] = score.loss, score.error
-        self._metrics[epoch] = [
-            (epoch, 0, score.split, name, value) for score in event.scores for name, value in score.metrics
-        ]
+        buffer, epoch = self._snapshots.in_work
+        metrics = self._epochs.measure(epoch, event, self._workers.seconds(epoch, event))
         keep: list[Action] = []
-        if self._judge(epoch, _scores(rows[0], self._metrics[epoch], self.split)):
-            keep.append(Keep(buffer, epoch, tuple(self._surpassed)))
-            self._surpassed = []
-        return keep + self._done(now)
+        if self._kept.is_best(epoch, scores_of(self._epochs.of(epoch)[0], metrics, self.split)):
+            keep.append(Keep(buffer, epoch, self._kept.surpassed()))
+        return keep + self._done()
 
-    def _done(self, now: float) -> list[Action]:
-        assert self._working is not None
-        buffer, epoch = self._working
-        self._working = None
+    def _done(self) -> list[Action]:
+        buffer, epoch = self._snapshots.in_work
+        self._snapshots.working = None
         actions = self._record(buffer, epoch)  # while the buffer still holds that epoch's weights
-        if epoch != self.epochs:  # the last snapshot holds the final weights, which are still to be written
-            actions += [*self._let_in(buffer), self._to_server(SnapshotCredit(self.id))]
-        return actions + self._work() + self._secure() + self._finish()
+        if epoch != self._kept.last:  # the last snapshot holds the final weights, which are still to be written
+            actions += [*self._snapshots.receive(buffer), Send(self.plan.server, SnapshotCredit(self.id))]
+        return actions + self._snapshots.begin() + self._flush_rows() + self._finish()
 
     def _record(self, buffer: str | None = None, of: int = 0) -> list[Action]:
         """Records the epochs that are complete, in order; a buffer holds the weights of one of them."""
         actions: list[Action] = []
-        later = {epoch for _, epoch in (*self._waiting, self._working or ("", 0))}
-        while (following := self._recorded + 1) in self._rows and following not in later:
-            rows, metrics = self._rows.pop(following), self._metrics.pop(following, [])
+        for epoch, rows, metrics in self._epochs.complete(self._snapshots.epochs):
             if metrics:
                 actions.append(Record("metrics", np.array(metrics, records.METRIC)))
-            weights = buffer if following == of else None
-            actions += [Record("epochs", rows, weights), *self._look_at(rows[0], metrics)]
-            self._recorded = following
+            actions.append(Record("epochs", rows, buffer if epoch == of else None))
+            if rows[0]["evaluated"]:
+                actions += self._goals.judge(rows[0], scores_of(rows[0], metrics, self.split))
         return actions
 
-    def _look_at(self, row: np.void, metrics: list[tuple[Any, ...]]) -> list[Action]:
-        """Whether an epoch reaches the target, or is one too many without progress."""
-        if not row["evaluated"]:
-            return []
-        scores = _scores(row, metrics, self.split)
-        actions: list[Action] = []
-        if self._watch is not None and self._watch.reached(self._watch.target.of(scores)):
-            self._watch = None
-            actions.append(_event("target", row, f"{self._target}: reached with epoch {row['epoch']}"))
-            actions += [self._to_server(TargetReached(self.id))] if self._stops_at_target else []
-        tired, lowers = self._look_for_progress(scores)
-        if lowers:
-            actions.append(self._lower())
-        if tired:
-            tests = f"the last {self._patience} tests, up to epoch {row['epoch']}, bring no new best"
-            text = f"patience = {self._patience}: {tests}"
-            actions += [_event("patience", row, text), self._to_server(TargetReached(self.id))]
-        return actions
-
-    def _events(self, event: Received[EventRows], now: float) -> list[Action]:
-        rows = event.message.rows
-        self._dropped |= set(rows["role"][rows["kind"] == b"dropped"].tolist())
-        return [Record("events", rows)]
+    # Checkpoints.
 
     def _checkpoint(self, event: Received[CheckpointWritten], now: float) -> list[Action]:
         self._checkpointed = event.message
-        return self._secure()
+        return self._flush_rows()
 
-    def _secure(self) -> list[Action]:
-        """Brings all rows to the disk, once those are here that a checkpoint wants: of epochs and of a stage server."""
+    def _flush_rows(self) -> list[Action]:
+        """Flushes all rows to the disk, once it has the rows of epochs and of stage servers that a checkpoint needs."""
         wanted = self._checkpointed
-        if wanted is None or self._recorded < wanted.epochs:
+        if wanted is None or self._epochs.recorded < wanted.epochs:
             return []
         if any(reported < wanted.timestamp for reported in self._reported.values()):
             return []
         self._checkpointed = None
         return [Sync(), Send(self.plan.server, RowsFlushed(self.id, wanted.timestamp))]
 
+    # Accounts, losses and the end.
+
+    def _events(self, event: Received[EventRows], now: float) -> list[Action]:
+        self._accounts.note_events(event.message.rows)
+        return [Record("events", event.message.rows)]
+
     def _end_early(self, event: Received[RunStopped], now: float) -> list[Action]:
-        self._last_epoch = event.message.epochs
-        self._code = EXIT_FAILED if event.message.timestamp < 0 else EXIT_STOPPED
+        self._epochs.last = event.message.epochs
+        self._accounts.stop(event.message.timestamp)
         return self._finish()
 
     def _learner(self, event: Received[LearnerRows], now: float) -> list[Action]:
-        self._answered.add(event.message.sender)
-        for row in event.message.rows:
-            if int(row["learner"]) not in self._accounts:  # the server's of one that died may come second
-                self._learners[row["learner"]] = row
-                self._accounts.add(int(row["learner"]))
+        self._accounts.enter(event.message)
         return self._finish()
 
     def _account(self, event: Received[TotalsRows], now: float) -> list[Action]:
-        self._totals = event.message.rows
+        self._accounts.totals = event.message.rows
         return self._finish()
 
     def _finish(self) -> list[Action]:
-        complete = len(self._accounts) == len(self._learners) and self._recorded == self._last_epoch
-        if self._totals is None or not complete or self._reported:
+        if not self._accounts.complete or self._epochs.recorded != self._epochs.last or self._reported:
             return []
-        assert (self._final_weights is None) == bool(self._code)
         self.state = StatisticsState.DONE
-        apart = not self._dropped <= self._answered
-        done = Shutdown(self.id, self._code, apart)
-        others = (i for i in range(len(self.plan.roles)) if i != self.id and i not in self._gone)
-        reason = "a learner died" if self._gone and self._stops_at_loss else "stopped on request"
-        return [
-            Finish(self._totals, self._learners, self._final_weights, reason if self._code else ""),
-            *(Send(i, done) for i in others),
-            Halt(self._code, apart),
-        ]
+        return [*self._accounts.finish(self._final_weights, stops_at_loss=self._stops_at_loss)]
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, lost = event.role, self.plan.roles[event.role]
         if role in self.plan.owners or role in self.plan.stages:
             return [Fail(f"{lost.title} died, and the run cannot go on without it", lost=True)]
-        self._gone.add(role)  # the owner of the weights gives the account of a learner that is no more
+        self._accounts.gone.add(role)  # the owner of the weights gives the account of a learner that is no more
         return []
-
-    def _to_server(self, message: Message) -> Action:
-        return Send(self.plan.server, message)
-
-
-def _event(kind: str, row: np.void, text: str) -> Record:
-    """Something to be noted of an epoch."""
-    about = (kind.encode(), -1, 0, row["timestamp"], 0, row["time_s"], 0.0, text.encode()[:512])
-    return Record("events", np.array([about], records.EVENT))
-
-
-def _scores(row: np.void, metrics: list[tuple[Any, ...]], split: str) -> dict[str, float]:
-    """What the test of an epoch measured on a split."""
-    scores = {name: float(row[f"{split}_{name}"]) for name in ("loss", "error")}
-    return scores | {name: value for _, _, of, name, value in metrics if of == split}

@@ -1,9 +1,21 @@
-"""Sums that the books keep: over the gradients of the next update, and over those of an epoch."""
+"""Counts of gradients and samples: of the next update, of an epoch, and of each learner."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from rudra.core import records
+from rudra.core.messages import MessageKind
+from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
+from rudra.core.wire import PACK
+from rudra.core.work import portion
+from rudra.job.job import Job
+from topologies import Plan
+
+ROW = PACK[MessageKind.GRADIENTS]
 
 
 @dataclass(slots=True)
@@ -25,6 +37,74 @@ class PendingUpdate:
     loss: float = 0.0
     errors: float = 0.0
     drawn: dict[int, int] = field(default_factory=dict)
+
+
+class LearnerCounts:
+    """Counts of each learner, and of each stream of samples.
+
+    Args:
+        job: resolved.
+        plan: who is who.
+        period: number of mini-batches that a gradient is made of.
+        position: where training begins.
+
+    Attributes:
+        steps: for each learner, the number of the mini-batch after the last one that is counted.
+        samples_applied: for each learner, the number of samples that are counted.
+        samples_drawn: for each stream, the end of what was applied.
+    """
+
+    def __init__(self, job: Job, plan: Plan, period: int, position: TrainingState) -> None:
+        learners = range(plan.learner_numbers)
+        self.steps = [position.step(i) for i in learners]
+        self.samples_applied = [position.learned_by(i) for i in learners]
+        self.samples_drawn = [position.drawn_from(i) for i in learners]
+        size, parts, between = job.training.minibatch_size, job.cluster.parts, period - 1
+        mine = {plan.roles[i].index: portion(plan, i, size, parts) for i in plan.learners} if between and parts else {}
+        # With shares, samples of others lie between the mini-batches of a period.
+        self._others = {learner: between * (own.batch - own.count) for learner, own in mine.items()}
+
+    def add(
+        self, gradients: Iterable[Gradient], scale: float, update: int, sums: "PendingUpdate", *, each: bool = False
+    ) -> None:
+        """Counts gradients, adds them to the sums of an update, and adds their rows.
+
+        Args:
+            gradients: that the update takes.
+            scale: of each gradient in the update.
+            update: number of the update.
+            sums: of the update.
+            each: each gradient is an update of its own, and its `timestamp` is its staleness.
+        """
+        steps, learned, drawn, rows, others = self.steps, self.samples_applied, sums.drawn, sums.rows, self._others
+        samples, staleness_sum, loss_sum, error_sum = sums.samples, sums.staleness, sums.loss, sums.errors
+        for g in gradients:
+            learner, count, step, first, stream = g.learner, g.samples, g.step, g.first, g.stream
+            loss, errors, timestamp = g.loss, g.errors, g.timestamp
+            if each:
+                timestamp = max(0, update - 1 - timestamp)
+            staleness = update - 1 - timestamp
+            rows.append(ROW(update, learner, count, step, first, timestamp, staleness, scale, loss, errors, stream))
+            steps[learner] = step + 1
+            learned[learner] += count
+            end = first + count + (others.get(learner, 0) if others else 0)
+            if end > drawn.get(stream, 0):
+                drawn[stream] = end
+            samples += count
+            staleness_sum += staleness
+            loss_sum += loss * count
+            error_sum += errors
+            if each:
+                update += 1
+        sums.samples, sums.staleness, sums.loss, sums.errors = samples, staleness_sum, loss_sum, error_sum
+
+    def without(self, pending: "PendingUpdate", period: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Returns `steps` and `samples_applied` without gradients that are counted and not applied."""
+        steps, learned = list(self.steps), list(self.samples_applied)
+        for row in np.frombuffer(b"".join(pending.rows), records.GRADIENT)[::-1]:
+            steps[row["learner"]] = int(row["step"]) + 1 - period
+            learned[row["learner"]] -= int(row["samples"])
+        return tuple(steps), tuple(learned)
 
 
 @dataclass(slots=True)

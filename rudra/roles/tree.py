@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 from protocols import Clock
 from rudra.core.events import (
-    WEIGHTS,
     Action,
     Drop,
     Fail,
@@ -54,9 +53,9 @@ from rudra.core.messages import (
 from rudra.core.records import Gradient
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, listed, self_loops, short_digest
+from rudra.roles.readiness import Readiness
 from rudra.roles.stragglers import overdue_s, tick_s
-
-WEIGHT_BUFFERS = (f"{WEIGHTS} 0", f"{WEIGHTS} 1")
+from rudra.roles.tree_weights import Questions, WeightBuffers
 
 
 class TreeServerState(States):
@@ -107,7 +106,7 @@ class TreeServer(Machine):
         ),
         (TreeServerState.STOPPING, Withdrawn): Transition("_withdrawn", TreeServerState.STOPPING),
         (TreeServerState.STOPPING, MessageKind.PULL): Transition(
-            "_in_vain", TreeServerState.STOPPING
+            "_ignore", TreeServerState.STOPPING
         ),  # stop is the answer
         (TreeServerState.STOPPING, MessageKind.WEIGHTS): Transition(
             "_late_weights", TreeServerState.STOPPING, TreeServerState.STOPPED
@@ -121,7 +120,7 @@ class TreeServer(Machine):
         ),
         **self_loops([TreeServerState.WAITING, TreeServerState.READY, TreeServerState.TRAINING], {Lost: "_lose"}),
         (TreeServerState.STOPPING, Lost): Transition("_lose", TreeServerState.STOPPING, TreeServerState.STOPPED),
-        (TreeServerState.STOPPED, Started): Transition("_in_vain", TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, Started): Transition("_ignore", TreeServerState.STOPPED),
         (TreeServerState.STOPPED, Withdrawn): Transition("_withdrawn", TreeServerState.STOPPED),
         (TreeServerState.STOPPED, MessageKind.SHUTDOWN): Transition("_finish", TreeServerState.DONE),
     }
@@ -134,35 +133,26 @@ class TreeServer(Machine):
         self.state = TreeServerState.WAITING if plan.children[role] else TreeServerState.STOPPED  # nobody is left below
         self._job = job
         self._children = list(plan.children[role])
-        self._receivers = plan.receivers[role]
         self._protocol = job.make_protocol(plan)
-        self._ordered = self._protocol.ordered
         self._together = self._share(plan.learners_below(role))
         self._below = {child: plan.learners_below(child) for child in plan.children[role]}
         self._lost = 0  # learners, of all
-        self.buffers = GradientBuffers(self._children, 3, self._ordered)
+        self.buffers = GradientBuffers(self._children, 3, self._protocol.ordered)
         self._pending: list[Gradient] = []
         self.timestamp = 0
         self.received = self.relayed = position.below(plan, role)
         self._received = {child: position.below(plan, child) for child in plan.children[role]}
         self._heard = dict.fromkeys(self._children, 0.0)  # when each child last pushed, or was last given weights
-        self._digest: int | None = None
-        self._ready: set[int] = set()
-        self._current, self._spare = WEIGHT_BUFFERS
-        self._lent = dict.fromkeys(WEIGHT_BUFFERS, 0)  # transfers under way
-        # What children ask for, as timestamp asked about and held: with gradients that are here; not asked of the
-        # parent yet; asked of it, and not answered.
-        self._with_gradients: dict[int, tuple[int, int]] = {}
-        self._pulls: dict[int, tuple[int, int]] = {}
-        self._asked: dict[int, tuple[int, int]] = {}
-        self._fetching = False  # newer weights are announced or coming
+        self._readiness = Readiness()
+        self._weights = WeightBuffers()
+        self._questions = Questions()
         self._left: dict[int, int] = {}
 
     @property
     def waiting_for(self) -> str:
         parent = self.plan.roles[self.parent].name
         if self.state is TreeServerState.WAITING:
-            missing = [self.plan.roles[i].name for i in self._children if i not in self._ready]
+            missing = [self.plan.roles[i].name for i in self._children if i not in self._readiness.roles]
             return f"the first weights from the {parent}" if len(missing) == len(self._children) else listed(missing)
         if self.state is TreeServerState.STOPPING:
             return listed([self.plan.roles[i].name for i in self._children if i not in self._left])
@@ -180,42 +170,40 @@ class TreeServer(Machine):
         self.buffers.validate()
         assert self.received == self.relayed + len(self._pending) + self.buffers.waiting
         assert bool(self._pending) == (self.buffers.accumulator is not None)
-        assert all(lent >= 0 for lent in self._lent.values())
+        self._weights.validate()
 
     # Start: everybody holds the same weights.
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Receive(self._current, self.parent)] if self._receivers else []
+        return [Receive(self._weights.current, self.parent)] if self.plan.receivers[self.id] else []
 
     def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         self.timestamp = event.message.timestamp
-        return [Hash(self._current)]
+        return [Hash(self._weights.current)]
 
     def _hashed(self, event: Hashed, now: float) -> list[Action]:
-        self._digest = short_digest(event.digest)
-        self._lent[self._current] = len(self._receivers)
+        self._readiness.digest = short_digest(event.digest)
         message = Weights(self.id, self.timestamp)
-        return [Send(to, message, self._current) for to in self._receivers]
+        return [self._weights.send(to, message) for to in self.plan.receivers[self.id]]
 
     def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        if self._digest is None:  # without weights of its own it compares its children's
-            self._digest = event.message.digest
-        if event.message.digest != self._digest:
+        # Without weights of its own it compares the digests of its children.
+        if not self._readiness.enter(event.message.sender, event.message.digest):
             name = self.plan.roles[event.message.sender].name
             return [Fail(f"{name} received other initial weights than its neighbours (digests differ)")]
-        self._ready.add(event.message.sender)
         return self._report_ready()
 
     def _first_returned(self, event: Sent, now: float) -> list[Action]:
-        self._lent[event.buffer] -= 1
+        self._weights.returned(event.buffer)
         return self._report_ready()
 
     def _report_ready(self) -> list[Action]:
-        if len(self._ready) < len(self._children) or any(self._lent.values()):
+        digest = self._readiness.digest
+        if len(self._readiness.roles) < len(self._children) or not self._weights.idle:
             return []
-        assert self._digest is not None
+        assert digest is not None
         self.state = TreeServerState.READY
-        return [Send(self.parent, Ready(self.id, self._digest))]
+        return [Send(self.parent, Ready(self.id, digest))]
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self.state = TreeServerState.TRAINING
@@ -250,7 +238,7 @@ class TreeServer(Machine):
 
     def _complete(self) -> bool:
         """Whether the average stands for as many gradients as are passed on together."""
-        if self._ordered:
+        if self.buffers.ordered:
             return self.buffers.complete and bool(self._pending)
         return len(self._pending) >= self._together
 
@@ -264,81 +252,73 @@ class TreeServer(Machine):
 
     def _may_add(self) -> bool:
         """Whether a gradient has arrived whose turn it is; once training has ended, that is anyone's."""
-        if not self._ordered or self.state is TreeServerState.STOPPING:
+        if not self.buffers.ordered or self.state is TreeServerState.STOPPING:
             return True
-        return self.buffers.bring()
+        return self.buffers.rotate_to_turn()
 
     def _add(self) -> list[Action]:
         buffer, message = self.buffers.arrived.popleft()
         self._pending += message.gradients
         if message.held >= 0:
-            self._with_gradients[message.sender] = (message.timestamp, message.held)
+            self._questions.with_gradients[message.sender] = (message.timestamp, message.held)
         return self.buffers.average(buffer, sum(g.samples for g in message.gradients), 1.0)
 
     def _relay(self) -> Action:
         """Passes the average on; if children wait for weights, with the question for them."""
         gradients, self._pending = tuple(self._pending), []
         self.relayed += len(gradients)
-        buffer = self.buffers.lent = self.buffers.give()
-        self._pulls |= self._with_gradients
-        self._with_gradients.clear()
-        asked, held = self._question() if self._may_ask() else (self.timestamp, NOT_PULLING)
+        buffer = self.buffers.lent = self.buffers.take_average()
+        self._questions.pass_on()
+        may_ask = self._may_ask()
+        asked = self._questions.ask() if may_ask else self.timestamp
+        held = self.timestamp if may_ask else NOT_PULLING
         return Send(self.parent, PushedGradient(self.id, asked, held, gradients), buffer)
 
     # Weights down.
 
     def _may_ask(self) -> bool:
-        return bool(self._pulls) and not self._asked and self.state is TreeServerState.TRAINING
-
-    def _question(self) -> tuple[int, int]:
-        """What to ask the parent: the oldest timestamp that a child asks about, and the one that is here."""
-        self._asked, self._pulls = self._pulls, {}
-        return min(asked for asked, _ in self._asked.values()), self.timestamp
+        return self._questions.can_ask and self.state is TreeServerState.TRAINING
 
     def _pull(self, event: Received[Pull], now: float) -> list[Action]:
-        self._pulls[event.message.sender] = (event.message.timestamp, event.message.held)
+        self._questions.waiting[event.message.sender] = (event.message.timestamp, event.message.held)
         return self._ask()
 
     def _ask(self) -> list[Action]:
         """Asks the parent, unless that is under way, or can go with the gradient that waits for its turn."""
         if not self._may_ask() or self._complete():
             return []
-        asked, held = self._question()
-        return [Send(self.parent, Pull(self.id, asked, held))]
+        return [Send(self.parent, Pull(self.id, self._questions.ask(), self.timestamp))]
 
     def _answered(self, event: Received[PullAnswer], now: float) -> list[Action]:
         if event.message.timestamp == self.timestamp:
             return self._answer_all(now)
-        self._fetching = True
+        self._weights.awaited = True
         return self._fetch()
 
     def _fetch(self) -> list[Action]:
         """Lets newer weights in, as soon as the spare buffer is back from all children."""
-        return [] if self._lent[self._spare] else [Receive(self._spare, self.parent)]
+        return [Receive(self._weights.spare, self.parent)] if self._weights.can_receive else []
 
     def _pulled(self, event: Received[Weights], now: float) -> list[Action]:
-        self._fetching = False
+        self._weights.received()
         self.timestamp = event.message.timestamp
-        self._current, self._spare = self._spare, self._current
         return self._answer_all(now)
 
     def _answer_all(self, now: float) -> list[Action]:
         """Answers the children to whom the protocol grants these weights, and asks again for the others."""
-        answered, self._asked = self._asked, {}
         clock = Clock(self.timestamp, ())
         stamp = PullAnswer(self.id, self.timestamp)
         actions: list[Action] = []
-        for child, (asked, held) in answered.items():
+        for child, (asked, held) in self._questions.answer().items():
             if child not in self._children:  # it has died
                 continue
             if not self._protocol.pull_granted(-1, asked, clock):
-                self._pulls[child] = (asked, held)
+                self._questions.waiting[child] = (asked, held)
             else:
                 self._heard[child] = now
                 actions.append(Send(child, stamp))
                 if held < self.timestamp:
-                    self._lent[self._current] += 1
-                    actions.append(Send(child, Weights(self.id, self.timestamp), self._current))
+                    actions.append(self._weights.send(child, Weights(self.id, self.timestamp)))
         return actions + self._ask()
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
@@ -347,8 +327,8 @@ class TreeServer(Machine):
             self.buffers.free.append(event.buffer)
             actions = self._work() + self._ask()
         else:
-            self._lent[event.buffer] -= 1
-            actions = self._fetch() if self._fetching and event.buffer == self._spare else []
+            self._weights.returned(event.buffer)
+            actions = self._fetch() if self._weights.awaited and event.buffer == self._weights.spare else []
         return actions + self._leave() if self.state is TreeServerState.STOPPING else actions
 
     # Learners that die.
@@ -365,15 +345,14 @@ class TreeServer(Machine):
         if child is not None:
             self._below[child] -= 1
             if child != role and not self._below[child]:
-                dropped, actions = self.buffers.silence(child)
+                dropped, actions = self.buffers.detach(child)
                 self.received -= dropped
         self._together = self._share(sum(self._below.values()))
         if child == role:
-            dropped = self.buffers.lose(role)
+            dropped = self.buffers.remove(role)
             self.received -= dropped
             self._children.remove(role)
-            self._with_gradients.pop(role, None)
-            self._pulls.pop(role, None)
+            self._questions.lose(role)
             self._left.pop(role, None)
         if self.state is TreeServerState.TRAINING:
             return actions + self._work() + self._ask()
@@ -391,22 +370,20 @@ class TreeServer(Machine):
         silence_s = overdue_s(self._job, self.plan, child, self._heard, now)
         if self.state is not TreeServerState.TRAINING or child is None or silence_s is None:
             return []
-        if child in self._pulls or child in self._asked:  # it waits for weights itself
+        if child in self._questions.waiting or child in self._questions.asked:  # it waits for weights itself
             return []
         return [Send(self.plan.server, LearnerLate(self.id, child, silence_s))]
 
     def _drop(self, event: Received[LearnerDropped], now: float) -> list[Action]:
         """The root drops a learner."""
         role = event.message.learner
-        if role in self._children:
-            return [Drop(role)]
-        return self.handle(Lost(role), now)
+        return [Drop(role)] if role in self._children else self.handle(Lost(role), now)
 
     # The end: what the children have pushed is passed on, and counted by the root.
 
     def _stop(self, event: Received[Stop], now: float) -> list[Action]:
         self.state = TreeServerState.STOPPING
-        self._pulls.clear()
+        self._questions.waiting.clear()
         stop = Stop(self.id)
         actions = [*(Send(to, stop) for to in self._children), *self.buffers.withdraw(), *self._work()]
         return actions + self._leave()  # with no child left, there is none to wait for
@@ -420,7 +397,7 @@ class TreeServer(Machine):
         return self._work() + self._leave()
 
     def _late_weights(self, event: Received[Weights], now: float) -> list[Action]:
-        self._fetching = False
+        self._weights.awaited = False
         return self._leave()
 
     def _bye(self, event: Received[ChildDone], now: float) -> list[Action]:
@@ -429,7 +406,7 @@ class TreeServer(Machine):
 
     def _leave(self) -> list[Action]:
         here = all(self._left.get(child) == self._received[child] for child in self._children)
-        if not here or self._fetching or self.buffers.lent is not None or any(self._lent.values()):
+        if not here or self._weights.awaited or self.buffers.lent is not None or not self._weights.idle:
             return []
         if self._pending:
             return [self._relay()]

@@ -39,11 +39,11 @@ from rudra.core.events import (
 from rudra.core.messages import AppliedInPlace, MessageKind, WindowUpdated, WindowWeights
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
-from rudra.roles.coordinator import NO_WEIGHTS, Coordinator
+from rudra.roles.coordinator import work_for
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.machine import States, Transition, self_loops
 from rudra.roles.node_windows import NodeWindows
-from rudra.roles.server import ServerState
+from rudra.roles.server import NO_WEIGHTS, ParameterServer, ServerState
 from rudra.roles.window_worker import on_its_way, unsigned
 from topologies import Plan
 
@@ -68,11 +68,11 @@ class UpdateReport(NamedTuple):
     asks: int
 
 
-class WindowCoordinator(Coordinator):
+class WindowCoordinator(ParameterServer):
     """The owner of the order of the samples, and of the books of the weights in the window."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **Coordinator.TRANSITIONS,
+        **ParameterServer.TRANSITIONS,
         (TRAINING, MessageKind.APPLIED_IN_PLACE): Transition("_made", TRAINING, DRAINING),
         (TRAINING, Found): Transition("_found", TRAINING, DRAINING),
         (DRAINING, MessageKind.APPLIED_IN_PLACE): Transition("_made", DRAINING, ServerState.CLOSING),
@@ -81,13 +81,13 @@ class WindowCoordinator(Coordinator):
         (TRAINING, MessageKind.WINDOW_WEIGHTS): Transition("_joined", TRAINING),
         (DRAINING, MessageKind.WINDOW_WEIGHTS): Transition("_joined", DRAINING, ServerState.CLOSING),
         (TRAINING, MessageKind.WINDOW_UPDATED): Transition("_shared", TRAINING, DRAINING),
-        **self_loops([ServerState.CLOSING], {Fetched: "_in_vain"}),  # it was stopped, and an epoch is not complete
+        **self_loops([ServerState.CLOSING], {Fetched: "_ignore"}),  # it was stopped, and an epoch is not complete
     }
 
-    def _follow(self, plan: Plan, position: TrainingState) -> None:
-        super()._follow(plan, position)
+    def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
+        super()._reset_for_plan(plan, position)
         self.buffers = GradientBuffers(plan.children[self.id], 0, False)
-        self._numbered = self._job.hogbatch.locking
+        self._numbered = self.ledger.rules.job.hogbatch.locking
         self._reports: deque[UpdateReport] = deque()
         self._early: dict[int, UpdateReport] = {}  # by number, those that others come before
         self._at_hand: UpdateReport | None = None  # is counted, and waits for a test
@@ -96,7 +96,7 @@ class WindowCoordinator(Coordinator):
         self._fewest = self._most = self._epoch_updates = 0  # σ of the epoch's updates, added up, lies between
         self._leaving: list[int] = []  # dead, whose last updates are not entered yet
         self._looked: set[int] = set()  # at what the dead have done
-        self._nodes = NodeWindows(plan, self.id, self.ledger.learned)
+        self._nodes = NodeWindows(plan, self.id, self.ledger.counts.samples_applied)
 
     @property
     def _stopping(self) -> bool:
@@ -108,7 +108,7 @@ class WindowCoordinator(Coordinator):
 
     def validate(self) -> None:
         self.ledger.validate()
-        self.roll.validate(self.received)
+        self.membership.validate(self.received)
         assert self.received == self.ledger.applied + self.pending + self.discarded + self.lost
         assert (self.ledger.pending == 1) == (self._at_hand is not None)
 
@@ -143,7 +143,7 @@ class WindowCoordinator(Coordinator):
     def _note_arrival(self, message: AppliedInPlace) -> None:
         self.received += len(message.gradients)
         self._told[message.sender] += len(message.gradients)
-        self.roll.count(message)
+        self.membership.count(message)
 
     def _take_in(self, message: AppliedInPlace, digest: int = 0) -> None:
         sender, gradients = message.sender, message.gradients
@@ -160,7 +160,7 @@ class WindowCoordinator(Coordinator):
                 self._reports.append(report)
 
     def _ask_for(self, child: int, batches: int) -> None:
-        if batches and child in self.roll.worker:  # else it has died since
+        if batches and child in self.membership.worker:  # else it has died since
             self._wanted[child] += batches
             self._pulls[child] = (self.ledger.timestamp, NO_WEIGHTS)
 
@@ -187,7 +187,7 @@ class WindowCoordinator(Coordinator):
             del self._pulls[child]
         if not given:
             return []
-        return [self._execute(child, given)]
+        return [work_for(child, given, self.ledger)]
 
     def _lacks_weights(self, held: int) -> bool:
         return False  # they are in the window
@@ -197,17 +197,17 @@ class WindowCoordinator(Coordinator):
             return self._early.pop(self.ledger.timestamp + 1, None)
         return self._reports.popleft() if self._reports else None
 
-    def _work(self, now: float) -> list[Action]:
+    def _process_arrived(self, now: float) -> list[Action]:
         """Takes in updates in their order, as far as tests and checkpoints allow, and gives out work."""
         actions: list[Action] = []
         ledger = self.ledger
         while self.state in (TRAINING, DRAINING):
             if self._at_hand is not None:
-                if ledger.is_ahead or self.cycle.is_ahead or self._nodes.busy or self._lent:
+                if self.duties.are_ahead or self._nodes.busy or self._lent:
                     break
-                if ledger.ends_epoch and self._nodes.is_due(ledger.learned):
+                if ledger.ends_epoch and self._nodes.is_due(ledger.counts.samples_applied):
                     self._update_due = True
-                    actions += self._nodes.join(ledger.learned, last=self.state is DRAINING)
+                    actions += self._nodes.join(ledger.counts.samples_applied, last=self.state is DRAINING)
                     break
                 actions += self._enter(self._at_hand, now)
                 actions += self._lose_deferred(now)
@@ -223,7 +223,7 @@ class WindowCoordinator(Coordinator):
                 if not self._numbered:
                     gradient = structs.replace(gradient, timestamp=max(0, ledger.timestamp - gradient.timestamp))
                 ledger.count((gradient,), 1.0)
-                self._at_hand, self._update_due = report, ledger.is_ahead or self.cycle.is_ahead
+                self._at_hand, self._update_due = report, self.duties.are_ahead
             else:
                 break
         return actions + self._answer_all()
@@ -245,14 +245,14 @@ class WindowCoordinator(Coordinator):
             self._tell_of_races(self._nodes.surviving, now)
         else:
             actions.insert(0, Fetch(WEIGHTS))
-        actions += self.cycle.updated(now)
-        return actions + (self._proceed(now) if self.state is TRAINING else [])
+        actions += self.duties.cycle.updated(now)
+        return actions + (self._after_update(now) if self.state is TRAINING else [])
 
     def _advance(self, now: float) -> list[Action]:
-        actions = self._work(now)
+        actions = self._process_arrived(now)
         return actions + self._close(now)
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _retry_update(self, now: float) -> list[Action]:
         return self._advance(now) if self._at_hand is not None else []
 
     def _drain(self) -> list[Action]:
@@ -267,8 +267,8 @@ class WindowCoordinator(Coordinator):
         if self._at_hand is not None or self._reports or self._early or unknown:
             return []
         stopped = self._stopping
-        if stopped and self.roll.complete and self._nodes.is_due(self.ledger.learned):
-            return self._nodes.join(self.ledger.learned, last=True)
+        if stopped and self.membership.complete and self._nodes.is_due(self.ledger.counts.samples_applied):
+            return self._nodes.join(self.ledger.counts.samples_applied, last=True)
         if self._nodes.busy:
             return []
         actions = super()._close(now)
@@ -284,7 +284,7 @@ class WindowCoordinator(Coordinator):
         if count and not self._numbered:
             between = f"{self._fewest / count:.2f} to {self._most / count:.2f}"
             text = f"epoch {ledger.epoch}: staleness {between}; of all updates {surviving:.6f} survived races (β)"
-            ledger.tell("window", ledger.timestamp, now - ledger.began, text)
+            ledger.tell("window", ledger.timestamp, now - ledger.clock.start_time, text)
         self._fewest = self._most = self._epoch_updates = 0
 
     # Windows of several nodes.
@@ -313,7 +313,9 @@ class WindowCoordinator(Coordinator):
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         nodes, state = self._nodes, self.state
-        unsafe = state is TRAINING or nodes.busy or (state is DRAINING and nodes.is_due(self.ledger.learned))
+        unsafe = (
+            state is TRAINING or nodes.busy or (state is DRAINING and nodes.is_due(self.ledger.counts.samples_applied))
+        )
         if nodes.several and unsafe and self.plan.traits(event.role).trains:
             title = self.plan.roles[event.role].title
             return [Fail(f"{title} died, and with it perhaps what its node has learned in this epoch", lost=True)]
@@ -349,5 +351,5 @@ class WindowCoordinator(Coordinator):
             asks = int(self._numbered and done and place == len(new))  # as it would have, and does in a replay
             gradients = (on_its_way(made, numbered=self._numbered),)
             self._take_in(AppliedInPlace(role, 0, asks, made.seconds, gradients), made.digest)
-        actions = self._work(now)
+        actions = self._process_arrived(now)
         return actions + self._go_on_without(role, self.plan.roles[role].title, now) + self._close(now)

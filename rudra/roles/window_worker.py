@@ -14,6 +14,7 @@ from protocols import Hogbatch
 from rudra.core.events import (
     WEIGHTS,
     Action,
+    Assessed,
     Computed,
     Fetch,
     Fetched,
@@ -29,6 +30,7 @@ from rudra.core.messages import (
     AppliedInPlace,
     AssignWork,
     CollectWindow,
+    EvaluatePart,
     MessageKind,
     Stop,
     TrainingStarted,
@@ -39,10 +41,10 @@ from rudra.core.messages import (
 from rudra.core.records import Gradient
 from rudra.core.wire import CONTROL_GRADIENTS
 from rudra.core.work import Work
-from rudra.roles.learner import LearnerState
+from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.minibatch_log import MinibatchLog
-from rudra.roles.worker import Worker, WorkLog, works
+from rudra.roles.worker import EvaluationPause, WorkLog, evaluated_part, works
 
 AHEAD_S = 10e-3
 """How long a worker has work for, where it may ask for it ahead: longer than a coordinator takes to answer that shares
@@ -126,7 +128,7 @@ class WindowLog(WorkLog):
         return actions, False
 
 
-class WindowWorker(Worker):
+class WindowWorker(Learner):
     """One worker."""
 
     __slots__ = (
@@ -135,6 +137,7 @@ class WindowWorker(Worker):
         "_batch_began",
         "_batch_s",
         "_leads",
+        "_pause",
         "_takes",
         "_told_at",
         "_untold",
@@ -145,7 +148,12 @@ class WindowWorker(Worker):
     log: WindowLog
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **{key: to for key, to in Worker.TRANSITIONS.items() if key[0] not in (COMPUTING, EXCHANGING)},
+        **{key: to for key, to in Learner.TRANSITIONS.items() if key[0] not in (COMPUTING, EXCHANGING)},
+        (LearnerState.READY, MessageKind.START): Transition("_begin", EXCHANGING),
+        **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_ignore"}),
+        (LearnerState.TESTING, Assessed): Transition("_assessed", EXCHANGING),
+        (LearnerState.TESTING, Sent): Transition("_ignore", LearnerState.TESTING),
+        (LearnerState.TESTING, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE),
         (EXCHANGING, MessageKind.ASSIGN_WORK): Transition("_execute", COMPUTING),
         (EXCHANGING, MessageKind.STOP): Transition("_stop_soon", LearnerState.STOPPED),
         **self_loops([EXCHANGING, LearnerState.STOPPED], {MessageKind.COLLECT_WINDOW: "_join", Fetched: "_give"}),
@@ -161,6 +169,7 @@ class WindowWorker(Worker):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
+        self._pause = EvaluationPause()
         self._ahead = not setup.job.hogbatch.locking
         self._asked = 1  # batches that are on their way; who is there when training begins gets one
         self._untold: list[Made] = []
@@ -197,6 +206,17 @@ class WindowWorker(Worker):
         self.timestamp = event.message.timestamp
         return [Publish(WEIGHTS, self.timestamp), Send(self.server, WindowUpdated(self.id, self.timestamp))]
 
+    # Evaluations of the weights in the window, while nobody trains.
+
+    def _assess(self, event: Received[EvaluatePart], now: float) -> list[Action]:
+        self._pause.begin(event.message.part, now)
+        self.state = LearnerState.TESTING
+        return [self._pause.evaluate()]
+
+    def _assessed(self, event: Assessed, now: float) -> list[Action]:
+        self.state = EXCHANGING
+        return evaluated_part(self.id, self.server, event)
+
     # Work.
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
@@ -209,7 +229,7 @@ class WindowWorker(Worker):
         rows = event.message.rows
         self._asked -= len(rows)
         self.log.began = event.message.began_ns * 1e-9
-        pause_s = self._leave_out_tests(now)
+        pause_s = self._pause.end(now)
         for first, count in rows.tolist():
             self.log.take_at(first, count, event.message.learning_rate)
         if self.state is COMPUTING:
@@ -225,9 +245,6 @@ class WindowWorker(Worker):
             return 0 if self.log.batches or self.state is COMPUTING else 1
         most = min(BATCHES_AHEAD, UPDATES_AHEAD // self.log.threads)
         return max(1, min(1 + int(AHEAD_S / self._batch_s), most))
-
-    def _holds(self, timestamp: int) -> bool:
-        return True  # they are in the window
 
     def _next_batch(self, now: float) -> Action:
         self.state, self._batch_began = COMPUTING, now

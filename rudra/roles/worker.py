@@ -44,11 +44,11 @@ from rudra.core.training_state import TrainingState
 from rudra.core.wire import in_pieces_or_none
 from rudra.core.work import DEALT, Work
 from rudra.job.job import Job
-from rudra.roles.coordinator import NO_WEIGHTS
 from rudra.roles.distributed_evaluation import PARTS
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.minibatch_log import MinibatchLog
+from rudra.roles.server import NO_WEIGHTS
 from topologies import Plan
 
 
@@ -94,10 +94,48 @@ class WorkLog(MinibatchLog):
         return Gradient(-1, self.learner, event.samples, *about)
 
 
+class EvaluationPause:
+    """Member of a worker: parts of an evaluation that it computes while nobody trains.
+
+    Attributes:
+        part: that waits for weights; None: none does.
+    """
+
+    __slots__ = ("_began", "part")
+
+    def __init__(self) -> None:
+        self.part: int | None = None
+        self._began: float | None = None
+
+    def begin(self, part: int, now: float) -> None:
+        """A part is assigned, perhaps the first one of the pause."""
+        self.part = part
+        if self._began is None:
+            self._began = now
+
+    def evaluate(self) -> Action:
+        """Computes the part."""
+        part, self.part = self.part, None
+        assert part is not None
+        return Assess(WEIGHTS, part, PARTS)
+
+    def end(self, now: float) -> float:
+        """Ends the pause, if there is one; returns how long it was."""
+        pause_s = 0.0 if self._began is None else now - self._began
+        self._began = None
+        return pause_s
+
+
+def evaluated_part(role: int, server: int, event: Assessed) -> list[Action]:
+    """Reports a part of an evaluation to the coordinator."""
+    pieces = in_pieces_or_none(event.rows)
+    return [Send(server, PartEvaluated(role, event.part, last, rows)) for rows, last in pieces]
+
+
 class Worker(Learner):
     """One worker."""
 
-    __slots__ = ("_part", "_paused_at")
+    __slots__ = ("_pause",)
 
     log: WorkLog
 
@@ -107,7 +145,7 @@ class Worker(Learner):
         (LearnerState.EXCHANGING, MessageKind.ASSIGN_WORK): Transition(
             "_execute", LearnerState.EXCHANGING, LearnerState.COMPUTING
         ),
-        **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_in_vain"}),
+        **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_ignore"}),
         (LearnerState.EXCHANGING, MessageKind.EVALUATE_PART): Transition(
             "_assess", LearnerState.EXCHANGING, LearnerState.TESTING
         ),
@@ -121,8 +159,7 @@ class Worker(Learner):
 
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
-        self._part: int | None = None  # of a test, which waits for weights
-        self._paused_at: float | None = None  # since when it tests weights
+        self._pause = EvaluationPause()
 
     def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
         return WorkLog(role, setup)
@@ -160,27 +197,19 @@ class Worker(Learner):
     # Tests of the weights, while nobody trains.
 
     def _assess(self, event: Received[EvaluatePart], now: float) -> list[Action]:
-        self._part = event.message.part
-        if self._paused_at is None:
-            self._paused_at = now
-        if self._holds(event.message.timestamp):
+        self._pause.begin(event.message.part, now)
+        if event.message.timestamp <= self.timestamp:
             return self._test()
         self._expects_weights = True
         self._pulls += 1
         return [self._receive]
 
-    def _holds(self, timestamp: int) -> bool:
-        """Whether it has the weights of a timestamp."""
-        return timestamp <= self.timestamp
-
     def _test(self) -> list[Action]:
-        part, self._part = self._part, None
-        assert part is not None
         self.state = LearnerState.TESTING
-        return [Assess(WEIGHTS, part, PARTS)]
+        return [self._pause.evaluate()]
 
     def _pulled(self, event: Received[Weights], now: float) -> list[Action]:
-        if self._part is None:
+        if self._pause.part is None:
             return super()._pulled(event, now)
         self._expects_weights = False
         self.timestamp = event.message.timestamp
@@ -188,21 +217,18 @@ class Worker(Learner):
 
     def _assessed(self, event: Assessed, now: float) -> list[Action]:
         self.state = LearnerState.EXCHANGING
-        pieces = in_pieces_or_none(event.rows)
-        return [Send(self.server, PartEvaluated(self.id, event.part, last, rows)) for rows, last in pieces]
+        return evaluated_part(self.id, self.server, event)
 
     def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
         self._leave_out_tests(now)
         return super()._stop_soon(event, now)
 
-    def _leave_out_tests(self, now: float) -> float:
-        """What is measured goes on after tests as if they had taken no time; how long that was."""
-        pause_s = 0.0 if self._paused_at is None else now - self._paused_at
-        self._paused_at = None
+    def _leave_out_tests(self, now: float) -> None:
+        """Continues to measure times after an evaluation as if it had taken no time."""
+        pause_s = self._pause.end(now)
         self._computed_at, self._pushed_at = self._computed_at + pause_s, self._pushed_at + pause_s
         if self._delivered_at is not None:
             self._delivered_at = min(now, self._delivered_at + pause_s)
-        return pause_s
 
     def _delivered_meanwhile(self, event: Sent, now: float) -> list[Action]:
         self._delivered_at = now

@@ -7,7 +7,6 @@ which the parameter server got the gradients; with rule `synchronous` any order 
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from rudra.core.events import (
 from rudra.core.messages import ActivationGradient, Activations, Rows
 from rudra.core.records import Gradient
 from rudra.core.work import Work
+from rudra.roles.log_follower import Entry
 from rudra.roles.machine import Setup
 from rudra.roles.multi_owner import LOGGED
 from rudra.roles.stage_server import StageServer
@@ -49,12 +49,13 @@ class AsRecorded(StageServer):
         told = events[events["kind"] == b"stages"]
         self._then: dict[int, int] = dict(zip(told["timestamp"].tolist(), told["gradients"].tolist(), strict=True))
 
-    def _due(self, what: int, role: int, buffer: bytes, other: bytes, number: int, *more: Any) -> list[Action] | None:
+    def _due(self, entry: Entry) -> list[Action] | None:
+        what, _, _, _, number, *_ = entry
         too_early = LOGGED[what] in (Copy, Send) and self.timestamp < self._then.get(number, 0)
-        return None if too_early else super()._due(what, role, buffer, other, number, *more)
+        return None if too_early else super()._due(entry)
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
-        return super()._stepped(event, now) + self._go_on_at(now)
+        return super()._stepped(event, now) + self._advance(now)
 
 
 class ThroughStage:

@@ -138,7 +138,7 @@ def duration(run: Job, samples: int) -> tuple[float, float]:
     def look(machine: Machine, *about: object) -> None:
         nonlocal began_s
         if isinstance(machine, Owner) and machine.id == machine.plan.server:
-            began_s = machine.ledger.began
+            began_s = machine.ledger.clock.start_time
 
     ended_s = timing(run, samples, look).time_s
     return began_s, ended_s

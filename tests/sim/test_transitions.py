@@ -30,7 +30,7 @@ def change(kind: type[Machine], before: States, after: States) -> Change:
 
 
 ELSEWHERE = {
-    *(Variant.REPLICA_SHARER, Variant.REFERRER, Variant.ELASTIC_LEARNER, Variant.WORKER, Variant.WINDOW_WORKER),
+    *(Variant.ELASTIC_LEARNER, Variant.WORKER, Variant.WINDOW_WORKER),
     *(Variant.COORDINATOR, Variant.WINDOW_COORDINATOR),
 }
 """Variants that the runs here do not have."""
@@ -47,19 +47,14 @@ NAMED = {
 WIDE = {
     **dict.fromkeys(
         [
-            (front + kind, state, "DONE")
-            for front in ("", "FirstStage")
+            (kind, state, "DONE")
             for kind in ("Learner", "GroupLearner", "ShardedLearner")
             for state in ("EXCHANGING", "COMPUTING")
         ],
         "a learner that was dropped may hear of it only with the end of all; a simulated one is gone at once",
     ),
     **dict.fromkeys(
-        [
-            (f"{front}FirstShard", state, "INITIALISING")
-            for front in ("", "FirstStage")
-            for state in ("TRAINING", "DRAINING")
-        ],
+        [("FirstShard", state, "INITIALISING") for state in ("TRAINING", "DRAINING")],
         "servers that share the weights never begin anew: a learner can be missed, and the job does not change",
     ),
     **dict.fromkeys(
@@ -67,16 +62,11 @@ WIDE = {
             (kind, state, "REGROUPING")
             for kind, states in {
                 "Replica": ("HASHING", "READY", "WAITING"),
-                "FirstStageReplica": ("HASHING", "READY", "WAITING"),
                 "Averager": ("HASHING", "READY"),
             }.items()
             for state in states
         ],
         "a checkpoint is written in no time here",
-    ),
-    **dict.fromkeys(
-        [("FirstStageOverlappedLearner", "EXCHANGING", state) for state in ("COMPUTING", "LEAVING")],
-        "activations follow the gradient before them on the same way out, so that it is delivered before the next",
     ),
 }
 """What the tables allow and no simulation does, and why."""
@@ -168,8 +158,12 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
         dying_ = alike("groups", slow, {"learner": 1, "dies_at_s": tenths / 10}, groups=1)
         follow(dying_, 60, seen, 0)
         follow(dying_.with_(placement={"cut": 1, "rule": "synchronous"}), 60, seen, 0)
-        for rule in ("easgd", "average"):
-            follow(dying_.with_(protocol={"name": rule}, topology=replicas), 60, seen, 0)
+        for rule, topology in (
+            *(("easgd", replicas), ("average", replicas)),
+            *(("easgd", {**replicas, "options": {"groups": 1}}), ("average", {**replicas, "options": {"groups": 2}})),
+            ("easgd", {"name": "hierarchical", "options": {"blocks": 2}}),
+        ):
+            follow(dying_.with_(protocol={"name": rule}, topology=topology), 60, seen, 0)
     for tenths in range(0, 40, 7):  # somebody stops it while learners compute, ship, and compute again
         merged = alike("base", {"compute_s": 1.0}).with_(placement={"cut": 1})
         follow(merged, 60, seen, 0, stop_at=tenths / 10)

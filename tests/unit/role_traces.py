@@ -29,6 +29,7 @@ from rudra.core.events import (
 )
 from rudra.core.messages import MESSAGES, ChildDone, Message, MessageKind, PushedGradient
 from rudra.core.records import Gradient
+from rudra.core.training_state import BEGINNING
 from rudra.job.job import Job
 from rudra.roles import Machine, make
 from topologies import Plan
@@ -56,9 +57,13 @@ def job(name: str, learners: int = 2, **tables: Any) -> Job:
     return Job(training=training, protocol=rule, cluster={"learners": learners}, results=QUIET, **tables).resolved()
 
 
-def machine(role: int, run: Job, training_samples: int = 10**6, nodes: Sequence[int] | None = None) -> Machine:
+def machine(
+    role: int, run: Job, training_samples: int = 10**6, nodes: Sequence[int] | None = None, *, epoch: int = 0
+) -> Machine:
+    """A role of a job, which begins after so many epochs."""
     plan = run.plan(nodes)
-    return make(role, run, plan, training_samples, schedule_of(run, plan, training_samples))
+    position = msgspec.structs.replace(BEGINNING, epoch=epoch)
+    return make(role, run, plan, training_samples, schedule_of(run, plan, training_samples), position)
 
 
 def plan(learners: int = 2) -> Plan:

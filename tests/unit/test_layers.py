@@ -12,7 +12,7 @@ import pytest
 
 from rudra.compute.making import EXECUTORS
 from rudra.roles import MACHINES
-from tests.structure import ROOT, SOURCES, circles, classes, imports, trees
+from tests.structure import ROOT, SOURCES, attributes, circles, classes, depths, imports, trees
 from topologies.kinds import Variant
 
 ABOVE = {
@@ -176,3 +176,26 @@ def test_circles_are_found() -> None:
 def test_no_public_class_has_the_name_of_another() -> None:
     names = [node.name for _, node in classes(trees()) if not node.name.startswith("_")]
     assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+ROLES = {name: tree for name, tree in trees().items() if name.startswith("rudra.roles")}
+
+
+def test_no_role_edits_what_another_one_decided() -> None:
+    """`Machine.handle` is the only way from an event to actions."""
+    found = {
+        node.name
+        for _, node in classes(ROLES)
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and each.name == "handle"
+    }
+    assert found == {"Machine"}
+
+
+def test_roles_are_at_most_two_levels_below_the_machine() -> None:
+    deeper = {name for name, depth in depths(trees(), "Machine").items() if depth > 2}
+    assert deeper == set()
+
+
+def test_classes_of_roles_have_few_attributes() -> None:
+    assert {node.name: found for _, node in classes(ROLES) if len(found := attributes(node)) > 22} == {}

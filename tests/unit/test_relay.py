@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rudra.core import records
 from rudra.core.events import WEIGHTS, Accumulate, Action, Copy, Receive, Send, Update
 from rudra.core.layout import Entry, Part, interleaved
-from rudra.roles.first_stage import gradient_of
 from rudra.roles.multi_owner import LOGGED, entry
 from rudra.roles.relay import SUM, SumRelay
+from rudra.roles.stage_log import gradient_of
 from topologies import load
 
 

@@ -76,7 +76,6 @@ from rudra.job.job import Job
 from rudra.job.tables import FaultToleranceTable
 from rudra.roles import Machine
 from rudra.roles import averaging as averaging_
-from rudra.roles import first_stage as first_stage_
 from rudra.roles import group_learner as group_
 from rudra.roles import learner as learner_
 from rudra.roles import overlapped as overlapped_
@@ -536,14 +535,9 @@ def test_what_a_state_does_not_allow_raises_and_changes_nothing(
         replica_.Replica,
         averaging_.Averager,
         server_.ParameterServer,
+        sharded_.FirstShard,
+        sharded_.ShardedLearner,
         tree_.TreeServer,
-        first_stage_.FirstStageLearner,
-        first_stage_.FirstStageGroupLearner,
-        first_stage_.FirstStageShardedLearner,
-        first_stage_.FirstStageOverlappedLearner,
-        first_stage_.FirstStageReplica,
-        first_stage_.FirstStageParameterServer,
-        first_stage_.FirstStageFirstShard,
         stages_.StageServer,
         statistics_.StatisticsServer,
     ],
@@ -586,3 +580,10 @@ def test_minibatches_are_not_reported_if_the_job_says_so() -> None:
     assert not [r for step in range(60) for r in exchanged(role, step, step + 1.0)]
     feed(role, computed(60), SENT)
     assert [brief(a) for a in role.handle(STOP, 99.0)] == ["LEARNERS@0 to T", "CHILD_DONE@0 to S"]
+
+
+@pytest.mark.parametrize("event", [Forwarded(0), Received(any_message(MessageKind.ACTIVATION_GRADIENT, SERVER)), SENT])
+def test_activations_at_a_learner_with_all_layers_raise(event: Event) -> None:
+    role = computing()
+    with pytest.raises(ProtocolError, match="a learner with all layers cannot take"):
+        role.handle(event, 1.0)

@@ -319,12 +319,12 @@ def test_an_aggregate_counts_as_the_gradients_that_it_stands_for() -> None:
     assert told[:1] == ["update by gradient 0 at 1"], "staleness 1 and 2; the whole has one weight, the first's"
     rows = list(rows_sent(role.ledger.outbox.flush(9.0), MessageKind.GRADIENTS))[-2:]
     assert [(r["learner"], r["samples"], r["staleness"], r["update"]) for r in rows] == [(0, 3, 1, 3), (1, 5, 2, 3)]
-    assert (role.roll.pushed, role.received) == ([5, 1], 6)
+    assert (role.membership.pushed, role.received) == ([5, 1], 6)
 
 
 def test_the_schedule_counts_completed_epochs() -> None:
     role = training("async", samples=SAMPLES, training={"epochs": 3}, protocol={"modulation": "none"})
-    role.ledger.schedule = Schedule.stepped(OptimizerTable(learning_rate=1.0), (1, 2))
+    role.ledger.rules.schedule = Schedule.stepped(OptimizerTable(learning_rate=1.0), (1, 2))
     told = [text for step in range(2) for text in feed(role, gradient(0, step, step, G0), *returned(0))]
     told += feed(role, gradient(0, 2, 2, G0))
     rates = [text for text in told if "update" in text]

@@ -168,11 +168,10 @@ def test_the_best_epoch_is_not_kept_twice() -> None:
 
 
 def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
-    role = machine(STATISTICS, job("async", training={"epochs": 9}).with_(results={"keep_best": True}))
+    role = machine(STATISTICS, job("async", training={"epochs": 9}).with_(results={"keep_best": True}), epoch=3)
     assert isinstance(role, StatisticsServer)
     role.recall({1: {"error": 0.1}, 2: {"error": 0.5}, 3: {"error": 0.6}}, (2, 3))
     feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
-    role._recorded = 3
     worse = feed(role, epoch(4, "snapshot 0", 9), HASHED, evaluated("snapshot 0", 0.55))
     better = feed(role, epoch(5, "snapshot 1", 9), HASHED, evaluated("snapshot 1", 0.45))
     assert not [action for action in worse if action.startswith("keep")]
@@ -220,10 +219,9 @@ def test_after_a_resume_a_plateau_is_told_again() -> None:
 def test_patience_counts_the_tests_before_a_resume() -> None:
     tests = {1: {"error": 0.4}, 2: {"error": 0.5}}
     for before, after in ((tests, 0.6), (tests | {3: {"error": 0.45}}, None)):
-        role = machine(STATISTICS, job("async", training={"epochs": 9, "patience": 2}))
+        role = machine(STATISTICS, job("async", training={"epochs": 9, "patience": 2}), epoch=len(before))
         assert isinstance(role, StatisticsServer)
         role.recall(before, ())
-        role._recorded = len(before)
         begun = feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
         assert ("TARGET_REACHED@0 to S" in begun) == (after is None)
         if after is not None:

@@ -1,0 +1,153 @@
+"""Snapshots and rows of epochs at the statistics server, from their arrival until they are recorded."""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from rudra.core import records
+from rudra.core.events import Action, Arrange, Evaluated, Hash, Receive
+from rudra.core.messages import EpochEvaluated, Rows
+from rudra.roles.snapshots import CREDITS
+from topologies import Plan
+
+BUFFERS = tuple(f"snapshot {i}" for i in range(CREDITS))
+
+
+class ReceivedSnapshots:
+    """Snapshots of the weights: one in work, and others that wait.
+
+    Args:
+        plan: who is who.
+
+    Attributes:
+        working: buffer and epoch of the snapshot in work.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._owners, self._arranges = plan.owners, plan.stage is not None
+        self._rooms: deque[str] = deque()  # buffers for the next snapshots
+        self._parts: Counter[str] = Counter()  # parts of a snapshot that are here
+        self._waiting: deque[tuple[str, int]] = deque()  # buffers and epochs
+        self.working: tuple[str, int] | None = None
+
+    def validate(self) -> None:
+        assert len(self._waiting) <= CREDITS
+
+    def receive(self, buffer: str) -> list[Action]:
+        """Receives a snapshot, or all its parts."""
+        self._rooms.append(buffer)
+        return [Receive(buffer, owner) for owner in self._owners]
+
+    def enter(self, buffer: str | None, epoch: int) -> str:
+        """A snapshot of an epoch is here, or is announced if no buffer is given; returns its buffer."""
+        found = buffer or self._rooms[0]  # parts arrive in the order in which they are received
+        self._rooms.remove(found)
+        self._waiting.append((found, epoch))
+        self._parts[found] += len(self._owners) if buffer else 0
+        return found
+
+    def enter_part(self, buffer: str) -> None:
+        """A part of a snapshot is here."""
+        self._parts[buffer] += 1
+
+    def begin(self) -> list[Action]:
+        """Begins with the next snapshot if none is in work and all its parts are here."""
+        if self.working is not None or not self._waiting:
+            return []
+        if self._parts[self._waiting[0][0]] < len(self._owners):
+            return []
+        self.working = self._waiting.popleft()
+        buffer = self.working[0]
+        del self._parts[buffer]
+        arranges = [Arrange(buffer)] if self._arranges else []
+        return [*arranges, Hash(buffer)]
+
+    @property
+    def in_work(self) -> tuple[str, int]:
+        """Buffer and epoch of the snapshot in work, which must exist."""
+        assert self.working is not None
+        return self.working
+
+    @property
+    def epochs(self) -> set[int]:
+        """Epochs whose snapshots are here and not done."""
+        return {epoch for _, epoch in (*self._waiting, self.working or ("", 0))}
+
+
+class WorkersEvaluations:
+    """Evaluations by workers, of which the statistics server adds up the parts."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, list[Rows]] = {}  # epoch -> rows of its parts, in order
+        self._seconds: dict[int, float] = {}  # epoch -> duration of its evaluation, if all of it is here
+        self._digested = 0  # the last epoch whose weights are
+
+    def enter(self, message: EpochEvaluated) -> bool:
+        """Takes some of an evaluation; returns whether that is the last of it."""
+        found = self._sums.setdefault(message.epoch, [])
+        if message.rows is not None:
+            found.append(message.rows)
+        if message.last:
+            self._seconds[message.epoch] = message.seconds
+        return message.last
+
+    def digested(self, epoch: int) -> None:
+        """The weights of an epoch are digested."""
+        self._digested = epoch
+
+    def sums(self, epoch: int) -> Rows | None:
+        """Returns an epoch's rows of `records.SUM` once, when its weights are digested and all rows are here."""
+        if epoch not in self._seconds or epoch != self._digested or epoch not in self._sums:
+            return None
+        return np.concatenate([*self._sums.pop(epoch), np.empty(0, records.SUM)])
+
+    def seconds(self, epoch: int, event: Evaluated) -> float:
+        """Returns how long the evaluation of an epoch took: that by workers, or the server's own."""
+        return self._seconds.pop(epoch, event.seconds)
+
+
+class EpochTable:
+    """Rows of epochs and of their metrics, until all epochs before them are recorded.
+
+    Args:
+        recorded: the last epoch that is recorded.
+
+    Attributes:
+        recorded: as given.
+        last: the last epoch of the run.
+    """
+
+    def __init__(self, recorded: int, last: int) -> None:
+        self.recorded, self.last = recorded, last
+        self._rows: dict[int, Rows] = {}
+        self._metrics: dict[int, list[tuple[Any, ...]]] = {}
+
+    def enter(self, rows: Rows) -> int:
+        """Takes the row of an epoch; returns the epoch."""
+        epoch = int(rows[0]["epoch"])
+        self._rows[epoch] = rows
+        return epoch
+
+    def of(self, epoch: int) -> Rows:
+        """Returns the row of an epoch, which may be changed."""
+        return self._rows[epoch]
+
+    def measure(self, epoch: int, event: Evaluated, seconds: float) -> list[tuple[Any, ...]]:
+        """Enters an evaluation into the row of its epoch; returns the rows of its metrics."""
+        rows = self._rows[epoch]
+        rows["evaluated"], rows["evaluation_s"] = 1, seconds
+        for score in event.scores:
+            if score.split != "train":  # these columns are of the gradients
+                rows[f"{score.split}_loss"], rows[f"{score.split}_error"] = score.loss, score.error
+        self._metrics[epoch] = [
+            (epoch, 0, score.split, name, value) for score in event.scores for name, value in score.metrics
+        ]
+        return self._metrics[epoch]
+
+    def complete(self, later: set[int]) -> Iterator[tuple[int, Rows, list[tuple[Any, ...]]]]:
+        """Yields the epochs that can be recorded, in order, each with its row and metrics, but none of `later`."""
+        while (following := self.recorded + 1) in self._rows and following not in later:
+            yield following, self._rows.pop(following), self._metrics.pop(following, [])
+            self.recorded = following

@@ -1,0 +1,109 @@
+"""Duties of an owner of weights besides deciding about updates.
+
+Parameter servers and learners without a server have these duties as a member: they count updates, make checkpoints,
+send snapshots, note when all owners have made an update, and account for losses and for the whole training.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rudra.core.events import Action, Committed, Fail, Received, Saved, Updated
+from rudra.core.messages import MessageKind, OwnerStepped, RowsFlushed, SnapshotCredit
+from rudra.core.records import Gradient
+from rudra.roles.checkpoint_cycle import CheckpointCycle
+from rudra.roles.ledger import Ledger
+from rudra.roles.machine import Setup
+from rudra.roles.multi_owner import OwnerSteps
+from rudra.roles.stage_log import StageLog
+
+MAINTENANCE: Mapping[Any, str] = dict.fromkeys(
+    (Saved, MessageKind.ROWS_FLUSHED, Committed, MessageKind.SNAPSHOT_CREDIT), "_maintain"
+)
+"""Events of checkpoints and snapshots, after which an update that waited may be made."""
+
+WISHES: Mapping[Any, str] = {MessageKind.TARGET_REACHED: "_end_with_epoch", MessageKind.PLATEAU: "_lower_rate"}
+"""Decisions of the statistics server."""
+
+
+class OwnerDuties:
+    """Duties of one owner.
+
+    Args:
+        role: id of the owner.
+        setup: what the owner is made from.
+        leads: it reports, makes checkpoints, and decides for owners of other layers.
+
+    Attributes:
+        ledger: counters and records of the weights.
+        cycle: checkpoints of the weights.
+        stages: log for owners of other layers.
+        steps: updates that not all owners have made.
+    """
+
+    def __init__(self, role: int, setup: Setup, *, leads: bool = True) -> None:
+        plan, results, position = setup.plan, setup.job.results, setup.position
+        self.ledger = Ledger(role, setup, reports=leads)
+        intervals = (results.checkpoint_interval, results.kept_interval) if leads else (None, None)
+        self.cycle = CheckpointCycle(self.ledger, intervals[0], position, intervals[1])
+        self.stages = StageLog(role, setup, plan.stages if leads else ())
+        owners = plan.front_owners if plan.served else (role,)
+        self.steps = OwnerSteps(plan.owners if self.stages.synchronous else owners)
+
+    @property
+    def are_ahead(self) -> bool:
+        """Whether the next update must wait for the statistics server or for a checkpoint."""
+        return self.ledger.is_ahead or self.cycle.is_ahead
+
+    @property
+    def waiting_for(self) -> str:
+        """What an update waits for that is ahead."""
+        return "the statistics server to test the weights" if self.ledger.is_ahead else "a checkpoint to be written"
+
+    def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
+        """Counts gradients for the next update; returns the number of their samples."""
+        samples = self.ledger.count(gradients, scale)
+        if self.stages.synchronous:
+            self.stages.add(gradients, scale)
+        return samples
+
+    def update(self, gradient: str, now: float) -> list[Action]:
+        """Updates the weights by an average of all gradients that were counted; begins a checkpoint if it is due."""
+        return self.ledger.update(gradient, now) + self.cycle.updated(now)
+
+    def note(self, made: Updated | OwnerStepped, now: float) -> list[Action] | None:
+        """This owner, or another one, has made an update; returns what follows once all have made it."""
+        whole = self.steps.here(made) if isinstance(made, Updated) else self.steps.there(made)
+        return None if whole is None else self.ledger.note(whole, now)
+
+    def maintain(
+        self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float
+    ) -> list[Action]:
+        """Takes the next step of a checkpoint, or sends a snapshot that waited for credit."""
+        if isinstance(event, Received) and isinstance(event.message, SnapshotCredit):
+            return self.ledger.credit()
+        return self.cycle.take(event, now)
+
+    def lose(self, role: int, now: float, *, ended: bool) -> list[Action] | None:
+        """A role died; returns what follows, or None if training must continue without the role.
+
+        Args:
+            role: id.
+            now: seconds on the driver's clock.
+            ended: training has ended.
+        """
+        ledger = self.ledger
+        title = ledger.rules.plan.roles[role].title
+        if role == ledger.rules.plan.statistics:
+            return [Fail(f"the {title} died", lost=True)]
+        if role in ledger.recorded_losses:
+            return []
+        if ended:
+            return ledger.record_late_loss(role, now)
+        return None if ledger.clock.started else [Fail(f"{title} died before training began", lost=True)]
+
+    def account(
+        self, now: float, *, pushed: int, pending: int = 0, discarded: int = 0, lost: int = 0, stopped: bool
+    ) -> list[Action]:
+        """Accounts for the training; if it was stopped, makes a last checkpoint."""
+        totals = self.ledger.totals(now, pushed, pending, discarded, lost)
+        return [*totals, *(self.cycle.end(now) if stopped else ()), *self.stages.end()]
