@@ -27,7 +27,7 @@ from rudra.core.messages import tensor_bytes
 from rudra.findings import Goal, Report, Spread, spread
 from rudra.job.job import Job
 from rudra.machine import cores
-from rudra.simulation import costs
+from rudra.prepare.resolve import nodes_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.efficiency import Times, unmerged
 from rudra.simulation.predict import Outline, predict, steady_rate
@@ -124,7 +124,7 @@ def simulated(table: dict[str, Any], groups: int, updates: int = 2000) -> Found:
 
 def model(job: Job, size_bytes: int) -> Times:
     """The times that the costs of a job with compute groups imply."""
-    table, plan = job.simulation, job.plan(costs.places(job))
+    table, plan = job.simulation, job.plan(nodes_of(job))
     charges = CostModel(table, plan, job.training.minibatch_size, size_bytes=tensor_bytes(size_bytes))
     return unmerged(charges, size_bytes)
 

@@ -19,7 +19,7 @@ from rudra.compute.vectors import Memory
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 from rudra.simulation.predict import Outline, predict
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from rudra.findings import Goal, Report, Spread, spread
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 from rudra.probe import Method, wrapped
 from rudra.report.workers import workers_of
 from rudra.results.reader import Results

@@ -24,7 +24,6 @@ from rudra.compute.executor import torch_as_in
 from rudra.compute.flat import sha256
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
-from rudra.compute.schedule import phases_of
 from rudra.core.layout import Entry, interleaved
 from rudra.data.fingerprint import fingerprints, from_plain
 from rudra.data.load import Data, DataInfo, load
@@ -33,10 +32,11 @@ from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores
+from rudra.prepare.phases import phases_of
 from rudra.results.export import save
+from rudra.results.identity import DECISIVE, DECISIVE_LISTS, decisive
 from rudra.results.reader import Results, open_results
 from rudra.results.recorder import arithmetic
-from rudra.results.resume import DECISIVE, DECISIVE_LISTS, decisive
 from rudra.results.warm_start import final_weights
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights
 from rudra.simulation.replay_driver import ReplayDriver

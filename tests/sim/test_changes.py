@@ -16,7 +16,7 @@ from test_resume import ALONE, GROUPS, TREE, check_rows, make_job
 import rudra
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.simulation.costs import places
+from rudra.prepare.resolve import nodes_of
 from topologies.kinds import TREE_SERVER
 
 GROWING = {"at_epoch": 1, "training": {"minibatch_size": 16}}
@@ -194,7 +194,7 @@ def changing(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
     moments = st.floats(0.05, 1.0).map(lambda part: part * ended_s)
     dying = draw(st.lists(st.integers(0, learners - 1), min_size=1, max_size=2, unique=True))
     faults: list[dict[str, Any]] = [{"learner": i, "dies_at_s": draw(moments)} for i in dying]
-    servers = [role.index for role in undisturbed.plan(places(undisturbed)).roles if role.kind == TREE_SERVER]
+    servers = [role.index for role in undisturbed.plan(nodes_of(undisturbed)).roles if role.kind == TREE_SERVER]
     if servers and draw(st.booleans()):
         faults.append({"tree_server": draw(st.sampled_from(servers)), "dies_at_s": draw(moments)})
     if draw(st.booleans()):

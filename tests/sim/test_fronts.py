@@ -15,7 +15,7 @@ from test_transitions import placed
 
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.simulation.costs import places
+from rudra.prepare.resolve import nodes_of
 
 pytestmark = pytest.mark.slow
 
@@ -74,5 +74,5 @@ def check_back(run: Job, stages: Any) -> None:
     assert not stages["staleness"].any()
     stamps = np.unique(stages["timestamp"])
     assert np.array_equal(stamps, np.arange(1, len(stamps) + 1))
-    if run.placement.rule == "merged" and not run.plan(places(run)).groups:
+    if run.placement.rule == "merged" and not run.plan(nodes_of(run)).groups:
         assert len(stamps) == len(stages), "one update for each mini-batch"

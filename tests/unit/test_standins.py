@@ -9,7 +9,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.jobfiles import read_toml
 from rudra.job.tables import ModelTable
-from rudra.simulation import costs
+from rudra.prepare import cost_files
 from rudra.simulation.predict import outline
 from rudra.studies import standins, sweep
 
@@ -19,7 +19,7 @@ INFO = DataInfo("noise", 100, 10, (1,), 1000)
 @pytest.mark.parametrize("name", standins.NAMES)
 def test_the_preset_has_the_times_of_a_stand_in(name: str) -> None:
     layers, size, cut = standins.timed(name)
-    keys = read_toml(costs.find("ralp"))["models"][f"rudra.studies.standins:{name}"]
+    keys = read_toml(cost_files.find("ralp"))["models"][f"rudra.studies.standins:{name}"]
     assert list(keys) == ["compute_s"]
     ((minibatch, seconds),) = keys["compute_s"].items()
     assert int(minibatch) == size

@@ -1,0 +1,296 @@
+"""Where a run begins: at the start, at a checkpoint of its own, or with all of another run's checkpoint."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from protocols import restored
+from rudra.core.phases import phase_at
+from rudra.core.training_state import BEGINNING, TrainingState
+from rudra.errors import CheckpointError, ConfigError
+from rudra.files import check_output
+from rudra.job.job import Job
+from rudra.job.table import named
+from rudra.job.tables import PLACEMENT_RULES
+from rudra.prepare.decided import Decided, fill
+from rudra.results import checkpoint
+from rudra.results.checkpoint import SavedState
+from rudra.results.identity import (
+    LENGTH,
+    Tables,
+    decisive,
+    differences,
+    finished,
+    read_own,
+    replaceable,
+    source,
+    tables_of,
+)
+from rudra.results.reader import open_results
+from rudra.results.writer import checked_name
+from rudra.trust import new_run
+
+
+class StartRequest(NamedTuple):
+    """What the user says of a run's beginning.
+
+    Attributes:
+        output: result file; None: no name is given.
+        resume: checkpoint or result file to continue from; True: that of `output`, if there is one; False: none.
+        force: whether an existing result file may be replaced.
+        origin: checkpoint of another run, with all of which this one begins unless it continues.
+        weights: checkpoint or result file of another run, with the weights of which this one begins.
+        temporary: whether `output` was chosen by Rudra, as if it were None.
+    """
+
+    output: Path | None
+    resume: Path | bool = False
+    force: bool = False
+    origin: Path | None = None
+    weights: Path | None = None
+    temporary: bool = False
+
+
+class StartDecision(NamedTuple):
+    """Where a run begins, and what follows from that.
+
+    Attributes:
+        output: result file.
+        checkpoint: to continue from; None: the run begins.
+        position: of the checkpoint.
+        decided: keys whose values the checkpoint and the request decide.
+        overwrite: whether the result file may be replaced.
+        finished: whether nothing is left to do.
+        replanned: what would have been different so far, had this job been the one that ran; often empty.
+        branched: whether the checkpoint is another run's, of which this one has the rows up to there.
+        text: what to tell the user.
+        run: identity of the run.
+        temporary: whether nobody named the result file, so that the last checkpoint is removed at the end of the run.
+        fingerprints: of the data so far, as `rudra.data.fingerprint.plain` gives them.
+    """
+
+    output: Path
+    checkpoint: Path | None = None
+    position: TrainingState = BEGINNING
+    decided: Mapping[str, Mapping[str, Any]] = {}
+    overwrite: bool = False
+    finished: bool = False
+    replanned: str = ""
+    branched: bool = False
+    text: str = ""
+    run: str = ""
+    temporary: bool = False
+    fingerprints: Mapping[str, Any] = {}
+
+
+def decide(job: Job, asked: StartRequest, reserve: Callable[[], Path]) -> StartDecision:
+    """Decides where a run begins.
+
+    Args:
+        job: as written.
+        asked: what the user says of it.
+        reserve: reserves a name for a result file, with an empty file that the run may replace.
+
+    Raises:
+        RudraError: the checkpoint is missing, damaged, or of another job; or `output` exists and may not be replaced.
+    """
+    begin = _begin(job, asked, reserve)
+    if begin.checkpoint is None:
+        begin = begin._replace(temporary=asked.temporary or asked.output is None)
+        if asked.origin is not None and not begin.finished:
+            begin = _branch(job, begin, asked.origin)
+    decided = begin.decided
+    if asked.weights is not None:
+        decided = {**decided, "training": {**decided.get("training", {}), "warm_start": asked.weights}}
+    return begin._replace(run=begin.run or new_run(), decided=decided)
+
+
+def _begin(job: Job, asked: StartRequest, reserve: Callable[[], Path]) -> StartDecision:
+    """At the start, or at a checkpoint of the run itself."""
+    output, wanted = None if asked.output is None else checked_name(asked.output), asked.resume
+    if wanted is False:
+        return StartDecision(output or reserve(), overwrite=asked.force or output is None)
+    if wanted is True and output is None:
+        raise ConfigError("--resume goes on with a result file: say which, by --output FILE.h5 or --resume FILE.h5")
+    path = source(wanted) if isinstance(wanted, Path) else checkpoint.path_of(output or Path())
+    output = output or checkpoint.results_of(path)
+    if wanted is True and not path.exists():
+        path = checkpoint.previous_of(path)  # the run was killed between two names
+        if not path.exists():
+            return _begin_without(job, output, force=asked.force)
+    return _continue(job, read_own(path), output, force=asked.force)
+
+
+def _begin_without(job: Job, output: Path, *, force: bool) -> StartDecision:
+    """At the start, because there is no checkpoint yet."""
+    if finished(output):
+        return StartDecision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
+    if output.exists() and not replaceable(output, tables_of(job)):
+        check_output(output, force)
+    text = f"{output}: has no checkpoint yet; {job.name} starts from the beginning"
+    return StartDecision(output, overwrite=True, text=text)
+
+
+def _continue(job: Job, state: SavedState, output: Path, *, force: bool) -> StartDecision:
+    """At a checkpoint of the run itself."""
+    path, position, tables = state.path, state.position, tables_of(job)
+    decided = fitted(state, tables)
+    fitting = fill(job, decided)
+    _check_protocol(path, position, fitting)
+    if is_over(state, tables):
+        if output != checkpoint.results_of(path):
+            raise ConfigError(f"{path}: is of a finished run; {onwards(state)}")
+        return StartDecision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
+    _check_longer(state, tables["training"]["epochs"])
+    replanned = _replanned(state, fitting)
+    text = f"{tables['name']}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
+    same = output == checkpoint.results_of(path)
+    return StartDecision(
+        output,
+        path,
+        position,
+        decided,
+        overwrite=force,
+        replanned=replanned,
+        text=f"{text}; {replanned}" if replanned else text,
+        run=str(state.attributes.get("run", "")) if same else "",  # with rows of its own it is another run
+        temporary=bool(state.attributes.get("temporary", False)),
+        fingerprints=state.attributes.get("data_fingerprints", {}),
+    )
+
+
+def _branch(job: Job, begin: StartDecision, origin: Path) -> StartDecision:
+    """With all of another run's checkpoint."""
+    if origin.suffix != checkpoint.SUFFIX:
+        raise ConfigError(
+            f"--from {origin}: a result file has no optimiser state; valid with --carry all: a checkpoint, FILE.ckpt"
+        )
+    state = read_own(origin)
+    results, position = checkpoint.results_of(origin), state.position
+    if not results.is_file():
+        raise CheckpointError(f"{origin}: {results} is not there, whose rows are carried, too")
+    if results.resolve() == begin.output.resolve():
+        raise ConfigError(f"--from {origin}: is of {begin.output} itself; give another --output, or use rudra resume")
+    check_output(begin.output, begin.overwrite)
+    tables = tables_of(job)
+    if unfit := _unfit(state.job, tables):
+        key, then, now = unfit
+        raise CheckpointError(
+            f"{origin}: does not fit: {key} was {then}, and is {now} in this job; valid: the same, or --carry weights"
+        )
+    _check_longer(state, tables["training"]["epochs"])
+    decided = _decided(state, tables)
+    fitting = fill(job, decided)
+    _check_protocol(origin, position, fitting)
+    other = ""
+    if different := differences(state.job, tables_of(fitting)):
+        key, then, _ = different[0]
+        other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {key} was {then}"
+    return StartDecision(
+        begin.output,
+        origin,
+        position,
+        decided,
+        overwrite=begin.overwrite,
+        replanned=other or _replanned(state, fitting),
+        branched=True,
+        text=f"{tables['name']}: begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}",
+        temporary=begin.temporary,
+        fingerprints=state.attributes.get("data_fingerprints", {}),
+    )
+
+
+def _unfit(then: Tables, now: Tables) -> tuple[str, Any, Any] | None:
+    """A key of a job for which a checkpoint of another one cannot be used whole: its name, value then, value now."""
+    ran = decisive(then)
+    learners = now["cluster"]["learners"]
+    places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
+    places += [("optimizer", key) for key in ("name", "momentum_form", "options", "groups")]
+    for table, key in places:
+        if now[table][key] != ran[table][key]:
+            return f"{table}.{key}", ran[table][key], now[table][key]
+    if learners not in (None, ran["cluster"]["learners"]):
+        return "cluster.learners", ran["cluster"]["learners"], learners
+    momenta = ran["optimizer"]["momentum"], now["optimizer"]["momentum"]
+    return None if bool(momenta[0]) == bool(momenta[1]) else ("optimizer.momentum", *momenta)
+
+
+def _check_longer(state: SavedState, epochs: int) -> None:
+    """Raises ConfigError where nothing is left to train from a checkpoint on."""
+    if epochs <= state.position.epoch:
+        raise ConfigError(
+            f"[training] epochs = {epochs}: {state.path} is at epoch {state.position.epoch} already; "
+            "valid: more than that"
+        )
+
+
+def _check_protocol(path: Path, position: TrainingState, job: Job) -> None:
+    """Raises CheckpointError where the protocol does not take the state that the checkpoint has of it."""
+    now = job.at(position.epoch)
+    if position.protocol_state and position.protocol == named(now.protocol.name):
+        try:
+            restored(now.make_protocol(), position.protocol_state)
+        except ValueError as error:
+            raise CheckpointError(f"{path}: protocol {position.protocol}: {error}") from None
+
+
+def _replanned(state: SavedState, job: Job) -> str:
+    """Says what a schedule would have made otherwise of the rates so far, had the job always been as long."""
+    epochs = decisive(state.job)["training"]["epochs"]
+    from rudra.prepare.phases import phases_of  # and torch, which who starts ranks does without
+
+    if epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
+        return ""
+    with open_results(checkpoint.results_of(state.path)) as results:
+        samples = int(results.attributes["training_samples"])
+    plan = job.plan()
+    planned = [phases_of(long, plan, samples) for long in (job.with_(training={"epochs": epochs}), job)]
+    position = state.position
+    by_update = job.optimizer.schedule_every == "update"
+    done = position.timestamp if by_update else -(-position.samples // samples)
+    then, now = ([phase_at(phases, i).schedule.rate(i, math.inf, i) for i in range(done)] for phases in planned)
+    if then == now:
+        return ""
+    text = f"schedule {job.optimizer.schedule!s} differs between {epochs} and {job.training.epochs} epochs"
+    return f"{text}: the rate is {then[-1]:.4g} here, and would be {now[-1]:.4g} if all had been planned at first"
+
+
+def fitted(state: SavedState, tables: Tables) -> Decided:
+    """Returns what a checkpoint decides of a job: what bits depend on, but no device or layer that the job names.
+
+    Raises:
+        CheckpointError: it is of another job.
+    """
+    if different := differences(state.job, tables):
+        key, then, now = different[0]
+        text = f"{state.path}: is of another job: {key} was {then}, and is {now} now"
+        raise CheckpointError(f"{text}; give another --output, or the job of the checkpoint (rudra resume)")
+    return _decided(state, tables)
+
+
+def _decided(state: SavedState, tables: Tables) -> Decided:
+    keys = ["learners", "threads_per_rank"]
+    keys += [key for key in ("device", "shares") if tables["cluster"][key] == "auto"]
+    then = decisive(state.job)
+    found = {"cluster": {key: then["cluster"][key] for key in keys}}
+    if tables["placement"]["cut"] in PLACEMENT_RULES:
+        found["placement"] = {"cut": then["placement"]["cut"]}
+    if tables["training"]["gradients"] == "auto":
+        found["training"] = {"gradients": then["training"]["gradients"]}
+    return found
+
+
+def is_over(state: SavedState, tables: Tables) -> bool:
+    """Whether a run is finished, and how long it trains is as it was."""
+    if not finished(checkpoint.results_of(state.path)):
+        return False
+    now, then = tables["training"], decisive(state.job)["training"]
+    return all(now[key] == then[key] for _, key in (name.split(".") for name in LENGTH))
+
+
+def onwards(state: SavedState) -> str:
+    """Says what else can be done with a checkpoint of a finished run."""
+    if checkpoint.is_kept(state.path):
+        return f"to begin another run there: rudra run JOB --from {state.path} --carry all"
+    return f"to train further, set training.epochs above {state.position.epoch}"
