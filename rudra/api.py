@@ -15,7 +15,7 @@ from rudra.prepare.resolve import resolve, resolve_virtual, with_cut
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, open_results
-from rudra.results.writer import checked_name, default_outputs
+from rudra.results.writer import checked_name, default_outputs, remove_if_empty
 
 ProgressMode = Literal["bar", "lines", "quiet"]
 Carry = Literal["weights", "all"]
@@ -75,26 +75,33 @@ def run(
         origin=origin if carry == "all" else None,
         weights=origin if carry == "weights" else None,
     )
-    with default_outputs(job.name) as reserve:
-        if world_size() is not None:
-            from rudra.mpi.start import start_mpi
+    if world_size() is not None:
+        from rudra.mpi.start import start_mpi
 
-            start_mpi()
-            from rudra.mpi.session import run_ranks
+        start_mpi()
+        from rudra.mpi.session import run_ranks
 
-            code, path = run_ranks(job, asked, reserve=reserve, progress=shown)
-        else:
-            start = decide(job, asked, reserve)
-            path = start.output
-            if start.text:
-                log.info(start.text)
-            if start.finished:
-                return open_results(path)
-            check_output(path, start.overwrite or start.checkpoint is not None)
-            code = _launched(job, asked, start, shown, verbose=verbose)
+        code, path = run_ranks(job, asked, progress=shown)
+    else:
+        code, path = _run_here(job, asked, shown, verbose=verbose)
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
+
+
+def _run_here(job: Job, asked: StartRequest, progress: dict[str, Any], *, verbose: bool) -> tuple[int, Path]:
+    """Decides where the run begins, and starts ranks for it; the exit code and the result file."""
+    start = decide(job, asked)
+    try:
+        if start.text:
+            log.info(start.text)
+        if start.finished:
+            return 0, start.output
+        check_output(start.output, start.overwrite or start.checkpoint is not None)
+        return _launched(job, asked, start, progress, verbose=verbose), start.output
+    finally:
+        if asked.output is None:
+            remove_if_empty(start.output)
 
 
 def _launched(
@@ -120,7 +127,7 @@ def _launched(
         if not outcome.lost or restart == tolerance.restarts:
             break
         again = asked._replace(output=path, resume=True, force=False, temporary=start.temporary)
-        start = decide(job, again, lambda: path)
+        start = decide(job, again)
         log.warning(f"restart {restart + 1} of {tolerance.restarts}: {start.text}")
     return outcome.code
 

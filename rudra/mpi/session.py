@@ -5,7 +5,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,14 @@ from rudra.mpi.driver import Ended, Rank, Reported
 from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.relay import TRAINING_LINE, exit_line
-from rudra.mpi.setup import Setup
+from rudra.mpi.setup import RankSetup
 from rudra.mpi.signals import GRACE_S, StopSignals, on_stops
 from rudra.mpi.tags import FAILURE_TAG
 from rudra.prepare.resolve import device_of, fit, with_cut, with_device
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.identity import finished
-from rudra.results.writer import default_output
+from rudra.results.writer import remove_if_empty
 from rudra.roles.checkpoint_cycle import name_of
 from rudra.roles.ledger import Owner
 
@@ -50,7 +50,6 @@ def run_ranks(
     start: StartRequest | StartDecision,
     *,
     progress: dict[str, Any],
-    reserve: Callable[[], Path] | None = None,
     launched: bool = False,
     comm: MPI.Comm | None = None,
 ) -> tuple[int, Path]:
@@ -60,7 +59,6 @@ def run_ranks(
         job: as written; it is resolved here from the ranks there are.
         start: where the run begins, or what the user says of that.
         progress: keyword arguments `mode` and `columns` of the progress bar.
-        reserve: reserves a name for a result file, for which rank 0 alone asks; None: one that stays.
         launched: `rudra.mpi.launch` started this rank, and will say what is to be said of a run that was ended.
         comm: of the ranks that run it; by default all.
 
@@ -69,8 +67,18 @@ def run_ranks(
         asked, and can be resumed); and the result file.
     """
     with abort_on_dead_rank(), on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
-        reserve = reserve or partial(default_output, job.name)
-        return _run_ranks(job, start, progress, reserve, (comm or MPI.COMM_WORLD).Dup(), launched=launched)
+        comm = (comm or MPI.COMM_WORLD).Dup()
+        speak_as(rank := comm.rank)
+        begin = decided_by_rank0(comm, partial(_start, job, start, comm.size))
+        if isinstance(begin, int):
+            return begin, start.output or Path()
+        if begin.finished:
+            return 0, begin.output
+        try:
+            return _run_ranks(job, begin, progress, comm, launched=launched), begin.output
+        finally:
+            if start.output is None and not rank:
+                remove_if_empty(begin.output)
 
 
 def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
@@ -97,33 +105,19 @@ def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
     return 0
 
 
-def _run_ranks(
-    written: Job,
-    asked: StartRequest | StartDecision,
-    progress: dict[str, Any],
-    reserve: Callable[[], Path],
-    comm: MPI.Comm,
-    *,
-    launched: bool,
-) -> tuple[int, Path]:
-    speak_as(comm.rank)
-    start = decided_by_rank0(comm, partial(_start, written, asked, reserve, comm.size))
-    if isinstance(start, int):
-        return start, asked.output or Path()
-    if start.finished:
-        return 0, start.output
+def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], comm: MPI.Comm, *, launched: bool) -> int:
     ranks = facts_of_ranks(comm, written.cluster)
     try:
         resolved = with_device(fit(written, start.decided, ranks), ranks)
     except RudraError as error:
         if comm.rank == 0:
             log.error(error)
-        return error.exit_code, start.output
+        return error.exit_code
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in resolved.plan.roles})):
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
         log.warning(f"{text}; `rudra topology` shows who is where")
     together = JobRanks(comm, resolved.plan, resolved.job.fault_tolerance, start, launched=launched)
-    setup = Setup(together, resolved, start, device_of(comm.rank, resolved, ranks))
+    setup = RankSetup(together, resolved, start, device_of(comm.rank, resolved, ranks))
     code = setup.prepare(progress)
     code = _Session(together, setup, start).run() if code is None else code
     if not launched:
@@ -131,14 +125,14 @@ def _run_ranks(
         gc.collect()  # the next run may need the memory before Python finds the cycles that hold it
     if not failures.outlived:
         comm.Free()
-    return code, start.output
+    return code
 
 
-def _start(written: Job, asked: StartRequest | StartDecision, reserve: Callable[[], Path], ranks: int) -> StartDecision:
+def _start(written: Job, asked: StartRequest | StartDecision, ranks: int) -> StartDecision:
     """On rank 0: where the run begins, with all that is decided before the job is fitted to the ranks."""
     if isinstance(asked, StartDecision):
         return asked
-    start = decide(written, asked, reserve)
+    start = decide(written, asked)
     if start.text:
         log.info(start.text)
     return start if start.finished else start._replace(decided=with_cut(written, start.decided, ranks=ranks))
@@ -147,7 +141,7 @@ def _start(written: Job, asked: StartRequest | StartDecision, reserve: Callable[
 class _Session:
     """Training on one rank, from the end of its set-up to the end of the run."""
 
-    def __init__(self, ranks: JobRanks, setup: Setup, start: StartDecision) -> None:
+    def __init__(self, ranks: JobRanks, setup: RankSetup, start: StartDecision) -> None:
         self._ranks, self._setup, self._start = ranks, setup, start
         self._name, self._plan = setup.job.name, setup.plan
         self._stops = StopSignals(self._secure if setup.keeps_results else None)

@@ -45,7 +45,7 @@ RESERVED = 24
 """Buffers for each role, with their forms as float16, for which neighbours leave room in their address spaces."""
 
 
-class Setup:
+class RankSetup:
     """What a rank makes before it trains.
 
     Args:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
-from rudra.prepare.decided import Decided, fill
+from rudra.prepare.start import Decided
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def resolve(job: Job, decided: Decided, *, cores: int) -> ResolvedJob:
     Raises:
         ConfigError: the job does not allow these values.
     """
-    job = fill(job, decided).resolved(cores=cores)
+    job = job.with_(**decided).resolved(cores=cores)
     return ResolvedJob(job, job.plan())
 
 
@@ -77,7 +77,7 @@ def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
         TopologyError: the topology does not fit so many ranks, or needs more of MPI than these grant.
         ConfigError: the protocol cannot work on the plan.
     """
-    by_rule, job = job.placement.by_rule, fill(job, decided)
+    by_rule, job = job.placement.by_rule, job.with_(**decided)
     places = [rank.node for rank in ranks]
     # Ranks that were started for stage servers are left over where the rule places no layers.
     left_over = by_rule and not job.placement.given and job.cluster.learners is not None
@@ -127,7 +127,7 @@ def with_device(resolved: ResolvedJob, ranks: Sequence[RankFacts]) -> ResolvedJo
         number = [rank.gpu_aware for rank in ranks].index(False)
         who = f"the MPI library of rank {number} on {hosts[number]} does not report GPU support"
         raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
-    return ResolvedJob(fill(job, {"cluster": {"device": kind}}), plan)
+    return ResolvedJob(job.with_(cluster={"device": kind}), plan)
 
 
 def device_of(number: int, resolved: ResolvedJob, ranks: Sequence[RankFacts]) -> "torch.device":
@@ -153,7 +153,7 @@ def resolve_virtual(job: Job, decided: Decided, *, cores: int = 1) -> ResolvedJo
         ConfigError: the job does not allow these values, or does not work on its nodes.
         ValueError: options of the topology do not fit these learners.
     """
-    job = fill(job, decided).resolved(cores=cores)
+    job = job.with_(**decided).resolved(cores=cores)
     return ResolvedJob(job, job.plan(nodes_of(job)))
 
 
@@ -199,5 +199,4 @@ def settle(job: Job, *, gradients: str, shares: Sequence[float] | None = None) -
         gradients: `training.gradients`, as the first gradient settles it.
         shares: `cluster.shares`, as measured; None: as the job says.
     """
-    shared = {} if shares is None else {"cluster": {"shares": shares}}
-    return fill(job, {"training": {"gradients": gradients}, **shared})
+    return job.with_(training={"gradients": gradients}, cluster={} if shares is None else {"shares": shares})

@@ -1,19 +1,19 @@
 """Where a run begins: at the start, at a checkpoint of its own, or with all of another run's checkpoint."""
 
+import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocols import restored
 from rudra.core.phases import phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.errors import CheckpointError, ConfigError
+from rudra.errors import CheckpointError, ConfigError, RudraError
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.table import named
 from rudra.job.tables import PLACEMENT_RULES
-from rudra.prepare.decided import Decided, fill
 from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
 from rudra.results.identity import (
@@ -25,11 +25,13 @@ from rudra.results.identity import (
     read_own,
     replaceable,
     source,
-    tables_of,
 )
 from rudra.results.reader import open_results
-from rudra.results.writer import checked_name
+from rudra.results.writer import checked_name, default_output, remove_if_empty
 from rudra.trust import new_run
+
+Decided = Mapping[str, Any]
+"""Values of keys that the written job leaves open: table -> key -> value."""
 
 
 class StartRequest(NamedTuple):
@@ -73,7 +75,7 @@ class StartDecision(NamedTuple):
     output: Path
     checkpoint: Path | None = None
     position: TrainingState = BEGINNING
-    decided: Mapping[str, Mapping[str, Any]] = {}
+    decided: Mapping[str, Any] = {}
     overwrite: bool = False
     finished: bool = False
     replanned: str = ""
@@ -84,83 +86,100 @@ class StartDecision(NamedTuple):
     fingerprints: Mapping[str, Any] = {}
 
 
-def decide(job: Job, asked: StartRequest, reserve: Callable[[], Path]) -> StartDecision:
+def decide(job: Job, asked: StartRequest) -> StartDecision:
     """Decides where a run begins.
 
     Args:
         job: as written.
-        asked: what the user says of it.
-        reserve: reserves a name for a result file, with an empty file that the run may replace.
+        asked: what the user says of it. Without a name for the result file, one is reserved with an empty file, which
+            `rudra.results.writer.remove_if_empty` removes again.
 
     Raises:
-        RudraError: the checkpoint is missing, damaged, or of another job; or `output` exists and may not be replaced.
+        RudraError: the checkpoint is missing, damaged, or of another job; or the result file exists and may not be
+            replaced.
     """
-    begin = _begin(job, asked, reserve)
-    if begin.checkpoint is None:
-        begin = begin._replace(temporary=asked.temporary or asked.output is None)
-        if asked.origin is not None and not begin.finished:
-            begin = _branch(job, begin, asked.origin)
-    decided = begin.decided
-    if asked.weights is not None:
-        decided = {**decided, "training": {**decided.get("training", {}), "warm_start": asked.weights}}
+    weights = {} if asked.weights is None else {"training": {"warm_start": asked.weights}}
+    if asked.resume is False and asked.origin is None:
+        begin = _fresh(job.name, asked)
+    else:
+        begin, state = _found(job.name, json.loads(job.to_json()), asked)
+        if state is not None:
+            begin = _checked(begin, state, job.with_(**begin.decided))
+    decided = {**begin.decided, **weights}
+    if "training" in begin.decided and weights:
+        decided["training"] = {**begin.decided["training"], **weights["training"]}
     return begin._replace(run=begin.run or new_run(), decided=decided)
 
 
-def _begin(job: Job, asked: StartRequest, reserve: Callable[[], Path]) -> StartDecision:
-    """At the start, or at a checkpoint of the run itself."""
+def _fresh(name: str, asked: StartRequest) -> StartDecision:
+    """At the start."""
+    output = default_output(name) if asked.output is None else checked_name(asked.output)
+    temporary = asked.temporary or asked.output is None
+    return StartDecision(output, overwrite=asked.force or asked.output is None, temporary=temporary)
+
+
+def _found(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, SavedState | None]:
+    """Where the files say that a run begins; and its checkpoint, if it begins with one."""
+    begin, state = (_fresh(name, asked), None) if asked.resume is False else _resumed(name, job, asked)
+    if asked.origin is None or begin.checkpoint is not None or begin.finished:
+        return begin, state
+    try:
+        return _branched(name, job, begin, asked.origin)
+    except RudraError:
+        if asked.output is None:
+            remove_if_empty(begin.output)
+        raise
+
+
+def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, SavedState | None]:
+    """At a checkpoint of the run itself; at the start, where there is none yet."""
     output, wanted = None if asked.output is None else checked_name(asked.output), asked.resume
-    if wanted is False:
-        return StartDecision(output or reserve(), overwrite=asked.force or output is None)
-    if wanted is True and output is None:
+    if not isinstance(wanted, Path) and output is None:
         raise ConfigError("--resume goes on with a result file: say which, by --output FILE.h5 or --resume FILE.h5")
     path = source(wanted) if isinstance(wanted, Path) else checkpoint.path_of(output or Path())
     output = output or checkpoint.results_of(path)
     if wanted is True and not path.exists():
         path = checkpoint.previous_of(path)  # the run was killed between two names
         if not path.exists():
-            return _begin_without(job, output, force=asked.force)
-    return _continue(job, read_own(path), output, force=asked.force)
-
-
-def _begin_without(job: Job, output: Path, *, force: bool) -> StartDecision:
-    """At the start, because there is no checkpoint yet."""
-    if finished(output):
-        return StartDecision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
-    if output.exists() and not replaceable(output, tables_of(job)):
-        check_output(output, force)
-    text = f"{output}: has no checkpoint yet; {job.name} starts from the beginning"
-    return StartDecision(output, overwrite=True, text=text)
-
-
-def _continue(job: Job, state: SavedState, output: Path, *, force: bool) -> StartDecision:
-    """At a checkpoint of the run itself."""
-    path, position, tables = state.path, state.position, tables_of(job)
-    decided = fitted(state, tables)
-    fitting = fill(job, decided)
-    _check_protocol(path, position, fitting)
-    if is_over(state, tables):
+            return _without_checkpoint(name, job, output, asked), None
+    state = read_own(path)
+    position, decided = state.position, fitted(state, job)
+    if is_over(state, job):
         if output != checkpoint.results_of(path):
             raise ConfigError(f"{path}: is of a finished run; {onwards(state)}")
-        return StartDecision(output, finished=True, text=f"{output}: is finished; nothing is left to do")
-    _check_longer(state, tables["training"]["epochs"])
-    replanned = _replanned(state, fitting)
-    text = f"{tables['name']}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}"
+        return _nothing_left(output, asked), None
+    _check_longer(state, job)
     same = output == checkpoint.results_of(path)
-    return StartDecision(
+    begin = StartDecision(
         output,
         path,
         position,
         decided,
-        overwrite=force,
-        replanned=replanned,
-        text=f"{text}; {replanned}" if replanned else text,
+        overwrite=asked.force,
+        text=f"{name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}",
         run=str(state.attributes.get("run", "")) if same else "",  # with rows of its own it is another run
         temporary=bool(state.attributes.get("temporary", False)),
         fingerprints=state.attributes.get("data_fingerprints", {}),
     )
+    return begin, state
 
 
-def _branch(job: Job, begin: StartDecision, origin: Path) -> StartDecision:
+def _without_checkpoint(name: str, job: Tables, output: Path, asked: StartRequest) -> StartDecision:
+    """At the start, because there is no checkpoint yet."""
+    if finished(output):
+        return _nothing_left(output, asked)
+    if output.exists() and not replaceable(output, job):
+        check_output(output, asked.force)
+    text = f"{output}: has no checkpoint yet; {name} starts from the beginning"
+    return StartDecision(output, overwrite=True, text=text, temporary=asked.temporary)
+
+
+def _nothing_left(output: Path, asked: StartRequest) -> StartDecision:
+    text = f"{output}: is finished; nothing is left to do"
+    return StartDecision(output, finished=True, text=text, temporary=asked.temporary or asked.output is None)
+
+
+def _branched(name: str, job: Tables, begin: StartDecision, origin: Path) -> tuple[StartDecision, SavedState]:
     """With all of another run's checkpoint."""
     if origin.suffix != checkpoint.SUFFIX:
         raise ConfigError(
@@ -173,32 +192,45 @@ def _branch(job: Job, begin: StartDecision, origin: Path) -> StartDecision:
     if results.resolve() == begin.output.resolve():
         raise ConfigError(f"--from {origin}: is of {begin.output} itself; give another --output, or use rudra resume")
     check_output(begin.output, begin.overwrite)
-    tables = tables_of(job)
-    if unfit := _unfit(state.job, tables):
+    if unfit := _unfit(state.job, job):
         key, then, now = unfit
         raise CheckpointError(
             f"{origin}: does not fit: {key} was {then}, and is {now} in this job; valid: the same, or --carry weights"
         )
-    _check_longer(state, tables["training"]["epochs"])
-    decided = _decided(state, tables)
-    fitting = fill(job, decided)
-    _check_protocol(origin, position, fitting)
-    other = ""
-    if different := differences(state.job, tables_of(fitting)):
+    _check_longer(state, job)
+    decided, other = _decided(state, job), ""
+    fitting = {**job, **{table: {**job[table], **keys} for table, keys in decided.items()}}
+    if different := differences(state.job, fitting):
         key, then, _ = different[0]
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {key} was {then}"
-    return StartDecision(
-        begin.output,
-        origin,
-        position,
-        decided,
-        overwrite=begin.overwrite,
-        replanned=other or _replanned(state, fitting),
+    begin = begin._replace(
+        checkpoint=origin,
+        position=position,
+        decided=decided,
+        replanned=other,
         branched=True,
-        text=f"{tables['name']}: begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}",
-        temporary=begin.temporary,
+        text=f"{name}: begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}",
         fingerprints=state.attributes.get("data_fingerprints", {}),
     )
+    return begin, state
+
+
+def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision:
+    """Checks a checkpoint against the job that continues from it, and says what that job would have planned otherwise.
+
+    Raises:
+        CheckpointError: the protocol does not take the state that the checkpoint has of it.
+    """
+    position, now = state.position, job.at(state.position.epoch)
+    if position.protocol_state and position.protocol == named(now.protocol.name):
+        try:
+            restored(now.make_protocol(), position.protocol_state)
+        except ValueError as error:
+            raise CheckpointError(f"{begin.checkpoint}: protocol {position.protocol}: {error}") from None
+    if begin.replanned or not (replanned := _replanned(state, job)):
+        return begin
+    text = begin.text if begin.branched else f"{begin.text}; {replanned}"
+    return begin._replace(replanned=replanned, text=text)
 
 
 def _unfit(then: Tables, now: Tables) -> tuple[str, Any, Any] | None:
@@ -216,23 +248,13 @@ def _unfit(then: Tables, now: Tables) -> tuple[str, Any, Any] | None:
     return None if bool(momenta[0]) == bool(momenta[1]) else ("optimizer.momentum", *momenta)
 
 
-def _check_longer(state: SavedState, epochs: int) -> None:
+def _check_longer(state: SavedState, job: Tables) -> None:
     """Raises ConfigError where nothing is left to train from a checkpoint on."""
-    if epochs <= state.position.epoch:
+    if (epochs := job["training"]["epochs"]) <= state.position.epoch:
         raise ConfigError(
             f"[training] epochs = {epochs}: {state.path} is at epoch {state.position.epoch} already; "
             "valid: more than that"
         )
-
-
-def _check_protocol(path: Path, position: TrainingState, job: Job) -> None:
-    """Raises CheckpointError where the protocol does not take the state that the checkpoint has of it."""
-    now = job.at(position.epoch)
-    if position.protocol_state and position.protocol == named(now.protocol.name):
-        try:
-            restored(now.make_protocol(), position.protocol_state)
-        except ValueError as error:
-            raise CheckpointError(f"{path}: protocol {position.protocol}: {error}") from None
 
 
 def _replanned(state: SavedState, job: Job) -> str:

@@ -150,12 +150,12 @@ class Armed:
     def _set(self, until: ExitStack) -> None:
         """Looks out for the moment, on the rank that notices it."""
         from rudra.mpi.driver import Rank
-        from rudra.mpi.setup import Setup
+        from rudra.mpi.setup import RankSetup
 
         phase = self.strike.phase
         places: dict[str, tuple[type, str]] = {
-            "load": (Setup, "_load"),
-            "set-up": (Setup, "_restore"),
+            "load": (RankSetup, "_load"),
+            "set-up": (RankSetup, "_restore"),
             "roles": (Rank, "__init__"),
             "close": (Rank, "_close"),
         }

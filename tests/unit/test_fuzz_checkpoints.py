@@ -46,7 +46,7 @@ def use(path: Path) -> None:
     """All that a checkpoint is given to before ranks are started."""
     read(path)
     resumable(path)
-    decide(JOB, StartRequest(None, path, force=True), Path)
+    decide(JOB, StartRequest(None, path, force=True))
 
 
 @cases(900)
