@@ -30,7 +30,7 @@ from rudra.mpi.relay import TRAINING_LINE, exit_line
 from rudra.mpi.setup import RankSetup
 from rudra.mpi.signals import GRACE_S, StopSignals, on_stops
 from rudra.mpi.tags import FAILURE_TAG
-from rudra.prepare.resolve import device_of, fit, with_cut, with_device
+from rudra.prepare.resolve import choose_devices, fit, with_cut
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.identity import finished
@@ -108,7 +108,8 @@ def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
 def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], comm: MPI.Comm, *, launched: bool) -> int:
     ranks = facts_of_ranks(comm, written.cluster)
     try:
-        resolved = with_device(fit(written, start.decided, ranks), ranks)
+        resolved = fit(written, start.decided, ranks)
+        resolved, device = choose_devices(resolved, ranks, comm.rank)
     except RudraError as error:
         if comm.rank == 0:
             log.error(error)
@@ -117,7 +118,7 @@ def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], com
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
         log.warning(f"{text}; `rudra topology` shows who is where")
     together = JobRanks(comm, resolved.plan, resolved.job.fault_tolerance, start, launched=launched)
-    setup = RankSetup(together, resolved, start, device_of(comm.rank, resolved, ranks))
+    setup = RankSetup(together, resolved, start, device)
     code = setup.prepare(progress)
     code = _Session(together, setup, start).run() if code is None else code
     if not launched:

@@ -108,12 +108,18 @@ def _share(plan: Plan, ranks: Sequence[RankFacts]) -> int:
     return min(max(1, rank.cores // max(1, count)) for rank, count in zip(ranks, on_node, strict=True))
 
 
-def with_device(resolved: ResolvedJob, ranks: Sequence[RankFacts]) -> ResolvedJob:
+def choose_devices(
+    resolved: ResolvedJob, ranks: Sequence[RankFacts], number: int
+) -> tuple[ResolvedJob, "torch.device"]:
     """Resolves on which kind of device learners compute.
 
     Args:
         resolved: the job, as `fit` gives it.
         ranks: in the order of their numbers.
+        number: of one rank.
+
+    Returns:
+        The job with this device, and the device of that rank.
 
     Raises:
         ConfigError: a rank lacks a GPU that the job wants, or an MPI library that uses it.
@@ -121,24 +127,15 @@ def with_device(resolved: ResolvedJob, ranks: Sequence[RankFacts]) -> ResolvedJo
     from rudra.compute import devices  # and torch, which a process that starts ranks does without
 
     job, plan = resolved
-    gpus, hosts = [rank.gpus for rank in ranks], [rank.host for rank in ranks]
-    kind = devices.agreed(job.cluster.device, plan, gpus, hosts, job.learners_on_cpu(plan))
+    gpus, hosts, on_cpu = [rank.gpus for rank in ranks], [rank.host for rank in ranks], job.learners_on_cpu(plan)
+    kind = devices.agreed(job.cluster.device, plan, gpus, hosts, on_cpu)
     if job.cluster.gpu_aware_mpi and kind == "cuda" and not all(rank.gpu_aware for rank in ranks):
-        number = [rank.gpu_aware for rank in ranks].index(False)
-        who = f"the MPI library of rank {number} on {hosts[number]} does not report GPU support"
+        other = [rank.gpu_aware for rank in ranks].index(False)
+        who = f"the MPI library of rank {other} on {hosts[other]} does not report GPU support"
         raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
-    return ResolvedJob(job.with_(cluster={"device": kind}), plan)
-
-
-def device_of(number: int, resolved: ResolvedJob, ranks: Sequence[RankFacts]) -> "torch.device":
-    """Returns the device on which one of the ranks computes that a job was fitted to."""
-    from rudra.compute import devices
-
-    job, plan = resolved
-    if job.cluster.device == "cpu":
-        return devices.CPU
     places = [rank.node for rank in ranks]
-    return devices.of_rank(number, plan, places, ranks[number].gpus, job.learners_on_cpu(plan))
+    device = devices.CPU if kind == "cpu" else devices.of_rank(number, plan, places, gpus[number], on_cpu)
+    return ResolvedJob(job.with_(cluster={"device": kind}), plan), device
 
 
 def resolve_virtual(job: Job, decided: Decided, *, cores: int = 1) -> ResolvedJob:

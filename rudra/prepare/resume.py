@@ -9,7 +9,7 @@ from rudra.job.jobfiles import parsed
 from rudra.prepare.start import is_over, onwards
 from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
-from rudra.results.identity import LENGTH, RESUME_MAY_CHANGE, differences, finished, read_own, source, tables_of
+from rudra.results.identity import LENGTH, RESUME_MAY_CHANGE, compare, finished, read_own, source, tables_of
 from rudra.results.reader import open_results
 from rudra.trust import admit
 
@@ -39,9 +39,9 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
         raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
     state = read_own(path)
     job = job_of(state, overrides, trust=trust)
-    tables = tables_of(job)
+    found = compare(state.job, tables_of(job))
     valid = f"valid: {', '.join((*LENGTH, *RESUME_MAY_CHANGE))}, and the tables fault_tolerance and results"
-    different = {key: then for key, then, _ in differences(state.job, tables)}
+    different = {key: then for key, then, _ in found.differences}
     for override in overrides:
         key, table = parsed(override).key, override.partition(".")[0]
         if table in UNUSED:
@@ -50,7 +50,7 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
             if f"{key}.".startswith(f"{decisive_key}."):
                 text = f"--set {override}: changes what the run computes, and was {then} so far"
                 raise ConfigError(f"{text}; {valid}")
-    if is_over(state, tables):
+    if is_over(state, found):
         raise ConfigError(f"{given}: is finished; {onwards(state)}")
     return job, path, output
 

@@ -13,19 +13,9 @@ from rudra.errors import CheckpointError, ConfigError, RudraError
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.table import named
-from rudra.job.tables import PLACEMENT_RULES
 from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
-from rudra.results.identity import (
-    LENGTH,
-    Tables,
-    decisive,
-    differences,
-    finished,
-    read_own,
-    replaceable,
-    source,
-)
+from rudra.results.identity import JobComparison, Tables, compare, decisive, finished, read_own, replaceable, source
 from rudra.results.reader import open_results
 from rudra.results.writer import checked_name, default_output, remove_if_empty
 from rudra.trust import new_run
@@ -143,18 +133,19 @@ def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision
         if not path.exists():
             return _without_checkpoint(name, job, output, asked), None
     state = read_own(path)
-    position, decided = state.position, fitted(state, job)
-    if is_over(state, job):
+    position, found = state.position, compare(state.job, job)
+    check_same(state, found)
+    if is_over(state, found):
         if output != checkpoint.results_of(path):
             raise ConfigError(f"{path}: is of a finished run; {onwards(state)}")
         return _nothing_left(output, asked), None
-    _check_longer(state, job)
+    _check_longer(state, found)
     same = output == checkpoint.results_of(path)
     begin = StartDecision(
         output,
         path,
         position,
-        decided,
+        found.decided,
         overwrite=asked.force,
         text=f"{name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}",
         run=str(state.attributes.get("run", "")) if same else "",  # with rows of its own it is another run
@@ -192,21 +183,21 @@ def _branched(name: str, job: Tables, begin: StartDecision, origin: Path) -> tup
     if results.resolve() == begin.output.resolve():
         raise ConfigError(f"--from {origin}: is of {begin.output} itself; give another --output, or use rudra resume")
     check_output(begin.output, begin.overwrite)
-    if unfit := _unfit(state.job, job):
-        key, then, now = unfit
+    found = compare(state.job, job)
+    if found.unfit is not None:
+        key, then, now = found.unfit
         raise CheckpointError(
             f"{origin}: does not fit: {key} was {then}, and is {now} in this job; valid: the same, or --carry weights"
         )
-    _check_longer(state, job)
-    decided, other = _decided(state, job), ""
-    fitting = {**job, **{table: {**job[table], **keys} for table, keys in decided.items()}}
-    if different := differences(state.job, fitting):
-        key, then, _ = different[0]
+    _check_longer(state, found)
+    other = ""
+    if found.still_different:
+        key, then, _ = found.still_different[0]
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {key} was {then}"
     begin = begin._replace(
         checkpoint=origin,
         position=position,
-        decided=decided,
+        decided=found.decided,
         replanned=other,
         branched=True,
         text=f"{name}: begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}",
@@ -233,24 +224,9 @@ def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision
     return begin._replace(replanned=replanned, text=text)
 
 
-def _unfit(then: Tables, now: Tables) -> tuple[str, Any, Any] | None:
-    """A key of a job for which a checkpoint of another one cannot be used whole: its name, value then, value now."""
-    ran = decisive(then)
-    learners = now["cluster"]["learners"]
-    places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
-    places += [("optimizer", key) for key in ("name", "momentum_form", "options", "groups")]
-    for table, key in places:
-        if now[table][key] != ran[table][key]:
-            return f"{table}.{key}", ran[table][key], now[table][key]
-    if learners not in (None, ran["cluster"]["learners"]):
-        return "cluster.learners", ran["cluster"]["learners"], learners
-    momenta = ran["optimizer"]["momentum"], now["optimizer"]["momentum"]
-    return None if bool(momenta[0]) == bool(momenta[1]) else ("optimizer.momentum", *momenta)
-
-
-def _check_longer(state: SavedState, job: Tables) -> None:
+def _check_longer(state: SavedState, found: JobComparison) -> None:
     """Raises ConfigError where nothing is left to train from a checkpoint on."""
-    if (epochs := job["training"]["epochs"]) <= state.position.epoch:
+    if (epochs := found.epochs) <= state.position.epoch:
         raise ConfigError(
             f"[training] epochs = {epochs}: {state.path} is at epoch {state.position.epoch} already; "
             "valid: more than that"
@@ -278,37 +254,17 @@ def _replanned(state: SavedState, job: Job) -> str:
     return f"{text}: the rate is {then[-1]:.4g} here, and would be {now[-1]:.4g} if all had been planned at first"
 
 
-def fitted(state: SavedState, tables: Tables) -> Decided:
-    """Returns what a checkpoint decides of a job: what bits depend on, but no device or layer that the job names.
-
-    Raises:
-        CheckpointError: it is of another job.
-    """
-    if different := differences(state.job, tables):
-        key, then, now = different[0]
+def check_same(state: SavedState, found: JobComparison) -> None:
+    """Raises CheckpointError where a checkpoint is of another job than the one that it was compared with."""
+    if found.differences:
+        key, then, now = found.differences[0]
         text = f"{state.path}: is of another job: {key} was {then}, and is {now} now"
         raise CheckpointError(f"{text}; give another --output, or the job of the checkpoint (rudra resume)")
-    return _decided(state, tables)
 
 
-def _decided(state: SavedState, tables: Tables) -> Decided:
-    keys = ["learners", "threads_per_rank"]
-    keys += [key for key in ("device", "shares") if tables["cluster"][key] == "auto"]
-    then = decisive(state.job)
-    found = {"cluster": {key: then["cluster"][key] for key in keys}}
-    if tables["placement"]["cut"] in PLACEMENT_RULES:
-        found["placement"] = {"cut": then["placement"]["cut"]}
-    if tables["training"]["gradients"] == "auto":
-        found["training"] = {"gradients": then["training"]["gradients"]}
-    return found
-
-
-def is_over(state: SavedState, tables: Tables) -> bool:
+def is_over(state: SavedState, found: JobComparison) -> bool:
     """Whether a run is finished, and how long it trains is as it was."""
-    if not finished(checkpoint.results_of(state.path)):
-        return False
-    now, then = tables["training"], decisive(state.job)["training"]
-    return all(now[key] == then[key] for _, key in (name.split(".") for name in LENGTH))
+    return found.as_long and finished(checkpoint.results_of(state.path))
 
 
 def onwards(state: SavedState) -> str:

@@ -6,7 +6,7 @@ A job is compared by its tables as plain values, which `Job.to_json` gives and e
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,66 @@ def differences(then: Tables, now: Tables) -> list[tuple[str, Any, Any]]:
                 found.append((name, before, value))
     found += [(key, then.get(key, []), now[key]) for key in DECISIVE_LISTS if now[key] != then.get(key, [])]
     return found
+
+
+class JobComparison(NamedTuple):
+    """A job, compared with that of a checkpoint.
+
+    Attributes:
+        differences: decisive keys that differ: key, value then, value now.
+        unfit: key for which a run of the job cannot begin with all of the checkpoint, with its values; None: it can.
+        decided: what the checkpoint decides of the job: what bits depend on, but no device or layer that the job names.
+        still_different: as `differences`, of the job with what is decided.
+        as_long: whether the keys are the same that say how long a run trains.
+        epochs: of the job.
+    """
+
+    differences: list[tuple[str, Any, Any]]
+    unfit: tuple[str, Any, Any] | None
+    decided: dict[str, Any]
+    still_different: list[tuple[str, Any, Any]]
+    as_long: bool
+    epochs: int
+
+
+def compare(then: Tables, now: Tables) -> JobComparison:
+    """Compares the job of a checkpoint with the job that is to run.
+
+    Args:
+        then: tables of the checkpoint's job.
+        now: tables of the other one.
+    """
+    ran = decisive(then)
+    decided = _decided(ran, now)
+    fitting = {**now, **{table: {**now[table], **keys} for table, keys in decided.items()}}
+    as_long = all(now[table][key] == ran[table][key] for table, key in (name.split(".") for name in LENGTH))
+    different, still = differences(then, now), differences(then, fitting)
+    return JobComparison(different, _unfit(ran, now), decided, still, as_long, now["training"]["epochs"])
+
+
+def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
+    keys = ["learners", "threads_per_rank"]
+    keys += [key for key in ("device", "shares") if now["cluster"][key] == "auto"]
+    found = {"cluster": {key: ran["cluster"][key] for key in keys}}
+    if now["placement"]["cut"] in PLACEMENT_RULES:
+        found["placement"] = {"cut": ran["placement"]["cut"]}
+    if now["training"]["gradients"] == "auto":
+        found["training"] = {"gradients": ran["training"]["gradients"]}
+    return found
+
+
+def _unfit(ran: Tables, now: Tables) -> tuple[str, Any, Any] | None:
+    """A key of a job for which a checkpoint of another one cannot be used whole: its name, value then, value now."""
+    learners = now["cluster"]["learners"]
+    places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
+    places += [("optimizer", key) for key in ("name", "momentum_form", "options", "groups")]
+    for table, key in places:
+        if now[table][key] != ran[table][key]:
+            return f"{table}.{key}", ran[table][key], now[table][key]
+    if learners not in (None, ran["cluster"]["learners"]):
+        return "cluster.learners", ran["cluster"]["learners"], learners
+    momenta = ran["optimizer"]["momentum"], now["optimizer"]["momentum"]
+    return None if bool(momenta[0]) == bool(momenta[1]) else ("optimizer.momentum", *momenta)
 
 
 def source(given: Path) -> Path:
