@@ -26,12 +26,12 @@ from rudra.errors import CheckpointError, ConfigError
 from rudra.job.samples import check_minibatch
 from rudra.log import log
 from rudra.mpi.arena import Arena
-from rudra.mpi.driver import GENERATIONS
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.malloc import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.node_data import NodeData
 from rudra.mpi.run_files import RunFiles
 from rudra.mpi.shared_window import share_window
+from rudra.mpi.tensor_traffic import GENERATIONS
 from rudra.mpi.trial import Trial
 from rudra.prepare.phases import phases_of
 from rudra.prepare.resolve import ResolvedJob, settle

@@ -65,10 +65,10 @@ class StopSignals:
         if self.rank is None:
             return
         if self._secure is not None and not self._secured and not alone:
-            self._secured, self.rank.urgent = True, self._secure
+            self._secured, self.rank.signalled.urgent = True, self._secure
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
         elif alone or not survivable():  # else the others go on to stop in order, or notice who is killed
-            self.rank.ended = True
+            self.rank.signalled.ended = True
 
 
 @contextmanager
