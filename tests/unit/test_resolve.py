@@ -95,7 +95,7 @@ def test_choose_devices_one_learner_without_a_gpu_keeps_all_on_the_cpu() -> None
     (job, _), device = choose_devices(fit(AUTO, {}, given), given, 2)
     assert (job.cluster.device, device.type) == ("cpu", "cpu")
     wanted = Job(cluster={"device": "cuda"})
-    with pytest.raises(ConfigError, match="torch sees no GPU for learner 1 .rank 3. on host1; valid there: cpu"):
+    with pytest.raises(ConfigError, match=r"torch sees no GPU for learner 1 \(rank 3\) on host1; valid there: cpu"):
         choose_devices(fit(wanted, {}, given), given, 0)
 
 

@@ -17,11 +17,11 @@ from rudra.core.digest import digest_of, sample
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError, ResultsError, TrustError
 from rudra.job.job import Job
+from rudra.prepare.replayed import replayed_job
 from rudra.prepare.resume import resumable
 from rudra.results import plan_rows
 from rudra.results.checkpoint import CheckpointWriter, read
 from rudra.results.reader import open_results
-from rudra.prepare.replayed import replayed_job
 
 NAME = "strangers_own_rules"
 MODEL = {"model": {"name": f"{NAME}:Net"}, "topology": {"name": f"{NAME}:base"}}
