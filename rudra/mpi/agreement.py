@@ -3,7 +3,6 @@
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,7 +11,6 @@ from mpi4py import MPI
 from rudra.compute import devices
 from rudra.errors import RudraError
 from rudra.job.tables import ClusterTable
-from rudra.log import log
 from rudra.machine import cores
 from rudra.mpi.failures import abort_on_dead_rank
 from rudra.mpi.start import gpu_aware, start_mpi
@@ -26,23 +24,6 @@ def rest(comm: MPI.Comm) -> None:
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(1e-3)
-
-
-def decided_by_rank0(comm: MPI.Comm, decide: Callable[[], T]) -> T | int:
-    """What rank 0 decides, on every rank; or the exit code, if it cannot, and says why."""
-    found: T | int = 0
-    if comm.rank == 0:
-        try:
-            found = decide()
-        except RudraError as error:
-            found = error.exit_code
-            log.error(error)
-        except BaseException as error:  # the others must not wait for an answer
-            found = 1
-            log.error(f"rank 0 failed at start-up: {type(error).__name__}: {error}\n{traceback.format_exc()}")
-    rest(comm)
-    agreed: T | int = comm.bcast(found)
-    return agreed
 
 
 def found_by_rank0(find: Callable[[], T]) -> T:

@@ -5,11 +5,11 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
@@ -22,7 +22,7 @@ from rudra.job.job import Job
 from rudra.log import log, speak_as
 from rudra.machine import cores, end_with_parent
 from rudra.mpi import failures
-from rudra.mpi.agreement import decided_by_rank0, facts_of_ranks, rest, sum_on_node
+from rudra.mpi.agreement import facts_of_ranks, rest, sum_on_node
 from rudra.mpi.driver import Ended, Rank, Reported
 from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.job_ranks import JobRanks
@@ -37,6 +37,8 @@ from rudra.results.identity import finished
 from rudra.results.writer import remove_if_empty
 from rudra.roles.checkpoint_cycle import name_of
 from rudra.roles.ledger import Owner
+
+T = TypeVar("T")
 
 PART_S = 1.0
 """How long ranks have to end by themselves, or to say why, before others end them."""
@@ -69,7 +71,7 @@ def run_ranks(
     with abort_on_dead_rank(), on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
         comm = (comm or MPI.COMM_WORLD).Dup()
         speak_as(rank := comm.rank)
-        begin = decided_by_rank0(comm, partial(_start, job, start, comm.size))
+        begin = _decided_by_rank0(comm, partial(_start, job, start, comm.size))
         if isinstance(begin, int):
             return begin, start.output or Path()
         if begin.finished:
@@ -103,6 +105,23 @@ def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
         if world.rank == 0:
             path.with_suffix(".done").touch()
     return 0
+
+
+def _decided_by_rank0(comm: MPI.Comm, decide: Callable[[], T]) -> T | int:
+    """What rank 0 decides, on every rank; or the exit code, if it cannot, and says why."""
+    found: T | int = 0
+    if comm.rank == 0:
+        try:
+            found = decide()
+        except RudraError as error:
+            found = error.exit_code
+            log.error(error)
+        except BaseException as error:  # the others must not wait for an answer
+            found = 1
+            log.error(f"rank 0 failed at start-up: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+    rest(comm)
+    agreed: T | int = comm.bcast(found)
+    return agreed
 
 
 def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], comm: MPI.Comm, *, launched: bool) -> int:

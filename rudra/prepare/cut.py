@@ -36,6 +36,7 @@ def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | N
     Raises:
         RudraError: a mistake in the job, or its model cannot be cut.
     """
+    job = cost_files.load(job)
     rule, size, learners = job.placement.cut, job.training.minibatch_size, job.cluster.learners
     if learners is None and ranks is not None:
         try:
@@ -43,8 +44,7 @@ def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | N
         except ValueError as error:
             raise TopologyError(str(error)) from None
     job = job.resolved(learners=learners, cores=cores)
-    table = cost_files.load(job).simulation
-    layers = _layers(job)
+    table, layers = job.simulation, _layers(job)
     if rule == "auto":
         layers = _timed(layers, known(table, size) or profile(job).with_loss, rule)
     decision = choose(rule, layers, cluster_of(job, table), against=("server",))  # which a job without a cut has

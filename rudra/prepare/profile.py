@@ -105,7 +105,8 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         simulation={"slowdown": {}, "learner_jitter": {}, "faults": ()},
         fault_tolerance={"straggler_timeout_s": None},
     ).resolved(learners=1, threads_per_rank=threads)
-    device, plan = devices.virtual(job.cluster.device, window=job.weights.at == "window"), job.plan()
+    plan = job.plan()
+    device = devices.virtual(job.cluster.device, window=plan.window)
     with torch_as_in(job):
         data = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
         assert data.training is not None

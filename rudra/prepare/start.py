@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from protocols import restored
 from rudra.core.phases import phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
-from rudra.errors import CheckpointError, ConfigError, RudraError
+from rudra.errors import CheckpointError, ConfigError
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.table import named
@@ -17,11 +17,14 @@ from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
 from rudra.results.identity import JobComparison, Tables, compare, decisive, finished, read_own, replaceable, source
 from rudra.results.reader import open_results
-from rudra.results.writer import checked_name, default_output, remove_if_empty
+from rudra.results.writer import checked_name, default_output
 from rudra.trust import new_run
 
 Decided = Mapping[str, Any]
 """Values of keys that the written job leaves open: table -> key -> value."""
+
+UNNAMED = Path()
+"""In place of a result file whose name is still to be reserved."""
 
 
 class StartRequest(NamedTuple):
@@ -88,37 +91,33 @@ def decide(job: Job, asked: StartRequest) -> StartDecision:
         RudraError: the checkpoint is missing, damaged, or of another job; or the result file exists and may not be
             replaced.
     """
-    weights = {} if asked.weights is None else {"training": {"warm_start": asked.weights}}
     if asked.resume is False and asked.origin is None:
-        begin = _fresh(job.name, asked)
+        begin = _fresh(asked)
     else:
         begin, state = _found(job.name, json.loads(job.to_json()), asked)
         if state is not None:
             begin = _checked(begin, state, job.with_(**begin.decided))
-    decided = {**begin.decided, **weights}
-    if "training" in begin.decided and weights:
-        decided["training"] = {**begin.decided["training"], **weights["training"]}
-    return begin._replace(run=begin.run or new_run(), decided=decided)
+    if asked.weights is not None:
+        training = {**begin.decided.get("training", {}), "warm_start": asked.weights}
+        begin = begin._replace(decided={**begin.decided, "training": training})
+    if begin.output == UNNAMED:
+        begin = begin._replace(output=default_output(job.name))
+    return begin._replace(run=begin.run or new_run())
 
 
-def _fresh(name: str, asked: StartRequest) -> StartDecision:
+def _fresh(asked: StartRequest) -> StartDecision:
     """At the start."""
-    output = default_output(name) if asked.output is None else checked_name(asked.output)
+    output = UNNAMED if asked.output is None else checked_name(asked.output)
     temporary = asked.temporary or asked.output is None
     return StartDecision(output, overwrite=asked.force or asked.output is None, temporary=temporary)
 
 
 def _found(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, SavedState | None]:
     """Where the files say that a run begins; and its checkpoint, if it begins with one."""
-    begin, state = (_fresh(name, asked), None) if asked.resume is False else _resumed(name, job, asked)
+    begin, state = (_fresh(asked), None) if asked.resume is False else _resumed(name, job, asked)
     if asked.origin is None or begin.checkpoint is not None or begin.finished:
         return begin, state
-    try:
-        return _branched(name, job, begin, asked.origin)
-    except RudraError:
-        if asked.output is None:
-            remove_if_empty(begin.output)
-        raise
+    return _branched(name, job, begin, asked.origin)
 
 
 def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, SavedState | None]:
@@ -182,7 +181,8 @@ def _branched(name: str, job: Tables, begin: StartDecision, origin: Path) -> tup
         raise CheckpointError(f"{origin}: {results} is not there, whose rows are carried, too")
     if results.resolve() == begin.output.resolve():
         raise ConfigError(f"--from {origin}: is of {begin.output} itself; give another --output, or use rudra resume")
-    check_output(begin.output, begin.overwrite)
+    if begin.output != UNNAMED:
+        check_output(begin.output, begin.overwrite)
     found = compare(state.job, job)
     if found.unfit is not None:
         key, then, now = found.unfit
