@@ -20,7 +20,7 @@ from rudra.bench.ranks import on_ranks, train
 from rudra.compute.window import Contribution, Shape, Update
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 from rudra.mpi.shared_window import WindowFile
 
 if TYPE_CHECKING:

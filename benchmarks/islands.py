@@ -16,7 +16,7 @@ from benchmarks.shared import data_directory, unconnected
 from rudra.bench.ranks import STATISTICS
 from rudra.findings import Goal, Report, ratios
 from rudra.job.job import Job
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -38,8 +38,8 @@ from rudra.findings import Report, Spread, ratios, spread
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores, end_with_parent
+from rudra.mpi.agreement import rest
 from rudra.mpi.forkserver import SERVER
-from rudra.mpi.session import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, train
 from rudra.findings import Goal, Report
 from rudra.job.job import Job
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 from rudra.simulation.rehearsal import memory_bytes
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from rudra.core.placement import Layer, PlacementHardware, choose
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

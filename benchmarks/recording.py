@@ -17,7 +17,7 @@ from rudra.compute.vectors import Buffer
 from rudra.core.messages import MessageKind
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.tables import OptimizerTable
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 from rudra.probe import Method, wrapped
 from rudra.results.recorder import Recorder
 from rudra.roles.outbox import Outbox

@@ -18,7 +18,7 @@ from benchmarks import links
 from benchmarks.shared import unconnected
 from rudra.bench.ranks import LEARNER, STATISTICS, lenet_job, write_images
 from rudra.findings import Goal, Report, ratios, spread
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

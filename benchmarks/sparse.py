@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from benchmarks.shared import one_thread, seconds
 from rudra.bench.ranks import compared
-from rudra.compute.first_gradient import settled
+from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
@@ -24,6 +24,7 @@ from rudra.data.sources import Dense, Source, Sparse
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
+from rudra.prepare.resolve import settle
 
 FEATURES, STORED, WIDTH, SAMPLES = 8315, 44, 512, 777
 """As Reuters has them, in a tenth of its samples. Features are as frequent as 1 / (rank + 10)^1.1, by which 8 and 64
@@ -183,7 +184,8 @@ class _Step:
         ).resolved()
         plan = job.plan()
         data = Data(split, split, DataInfo("bench", samples, samples, (features,), 2, sparse=sparse))
-        made = make_executors(settled(job, plan, data), plan, (plan.server, *plan.learners), data, prefetch=False)
+        job = settle(job, gradients=try_first_gradient(job, plan, data))
+        made = make_executors(job, plan, (plan.server, *plan.learners), data, prefetch=False)
         server, learner = made[plan.server], made[plan.learners[0]]
         assert isinstance(learner, LearnerExecutor)
         learner.put(WEIGHTS, server.buffer(WEIGHTS))

@@ -1,27 +1,21 @@
 """Running and simulating jobs from Python; the command line is a thin skin of this."""
 
-import json
-import signal
-import socket
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, get_args
 
-from rudra.errors import ConfigError, Interrupted, ResultsError, RunError
+from rudra.errors import ConfigError, ResultsError, RunError
 from rudra.job.job import Job
-from rudra.job.samples import check_minibatch
-from rudra.job.simulation import DEFAULTS
 from rudra.log import log
 from rudra.machine import cores
+from rudra.prepare import cost_files
+from rudra.prepare.resolve import resolve, resolve_virtual, with_cut
+from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, open_results
-from rudra.results.resume import StartDecision, decide
-from rudra.results.writer import checked_name, default_outputs
+from rudra.results.writer import checked_name, default_outputs, remove_if_empty
 
 ProgressMode = Literal["bar", "lines", "quiet"]
 Carry = Literal["weights", "all"]
@@ -71,71 +65,70 @@ def run(
     from rudra.mpi.launch import world_size  # not before: it has MPI wait for us to start it
 
     shown = _progress(progress)
-    named = None if output is None else Path(output)
-    wanted = resume if isinstance(resume, bool) else Path(resume)
     if carry not in get_args(Carry):
         raise ConfigError(f"carry = {carry!r}; valid: {', '.join(get_args(Carry))}")
-    if from_ is not None and carry == "weights":
-        job = job.with_(training={"warm_start": Path(from_)})
-    origin = Path(from_) if from_ is not None and carry == "all" else None
+    origin = None if from_ is None else Path(from_)
+    asked = StartRequest(
+        None if output is None else Path(output),
+        resume if isinstance(resume, bool) else Path(resume),
+        force,
+        origin=origin if carry == "all" else None,
+        weights=origin if carry == "weights" else None,
+    )
     if world_size() is not None:
         from rudra.mpi.start import start_mpi
 
         start_mpi()
         from rudra.mpi.session import run_ranks
 
-        code, path = run_ranks(
-            job, output=named, progress=shown, overwrite=force, resume=wanted, origin=origin, choose_cut=_choose_cut
-        )
+        code, path = run_ranks(job, asked, progress=shown)
     else:
-        with default_outputs(job.name) as name:
-            begin = decide(job, named, wanted, force=force, named=name, origin=origin)
-            path = begin.output
-            if begin.text:
-                log.info(begin.text)
-            if begin.finished:
-                return open_results(path)
-            check_output(path, begin.overwrite or begin.checkpoint is not None)
-            code = _launched(job, begin, origin, shown, verbose=verbose)
+        code, path = _run_here(job, asked, shown, verbose=verbose)
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
 
 
-def _choose_cut(job: Job, ranks: int | None = None) -> str | None:
-    """`rudra.simulation.placing.choose_cut`; imports torch, which who starts ranks usually does without."""
-    from rudra.simulation.placing import choose_cut
+def _run_here(job: Job, asked: StartRequest, progress: dict[str, Any], *, verbose: bool) -> tuple[int, Path]:
+    """Decides where the run begins, and starts ranks for it; the exit code and the result file."""
+    start = decide(job, asked)
+    try:
+        if start.text:
+            log.info(start.text)
+        if start.finished:
+            return 0, start.output
+        check_output(start.output, start.overwrite or start.checkpoint is not None)
+        return _launched(job, asked, start, progress, verbose=verbose), start.output
+    finally:
+        if asked.output is None:
+            remove_if_empty(start.output)
 
-    return choose_cut(job, ranks)
 
-
-def _launched(job: Job, begin: StartDecision, origin: Path | None, shown: dict[str, Any], *, verbose: bool) -> int:
+def _launched(
+    written: Job, asked: StartRequest, start: StartDecision, progress: dict[str, Any], *, verbose: bool
+) -> int:
     """Starts the ranks, and again where the job says so; the exit code."""
     from rudra.mpi.launch import launch
     from rudra.preflight import check
 
-    path, job = begin.output, job.with_(**(begin.decided or {})).resolved(cores=cores())
-    if job.placement.by_rule:
-        job = job.with_(placement={"cut": _choose_cut(job)})
-    plan = job.plan()
+    decided = with_cut(written, start.decided, cores=cores())
+    job, plan = resolve(written, decided, cores=cores())
     names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
-    check(job, plan, begins=begin.checkpoint is None)
-    if shown["mode"] != "quiet":  # each imports torch, which takes seconds where there are fewer cores than ranks
+    check(job, plan, begins=start.checkpoint is None)
+    if progress["mode"] != "quiet":  # each imports torch, which takes seconds where there are fewer cores than ranks
         print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
-    for restart in range(job.fault_tolerance.restarts + 1):
-        resume = False if begin.branched else begin.checkpoint or False
-        more: dict[str, Any] = {"overwrite": begin.overwrite, "resume": resume, "origin": origin, "launched": True}
-        more["temporary"] = begin.temporary
-        payload = {"job": job, "output": path, "progress": shown, **more}
+    path, tolerance = start.output, job.fault_tolerance
+    for restart in range(tolerance.restarts + 1):
+        payload = {"job": job, "start": start, "progress": progress, "launched": True}
         outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
         if outcome.code:
             _wait_for_results(path)
             checkpoint.discard_piece(checkpoint.path_of(path))
-        if not outcome.lost or restart == job.fault_tolerance.restarts:
+        if not outcome.lost or restart == tolerance.restarts:
             break
-        about: dict[str, Any] = {"force": False, "origin": origin, "temporary": begin.temporary}
-        begin = decide(job, path, True, named=lambda: path, **about)
-        log.warning(f"restart {restart + 1} of {job.fault_tolerance.restarts}: {begin.text}")
+        again = asked._replace(output=path, resume=True, force=False, temporary=start.temporary)
+        start = decide(job, again)
+        log.warning(f"restart {restart + 1} of {tolerance.restarts}: {start.text}")
     return outcome.code
 
 
@@ -164,114 +157,28 @@ def simulate(
     """
     with default_outputs(job.name) as name:
         path = name() if output is None else checked_name(Path(output))
-        _simulate(job, path, force or output is None, progress)
+        _simulate(job, path, force or output is None, _progress(progress))
     return open_results(path)
 
 
-def _simulate(job: Job, path: Path, force: bool, progress: ProgressMode | None) -> None:
+def _simulate(written: Job, path: Path, force: bool, progress: dict[str, Any]) -> None:
     """Simulates a job and writes its result file; `force` allows to replace an existing one."""
-    from rudra.compute.executor import torch_as_in
-    from rudra.core.wire import tail_bytes
-    from rudra.results.progress import Progress
-    from rudra.results.recorder import Recorder, make_writer
-    from rudra.simulation import costs
-    from rudra.simulation.assembly import assemble
-    from rudra.simulation.cluster import find_device, make_cluster
-    from rudra.simulation.placing import placed
+    from rudra.compute.devices import virtual
+    from rudra.simulation.recorded import simulate
 
     check_output(path, force)
-    measured = costs.source(job)
-    job = placed(costs.load(job.resolved(cores=cores())))
+    measured, job = cost_files.source(written), cost_files.load(written)
+    decided = dict(with_cut(job, {}, cores=cores()))
     if job.simulation.tensors:
-        job = job.with_(cluster={"device": find_device(job).type})
+        device = virtual(job.cluster.device, window=job.hogbatch.shares_weights).type
     elif job.hooks:
         raise ConfigError(
             "[hooks]: [simulation] tensors = false trains nothing, so nothing calls them; valid: no hooks"
         )
     else:
-        job = job.without_tests().with_(cluster={"device": "cpu"})
-    plan = job.plan(costs.places(job))
-    job = costs.shared(job, plan)
-    with torch_as_in(job):
-        cluster = make_cluster(job, plan)
-        job = cluster.job
-        check_minibatch(job, cluster.info.training_samples)
-        samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
-        for executor in cluster.executors.values():
-            if executor.hooks is not None:
-                executor.hooks.output = path.stem
-        unsaved = job.with_(results={"checkpoint_every": "never", "keep_checkpoints": "never"})
-        writer = make_writer(
-            path,
-            job,
-            cluster.layout,
-            cluster.size,
-            cluster.initial_sha256,
-            force,
-            plan=plan,
-            state_dict=cluster.state_dict,
-            step_bytes=cluster.step_bytes,
-            driver="simulation",
-            costs=measured or DEFAULTS,
-            training_samples=samples,
-            **_of_data(cluster.fingerprints),
-            classes=cluster.info.classes,
-            hosts=[socket.gethostname()],
-        )
-        checkpoint.discard(checkpoint.path_of(path), kept=True)  # of a run that this one replaces
-        with writer:
-            shown = Progress(job, samples, **_progress(progress))
-            recorder = Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None)
-            size_bytes = cluster.size * 4 + tail_bytes(1)
-            simulation = assemble(
-                unsaved,
-                plan,
-                cluster.tensors,
-                recorder,
-                training_samples=samples,
-                size_bytes=size_bytes,
-                placed=cluster.placed,
-            )
-            if (text := simulation.costs.guessed) and progress != "quiet":
-                log.info(f"{job.name}: {text}")
-            try:
-                with _told_to_end():
-                    simulation.run()
-                    for executor in cluster.executors.values():
-                        executor.close()
-            finally:
-                shown.close()
-
-
-def _of_data(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What a simulation's result file says of its data; warns where it cannot be repeated."""
-    from rudra.data.fingerprint import REPEATABLE, plain, unrepeatable
-
-    if not (why := unrepeatable(found)):
-        return {"data_fingerprints": json.dumps(plain(found))} if found else {}
-    log.warning(f"{why}: {REPEATABLE}")
-    return {"data_fingerprints": json.dumps(plain(found)), "replayable": False, "not_replayable": why}
-
-
-@contextmanager
-def _told_to_end() -> Iterator[None]:
-    """SIGTERM is a Ctrl-C, so that the file says how the run ended; needs the main thread, does nothing elsewhere."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        numbers.append(signal.SIGINT)
-    before = {number: signal.signal(number, _interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted
+        job, device = job.without_tests(), "cpu"
+    resolved = resolve_virtual(job, {**decided, "cluster": {"device": device}}, cores=cores())
+    simulate(resolved, path, overwrite=force, measured=measured, progress=progress)
 
 
 def _wait_for_results(path: Path, at_most_s: float = 2.0) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from rudra.simulation import costs
+from rudra.prepare import cost_files
 
 settings.register_profile("fuzz", max_examples=4000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
 
@@ -38,7 +38,7 @@ def _without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What somebody has measured on this machine is no part of a test."""
-    monkeypatch.setattr(costs, "MEASURED", tmp_path_factory.getbasetemp() / "no such directory")
+    monkeypatch.setattr(cost_files, "MEASURED", tmp_path_factory.getbasetemp() / "no such directory")
 
 
 @pytest.fixture(autouse=True, scope="session")

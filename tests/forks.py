@@ -48,7 +48,7 @@ def _serve(listener: int, launcher: int) -> list[str]:
     import rudra.cli.main
     import rudra.cli.run
     import rudra.mpi.launch
-    import rudra.results.resume
+    import rudra.prepare.start
     import rudra.simulation.tensors  # noqa: F401
     import topologies
 

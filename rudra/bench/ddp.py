@@ -24,7 +24,7 @@ from rudra.bench.ranks import (
 )
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

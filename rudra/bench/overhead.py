@@ -25,7 +25,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
 from rudra.findings import Goal, Report, spread
 from rudra.job.job import Job
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
-from rudra.compute.first_gradient import settled
+from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.core.events import GRADIENT, WEIGHTS, Compute
@@ -25,7 +25,8 @@ from rudra.core.records import TIMES
 from rudra.data.load import load
 from rudra.findings import Goal, Report, Spread, ratios, spread
 from rudra.job.job import Job
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
+from rudra.prepare.resolve import settle
 from topologies import Plan, base
 
 if TYPE_CHECKING:
@@ -178,7 +179,8 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     loaded = load(job.data, test=False, seed=job.training.seed)
     plan = job.plan()
     role = plan.learners[learner]
-    executor = make_executors(settled(job, plan, loaded), plan, (role,), loaded, prefetch=True)[role]
+    job = settle(job, gradients=try_first_gradient(job, plan, loaded))
+    executor = make_executors(job, plan, (role,), loaded, prefetch=True)[role]
     assert isinstance(executor, LearnerExecutor)
     executor.buffer(WEIGHTS).vector.copy_(torch.randn(executor.size) * 0.01)
     torch.set_flush_denormal(True)

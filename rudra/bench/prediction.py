@@ -9,7 +9,7 @@ from rudra.api import run as train
 from rudra.data.noise import noise
 from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
-from rudra.simulation.costs import at
+from rudra.prepare.cost_files import at
 from rudra.simulation.predict import predict, steady_rate
 from rudra.studies.calibrate import calibrate
 

@@ -21,8 +21,8 @@ from rudra.compute.optim import uncompiled
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.log import log
+from rudra.mpi.agreement import rest
 from rudra.mpi.launch import launch
-from rudra.mpi.session import rest
 from rudra.results.reader import Results, open_results
 from topologies import base
 
@@ -84,9 +84,10 @@ def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
     It raises RunError if the run fails.
     """
     from rudra.mpi.session import run_ranks
+    from rudra.prepare.start import StartRequest
 
     job = job.with_(cluster={"device": "cpu"})  # as what it is compared with
-    code, _ = run_ranks(job, output=path, progress={"mode": "quiet", "columns": None}, overwrite=True, comm=comm)
+    code, _ = run_ranks(job, StartRequest(path, force=True), progress={"mode": "quiet", "columns": None}, comm=comm)
     if code:
         raise RunError(f"the run ended with exit code {code}")
     return open_results(path)

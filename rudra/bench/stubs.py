@@ -14,7 +14,7 @@ from rudra.compute.vectors import Memory
 from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update, Updated
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.mpi.session import rest
+from rudra.mpi.agreement import rest
 from rudra.results.recorder import Recorder
 from rudra.roles import make
 from topologies import Plan

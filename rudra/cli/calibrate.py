@@ -40,13 +40,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from rudra import files
     from rudra.job.job import Job
-    from rudra.simulation import costs
+    from rudra.prepare import cost_files
     from rudra.studies import calibrate
 
     start_plainly("calibrate")
     search_beside(arguments.job)
     job = Job.load(arguments.job, arguments.overrides)
-    output: Path = arguments.output or costs.measured_path(job)
+    output: Path = arguments.output or cost_files.measured_path(job)
     if arguments.output is None:
         output.parent.mkdir(parents=True, exist_ok=True)
     else:

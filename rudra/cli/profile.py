@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.job.job import Job
-    from rudra.simulation import profile
+    from rudra.prepare import profile
 
     start_plainly("profile")
     search_beside(arguments.job)

@@ -37,13 +37,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     import rudra
     from rudra.mpi.launch import world_size
-    from rudra.results.resume import resumable
+    from rudra.prepare.resume import resumable
 
     found = partial(resumable, arguments.file, arguments.overrides, trust=arguments.trust)
     if world_size() is None:
         job, path, output = found()
     else:
-        from rudra.mpi.session import found_by_rank0
+        from rudra.mpi.agreement import found_by_rank0
 
         job, path, output = found_by_rank0(found)
     results = rudra.run(job, output=output, resume=path, progress=mode_of(arguments), verbose=arguments.verbose)

@@ -37,14 +37,13 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.compute.schedule import planned
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
+    from rudra.prepare.resolve import resolve, with_cut
     from rudra.report.topology import message, roles
 
-    job = job_of(arguments).resolved(cores=cores())
-    if job.placement.by_rule and not arguments.syntax:
-        from rudra.simulation.placing import placed
-
-        job = placed(job)
-    plan, topology = job.plan(), job.make_topology()
+    written = job_of(arguments)
+    decided = {} if arguments.syntax else with_cut(written, {}, cores=cores())
+    job, plan = resolve(written, decided, cores=cores())
+    topology = job.make_topology()
     protocol = job.make_protocol(plan)
     factor = protocol.modulation.rate_factor(0.0)
     by_update = job.optimizer.schedule_every == "update"  # how many there are depends on the data
@@ -121,12 +120,12 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     from rudra.compute.schedule import schedule_of
     from rudra.data.fingerprint import REPEATABLE
     from rudra.preflight import check_devices
+    from rudra.prepare import cost_files
     from rudra.results.progress import too_few
-    from rudra.simulation import costs
     from rudra.simulation.rehearsal import rehearse
 
-    if (source := costs.source(job)) not in (None, "the job"):
-        costs.find(source)
+    if (source := cost_files.source(job)) not in (None, "the job"):
+        cost_files.find(source)
     found = rehearse(job, plan)
     try:
         check_devices(job, plan)

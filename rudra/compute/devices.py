@@ -65,6 +65,26 @@ def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int, on_cpu: Col
     return torch.device("cuda", here.index(rank) % gpus) if gpus and rank in here else CPU
 
 
+def virtual(wanted: str, *, window: bool) -> torch.device:
+    """The device on which a process computes that does so for all roles, in virtual time.
+
+    Args:
+        wanted: `cluster.device` of the job.
+        window: whether the weights are in windows.
+
+    Raises:
+        ConfigError: a GPU is wanted, and there is none, or none is used.
+    """
+    there = torch.cuda.is_available()
+    if window:
+        if wanted == "cuda":
+            raise ConfigError("[cluster] device = 'cuda': windows of virtual time are in main memory; valid: cpu, auto")
+        return CPU
+    if wanted == "cuda" and not there:
+        raise ConfigError("[cluster] device = 'cuda': torch sees no GPU here; valid: cpu, auto")
+    return torch.device("cuda", 0) if wanted != "cpu" and there else CPU
+
+
 def placing(device: torch.device, *, gpu_aware_mpi: bool) -> Placing:
     """Where the buffers of a rank are that computes on a device."""
     return "device" if device.type == "cpu" else "direct" if gpu_aware_mpi else "staged"

@@ -31,8 +31,8 @@ _AGREE = 1e-6
 """Largest difference between two computations of a gradient, relative to its norm, that counts as agreement."""
 
 
-def settled(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Job:
-    """Tries the first mini-batch of the first learner in training mode, and settles `training.gradients`.
+def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Gradients:
+    """Tries the first mini-batch of the first learner in training mode, and settles how gradients are computed.
 
     Args:
         job: resolved; on a device, at the initial weights.
@@ -41,7 +41,7 @@ def settled(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Job
         device: where gradients are computed.
 
     Returns:
-        The job, whose `training.gradients` is `"autograd"` or `"direct"`.
+        `training.gradients` of the job: `"autograd"` or `"direct"`.
 
     Raises:
         ConfigError: the model changes its weights itself, or torch cannot compute its gradient in the job's precision
@@ -76,7 +76,7 @@ def settled(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Job
         )
     if plan.stage is not None:
         _check_pieces(job, FlatModel(model(), task), data, batch, source.seed(0), first)
-    return job.with_(training={"gradients": gradients})
+    return gradients
 
 
 def portion_of(job: Job, plan: Plan, role: int) -> Portion:

@@ -7,7 +7,6 @@ import torch
 
 from protocols import Protocol
 from rudra.compute.optim import uncompiled
-from rudra.core.phases import Phase, Phases, parts
 from rudra.core.schedule import Schedule
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -28,21 +27,6 @@ def schedule_of(job: Job, plan: Plan, training_samples: int) -> Schedule:
         ConfigError: the schedule is not there, does not take its options, or gives no rates.
     """
     return planned(job.optimizer, job.training.epochs, expected_updates(job, plan, training_samples))
-
-
-def phases_of(job: Job, plan: Plan, training_samples: int) -> Phases:
-    """The parts of a run between the changes of its job; arguments and errors as for `schedule_of`.
-
-    Args:
-        job: resolved.
-        plan: of the first part.
-        training_samples: size of the training set.
-    """
-    texts = ["", *(change.text for change in job.changes)]
-    return tuple(
-        Phase(start, part, its_plan, schedule_of(part, its_plan, training_samples), text)
-        for (start, part, its_plan), text in zip(parts(job, plan), texts, strict=True)
-    )
 
 
 def planned(table: OptimizerTable, epochs: int, updates: int | None = None) -> Schedule:

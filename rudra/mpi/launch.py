@@ -267,7 +267,7 @@ def _stamp(output: Path) -> tuple[int, int] | None:
 
 def _is_finished(output: Path) -> bool:
     """Whether training came to its end, and it was something after it that failed."""
-    from rudra.results.resume import finished  # HDF5, which a launch that goes well does without
+    from rudra.results.identity import finished  # HDF5, which a launch that goes well does without
 
     with suppress(RudraError):
         return finished(output)

@@ -19,35 +19,26 @@ collectives fail. Nothing blocks: `test` drives what is under way, so a rank tha
 everything else.
 """
 
-import struct
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from mpi4py import MPI
 
-from rudra.compute.averaging import CACHE_LINE, CHUNK, Addends, added, average, factors_of, finish_mean, slices
+from rudra.compute.averaging import CHUNK, Addends, added, average, finish_mean, slices
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce, Reduced
-from rudra.core.messages import NOT_PULLING, PushedGradient
-from rudra.core.records import Gradient
-from rudra.core.wire import FLAGS_BYTES, decode, decode_flags, encode, encode_flags, tail_bytes
 from rudra.mpi.arena import Arena
 from rudra.mpi.doorbell import Doorbell
-from rudra.mpi.failures import outcome
+from rudra.mpi.group_messages import GroupRequests, GroupRows, LentBuffers
+from rudra.mpi.group_slices import GroupSlices
 from topologies import Plan
 
-FEW = 2
-"""Of so many members that share memory, whoever needs the sum makes all of it."""
-
-_ALIGNED = CACHE_LINE // 4
-_OFFSET = struct.Struct("<q")
-_MESSAGE = _OFFSET.size + FLAGS_BYTES
-_ROW = _MESSAGE + tail_bytes(1)
+_NOTHING = np.empty(0, np.uint8)
 
 
 class GroupReduction:
@@ -79,55 +70,26 @@ class GroupReduction:
         arena: Arena | None = None,
         sums: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._comm, self._tag, self._ring, self._library, self._arena = comm, tag, ring, library, arena
-        self._on_rank: dict[int, list[int]] = {}  # rank -> places of its members in the group
-        for place, rank in enumerate(members.values()):
-            self._on_rank.setdefault(rank, []).append(place)
-        ranks = list(self._on_rank)
-        step = -(-size // (len(ranks) * _ALIGNED)) * _ALIGNED
-        self._step, self._size = step, size
-        self._slices = {rank: slice(min(i * step, size), min((i + 1) * step, size)) for i, rank in enumerate(ranks)}
-        self._told = {rank: np.zeros((len(places), _ROW), np.uint8) for rank, places in self._on_rank.items()}
-        self._sums = sums or [range(len(members))]
-        by_place = list(members.values())
-        in_sum = [list(dict.fromkeys(by_place[place] for place in of)) for of in self._sums]  # ranks of each
-        self._home = next(number for number, its in enumerate(in_sum) if comm.rank in its)  # the partial sum made here
-        self._home_of_first = next(number for number, of in enumerate(self._sums) if 0 in of)
-        # For each partial sum: who adds which slice of it, by the slice's owner.
-        self._adders = [
-            {owner: owner if owner in its else its[place % len(its)] for place, owner in enumerate(ranks)}
-            for its in in_sum
-        ]
-        self._mine = self._on_rank.pop(comm.rank)
-        mates = set(in_sum[self._home])
-        self.roles = tuple(list(members)[place] for place in self._mine)
-        self._has_first = 0 in self._mine  # who takes the sum where it goes to one alone
-        shared = arena.neighbours if arena is not None and library is None else frozenset()
-        self._near = [rank for rank in self._on_rank if rank in mates & shared]
-        self._far = [rank for rank in self._on_rank if rank in mates - shared and library is None]
-        self._alone = len(mates) == len(members) <= FEW and len(self._near) == len(members) - 1 > 0
-        mine = self._slices[comm.rank]
+        self._ring, self._library, self._arena = ring, library, arena
+        shared = arena.neighbours if arena is not None and library is None else frozenset[int]()
+        self._division = its = GroupSlices(comm.rank, members, size, shared, sums, library=library is not None)
+        self.roles = its.roles
+        self._requests, self._rows, self._lent = GroupRequests(comm, tag), GroupRows(its), LentBuffers()
         # Touched, not only promised: transfers into untouched memory are slow.
         self._incoming = {
-            (place, owner): np.full(self._length(owner), 0.0, np.float32)
-            for rank in self._far
-            for place in self._on_rank[rank]
-            for owner in self._added_by(comm.rank)
+            (place, owner): np.full(its.length(owner), 0.0, np.float32)
+            for rank in its.far
+            for place in its.others[rank]
+            for owner in its.added_by(its.me)
         }
         self._sums_of_others = {
-            number: np.full(mine.stop - mine.start, 0.0, np.float32)
-            for number in range(len(in_sum))
-            if number != self._home
+            number: np.full(its.length(its.me), 0.0, np.float32)
+            for number in range(len(its.sums))
+            if number != its.home
         }
-        self._room = torch.zeros(min(CHUNK, step))
-        self._nothing = np.empty(0, np.uint8)
-        self._requests: list[MPI.Request] = []
-        self._receives: list[MPI.Request] = []  # those of them that write
+        self._room = torch.zeros(min(CHUNK, its.step))
         self._begun: dict[int, tuple[Reduce, Executor, Buffer]] = {}  # role -> what it brings
         self._handed_out = 0  # by so many of the members here
-        self._lent: list[Buffer] = []  # that others may read: of this reduction,
-        self._lent_before: list[Buffer] = []  # and of the one before
-        self._gradients: tuple[Gradient, ...] = ()
         self._course: Iterator[bool] | None = None  # of what follows when all have begun
         self._failed = False
 
@@ -135,73 +97,53 @@ class GroupReduction:
     def busy(self) -> bool:
         return bool(self._begun)
 
-    def _length(self, owner: int) -> int:
-        """Elements of a slice."""
-        return self._slices[owner].stop - self._slices[owner].start
-
-    def _added_by(self, rank: int) -> list[int]:
-        """Owners of the slices of the partial sum here that a rank adds."""
-        return [owner for owner, adder in self._adders[self._home].items() if adder == rank]
-
     def begin(self, role: int, action: Reduce, executor: Executor) -> None:
         """A member here starts a reduction; all start the same one, and none starts the next before it is over."""
         if self._failed:
             return
+        its, told = self._division, self._rows.of_rank
         if not self._begun:
             self._course, self._handed_out = None, 0
-            self._receives.clear()
-            for rank, places in self._on_rank.items():
-                for place in places if rank in self._far else ():
-                    for owner in self._added_by(self._comm.rank):
-                        self._receive(self._incoming[place, owner], rank)
-                self._receive(self._told[rank], rank)
+            self._requests.begin()
+            for rank, places in its.others.items():
+                for place in places if rank in its.far else ():
+                    for owner in its.added_by(its.me):
+                        self._requests.receive(self._incoming[place, owner], rank)
+                self._requests.receive(told[rank], rank)
         buffer = executor.buffer(action.buffer)
-        if self._near:
-            buffer.held += 1
-            self._lent.append(buffer)
+        if its.near:
+            self._lent.lend(buffer)
         self._begun[role] = action, executor, buffer
         while self._handed_out < len(self.roles) and self.roles[self._handed_out] in self._begun:
             action, _, buffer = self._begun[self.roles[self._handed_out]]
-            self._hand_out(self._told[self._comm.rank][self._handed_out], action, buffer)
+            self._hand_out(self._handed_out, action, buffer)
             self._handed_out += 1
         if len(self._begun) == len(self.roles):
-            for rank in self._on_rank:
-                self._send(self._told[self._comm.rank], rank)
+            for rank in its.others:
+                self._requests.send(told[its.me], rank)
         self._ring()
 
-    def _hand_out(self, row: npt.NDArray[np.uint8], action: Reduce, buffer: Buffer) -> None:
+    def _hand_out(self, number: int, action: Reduce, buffer: Buffer) -> None:
         """Writes what is to be told of a gradient, and sends the ranks that cannot read it their slices.
 
         Members of a rank do so one after the other, as they are expected.
         """
-        offset = self._arena.offset(buffer.array) if self._near and self._arena is not None else 0
+        its = self._division
+        offset = self._arena.offset(buffer.array) if its.near and self._arena is not None else 0
         assert offset is not None
-        message = encode(PushedGradient(0, 0, NOT_PULLING, (action.gradient,)))
-        said = _OFFSET.pack(offset) + encode_flags(action.word) + message
-        row.data[: len(said)] = said
-        for rank in self._far:
-            for owner in self._added_by(rank):
-                self._send(buffer.array[self._slices[owner]], rank)
-
-    def _send(self, what: npt.NDArray[Any], to: int) -> None:
-        self._requests.append(self._comm.Isend(what, to, self._tag))
-
-    def _receive(self, into: npt.NDArray[Any], of: int) -> None:
-        request = self._comm.Irecv(into, of, self._tag)
-        self._requests.append(request)
-        self._receives.append(request)
+        self._rows.write(its.me, number, action, offset)
+        for rank in its.far:
+            for owner in its.added_by(rank):
+                self._requests.send(buffer.array[its.of_rank[owner]], rank)
 
     def test(self) -> Reduced | None:
         """Goes on as far as it can; the event for all members here, when it is over."""
         while True:
-            while self._requests:
-                what = outcome(self._requests[-1])  # one after the other: none can be left out
+            if (what := self._requests.drive()) != "done":
                 if what == "failed":  # a member has died; all will regroup
                     self._begun.clear()
                     self._failed = True
-                if what != "done":
-                    return None
-                self._requests.pop()
+                return None
             if len(self._begun) < len(self.roles):
                 return None
             buffers = [self._begun[role][2] for role in self.roles]
@@ -211,20 +153,21 @@ class GroupReduction:
             if not next(self._course, False):
                 break
             self._ring()
-        if self._near:
+        if self._division.near:
             self._defer(buffers, to_all=action.to_all)
         else:
             self._finish(buffers, to_all=action.to_all)
         self._begun.clear()
-        return Reduced(action.sequence, self._gradients, self._words, action.group)
+        return Reduced(action.sequence, self._rows.gradients, self._rows.words, action.group)
 
     def _go_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool]:
         """Adds, when what all have told is here; after each step what it has begun must come to its end."""
-        self._take_in()
+        self._rows.take_in()
+        self._lent.turn()
         if self._library is not None:
             self._allreduce(self._library, buffers)
             yield True
-        elif not self._alone:
+        elif not self._division.alone:
             if self._sums_of_others:
                 self._exchange_sums(buffers)
                 yield True
@@ -235,123 +178,111 @@ class GroupReduction:
             self._hand_on(buffers, to_all=to_all)
             yield True
 
-    def _take_in(self) -> None:
-        """What all members have told is here."""
-        rows: dict[int, memoryview] = {}
-        for rank, places in (*self._on_rank.items(), (self._comm.rank, self._mine)):
-            rows |= zip(places, (row.data for row in self._told[rank]), strict=True)
-        ordered = [rows[place] for place in range(len(rows))]
-        self._gradients = tuple(cast(PushedGradient, decode(row[_MESSAGE:])).gradients[0] for row in ordered)
-        self._words = tuple(decode_flags(row[_OFFSET.size :]) for row in ordered)
-        self._factors = factors_of([gradient.samples for gradient in self._gradients])
-        self._offsets = [_OFFSET.unpack_from(row)[0] for row in ordered]
-        self._give_back(self._lent_before)
-        self._lent, self._lent_before = self._lent_before, self._lent
-
-    def _give_back(self, lent: list[Buffer]) -> None:
-        for buffer in lent:
-            buffer.held -= 1
-        lent.clear()
-
     def _there(self, rank: int, place: int) -> torch.Tensor:
         """The gradient of a member on a rank of this node."""
         assert self._arena is not None
-        return self._arena.floats_at(rank, self._offsets[place], self._size * 4)
+        return self._arena.floats_at(rank, self._rows.offsets[place], self._division.size * 4)
 
     def _readable(self, buffers: Sequence[Buffer]) -> dict[int, torch.Tensor]:
         """The gradients in memory that this rank reads, by place."""
-        found = {place: buffer.vector for place, buffer in zip(self._mine, buffers, strict=True)}
-        return found | {place: self._there(rank, place) for rank in self._near for place in self._on_rank[rank]}
+        its = self._division
+        found = {place: buffer.vector for place, buffer in zip(its.mine, buffers, strict=True)}
+        return found | {place: self._there(rank, place) for rank in its.near for place in its.others[rank]}
 
     def _addends(self, buffers: Sequence[Buffer], owner: int) -> Addends:
         """What the partial sum here is made of, in a slice that this rank adds."""
-        found = {place: vector[self._slices[owner]] for place, vector in self._readable(buffers).items()}
+        its = self._division
+        found = {place: vector[its.of_rank[owner]] for place, vector in self._readable(buffers).items()}
         found |= {place: torch.from_numpy(came) for (place, of), came in self._incoming.items() if of == owner}
-        places = self._sums[self._home]
-        return [found[place] for place in places], [self._factors[place] for place in places]
+        places = its.sums[its.home]
+        return [found[place] for place in places], [self._rows.factors[place] for place in places]
 
     def _exchange_sums(self, buffers: Sequence[Buffer]) -> None:
         """Adds slices that ranks of other nodes own, in this rank's gradient, and sends them; gets those of its own."""
+        its = self._division
         for number, came in self._sums_of_others.items():
-            self._receive(came, self._adders[number][self._comm.rank])
-        for owner in self._added_by(self._comm.rank):
-            if owner == self._comm.rank:
+            self._requests.receive(came, its.adders[number][its.me])
+        for owner in its.added_by(its.me):
+            if owner == its.me:
                 continue
             vectors, factors = self._addends(buffers, owner)
-            into = buffers[0].vector[self._slices[owner]]
+            into = buffers[0].vector[its.of_rank[owner]]
             for part in slices(0, len(into), CHUNK):
                 into[part].copy_(added(([vector[part] for vector in vectors], factors), self._room[: len(into[part])]))
-            self._send(buffers[0].array[self._slices[owner]], owner)
+            self._requests.send(buffers[0].array[its.of_rank[owner]], owner)
 
     def _add(self, buffers: Sequence[Buffer]) -> None:
         """Makes the mean in this rank's own slice, in its own gradient."""
-        mine = self._comm.rank
-        into = buffers[0].vector[self._slices[mine]]
+        its = self._division
+        into = buffers[0].vector[its.of_rank[its.me]]
         sums = {number: ([torch.from_numpy(came)], [1]) for number, came in self._sums_of_others.items()}
-        ordered: list[Addends] = [sums.get(i) or self._addends(buffers, mine) for i in range(len(self._sums))]
+        ordered: list[Addends] = [sums.get(i) or self._addends(buffers, its.me) for i in range(len(its.sums))]
         for part in slices(0, len(into), CHUNK):
             of_part = [([vector[part] for vector in vectors], factors) for vectors, factors in ordered]
-            finish_mean(into[part], of_part, sum(self._factors), self._room[: len(into[part])])
+            finish_mean(into[part], of_part, sum(self._rows.factors), self._room[: len(into[part])])
 
     def _exchange_means(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Brings each finished slice to one rank of each node that needs it."""
-        array, me = buffers[0].array, self._comm.rank
-        for number in range(len(self._sums)) if to_all else (self._home_of_first,):
-            if number != self._home:
-                self._send(array[self._slices[me]], self._adders[number][me])
+        its, array = self._division, buffers[0].array
+        for number in range(len(its.sums)) if to_all else (its.home_of_first,):
+            if number != its.home:
+                self._requests.send(array[its.of_rank[its.me]], its.adders[number][its.me])
                 continue
-            for owner in self._added_by(me):
-                if owner != me:
-                    self._receive(array[self._slices[owner]], owner)
+            for owner in its.added_by(its.me):
+                if owner != its.me:
+                    self._requests.receive(array[its.of_rank[owner]], owner)
 
     def _hand_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Lets the ranks of this node have the finished slices that are here."""
-        if not to_all and self._home != self._home_of_first:
+        its = self._division
+        if not to_all and its.home != its.home_of_first:
             return
-        for rank in (*self._near, *self._far):
-            if to_all or 0 in self._on_rank[rank]:
-                for what in self._handed(buffers, self._comm.rank, rank):
-                    self._send(what, rank)
-            if to_all or self._has_first:
+        for rank in (*its.near, *its.far):
+            if to_all or 0 in its.others[rank]:
+                for what in self._handed(buffers, its.me, rank):
+                    self._requests.send(what, rank)
+            if to_all or its.has_first:
                 for into in self._handed(buffers, rank, rank):
-                    self._receive(into, rank)
+                    self._requests.receive(into, rank)
 
     def _handed(self, buffers: Sequence[Buffer], adder: int, other: int) -> list[npt.NDArray[Any]]:
         """What goes between this rank and another of finished slices that one of them has: if near, word of them."""
-        if other in self._near:
-            return [self._nothing]
-        return [buffers[0].array[self._slices[owner]] for owner in self._added_by(adder)]
+        its = self._division
+        if other in its.near:
+            return [_NOTHING]
+        return [buffers[0].array[its.of_rank[owner]] for owner in its.added_by(adder)]
 
     def _defer(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Lets those here who need the sum have it where it lies, or make it."""
-        if not to_all and not self._has_first:
+        its = self._division
+        if not to_all and not its.has_first:
             return
         sources: list[torch.Tensor]
-        if self._alone:
+        if its.alone:
             readable = self._readable(buffers)
             sources = [readable[place] for place in range(len(readable))]
-            samples = [gradient.samples for gradient in self._gradients]
+            samples = [gradient.samples for gradient in self._rows.gradients]
         else:
             first = buffers[0].vector
             sources = [
-                self._there(rank, self._on_rank[rank][0]) if rank in self._near else first
-                for rank in self._adders[self._home].values()
+                self._there(rank, its.others[rank][0]) if rank in its.near else first
+                for rank in its.adders[its.home].values()
             ]
         for role in self.roles if to_all else self.roles[:1]:
             action, executor, _ = self._begun[role]
             room = torch.empty(0)
             take: Take
-            if self._alone:
+            if its.alone:
                 take = partial(summed, sources, samples, room)
             else:
-                take = partial(joined, sources, self._step, room)
+                take = partial(joined, sources, its.step, room)
             executor.defer(action.buffer, take)
 
     def _finish(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """The sum lies with the first member here."""
         first, *others = buffers
         if self._library is not None:
-            first.vector.mul_(1 / sum(g.samples for g in self._gradients))
+            first.vector.mul_(1 / sum(g.samples for g in self._rows.gradients))
         for other in others if to_all else ():
             other.vector.copy_(first.vector)
         for buffer in buffers:
@@ -359,11 +290,11 @@ class GroupReduction:
 
     def _allreduce(self, library: MPI.Comm, buffers: Sequence[Buffer]) -> None:
         first, *others = buffers
-        samples = [self._gradients[place].samples for place in self._mine]
+        samples = [self._rows.gradients[place].samples for place in self._division.mine]
         first.vector.mul_(samples[0])
         for other, count in zip(others, samples[1:], strict=True):
             first.vector.add_(other.vector, alpha=count)
-        self._requests = [library.Iallreduce(MPI.IN_PLACE, first.array, MPI.SUM)]
+        self._requests.add(library.Iallreduce(MPI.IN_PLACE, first.array, MPI.SUM))
 
     def abandon(self) -> None:
         """Ends a reduction that a member has left for ever; `quiet` says when nothing of it writes here any more.
@@ -372,16 +303,12 @@ class GroupReduction:
         """
         self._begun.clear()
         self._course = None
-        self._give_back(self._lent)
-        self._give_back(self._lent_before)
-        if not self.quiet:
-            for request in self._receives:
-                request.Cancel()
+        self._lent.give_back()
+        self._requests.cancel()
 
     @property
     def quiet(self) -> bool:
-        self._receives = [r for r in self._receives if outcome(r) == "no"]
-        return not self._receives
+        return self._requests.quiet
 
     def close(self) -> None:
         if self._library is not None:

@@ -13,10 +13,11 @@ from rudra.job.job import Job
 from rudra.job.table import checked
 from rudra.job.tables import HogbatchTable
 from rudra.machine import cores
+from rudra.prepare import cost_files
+from rudra.prepare.resolve import RankFacts, fit, resolve, resolve_virtual, with_cut
 from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
-from rudra.simulation import costs
 from topologies import Plan
 from topologies.kinds import ELSEWHERE, TREE_SERVER, Reduction
 
@@ -68,20 +69,18 @@ def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cas
         raise ConfigError(f"--nodes {','.join(map(str, sizes))}: has {sum(sizes)} ranks, but -n is {ranks}")
     places = [node for node, size in enumerate(sizes or [ranks or 0]) for _ in range(size)]
     try:
-        if job.placement.by_rule:
-            from rudra.simulation.placing import choose_cut
-
-            job = job.with_(placement={"cut": choose_cut(job, len(places) or None)})
+        decided = with_cut(job, {}, ranks=len(places) or None)
         if places:
-            plan = job.make_topology().fit(places, job.cluster.learners)
-            job = job.resolved(learners=len(plan.learners), cores=cores())
-            job.check(plan)
+            job, plan = fit(job, decided, [RankFacts(node, "", cores()) for node in places])
             idle = set(range(len(places))) - {role.world_rank for role in plan.roles}
             nodes = tuple(places[role.world_rank] for role in plan.roles)
             return replace(_cast(job, plan, near=True), nodes=nodes, idle=tuple(sorted(idle)))
         simulated = job.simulation.nodes is not None or job.simulation.costs is not None
-        job = costs.load(job.resolved(cores=cores()))
-        plan = job.plan(costs.places(job) if simulated else [0] * job.learners)
+        if simulated:
+            job, plan = resolve_virtual(cost_files.load(job), decided, cores=cores())
+        else:
+            job, _ = resolve(job, decided, cores=cores())
+            plan = job.plan([0] * job.learners)
     except ValueError as error:
         raise TopologyError(str(error)) from None
     return _cast(job, plan, near=job.simulation.servers_on_first_node or not simulated)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rudra import roles
-from rudra.compute.schedule import phases_of
 from rudra.core.events import Save
 from rudra.core.layout import Placed
 from rudra.core.phases import Phases, phase_at
@@ -12,10 +11,12 @@ from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.core.wire import tail_bytes, tensor_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.prepare.phases import phases_of
+from rudra.prepare.resolve import nodes_of
 from rudra.roles import Machine
 from rudra.simulation.beside import ENDLESS, Unrecorded, job_beside
-from rudra.simulation.cluster import make_cluster
-from rudra.simulation.costs import CostModel, paces_of, places
+from rudra.simulation.cluster import without_tensors
+from rudra.simulation.costs import CostModel, paces_of
 from rudra.simulation.driver import Check, RowSink, Simulation
 from rudra.simulation.regrouping import Make
 from rudra.simulation.timing_only import Tensors
@@ -118,8 +119,8 @@ def assemble(
 
 def _put_beside(simulation: Simulation, job: Job) -> None:
     """Has the roles of another job begin when these do, on the same machines."""
-    plan = job.plan(places(job))
-    cluster = make_cluster(job, plan)
+    plan = job.plan(nodes_of(job))
+    cluster = without_tensors(job)
     assemble(
         job,
         plan,

@@ -9,9 +9,7 @@ import torch
 
 from rudra.compute import models
 from rudra.compute.checks import check_batching
-from rudra.compute.devices import CPU
 from rudra.compute.executor import Executor
-from rudra.compute.first_gradient import settled
 from rudra.compute.flat import FlatModel
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
@@ -22,7 +20,7 @@ from rudra.core.events import (
 )
 from rudra.core.layout import Entry, Placed
 from rudra.data.fingerprint import Fingerprint, fingerprints
-from rudra.data.load import DataInfo, load
+from rudra.data.load import Data, DataInfo, load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.results.warm_start import final_weights
@@ -37,7 +35,6 @@ class SimulatedCluster:
     """What a simulation needs of a job beside its roles.
 
     Attributes:
-        job: as resolved, with what the first gradient has settled.
         tensors: do what roles want done with tensors.
         info: what the data is like.
         layout: of the flat vector.
@@ -50,7 +47,6 @@ class SimulatedCluster:
         step_bytes: of tensors that a step of all learners sends then.
     """
 
-    job: Job
     tensors: Tensors
     info: DataInfo
     layout: tuple[Entry, ...]
@@ -64,26 +60,23 @@ class SimulatedCluster:
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
 
-def make_cluster(job: Job, plan: Plan) -> SimulatedCluster:
-    """Loads the data, builds the model, and makes real tensors or none, as the job says.
+def make_cluster(job: Job, plan: Plan, data: Data, device: torch.device) -> SimulatedCluster:
+    """Builds the model and the executors of all roles.
 
     Args:
-        job: resolved.
+        job: settled.
         plan: who is who.
+        data: of the job.
+        device: on which tensors are computed.
 
     Raises:
-        RudraError: data or model are not there or do not fit, the job asks for a GPU that is not there, or for
-            batches that its protocol or model do not allow.
+        RudraError: the model does not fit the data, or the job asks for batches that its protocol or model do not
+            allow.
     """
-    if not job.simulation.tensors:
-        return _without_tensors(job)
-    device = find_device(job)
-    loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
-    info, roles = loaded.info, tuple(range(len(plan.roles)))
+    info, roles = data.info, tuple(range(len(plan.roles)))
     alone = job.simulation.batching == "none"
-    job = settled(job, plan, loaded, device)
     executors = make_executors(
-        job, plan, roles, loaded, prefetch=False, device=device, rows=alone, first_weights=final_weights
+        job, plan, roles, data, prefetch=False, device=device, rows=alone, first_weights=final_weights
     )
     tensors = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
     if job.simulation.batching != "none":
@@ -98,11 +91,20 @@ def make_cluster(job: Job, plan: Plan) -> SimulatedCluster:
     about = (statistics.layout, statistics.size, digest, statistics.state_dict)
     fronts = (executor.cut for executor in executors.values() if isinstance(executor, FirstStageExecutor))
     placed = next((cut.placed(statistics.size, job.training.minibatch_size, info) for cut in fronts), None)
-    prints = fingerprints(loaded)
-    return SimulatedCluster(job, tensors, info, *about, weights, executors, placed, statistics.step_bytes, prints)
+    prints = fingerprints(data)
+    return SimulatedCluster(tensors, info, *about, weights, executors, placed, statistics.step_bytes, prints)
 
 
-def _without_tensors(job: Job) -> SimulatedCluster:
+def without_tensors(job: Job) -> SimulatedCluster:
+    """Finds out how large data and model are, without executors: where only time counts.
+
+    Args:
+        job: resolved.
+
+    Raises:
+        ConfigError: there is no such model, or it does not fit the data.
+        DataError: files are missing that would tell.
+    """
     info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
     try:
         with torch.device("meta"):  # shapes alone
@@ -114,8 +116,7 @@ def _without_tensors(job: Job) -> SimulatedCluster:
         cut = cut_model(job, models.build(job.model, info, job.training.seed), info)
         placed = cut.placed(flat.size, job.training.minibatch_size, info)
         step_bytes = cut.sent(job.training.minibatch_size) * job.learners
-    tensors = TimingOnly()
-    about = (job, tensors, info, flat.layout, flat.size, "", (), lambda role, buffer: None)
+    about = (TimingOnly(), info, flat.layout, flat.size, "", (), lambda role, buffer: None)
     return SimulatedCluster(*about, placed=placed, step_bytes=step_bytes)
 
 
@@ -136,19 +137,3 @@ def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Ten
 
 
 _KINDS = {"none": RealTensors, "big-batch": BigBatchTensors, "vmap": VmapTensors}
-
-
-def find_device(job: Job) -> torch.device:
-    """Where a simulation computes.
-
-    Raises:
-        ConfigError: the job asks for a GPU, and there is none, or none is used.
-    """
-    wanted, there = job.cluster.device, torch.cuda.is_available()
-    if job.hogbatch.shares_weights:
-        if wanted == "cuda":
-            raise ConfigError("[cluster] device = 'cuda': windows of virtual time are in main memory; valid: cpu, auto")
-        return CPU
-    if wanted == "cuda" and not there:
-        raise ConfigError("[cluster] device = 'cuda': torch sees no GPU here; valid: cpu, auto")
-    return torch.device("cuda", 0) if wanted != "cpu" and there else CPU

@@ -20,7 +20,7 @@ from rudra.core.records import TIMES
 from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation.costs import places
+from rudra.prepare.resolve import nodes_of
 from rudra.simulation.trial import TrialRows, timing, train
 from topologies import Plan
 from topologies.kinds import LEARNER
@@ -53,7 +53,7 @@ def check_updates(run: Job, rows: TrialRows) -> None:
     With one server it is exactly c of them. A tree brings several at a time, so it may be more, but by less than what
     one message carries. With compute groups it is exactly c gradients of whole groups, each in group_rank order.
     """
-    plan = run.plan(places(run))
+    plan = run.plan(nodes_of(run))
     rule, gradients, sizes = run.make_protocol(plan), rows["gradients"], rows["updates"]["gradients"]
     c = rule.gradients_per_update
     assert len(gradients) == sizes.sum()
@@ -161,7 +161,7 @@ def check_times(run: Job, rows: TrialRows) -> None:
 def check_stages(run: Job, rows: TrialRows) -> None:
     """The stage server computes and updates with the same weights, and with those of a whole group's batch."""
     stages, gradients = rows["stages"], rows["gradients"]
-    plan = run.plan(places(run))
+    plan = run.plan(nodes_of(run))
     assert not stages["staleness"].any()
     stamps, parts = np.unique(stages["timestamp"], return_counts=True)
     assert np.array_equal(stamps, np.arange(1, len(stamps) + 1)), "one update after the other"
@@ -179,7 +179,7 @@ def check_stages(run: Job, rows: TrialRows) -> None:
 
 def saving(run: Job, samples: int) -> tuple[TrialRows, list[TrainingState]]:
     """Runs a job without tensors that saves after every update: what is written, and the books of each checkpoint."""
-    plan, saved = run.plan(places(run)), list[TrainingState]()
+    plan, saved = run.plan(nodes_of(run)), list[TrainingState]()
 
     def save(role: int, action: Save) -> None:
         if role == plan.server:
@@ -197,7 +197,7 @@ def check_resumed(run: Job, whole: TrialRows, middle: TrainingState, samples: in
         middle: the books of one of its checkpoints.
         samples: of one epoch.
     """
-    plan = run.plan(places(run))
+    plan = run.plan(nodes_of(run))
     rest = timing(run, samples, position=middle)
     if "updates" not in rest.tables:  # the middle is the end
         return
@@ -233,7 +233,7 @@ def check_bits(run: Job) -> None:
 
 def determined(run: Job) -> bool:
     """Whether nobody's pace decides what a run computes: all learners wait for each other."""
-    rule = run.make_protocol(run.plan(places(run)))
+    rule = run.make_protocol(run.plan(nodes_of(run)))
     if rule.averages:
         return not run.topology.options.get("server")
     return rule.ordered and rule.waits and rule.gradients_per_update == rule.learners
@@ -256,7 +256,7 @@ class Case(NamedTuple):
         """Its job, without tensors; raises ConfigError."""
         training = {"epochs": 4, "minibatch_size": SAMPLES, "evaluate": True}
         run = Job(training=training, **self.tables).resolved()
-        run.plan(places(run))
+        run.plan(nodes_of(run))
         return run
 
     def real_job(self) -> Job:

@@ -7,18 +7,13 @@ learners send it; and a server handles one message after the other.
 Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ); Omnivore §4 (hardware efficiency).
 """
 
-import hashlib
 import itertools
-import json
 import math
-import os
 import random
-import re
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from protocols import Hogbatch
 from rudra.core.events import (
@@ -38,20 +33,13 @@ from rudra.core.events import (
 )
 from rudra.core.layout import Placed
 from rudra.core.work import by_speed, portion, speeds_text
-from rudra.errors import ConfigError, meant
+from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.job.jobfiles import read_toml
-from rudra.job.simulation import DEFAULTS, PER_BYTE, SimulationTable
-from rudra.job.table import named
+from rudra.job.simulation import SimulationTable
 from rudra.log import log
-from rudra.machine import cores, processor
+from rudra.prepare.cost_files import at
 from topologies import Plan
 from topologies.kinds import ELSEWHERE
-
-PRESETS = Path(__file__).parent / "presets"
-
-MEASURED = Path.home() / ".cache" / "rudra"
-"""Where files of `rudra calibrate` are found without being named."""
 
 
 class Link(NamedTuple):
@@ -276,122 +264,19 @@ class CostModel:
         return 2 * (max(link.latency_s for link in links) + share * size_bytes * slowest.seconds_per_byte)
 
 
-def shared(job: Job, plan: Plan) -> Job:
-    """The job with shares in proportion to its learners' speeds, where it wants them measured: the costs tell these.
+def expected_shares(job: Job, plan: Plan) -> tuple[float, ...]:
+    """Shares in proportion to the learners' speeds, as the costs tell them.
 
     Args:
         job: resolved, with its costs read in.
         plan: who is who.
     """
-    if job.cluster.shares != "auto":
-        return job
     size = job.training.minibatch_size
     compute_s = CostModel(job.simulation, plan, size, job.cluster.parts).compute_s
     seconds = [compute_s[role] for role in plan.learners]
     shares = by_speed(seconds)
     log.info(f"{job.name}: by these costs {speeds_text(seconds, size, shares)}")
-    return job.with_(cluster={"shares": shares})
-
-
-def source(job: Job) -> str | None:
-    """Where a job's costs come from: a preset, a file, or "the job"; None: from defaults, which nobody has measured."""
-    table = job.simulation
-    if table.costs is not None:
-        return None if table.costs == DEFAULTS else table.costs
-    if "compute_s" in table.model_fields_set or (
-        job.hogbatch.workers and all(team.compute_s for team in job.hogbatch.workers)
-    ):
-        return "the job"
-    path = measured_path(job)
-    return str(path) if path.is_file() else None
-
-
-def measured_path(job: Job) -> Path:
-    """Where `rudra calibrate` leaves what a job's model costs on this machine, and where it is looked for.
-
-    Named after the model, with a digest of what decides how long a mini-batch takes, but for μ.
-    """
-    name, data, training = named(job.model.name), job.data, job.training
-    decides = [job.model.options, named(data.name), data.options, training.precision, training.compile]
-    decides += [job.cluster.device, job.optimizer.name, processor(), cores()]
-    digest = hashlib.sha256(json.dumps(decides, default=str, sort_keys=True).encode()).hexdigest()[:12]
-    return MEASURED / f"{re.sub('[^0-9A-Za-z_.]', '-', name)}-{digest}.toml"
-
-
-def load(job: Job) -> Job:
-    """The job with its cost file read in: keys that the job does not give itself come from there.
-
-    Raises:
-        ConfigError: there is no such preset or file, it is none, or does not know the job's model.
-    """
-    table, found = job.simulation, source(job)
-    if found is None or (found == "the job" and table.costs is None):
-        return job
-    path = find(found)
-    keys = read_toml(path)
-    models = keys.pop("models", {})
-    if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
-        raise ConfigError(f"{path}: models must be tables [models.NAME], of keys of [simulation]")
-    keys.pop("measured", None)  # what a calibration says of itself
-    model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
-    beside = [
-        {f"simulation.{key}": value for key, value in models.get(each.get("model.name"), {}).items()} | each
-        for each in table.beside
-    ]
-    own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found, "beside": beside}
-    if models and model not in models and "compute_s" not in keys | own:
-        raise ConfigError(f"{path}: has no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
-    try:
-        return job.with_(simulation=_nearest(keys, models.get(model, {}), own))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-
-
-def _nearest(*levels: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of several levels, of which later ones win, also where they say the same in another unit."""
-    instead = PER_BYTE | {per_byte: key for key, per_byte in PER_BYTE.items()}
-    found: dict[str, Any] = {}
-    for level in levels:
-        for key in level.keys() & instead.keys():
-            found.pop(instead[key], None)
-        found |= level
-    return found
-
-
-def find(costs: str) -> Path:
-    """The file of a preset, or that a job names.
-
-    Raises:
-        ConfigError: there is no such preset or file.
-    """
-    path = PRESETS / f"{costs}.toml"
-    if not os.path.isfile(path):
-        path = Path(costs)
-    if not os.path.isfile(path):
-        hint = f"presets: {', '.join(presets())}{meant(costs, presets())}"
-        raise ConfigError(f"[simulation] costs: '{costs}' is neither a file nor a preset; {hint}")
-    return path
-
-
-def presets() -> list[str]:
-    """Names of the clusters that come with Rudra."""
-    return sorted(path.stem for path in PRESETS.glob("*.toml"))
-
-
-def at(compute_s: float | Mapping[int, float], minibatch_size: int) -> float:
-    """Seconds for one mini-batch: a constant, or points (μ, seconds) joined by straight lines in log-log.
-
-    Beyond the outermost points their lines go on; one point alone stands for time proportional to μ.
-    """
-    if not isinstance(compute_s, Mapping):
-        return compute_s
-    points = sorted((math.log(size), math.log(seconds)) for size, seconds in compute_s.items())
-    if len(points) == 1:
-        return math.exp(points[0][1]) * minibatch_size / math.exp(points[0][0])
-    x = math.log(minibatch_size)
-    place = min(max(1, sum(size < x for size, _ in points)), len(points) - 1)
-    (x0, y0), (x1, y1) = points[place - 1], points[place]
-    return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+    return shares
 
 
 def guessed(compute_s: float | Mapping[int, float], sizes: Collection[int]) -> str:
@@ -410,21 +295,6 @@ def guessed(compute_s: float | Mapping[int, float], sizes: Collection[int]) -> s
         f"compute_s of mini-batches of {', '.join(map(str, few[:3]))}{', …' if len(few) > 3 else ''} is {how}"
         for how, few in groups.items()
     )
-
-
-def places(job: Job) -> list[int]:
-    """The node of every learner in a simulation: blocks of ranks with learners that differ by one at most.
-
-    Workers that share memory are on one node, if the job does not say how many there are.
-    """
-    learners, each, count = job.learners, job.cluster.learners_per_rank, job.simulation.nodes
-    if isinstance(count, Mapping):
-        known = max((size for size in count if size <= learners), default=min(count))
-        count = math.ceil(count[known] * learners / known)
-    ranks = -(-learners // each)
-    alone = 1 if job.hogbatch.shares_weights else ranks
-    count = alone if count is None else min(count, ranks)
-    return [i // each * count // ranks for i in range(learners)]
 
 
 def _on_machines(nodes: Sequence[int], machines: Sequence[int]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from rudra.core.events import Backward, Combine, Conclude, Forward, Update
 from rudra.findings import Report
 from rudra.job.job import Job
-from rudra.simulation import costs
+from rudra.prepare.resolve import nodes_of
 from rudra.simulation.costs import CostModel
 from topologies import Plan
 
@@ -190,7 +190,7 @@ def efficiency(job: Job, model: CostModel, size_bytes: int, samples_per_s: float
     whole = model
     if plan.stage is not None:
         without = job.with_(placement={"cut": None})
-        there = without.plan(costs.places(job))
+        there = without.plan(nodes_of(job))
         whole = CostModel(job.simulation, there, job.training.minibatch_size, job.cluster.parts, model.size_bytes)
     return Efficiency(
         plan.workers,

@@ -20,12 +20,13 @@ from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
 from rudra.findings import Report
 from rudra.job.job import Job
-from rudra.simulation import costs
+from rudra.prepare import cost_files
+from rudra.prepare.resolve import resolve_virtual, settle, with_cut
 from rudra.simulation.assembly import assemble
-from rudra.simulation.cluster import make_cluster
+from rudra.simulation.cluster import without_tensors
+from rudra.simulation.costs import CostModel, expected_shares
 from rudra.simulation.efficiency import Efficiency, efficiency
 from rudra.simulation.efficiency import as_text as efficiency_text
-from rudra.simulation.placing import placed
 from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
 
@@ -108,7 +109,7 @@ def outline(job: Job) -> Outline:
         ConfigError: there is no such model, or it does not fit the data.
         DataError: files are missing that would tell.
     """
-    cluster = make_cluster(job.with_(simulation={"tensors": False}), job.plan())
+    cluster = without_tensors(job)
     return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1), cluster.placed)
 
 
@@ -130,24 +131,16 @@ def predict(
     """
     if job.scheduled and updates is not None:
         raise ConfigError("--updates: under protocol hogbatch whole epochs are simulated; valid: none")
-    measured = costs.source(job)
-    job = placed(costs.load(job).resolved(learners=job.cluster.learners))
-    job = (
-        job.at(0)
-        .without_tests()
-        .with_(
-            training={"epochs": min(job.training.epochs, EPOCHS) if job.scheduled else 1},
-            results={"minibatches": True, "checkpoint_every": "never"},
-            simulation={"faults": ()},
-            optimizer={"schedule": "step", "schedule_options": {}, "schedule_every": "epoch"},  # rates take no time
-        )
-    )
+    measured = cost_files.source(job)
+    job = cost_files.load(job)
+    resolved = resolve_virtual(_timed(job), with_cut(job, {}))
+    job, plan = resolved.job, resolved.plan
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples
     per_update = job.gradients_per_update(job.plan())
     updates = updates or (2**62 if job.scheduled else _enough(job, per_update))
-    plan = job.plan(costs.places(job))
-    job = costs.shared(job, plan)
+    if job.cluster.shares == "auto":
+        job = settle(job, gradients=job.training.gradients, shares=expected_shares(job, plan))
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(updates, plan.server), KeptRows()
     simulated = training_samples if job.scheduled else updates * per_update * minibatch_size
@@ -157,6 +150,20 @@ def predict(
     if job.scheduled:
         return replace(found, costs=measured)
     return replace(found, costs=measured, efficiency=efficiency(job, simulation.costs, size, found.samples_per_s))
+
+
+def _timed(job: Job) -> Job:
+    """The first part of a job, with all that decides how long an epoch takes, and nothing else."""
+    return (
+        job.at(0)
+        .without_tests()
+        .with_(
+            training={"epochs": min(job.training.epochs, EPOCHS) if job.scheduled else 1},
+            results={"minibatches": True, "checkpoint_every": "never"},
+            simulation={"faults": ()},
+            optimizer={"schedule": "step", "schedule_options": {}, "schedule_every": "epoch"},  # rates take no time
+        )
+    )
 
 
 def _enough(job: Job, per_update: int) -> int:
@@ -210,7 +217,7 @@ class KeptRows:
 
 
 def _evaluate(
-    job: Job, plan: Plan, model: costs.CostModel, meter: _Meter, rows: KeptRows, training_samples: int, size_bytes: int
+    job: Job, plan: Plan, model: CostModel, meter: _Meter, rows: KeptRows, training_samples: int, size_bytes: int
 ) -> Prediction:
     updates, gradients, minibatches = rows["updates"], rows["gradients"], rows["minibatches"]
     if job.scheduled:
@@ -306,7 +313,7 @@ def _mean_s(minibatches: npt.NDArray[Any], learners: Sequence[int]) -> float:
     return float(np.minimum(mine["compute_s"], mine["time_s"] - before).mean())
 
 
-def _server_s(plan: Plan, model: costs.CostModel, meter: _Meter, size_bytes: int) -> dict[str, float]:
+def _server_s(plan: Plan, model: CostModel, meter: _Meter, size_bytes: int) -> dict[str, float]:
     """Seconds that the busiest server and the busiest way of a link were occupied."""
     table = model.table
     ways: defaultdict[object, float] = defaultdict(float)

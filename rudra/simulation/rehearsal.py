@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rudra.compute.executor import Executor, torch_as_in
-from rudra.compute.first_gradient import settled
+from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
@@ -43,6 +43,7 @@ from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.samples import check_minibatch
+from rudra.prepare.resolve import settle
 from rudra.results.warm_start import final_weights
 from rudra.simulation.assembly import assemble
 from rudra.simulation.predict import KeptRows
@@ -127,7 +128,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         with_data = memory_bytes("VmRSS")
         check_minibatch(job, loaded.info.training_samples)
         restart_peak()
-        job = settled(job, plan, loaded)
+        job = settle(job, gradients=try_first_gradient(job, plan, loaded))
         made = make_executors(job, plan, tuple(taking), loaded, prefetch=False, first_weights=final_weights)
         for executor in made.values():
             executor.hooks = None  # made, and called by nobody: what they do may last
@@ -245,8 +246,8 @@ def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
     """Names of the buffers that each role uses, as a short simulation finds them."""
     size = job.training.minibatch_size
     job = job.at(0).without_tests()
-    job = job.with_(training={"epochs": 1}, results={"checkpoint_every": "never"}, hooks=())
-    job = job.with_(simulation={"faults": ()})
+    about: dict[str, Any] = {"training": {"epochs": 1}, "results": {"checkpoint_every": "never"}}
+    job = job.with_(hooks=(), simulation={"faults": ()}, **about)
     tensors, samples = _Counted(), ROUNDS * size * len(plan.learners)
     assemble(job, plan, tensors, KeptRows(), training_samples=samples, size_bytes=4).run()
     return tensors.names

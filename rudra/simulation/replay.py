@@ -23,7 +23,6 @@ from rudra.compute.executor import torch_as_in
 from rudra.compute.flat import sha256
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
-from rudra.compute.schedule import phases_of
 from rudra.core.layout import Entry, interleaved
 from rudra.data.fingerprint import fingerprints, from_plain
 from rudra.data.load import Data, DataInfo, load
@@ -32,33 +31,16 @@ from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores
+from rudra.prepare.phases import phases_of
+from rudra.prepare.replayed import replayed_job
 from rudra.results.export import save
 from rudra.results.reader import Results, open_results
 from rudra.results.recorder import arithmetic
-from rudra.results.resume import DECISIVE, DECISIVE_LISTS, decisive
 from rudra.results.warm_start import final_weights
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights
 from rudra.simulation.replay_driver import ReplayDriver
 from rudra.simulation.tensors import RealTensors
-from rudra.trust import admit
 from topologies import Plan
-
-REPLAY_MAY_CHANGE = ("data.path", "training.warm_start")
-"""Keys of the job that say where something is: all that a replay may change."""
-
-INDIFFERENT = (
-    "training.evaluate",
-    "training.evaluate_training_set",
-    "training.evaluation_batch_size",
-    "task.metrics",
-    "training.target",
-    "training.target_window",
-    "training.stop_at_target",
-    "training.patience",
-    "cluster.learners_per_rank",
-    "cluster.node_memory",
-)
-"""Keys of the `DECISIVE` tables that do not decide what the weights become."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +122,7 @@ def replay(
             raise ReplayError(f"{path}: cannot be replayed: {reason}")
         if until is not None and not 0 <= until <= record.updates_count:
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
-        job = _as_lowered(results, _restored(results, overrides, trust) if job is None else _checked(results, job))
+        job = replayed_job(results, job, overrides, trust=trust)
         plan = record.plan
         _check_kind(path, results.plan(), job)
         if until is None and output is not None:
@@ -246,86 +228,3 @@ def _save(path: Path, job: Job, info: DataInfo, layout: Sequence[Entry], weights
         if entry.name in state:  # some buffers are not
             state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
     save(state, path)
-
-
-# The job of the record.
-
-
-def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
-    """The job that a file holds; hooks are no part of what is repeated."""
-    objects = results.attributes["python_objects"].split(", ")
-    if given := ", ".join(name for name in objects if not name.startswith("hooks.")):
-        raise ReplayError(
-            f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
-            "from Python, rudra.replay(file, job=job) takes the job that has it"
-        )
-    tables = {"name": results.job["name"], **{key: results.job.get(key, []) for key in DECISIVE_LISTS}}
-    tables |= {table: results.job.get(table, {}) for table in DECISIVE}
-    admit(results.path, json.loads(results.attributes["job"]), tables, results.attributes, trust=trust)
-    for override in overrides:
-        target, equals, value = (part.strip() for part in override.partition("="))
-        if target not in REPLAY_MAY_CHANGE or not equals:
-            raise ConfigError(f"--set {override}: a replay changes nothing but {' and '.join(REPLAY_MAY_CHANGE)}")
-        table, _, key = target.partition(".")
-        tables[table][key] = value
-    try:
-        return _quiet(Job(**tables))
-    except ConfigError as error:
-        raise ConfigError(f"{results.path}: {error}") from None
-
-
-def _checked(results: Results, job: Job) -> Job:
-    """The job that the caller gives, if it is the one of the record."""
-    then = decisive(results.job)
-    decided = ("learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else []))
-    cut = then["placement"]["cut"] if job.placement.by_rule else job.placement.cut
-    job = job.with_(cluster={key: then["cluster"][key] for key in decided}, placement={"cut": cut})
-    if job.training.gradients == "auto":
-        job = job.with_(training={"gradients": then["training"]["gradients"]})
-    unknown = results.attributes["python_objects"].split(", ")
-    now = json.loads(job.to_json())
-    for table in DECISIVE:
-        for key, value in now[table].items():
-            name = f"{table}.{key}"
-            if value != then[table][key] and name not in {*unknown, *REPLAY_MAY_CHANGE, *INDIFFERENT}:
-                raise ConfigError(f"{results.path}: ran with {name} = {then[table][key]}; the job given has {value}")
-    for key in DECISIVE_LISTS:
-        if now[key] != (before := results.job.get(key, [])):
-            raise ConfigError(f"{results.path}: ran with {key} = {before}; the job given has {now[key]}")
-    return _quiet(job)
-
-
-def _as_lowered(results: Results, job: Job) -> Job:
-    """The job with the rates that tests led to, as milestones: what falls at a plateau falls after the epoch under way.
-
-    It is under way in the update after the event; where there is none, it does not matter.
-    """
-    if job.optimizer.plateau is None:
-        return job
-    events, updates = results.events, results.updates
-    milestones: list[int] = []
-    for timestamp in events["timestamp"][events["kind"] == b"plateau"].tolist():
-        if timestamp < len(updates):
-            milestones.append(max(int(updates["epoch"][timestamp]) - 1, *milestones, 0) + 1)
-    made = {"schedule": "step", "milestones": milestones, "schedule_options": {}}
-    return _quiet(job.with_(optimizer=made))
-
-
-def _quiet(job: Job) -> Job:
-    """The same training with nothing beside it, and with rows that come at once."""
-    return job.with_(
-        hooks=(),
-        training={
-            "evaluate": job.optimizer.plateau is not None,
-            "evaluate_training_set": False,
-            "patience": None,
-        },
-        fault_tolerance={"non_finite_loss": "warn"},
-        results={
-            "minibatches": False,
-            "report_s": 0.0,
-            "checkpoint_every": "never",
-            "keep_every": None,
-            "keep_best": False,
-        },
-    )

@@ -16,10 +16,10 @@ from rudra.core.events import Event, Finish, Keep, Record, Save
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
+from rudra.prepare.resolve import nodes_of
 from rudra.roles import Machine
 from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
-from rudra.simulation.costs import places
 from rudra.simulation.driver import Check
 from rudra.simulation.tensors import RealTensors
 from rudra.simulation.timing_only import TimingOnly
@@ -79,7 +79,7 @@ def timing(
         position: where training begins.
         save: what to do when a role is to save its part of a checkpoint.
     """
-    plan = job_.plan(places(job_))
+    plan = job_.plan(nodes_of(job_))
     rows, tensors = TrialRows(), TimingOnly()
     about: dict[str, Any] = {"training_samples": training_samples, "size_bytes": SIZE_BYTES, "check": after}
     simulation = assemble(job_, plan, tensors, rows, position=position, save=save, **about)
@@ -126,7 +126,7 @@ def train(
         resumed: where to begin.
         stop_at: when somebody asks the run to stop, in virtual seconds.
     """
-    plan = job_.plan(places(job_))
+    plan = job_.plan(nodes_of(job_))
     loaded = load(job_.data)
     info = loaded.info
     torch.set_num_threads(job_.cluster.threads_per_rank or 1)

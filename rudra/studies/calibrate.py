@@ -31,10 +31,10 @@ from rudra.job.job import Job
 from rudra.job.tables import AveragingTable, HogbatchTable
 from rudra.machine import cores
 from rudra.mpi.launch import launch
+from rudra.prepare.profile import as_toml, profile
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
-from rudra.simulation.profile import as_toml, profile
 from topologies import base
 
 if TYPE_CHECKING:
@@ -236,15 +236,15 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         job: resolved.
         sizes: the μ.
     """
-    from rudra.compute.devices import placing
+    from rudra.compute.devices import placing, virtual
     from rudra.compute.executor import torch_as_in
-    from rudra.compute.first_gradient import settled
+    from rudra.compute.first_gradient import try_first_gradient
     from rudra.compute.learners import LearnerExecutor
     from rudra.compute.making import make_executors
     from rudra.data.load import load
-    from rudra.simulation.cluster import find_device
+    from rudra.prepare.resolve import settle
 
-    device = find_device(job)
+    device = virtual(job.cluster.device, window=job.hogbatch.shares_weights)
     plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()
     compute_s = {}
     with torch_as_in(job):
@@ -253,7 +253,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         for size in sizes:
             sized = job.with_(training={"minibatch_size": size})
             made = make_executors(
-                settled(sized, plan, loaded, device),
+                settle(sized, gradients=try_first_gradient(sized, plan, loaded, device)),
                 plan,
                 tuple(range(len(plan.roles))),
                 loaded,

@@ -7,9 +7,9 @@ from typing import Any
 from rudra.core.placement import THRESHOLD, CutEstimate, Layer, PlacementDecision, PlacementHardware, Rule, choose
 from rudra.findings import Report
 from rudra.job.job import Job
-from rudra.simulation import costs
-from rudra.simulation.placing import cluster_of, known
-from rudra.simulation.profile import profile
+from rudra.prepare import cost_files
+from rudra.prepare.cut import cluster_of, known
+from rudra.prepare.profile import profile
 
 RULES: tuple[Rule, ...] = ("ralp", "auto")
 
@@ -55,7 +55,7 @@ def place(
     Raises:
         RudraError: a mistake in the job, or its model is no chain of layers.
     """
-    table = costs.load(job).simulation
+    table = cost_files.load(job).simulation
     layers = known(table, job.training.minibatch_size) or profile(job, seconds=seconds).with_loss
     cluster = cluster_of(job.resolved(), table, back_speed)
     decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}

@@ -27,8 +27,8 @@ from rudra.job.jobfiles import PAPER, Change, flattened, parsed, read_job, read_
 from rudra.job.table import named
 from rudra.job.tables import PLACEMENT_RULES, kinds_of
 from rudra.machine import cores
-from rudra.results.resume import completed
-from rudra.simulation import costs
+from rudra.prepare import cost_files
+from rudra.results.identity import completed
 
 FORMAT = 1
 _SYMBOLS = {
@@ -213,7 +213,7 @@ def _point(
     try:
         job = Job.of(path, tables, [*common, *own])
         if driver == "simulation":  # one thread each, because several run at a time
-            job = costs.load(job.resolved(threads_per_rank=job.cluster.threads_per_rank or 1))
+            job = cost_files.load(job.resolved(threads_per_rank=job.cluster.threads_per_rank or 1))
         else:
             job = job.with_(cluster={"learners": job.cluster.learners or 4})
     except ConfigError as error:

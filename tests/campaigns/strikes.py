@@ -149,13 +149,13 @@ class Armed:
 
     def _set(self, until: ExitStack) -> None:
         """Looks out for the moment, on the rank that notices it."""
-        from rudra.mpi import session
         from rudra.mpi.driver import Rank
+        from rudra.mpi.setup import RankSetup
 
         phase = self.strike.phase
         places: dict[str, tuple[type, str]] = {
-            "load": (session._Session, "_load"),
-            "set-up": (session._Session, "_restore"),
+            "load": (RankSetup, "_load"),
+            "set-up": (RankSetup, "_restore"),
             "roles": (Rank, "__init__"),
             "close": (Rank, "_close"),
         }

@@ -8,7 +8,7 @@ import pytest
 from rudra.cli.main import main
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
-from rudra.simulation import costs
+from rudra.prepare import cost_files
 from rudra.simulation.predict import predict
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -28,7 +28,7 @@ def test_a_calibration_leaves_a_file_that_predicts(
     (tmp_path / "beside_job.py").write_text(MODULE)
     job = tmp_path / "mine.toml"
     job.write_text(shipped_jobs()["digits"].read_text().replace('"lenet"', '"beside_job:network"'))
-    monkeypatch.setattr(costs, "MEASURED", tmp_path / "measured")
+    monkeypatch.setattr(cost_files, "MEASURED", tmp_path / "measured")
     measure = ["calibrate", str(job), "--sizes", "8,16", "--seconds", "0.1", "--quiet"]
     assert main([*measure, "--set", "optimizer.learning_rate=1e30"]) == 0
     said = capsys.readouterr()

@@ -320,9 +320,9 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
     """As `train_all`, with vectors that lie as on a GPU; how often learners and tests used a copy, and MPI theirs."""
     from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
-    from rudra.mpi import session
+    from rudra.mpi import setup
 
-    make, weights, read, copies, direct = session.make_executors, Staging.weights, DirectBuffer.read, [], []
+    make, weights, read, copies, direct = setup.make_executors, Staging.weights, DirectBuffer.read, [], []
 
     def placed(*arguments: Any, **keywords: Any) -> Any:
         return make(*arguments, **{**keywords, "placing": placing})
@@ -335,7 +335,7 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
         direct.append(buffer.version)
         return read(buffer)
 
-    session.make_executors, Staging.weights, DirectBuffer.read = placed, copied, read_there  # type: ignore[method-assign]
+    setup.make_executors, Staging.weights, DirectBuffer.read = placed, copied, read_there  # type: ignore[method-assign]
     train_all(comm, directory, jobs)
     return {"copies": len(copies), "direct": len(direct)}
 

@@ -20,7 +20,8 @@ from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation.costs import CostModel, places
+from rudra.prepare.resolve import nodes_of
+from rudra.simulation.costs import CostModel
 
 GROUPED = {"name": "replicas", "options": {"groups": 2}}
 BLOCKS = {"name": "hierarchical", "options": {"blocks": 2}}
@@ -152,7 +153,7 @@ def test_inside_a_block_nothing_goes_between_nodes() -> None:
     seconds = {}
     for name in ("replicas", "hierarchical"):
         run = averaged("sma", 8, 2, simulation=near).with_(topology={"name": name})
-        plan = run.plan(places(run))
+        plan = run.plan(nodes_of(run))
         costs = CostModel(run.simulation, plan, MU)
         seconds[name] = costs.reduction_s(plan.learners, 1_000_000)
         if name == "hierarchical":

@@ -14,8 +14,8 @@ import protocols
 from protocols import Averaging, Protocol
 from rudra.cli.main import main
 from rudra.job.job import Job
+from rudra.prepare.resolve import nodes_of
 from rudra.simulation.conformance import NOISY, TOPOLOGY_CASES, Case, cases_of, check, determined, outcome
-from rudra.simulation.costs import places
 
 RULES: list[dict[str, Any]] = [
     *({"name": name} for name in protocols.shipped() if name != "hogbatch"),  # has workers: test_hogbatch
@@ -83,7 +83,7 @@ def reason_of(case: Case) -> str:
     suits = SUITS.get(topology["name"], ASYNC)
     tables = {name: table for name, table in case.tables.items() if name != "placement"}
     plain = Job(**{**tables, "protocol": {"modulation": "none", **suits}}).resolved()
-    reason = refused(rule, topology, any(role.kind == "tree server" for role in plain.plan(places(plain)).roles))
+    reason = refused(rule, topology, any(role.kind == "tree server" for role in plain.plan(nodes_of(plain)).roles))
     if "placement" not in case.tables:
         return reason
     if reason:

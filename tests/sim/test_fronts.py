@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_clusters import dying, outlived, placed, undisturbed
 
 from rudra.job.job import Job
-from rudra.simulation.costs import places
+from rudra.prepare.resolve import nodes_of
 
 pytestmark = pytest.mark.slow
 
@@ -60,5 +60,5 @@ def check_back(run: Job, stages: Any) -> None:
     assert not stages["staleness"].any()
     stamps = np.unique(stages["timestamp"])
     assert np.array_equal(stamps, np.arange(1, len(stamps) + 1))
-    if run.placement.rule == "merged" and not run.plan(places(run)).groups:
+    if run.placement.rule == "merged" and not run.plan(nodes_of(run)).groups:
         assert len(stamps) == len(stages), "one update for each mini-batch"

@@ -8,9 +8,9 @@ from clusters import SAMPLES, TrialRows, job, validate
 from resumable import ALONE, TREE
 
 from rudra.core.events import Commit, Save, Saved
+from rudra.prepare.resolve import nodes_of
 from rudra.simulation.actor import Actor
 from rudra.simulation.assembly import assemble
-from rudra.simulation.costs import places
 from rudra.simulation.timing_only import TimingOnly
 
 
@@ -36,7 +36,13 @@ def test_each_that_is_to_be_kept_is(topology: dict[str, Any], protocol: str, kee
     )
     rows, chance = TrialRows(), random.Random(seed)
     simulation = assemble(
-        run, run.plan(places(run)), TimingOnly(), rows, training_samples=6 * 4 * SAMPLES, size_bytes=100, check=validate
+        run,
+        run.plan(nodes_of(run)),
+        TimingOnly(),
+        rows,
+        training_samples=6 * 4 * SAMPLES,
+        size_bytes=100,
+        check=validate,
     )
     saved: list[int] = []
     kept: dict[str, int] = {}

@@ -23,10 +23,10 @@ from rudra.core.events import Update
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job
+from rudra.prepare.resolve import nodes_of
 from rudra.roles import Machine
 from rudra.roles.server import ParameterServer
 from rudra.simulation.batching import VmapTensors
-from rudra.simulation.costs import places
 from topologies.kinds import LEARNER
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ def dropped(rows: TrialRows) -> Any:
 
 
 def check(run_: Job, rows: TrialRows) -> None:
-    plan, totals, gradients, updates = run_.plan(places(run_)), rows.totals, rows["gradients"], rows["updates"]
+    plan, totals, gradients, updates = run_.plan(nodes_of(run_)), rows.totals, rows["gradients"], rows["updates"]
     assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
     assert totals["applied"] == len(gradients) == updates["gradients"].sum()
     assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1))
@@ -165,7 +165,7 @@ def test_who_dies_takes_the_others_of_its_rank_along(
     run_ = run_.with_(topology=topology, cluster={"learners_per_rank": 2}, simulation={"nodes": 1})
     rows = timing(run_, 90 * SAMPLES)
     check(run_, rows)
-    plan = run_.plan(places(run_))
+    plan = run_.plan(nodes_of(run_))
     gone = lost(rows)
     assert {plan.roles[role].index for role in gone["role"]} == dead
     assert len(set(gone["time_s"])) == len({plan.roles[role].world_rank for role in gone["role"]}) == 1
@@ -304,7 +304,7 @@ def test_children_of_a_dead_tree_server_move_to_its_parent() -> None:
             moved.update(machine.plan.children[machine.id])
 
     rows = timing(run_, 20 * SAMPLES, look)
-    plan = run_.plan(places(run_))
+    plan = run_.plan(nodes_of(run_))
     dead = next(i for i, role in enumerate(plan.roles) if role.name == "tree server 1")
     assert moved == {*plan.children[plan.server], *plan.children[dead]} - {dead}
     assert rows.warnings == [
@@ -349,7 +349,7 @@ def test_without_the_first_replica_nothing_goes_on() -> None:
 def by_hand(run_: Job, rows: TrialRows) -> torch.Tensor:
     """Weights after updates by the mean gradients of the mini-batches that the record names."""
     loaded = load(run_.data)
-    plan = run_.plan(places(run_))
+    plan = run_.plan(nodes_of(run_))
     executors = make_executors(run_, plan, tuple(range(len(plan.roles))), loaded, prefetch=False)
     owner = executors[plan.server]
     assert isinstance(owner, OwnerExecutor)

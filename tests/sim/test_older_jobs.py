@@ -11,7 +11,7 @@ import rudra
 from rudra.job.job import Job
 from rudra.job.renamed import translated
 from rudra.report.runs import read
-from rudra.results.resume import completed
+from rudra.results.identity import completed
 
 OLDER = json.loads((Path(__file__).parents[1] / "golden" / "older_jobs.json").read_text(encoding="utf-8"))
 """Jobs exactly as result files of before have them."""

@@ -14,6 +14,7 @@ from torch import nn
 
 import rudra
 from protocols import Protocol
+from rudra.compute import devices
 from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
 from rudra.core.events import GRADIENT, Compute, Copy, Reduce, Update
@@ -23,7 +24,6 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.simulation import tensors
 from rudra.simulation.batching import BigBatchTensors, VmapTensors
-from rudra.simulation.cluster import find_device
 from rudra.simulation.tensors import RealTensors
 from topologies import load as load_topology
 
@@ -350,9 +350,9 @@ def test_a_model_that_needs_real_tensors_is_built_for_its_size_alone(tmp_path: P
 
 def test_no_gpu_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert find_device(make_job(cluster={"device": "auto"})).type == "cpu"
+    assert devices.virtual("auto", window=False).type == "cpu"
     with pytest.raises(ConfigError, match=r"\[cluster\] device = 'cuda': torch sees no GPU here; valid: cpu, auto"):
-        find_device(make_job(cluster={"device": "cuda"}))
+        devices.virtual("cuda", window=False)
 
 
 @pytest.mark.gpu

@@ -12,10 +12,10 @@ from random_clusters import dying, placed, undisturbed
 from rudra.core.events import Evaluate, Evaluated, Event, Local, Score
 from rudra.errors import RunError
 from rudra.job.job import Job
+from rudra.prepare.resolve import nodes_of
 from rudra.roles import MACHINES, Machine
 from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
-from rudra.simulation.costs import places
 from rudra.simulation.timing_only import TimingOnly
 from topologies.kinds import Variant
 
@@ -117,7 +117,7 @@ def follow(run: Job, training_samples: int, seen: set[Change], luck: int, stop_a
     tensors = Judged(luck)
     simulation = assemble(
         run,
-        run.plan(places(run)),
+        run.plan(nodes_of(run)),
         tensors,
         TrialRows(),
         training_samples=training_samples,

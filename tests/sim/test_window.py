@@ -23,7 +23,7 @@ from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, ReplayError, RunError
 from rudra.job.job import Job
-from rudra.simulation.costs import places
+from rudra.prepare.resolve import nodes_of
 
 DIGITS: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 480}}
 LOCKED: dict[str, Any] = {"weights": "shared", "locking": True}
@@ -293,7 +293,7 @@ def test_a_worker_that_dies_on_one_of_several_nodes_ends_the_run() -> None:
 
 def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
     changed = run.with_(**tables)
-    changed.plan(places(changed))
+    changed.plan(nodes_of(changed))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, shipped_jobs
-from rudra.simulation import costs
+from rudra.prepare import cost_files
+from rudra.prepare.resolve import nodes_of
+from rudra.simulation.costs import CostModel
 from rudra.simulation.predict import Outline, outline, predict
 
 EPOCHS = 140
@@ -139,8 +141,8 @@ def computing_s(row: Row) -> float:
 
 
 def _computing_s(job: Job, known: Outline) -> float:
-    job, size = costs.load(job), job.training.minibatch_size
-    model = costs.CostModel(job.simulation, job.plan(costs.places(job)), size)
+    job, size = cost_files.load(job), job.training.minibatch_size
+    model = CostModel(job.simulation, job.plan(nodes_of(job)), size)
     return known.training_samples / sum(size / seconds for seconds in model.compute_s.values())
 
 

@@ -19,7 +19,7 @@ from rudra.job.changes import MAY_CHANGE
 from rudra.job.job import Job
 from rudra.job.schema import FILE
 from rudra.job.tables import OPTIMIZERS, Hook
-from rudra.simulation.costs import presets
+from rudra.prepare.cost_files import presets
 
 CALLABLE = {"type": "string", "pattern": r"^[\w.]+:[\w.]+$"}
 PATTERNS = {  # what the tables check in code

@@ -15,11 +15,12 @@ from rudra.core.layout import Entry
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError, RudraError
 from rudra.job.job import Job
+from rudra.prepare.resume import resumable
+from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.carry import carried
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.reader import open_results
-from rudra.results.resume import StartDecision, decide, resumable
 from rudra.results.warm_start import final_weights, shapes
 from rudra.roles.checkpoint_cycle import name_of
 
@@ -47,7 +48,7 @@ def run(directory: Path, *, finish: bool = True) -> tuple[Job, Path]:
 
 def branched(job: Job, origin: Path, output: Path | None = None, **tables: Any) -> StartDecision:
     output = origin.with_name("branch.h5") if output is None else output
-    return decide(job.with_(**tables), output, False, force=False, named=Path, origin=origin)
+    return decide(job.with_(**tables), StartRequest(output, origin=origin))
 
 
 def test_a_branch_of_the_same_job_has_its_rows_and_can_be_replayed(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_what_else_is_to_be_carried_is_refused() -> None:
 def test_a_branch_that_has_a_checkpoint_goes_on_instead(tmp_path: Path) -> None:
     job, origin = run(tmp_path, finish=False)
     longer = job.with_(training={"epochs": 9})
-    found = decide(longer, tmp_path / "run.h5", True, force=False, named=Path, origin=origin)
+    found = decide(longer, StartRequest(tmp_path / "run.h5", True, origin=origin))
     assert (found.branched, found.position.epoch) == (False, 4)
 
 

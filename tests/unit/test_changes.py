@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from rudra.cli.main import main
-from rudra.compute.schedule import phases_of
 from rudra.core.phases import phase_at
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.prepare.phases import phases_of
 from topologies import Plan, adv, base
 
 FILE = """

@@ -15,11 +15,12 @@ from results_files import write_run
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
+from rudra.prepare.start import check_same
 from rudra.results import checkpoint
 from rudra.results.carry import carried
 from rudra.results.checkpoint import CheckpointWriter, previous_of, read
+from rudra.results.identity import compare, tables_of
 from rudra.results.reader import open_results
-from rudra.results.resume import fitted
 
 POSITION = TrainingState(timestamp=7, epoch=1, samples=56, applied=14, time_s=1.5, steps=(7, 7), epoch_loss=0.1)
 JOB = json.loads(Job(cluster={"learners": 2, "threads_per_rank": 1, "device": "cuda"}).to_json())
@@ -194,11 +195,14 @@ def test_a_checkpoint_is_of_one_job(tmp_path: Path, tables: dict[str, Any], said
     state, _ = read(tmp_path / "run.ckpt")
     job = AUTO.with_(**tables)
     if said is None:
-        assert fitted(state, job)["cluster"] == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
-        assert "device" not in fitted(state, job.with_(cluster={"device": "cpu"}))["cluster"], "who names one has it"
+        found = compare(state.job, tables_of(job))
+        check_same(state, found)
+        assert found.decided["cluster"] == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
+        named = compare(state.job, tables_of(job.with_(cluster={"device": "cpu"})))
+        assert "device" not in named.decided["cluster"], "a job that names one has it"
     else:
         with pytest.raises(CheckpointError) as caught:
-            fitted(state, job)
+            check_same(state, compare(state.job, tables_of(job)))
         assert f"run.ckpt: is of another job: {said}; " in str(caught.value)
 
 
@@ -206,9 +210,11 @@ def test_a_checkpoint_from_before_a_key_is_of_the_job_that_leaves_it_out(tmp_pat
     write(tmp_path / "run.ckpt")
     state, _ = read(tmp_path / "run.ckpt")
     del state.job["optimizer"]["clip_norm"], state.job["optimizer"]["schedule"]
-    assert fitted(state, AUTO)["cluster"] == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
+    found = compare(state.job, tables_of(AUTO))
+    check_same(state, found)
+    assert found.decided["cluster"] == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
     with pytest.raises(CheckpointError, match=r"optimizer\.schedule was step, and is cosine now"):
-        fitted(state, AUTO.with_(optimizer={"schedule": "cosine"}))
+        check_same(state, compare(state.job, tables_of(AUTO.with_(optimizer={"schedule": "cosine"}))))
 
 
 @pytest.mark.parametrize("why", ["", "device cuda, whose kernels may add in another order each time"])

@@ -14,15 +14,17 @@ from rudra.core.events import Accumulate, Approach, Backward, Copy, Evaluate, Fo
 from rudra.core.layout import Placed
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation import costs
-from rudra.simulation.costs import CostModel, Link, at, find, guessed, load, presets
+from rudra.prepare import cost_files
+from rudra.prepare.cost_files import at, find, load, presets
+from rudra.prepare.resolve import nodes_of
+from rudra.simulation.costs import CostModel, Link, guessed
 
 SERVER, STATISTICS = 0, 1
 
 
 def model(learners: int, minibatch_size: int = 4, **table: Any) -> CostModel:
     run = Job(cluster={"learners": learners}, simulation=table)
-    return CostModel(run.simulation, run.plan(costs.places(run)), minibatch_size)
+    return CostModel(run.simulation, run.plan(nodes_of(run)), minibatch_size)
 
 
 POWER = {1: 2.0, 100: 20.0}  # 2·√μ
@@ -129,7 +131,7 @@ def test_servers_with_blocking_calls_move_one_tensor_at_a_time(
 ) -> None:
     table = {"blocking_servers": True, "nodes": 2}
     job = Job(topology={"name": topology}, cluster={"learners": 4}, simulation=table)
-    plan = job.plan(costs.places(job))
+    plan = job.plan(nodes_of(job))
     roles = {role.name: i for i, role in enumerate(plan.roles)}
     link = CostModel(job.simulation, plan, 4).link(roles[sender], roles[receiver])
     assert link.blocking == tuple(("role", roles[name]) for name in blocking)
@@ -170,7 +172,7 @@ def test_seconds_for_a_reduction_by_nodes(learners: int, nodes: int, seconds: fl
         cluster={"learners": learners},
         simulation=table,
     )
-    known = CostModel(job.simulation, job.plan(costs.places(job)), 4)
+    known = CostModel(job.simulation, job.plan(nodes_of(job)), 4)
     assert known.reduction_s(known.plan.groups[0], 100) == pytest.approx(seconds)
 
 
@@ -443,24 +445,24 @@ def test_a_directory_is_no_cost_file(tmp_path: Path) -> None:
 
 def test_presets_are_found_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "slow.toml").write_text("latency_s = 1.0", encoding="utf-8")
-    monkeypatch.setattr(costs, "PRESETS", tmp_path)
+    monkeypatch.setattr(cost_files, "PRESETS", tmp_path)
     assert presets() == ["slow"]
     assert load(job(costs="slow")).simulation.latency_s == 1.0
 
 
 def test_where_costs_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured here counts where a job says nothing itself, for the model that it is of."""
-    monkeypatch.setattr(costs, "MEASURED", tmp_path)
+    monkeypatch.setattr(cost_files, "MEASURED", tmp_path)
     job = Job(model={"name": "mlp"})
-    assert costs.source(job) is None
-    assert costs.load(job) == job
-    path = costs.measured_path(job)
+    assert cost_files.source(job) is None
+    assert cost_files.load(job) == job
+    path = cost_files.measured_path(job)
     path.write_text("message_s = 0.5\n[models.mlp]\ncompute_s = 7.0\n")
-    assert costs.source(job) == str(path)
-    loaded = costs.load(job.with_(simulation={"message_s": 0.25}))
+    assert cost_files.source(job) == str(path)
+    loaded = cost_files.load(job.with_(simulation={"message_s": 0.25}))
     table = loaded.simulation
     assert (table.compute_s, table.message_s, table.costs) == (7.0, 0.25, str(path))
-    assert costs.source(loaded) == str(path)
+    assert cost_files.source(loaded) == str(path)
     for other in (
         job.with_(model={"name": "lenet"}),
         job.with_(model={"options": {"hidden": [3]}}),
@@ -468,12 +470,12 @@ def test_where_costs_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         job.with_(training={"precision": "bfloat16"}),
         job.with_(simulation={"costs": "defaults"}),
     ):
-        assert costs.source(other) is None
-    assert costs.source(job.with_(simulation={"costs": "p775"})) == "p775"
+        assert cost_files.source(other) is None
+    assert cost_files.source(job.with_(simulation={"costs": "p775"})) == "p775"
     own = job.with_(simulation={"compute_s": 0.2})
-    assert costs.source(own) == "the job"
-    assert costs.load(own) == own
-    assert costs.measured_path(job.with_(training={"minibatch_size": 4, "epochs": 3})) == path
+    assert cost_files.source(own) == "the job"
+    assert cost_files.load(own) == own
+    assert cost_files.measured_path(job.with_(training={"minibatch_size": 4, "epochs": 3})) == path
 
 
 @pytest.mark.parametrize(
@@ -490,17 +492,19 @@ def test_where_costs_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_what_decides_how_long_a_minibatch_takes_has_a_file_of_its_own(tables: dict[str, Any]) -> None:
     job = Job(model={"name": "mlp"}, data={"name": "folder", "path": "images"})
-    assert costs.measured_path(job.with_(**tables)) != costs.measured_path(job)
-    assert costs.measured_path(job.with_(training={"epochs": 3, "minibatch_size": 4})) == costs.measured_path(job)
+    assert cost_files.measured_path(job.with_(**tables)) != cost_files.measured_path(job)
+    assert cost_files.measured_path(job.with_(training={"epochs": 3, "minibatch_size": 4})) == cost_files.measured_path(
+        job
+    )
 
 
 @pytest.mark.parametrize(("name", "other"), [("processor", "another processor"), ("cores", 1000)])
 def test_what_another_machine_measured_is_not_of_this_one(
     name: str, other: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = costs.measured_path(Job())
-    monkeypatch.setattr(costs, name, lambda: other)
-    assert costs.measured_path(Job()) != here
+    here = cost_files.measured_path(Job())
+    monkeypatch.setattr(cost_files, name, lambda: other)
+    assert cost_files.measured_path(Job()) != here
 
 
 @pytest.mark.parametrize(("options", "labelled"), [([], True), (["--set", "simulation.compute_s=0.5"], False)])

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
+from rudra.prepare.resume import resumable
+from rudra.prepare.start import StartRequest, decide
 from rudra.results.checkpoint import CheckpointWriter, read
-from rudra.results.resume import decide, resumable
 from tests.unit.fuzzing import TEXTS, VALUES, cases, damaged, refused
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,7 @@ def use(path: Path) -> None:
     """All that a checkpoint is given to before ranks are started."""
     read(path)
     resumable(path)
-    decide(JOB, None, path, force=True, named=Path)
+    decide(JOB, StartRequest(None, path, force=True))
 
 
 @cases(900)

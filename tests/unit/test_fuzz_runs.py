@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rudra.simulation.costs import PRESETS
+from rudra.prepare.cost_files import PRESETS
 from tests import forks
 from tests.unit.fuzzing import DEEP, KEYS, NAMES, TEXTS, VALUES, Said, cases, command, damaged, fresh, toml
 

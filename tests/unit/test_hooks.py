@@ -14,9 +14,9 @@ from rudra.core.layout import Entry
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.prepare.resume import job_of
 from rudra.results.checkpoint import SavedState
 from rudra.results.recorder import python_objects
-from rudra.results.resume import job_of
 from topologies import Plan
 
 

@@ -77,7 +77,7 @@ def test_the_wheel_holds_every_module_job_and_type_marker(wheel: Path) -> None:
     assert modules - held == set(), "list the package in setup.cfg"
     assert {f"{p}/py.typed" for p in PACKAGES} <= held
     assert "rudra/job/schema.json" in held
-    presets = {str(f.relative_to(ROOT)) for f in (ROOT / "rudra" / "simulation" / "presets").glob("*.toml")}
+    presets = {str(f.relative_to(ROOT)) for f in (ROOT / "rudra" / "prepare" / "presets").glob("*.toml")}
     assert presets
     assert presets <= held
     shipped = {name.partition("/share/rudra/jobs/")[2].removesuffix(".toml") for name in held}

@@ -11,7 +11,8 @@ from torch import nn
 from rudra.cli.main import main
 from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
-from rudra.simulation.placing import choose_cut, placed
+from rudra.prepare.cut import choose_cut
+from rudra.prepare.resolve import with_cut
 
 SLOW = {"bandwidth_bytes_per_s": 1.25e8, "costs": "defaults"}
 
@@ -67,9 +68,10 @@ def job(model: str | Callable[[], nn.Module], rule: str, **tables: Any) -> Job:
 )
 def test_what_a_rule_chooses(given: Job, cut: str | None, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert given.placement.by_rule
-    found = placed(given)
-    assert found == given.with_(placement={"cut": cut})
-    assert placed(found) is found
+    found = with_cut(given, {})
+    assert found == {"placement": {"cut": cut}}
+    assert with_cut(given, found) is found, "a rule is asked once"
+    assert with_cut(given.with_(placement={"cut": "4"}), {}) == {}
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(rf"\[placement\] cut = '{given.placement.cut}' {why}", line)
 
@@ -84,7 +86,7 @@ def test_ranks_tell_how_many_learners_there_are(capsys: pytest.CaptureFixture[st
     open_ = job("lenet", "auto", cluster={"threads_per_rank": 1}, simulation=costs)
     said = []
     for ranks in (6, 7, 20):
-        choose_cut(open_, ranks)
+        choose_cut(open_, ranks=ranks)
         choose_cut(open_.with_(cluster={"learners": ranks - 3}))
         one, other = capsys.readouterr().err.splitlines()
         assert one == other
@@ -105,13 +107,13 @@ def test_ranks_tell_how_many_learners_there_are(capsys: pytest.CaptureFixture[st
 )
 def test_what_no_rule_can_place(given: Job, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        placed(given)
+        choose_cut(given)
     assert "\n" not in str(caught.value)
 
 
 def test_too_few_ranks_are_refused_as_without_a_rule() -> None:
     with pytest.raises(RudraError, match="2 ranks are too few for topology base"):
-        choose_cut(job("lenet", "ralp", cluster={}), 2)
+        choose_cut(job("lenet", "ralp", cluster={}), ranks=2)
 
 
 @pytest.mark.parametrize(

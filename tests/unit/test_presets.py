@@ -9,7 +9,9 @@ import pytest
 
 import rudra
 from rudra.job.job import Job
-from rudra.simulation import costs
+from rudra.prepare import cost_files
+from rudra.prepare.resolve import nodes_of
+from rudra.simulation.costs import CostModel
 from tests.unit import p775
 from tests.unit.p775 import Row
 
@@ -128,16 +130,18 @@ def test_an_update_of_hardsync_takes_what_its_messages_and_the_work_take(
 @pytest.mark.parametrize(("learners", "nodes"), [(1, 1), (2, 1), (4, 2), (10, 4), (18, 4), (30, 8), (54, 15)])
 def test_learners_stand_on_as_many_nodes_as_in_the_paper(learners: int, nodes: int) -> None:
     """Footnote 4; for others as densely as in the next smaller case."""
-    job = costs.load(Job(model={"name": "cifar10_full"}, cluster={"learners": learners}, simulation={"costs": "p775"}))
-    assert len(set(costs.places(job))) == nodes
+    job = cost_files.load(
+        Job(model={"name": "cifar10_full"}, cluster={"learners": learners}, simulation={"costs": "p775"})
+    )
+    assert len(set(nodes_of(job))) == nodes
     assert (job.simulation.jitter, job.simulation.distribution) == (0.1, "uniform"), "which is not fitted"
 
 
 def test_its_links_are_those_of_the_papers_cluster() -> None:
     """Four learners on two nodes, the server with the first two; it moves one tensor at a time."""
-    job = costs.load(Job(model={"name": "cifar10_full"}, cluster={"learners": 4}, simulation={"costs": "p775"}))
-    plan = job.plan(costs.places(job))
-    model, server, blocking = costs.CostModel(job.simulation, plan, 4), plan.server, (("role", plan.server),)
+    job = cost_files.load(Job(model={"name": "cifar10_full"}, cluster={"learners": 4}, simulation={"costs": "p775"}))
+    plan = job.plan(nodes_of(job))
+    model, server, blocking = CostModel(job.simulation, plan, 4), plan.server, (("role", plan.server),)
     inside, between = (model.link(plan.learners[learner], server) for learner in (1, 3))
     ports = ("role", plan.learners[1]), ("role", server)
     assert inside == (LATENCY, INSIDE, *ports, blocking)
@@ -175,7 +179,7 @@ def test_the_stall_of_lambda_softsync_lies_between_two_readings_of_the_paper() -
 @pytest.mark.slow
 def test_the_fit_finds_the_constants_of_the_preset() -> None:
     table, imagenet = (
-        costs.load(Job(model={"name": name}, simulation={"costs": "p775"})).simulation
+        cost_files.load(Job(model={"name": name}, simulation={"costs": "p775"})).simulation
         for name in ("cifar10_full", "alexnet")
     )
     assert isinstance(table.compute_s, dict)

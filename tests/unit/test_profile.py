@@ -17,7 +17,7 @@ from rudra.compute.timing import TimedChain, layers_of
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation.profile import Profile, as_toml, profile
+from rudra.prepare.profile import Profile, as_toml, profile
 from rudra.studies.place import as_text, place
 
 CPU = torch.device("cpu")

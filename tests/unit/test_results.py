@@ -32,9 +32,9 @@ from rudra.core.records import (
 from rudra.errors import ResultsError, RudraError
 from rudra.files import check_output, file_system
 from rudra.job.job import Job
+from rudra.prepare.start import StartRequest, decide
 from rudra.results import plan_rows, writer
 from rudra.results.reader import FORMAT_VERSION, default_output, open_results
-from rudra.results.resume import decide
 from tests.unit.results_files import LAYOUT, SIZE, WEIGHTS, new_writer, rows, sha256, write_run
 from tests.waiting import eventually
 
@@ -448,12 +448,11 @@ def test_default_output_never_names_an_existing_file(tmp_path):
 def test_two_runs_that_begin_in_the_same_second_write_two_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(writer, "datetime", SimpleNamespace(now=lambda: NOW))
-    with writer.default_outputs("a") as first, writer.default_outputs("a") as second:
-        begun = [decide(Job(), None, False, force=False, named=named) for named in (first, second)]
-        again = decide(Job(), begun[0].output, True, force=False, named=Path)  # a restart before the file is created
-        assert again.overwrite
-        for decision, updates in zip(begun, (10, 20), strict=True):
-            write_run(decision.output, updates=updates, epochs=1, staleness=0, overwrite=decision.overwrite)
+    begun = [decide(Job(name="a"), StartRequest(None)) for _ in range(2)]
+    again = decide(Job(name="a"), StartRequest(begun[0].output, True))  # a restart before the file is created
+    assert again.overwrite
+    for decision, updates in zip(begun, (10, 20), strict=True):
+        write_run(decision.output, updates=updates, epochs=1, staleness=0, overwrite=decision.overwrite)
     assert sorted(os.listdir()) == ["a-20240506-070809-2.h5", "a-20240506-070809.h5"]
     for decision, updates in zip(begun, (10, 20), strict=True):
         with open_results(decision.output) as results:

@@ -1,6 +1,7 @@
 """What going on with a run may change, and what it comes to."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from results_files import write_run
 from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
+from rudra.prepare.resume import resumable
+from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results.carry import carried, moved
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.reader import open_results
-from rudra.results.resume import StartDecision, decide, resumable
 
 REPLAYABLE = {"replayable": True, "not_replayable": "", "started": "then", "initial_weights_sha256": "a"}
 COSINE = {"optimizer": {"schedule": "cosine", "learning_rate": 0.1}}
@@ -36,7 +38,7 @@ def run(directory: Path, *, finished: bool = True, epochs: int = 2, **tables: An
 
 
 def decided(job: Job, path: Path, **tables: Any) -> StartDecision:
-    return decide(job.with_(**tables), path, True, force=False, named=Path)
+    return decide(job.with_(**tables), StartRequest(path, True))
 
 
 @pytest.mark.parametrize(
@@ -141,14 +143,15 @@ def test_sums_of_other_nodes_than_before_the_restart_are_not_replayed(
 
 
 @pytest.mark.parametrize("name", [None, "named.h5"])
-def test_only_a_run_without_output_has_a_temporary_checkpoint(name: str | None, tmp_path: Path) -> None:
+def test_only_a_run_without_output_has_a_temporary_checkpoint(
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = None if name is None else tmp_path / name
-    named = tmp_path / "chosen.h5"
-    found = decide(Job(), output, False, force=False, named=lambda: named)
+    monkeypatch.chdir(tmp_path)
+    found = decide(Job(), StartRequest(output))
     assert found.temporary == (name is None)
     assert found.overwrite == found.temporary  # the name is reserved with an empty file
-    on_ranks = decide(Job(), found.output, False, force=found.overwrite, named=Path, temporary=found.temporary)
-    assert on_ranks._replace(run=found.run) == found  # the launcher chose the name, the ranks choose the identity
+    assert os.listdir() == ([] if name else [found.output.name])
 
 
 @pytest.mark.parametrize("temporary", [True, False])

@@ -33,8 +33,9 @@ from rudra.core.messages import PlateauReached, PushedGradient, Snapshot, Snapsh
 from rudra.core.work import Work
 from rudra.errors import RunError
 from rudra.job.job import Job
+from rudra.prepare.resolve import nodes_of
 from rudra.roles import Machine
-from rudra.simulation.costs import CostModel, places
+from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation
 from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan, Role
@@ -101,7 +102,7 @@ def simulate(
     *scripts: Callable[[Event], list[Action]], costs: dict[str, Any] | None = None, seed: int = 0
 ) -> tuple[list[Scripted], Transfers, float]:
     run = Job(cluster={"learners": 2}, simulation={**COSTS, **(costs or {})})
-    learners = (Role(LEARNER, i, 1 + i, 0, node=node) for i, node in enumerate(places(run)))
+    learners = (Role(LEARNER, i, 1 + i, 0, node=node) for i, node in enumerate(nodes_of(run)))
     plan = Plan((Role(PARAMETER_SERVER, 0, 0), *learners))
     machines = {i: Scripted(i, plan, script) for i, script in enumerate(scripts)}
     tensors = Transfers()

@@ -9,7 +9,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, read_toml, shipped_jobs
 from rudra.job.tables import ModelTable
-from rudra.simulation import costs
+from rudra.prepare import cost_files
 from rudra.simulation.predict import outline, predict
 from rudra.studies import standins, sweep
 from rudra.studies.standins import STAND_INS
@@ -30,7 +30,7 @@ def test_a_stand_in_has_the_sizes_and_times_that_follow_from_shapes(name: str) -
 @pytest.mark.parametrize("name", STAND_INS)
 def test_the_preset_has_the_times_of_a_stand_in(name: str) -> None:
     layers, size, cut = timed(name)
-    keys = read_toml(costs.find("ralp"))["models"][f"rudra.studies.standins:{name}"]
+    keys = read_toml(cost_files.find("ralp"))["models"][f"rudra.studies.standins:{name}"]
     assert list(keys) == ["compute_s"]
     ((minibatch, seconds),) = keys["compute_s"].items()
     assert int(minibatch) == size

@@ -17,11 +17,11 @@ from rudra.core.digest import digest_of, sample
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError, ResultsError, TrustError
 from rudra.job.job import Job
+from rudra.prepare.replayed import replayed_job
+from rudra.prepare.resume import resumable
 from rudra.results import plan_rows
 from rudra.results.checkpoint import CheckpointWriter, read
 from rudra.results.reader import open_results
-from rudra.results.resume import resumable
-from rudra.simulation.replay import _restored
 
 NAME = "strangers_own_rules"
 MODEL = {"model": {"name": f"{NAME}:Net"}, "topology": {"name": f"{NAME}:base"}}
@@ -77,7 +77,7 @@ def test_a_strangers_file_executes_nothing(
 
 def test_a_replay_of_a_strangers_file_executes_nothing(tmp_path: Path) -> None:
     with open_results(run(tmp_path, **MODEL)) as results, pytest.raises(TrustError, match=f"model.name = {NAME}:Net"):
-        _restored(results, [], trust=False)
+        replayed_job(results, None)
     assert not (tmp_path / "executed").exists()
 
 

@@ -15,6 +15,7 @@ from rudra.compute import first_gradient
 from rudra.compute.cuts import chain
 from rudra.data.load import load
 from rudra.errors import ConfigError
+from rudra.prepare.resolve import settle
 
 SAMPLES = 12
 RATE = 1024.0
@@ -108,7 +109,8 @@ def job_of(name: str, way: Way) -> rudra.Job:
             "cluster": {**tables["cluster"], "threads_per_rank": 1, "device": "cpu"},
         },
     ).resolved()
-    return first_gradient.settled(job, job.plan(), load(job.data, seed=1))
+    gradients = first_gradient.try_first_gradient(job, job.plan(), load(job.data, seed=1))
+    return settle(job, gradients=gradients)
 
 
 def place(name: str) -> int:

@@ -81,7 +81,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     Raises:
         RudraError: a mistake in the job, or its model is no chain of layers.
     """
-    from rudra.compute import models, tasks
+    from rudra.compute import devices, models, tasks
     from rudra.compute.cuts import chain
     from rudra.compute.executor import torch_as_in
     from rudra.compute.flat import FlatModel
@@ -91,7 +91,6 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     from rudra.core.work import portion
     from rudra.data import trees
     from rudra.data.load import load
-    from rudra.simulation.cluster import find_device
 
     if job.training.compile:
         raise ConfigError(f"{job.name}: compiled code has no layers to time; leave [training] compile out")
@@ -106,7 +105,8 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         simulation={"slowdown": {}, "learner_jitter": {}, "faults": ()},
         fault_tolerance={"straggler_timeout_s": None},
     ).resolved(learners=1, threads_per_rank=threads)
-    device, plan = find_device(job), job.plan()
+    plan = job.plan()
+    device = devices.virtual(job.cluster.device, window=plan.window)
     with torch_as_in(job):
         data = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
         assert data.training is not None

@@ -16,27 +16,19 @@ from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
 from rudra.log import log
-from rudra.simulation import costs
-from rudra.simulation.profile import profile
+from rudra.prepare import cost_files
+from rudra.prepare.profile import profile
 
 
-def placed(job: Job) -> Job:
-    """The job with the layer's name where a rule is to choose it; where placing does not pay, without a cut.
-
-    Raises:
-        RudraError: a mistake in the job, or its model cannot be cut.
-    """
-    return job.with_(placement={"cut": choose_cut(job)}) if job.placement.by_rule else job
-
-
-def choose_cut(job: Job, ranks: int | None = None) -> str | None:
-    """What the rule in a job's `[placement] cut` chooses, and says why in one line.
+def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | None:
+    """Chooses as the rule in a job's `[placement] cut` says, and logs why in one line.
 
     Rule "ralp" depends on the job alone. Rule "auto" needs times: those of the job's costs, or they are measured.
 
     Args:
-        job: whose λ may be open.
-        ranks: that there are, where they decide λ.
+        job: with a rule; the number of learners may be open.
+        ranks: how many there are, where they decide the number of learners.
+        cores: that learners share.
 
     Returns:
         Name of the first layer that the stage server has; None where placing layers does not pay.
@@ -44,15 +36,15 @@ def choose_cut(job: Job, ranks: int | None = None) -> str | None:
     Raises:
         RudraError: a mistake in the job, or its model cannot be cut.
     """
+    job = cost_files.load(job)
     rule, size, learners = job.placement.cut, job.training.minibatch_size, job.cluster.learners
     if learners is None and ranks is not None:
         try:
             learners = len(job.make_topology().fit([0] * ranks, None).learners)
         except ValueError as error:
             raise TopologyError(str(error)) from None
-    job = job.resolved(learners=learners)
-    table = costs.load(job).simulation
-    layers = _layers(job)
+    job = job.resolved(learners=learners, cores=cores)
+    table, layers = job.simulation, _layers(job)
     if rule == "auto":
         layers = _timed(layers, known(table, size) or profile(job).with_loss, rule)
     decision = choose(rule, layers, cluster_of(job, table), against=("server",))  # which a job without a cut has
@@ -131,4 +123,4 @@ def known(table: SimulationTable, minibatch_size: int) -> tuple[Layer, ...]:
 
 def _at(times: Mapping[int, float], minibatch_size: int) -> float:
     """Seconds at that μ; what takes no time at any μ takes none."""
-    return costs.at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)
+    return cost_files.at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)

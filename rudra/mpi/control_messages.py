@@ -1,0 +1,75 @@
+"""Small messages between ranks, and the bells that wake those up to whom something was sent."""
+
+import secrets
+from collections import deque
+from collections.abc import Collection, Iterator
+
+from mpi4py import MPI
+
+from rudra.core.messages import Message
+from rudra.mpi.control import ControlRing
+from rudra.mpi.doorbell import Doorbell
+from rudra.mpi.failures import Losses, outcome
+
+
+class ControlMessages:
+    """The small messages of a rank. All ranks make theirs together.
+
+    Args:
+        comm: of all ranks.
+        roles: that live here, and get messages.
+
+    Attributes:
+        doorbell: wakes up ranks of this node.
+    """
+
+    def __init__(self, comm: MPI.Comm, roles: Collection[int]) -> None:
+        self.doorbell = make_doorbell(comm)
+        self._comm = comm
+        self._to_ring: set[int] = set()
+        self._sending: deque[tuple[MPI.Request, bytes]] = deque()
+        self._rings = {role: ControlRing(comm, role) for role in roles}
+
+    def tell(self, data: bytes, to: int, tag: int) -> None:
+        """Sends a rank something small."""
+        self._sending.append((self._comm.Isend(data, to, tag), data))
+        self._to_ring.add(to)
+
+    def wake(self, rank: int) -> None:
+        """Wakes a rank up at the next `ring`."""
+        self._to_ring.add(rank)
+
+    def ring(self) -> None:
+        """Wakes up all that were sent something."""
+        while self._to_ring:
+            self.doorbell.ring(self._to_ring.pop())
+
+    def heard(self) -> Iterator[tuple[int, int, Message]]:
+        """Gives what has arrived: receiver, how often its sender had regrouped, message."""
+        for role, ring in self._rings.items():
+            while (found := ring.take()) is not None:
+                yield role, *found
+
+    def poll(self) -> None:
+        """Lets go of what has been sent."""
+        while self._sending and outcome(self._sending[0][0]) != "no":
+            self._sending.popleft()
+
+    def flush(self, losses: Losses) -> None:
+        """Waits until all is sent."""
+        while self._sending:
+            losses.wait(self._sending.popleft()[0])
+
+    def close(self, losses: Losses) -> None:
+        """Leaves nothing posted."""
+        for ring in self._rings.values() if not losses.dead else ():
+            ring.close(losses)
+        self.doorbell.close()
+
+
+def make_doorbell(comm: MPI.Comm) -> Doorbell:
+    """This rank's doorbell; all ranks call this together."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    neighbours = node.allgather(comm.rank)
+    node.Free()
+    return Doorbell(comm.bcast(secrets.token_hex(8)), comm.rank, neighbours)

@@ -1,0 +1,151 @@
+"""What the ranks of a compute group send each other, and which buffers they read of each other."""
+
+import struct
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from rudra.compute.averaging import factors_of
+from rudra.compute.vectors import Buffer
+from rudra.core.events import Reduce
+from rudra.core.messages import NOT_PULLING, GroupFlags, PushedGradient
+from rudra.core.records import Gradient
+from rudra.core.wire import FLAGS_BYTES, decode, decode_flags, encode, encode_flags, tail_bytes
+from rudra.mpi.failures import RequestState, outcome
+from rudra.mpi.group_slices import GroupSlices
+
+_OFFSET = struct.Struct("<q")
+_MESSAGE = _OFFSET.size + FLAGS_BYTES
+_ROW = _MESSAGE + tail_bytes(1)
+
+
+class GroupRequests:
+    """Messages under way between the ranks of a group.
+
+    Args:
+        comm: of all ranks of the job.
+        tag: of all that the group's ranks send each other.
+    """
+
+    def __init__(self, comm: MPI.Comm, tag: int) -> None:
+        self._comm, self._tag = comm, tag
+        self._all: list[MPI.Request] = []
+        self._receives: list[MPI.Request] = []  # those of them that write
+
+    def begin(self) -> None:
+        """Another reduction begins."""
+        self._receives.clear()
+
+    def send(self, what: npt.NDArray[Any], to: int) -> None:
+        """Sends a rank an array, which stays as it is until `drive` says "done"."""
+        self._all.append(self._comm.Isend(what, to, self._tag))
+
+    def receive(self, into: npt.NDArray[Any], of: int) -> None:
+        """Receives an array of a rank."""
+        request = self._comm.Irecv(into, of, self._tag)
+        self._all.append(request)
+        self._receives.append(request)
+
+    def add(self, request: MPI.Request) -> None:
+        """Takes a request over."""
+        self._all.append(request)
+
+    def drive(self) -> RequestState:
+        """What has become of all requests: "done", or what one of them is that is not."""
+        while self._all:
+            what = outcome(self._all[-1])  # one after the other: none can be left out
+            if what != "done":
+                return what
+            self._all.pop()
+        return "done"
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing writes here any more."""
+        self._receives = [r for r in self._receives if outcome(r) == "no"]
+        return not self._receives
+
+    def cancel(self) -> None:
+        """Takes receives back."""
+        if not self.quiet:
+            for request in self._receives:
+                request.Cancel()
+
+
+class GroupRows:
+    """What the members of a group tell each other of their gradients: a row of each.
+
+    Args:
+        division: of the group.
+
+    Attributes:
+        of_rank: rank -> rows of its members.
+        gradients: of the members, in group_rank order, when all have told; so are the next.
+        words: what they want of each other.
+        factors: of their gradients in the sum.
+        offsets: where their gradients lie, in the memory of their ranks.
+    """
+
+    def __init__(self, division: GroupSlices) -> None:
+        self._places = {**division.others, division.me: division.mine}
+        self.of_rank = {rank: np.zeros((len(places), _ROW), np.uint8) for rank, places in self._places.items()}
+        self.gradients: tuple[Gradient, ...] = ()
+        self.words: tuple[GroupFlags, ...] = ()
+        self.factors: Sequence[int] = ()
+        self.offsets: list[int] = []
+
+    def write(self, rank: int, number: int, action: Reduce, offset: int) -> None:
+        """Writes the row of a member.
+
+        Args:
+            rank: of the member.
+            number: of the member on its rank.
+            action: with which it begins.
+            offset: where its gradient lies.
+        """
+        message = encode(PushedGradient(0, 0, NOT_PULLING, (action.gradient,)))
+        said = _OFFSET.pack(offset) + encode_flags(action.word) + message
+        self.of_rank[rank][number].data[: len(said)] = said
+
+    def take_in(self) -> None:
+        """Reads the rows: what all members have told is here."""
+        rows: dict[int, memoryview] = {}
+        for rank, places in self._places.items():
+            rows |= zip(places, (row.data for row in self.of_rank[rank]), strict=True)
+        ordered = [rows[place] for place in range(len(rows))]
+        self.gradients = tuple(cast(PushedGradient, decode(row[_MESSAGE:])).gradients[0] for row in ordered)
+        self.words = tuple(decode_flags(row[_OFFSET.size :]) for row in ordered)
+        self.factors = factors_of([gradient.samples for gradient in self.gradients])
+        self.offsets = [_OFFSET.unpack_from(row)[0] for row in ordered]
+
+
+class LentBuffers:
+    """Buffers that other ranks of a group may read: until all members bring their next gradient."""
+
+    def __init__(self) -> None:
+        self._now: list[Buffer] = []  # of this reduction
+        self._before: list[Buffer] = []  # of the one before
+
+    def lend(self, buffer: Buffer) -> None:
+        """Lends a buffer in this reduction."""
+        buffer.held += 1
+        self._now.append(buffer)
+
+    def turn(self) -> None:
+        """All members are in this reduction: nobody reads what was lent in the one before."""
+        _give_back(self._before)
+        self._now, self._before = self._before, self._now
+
+    def give_back(self) -> None:
+        """Gives all back."""
+        _give_back(self._now)
+        _give_back(self._before)
+
+
+def _give_back(lent: list[Buffer]) -> None:
+    for buffer in lent:
+        buffer.held -= 1
+    lent.clear()

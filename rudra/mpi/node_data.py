@@ -1,0 +1,96 @@
+"""The data of a run: loaded once on each node, shared by its ranks, and the same on all of them."""
+
+from mpi4py import MPI
+
+from rudra.data.fingerprint import REPEATABLE, Fingerprint, fingerprints, from_plain, plain, unrepeatable
+from rudra.data.load import Data, load
+from rudra.errors import CheckpointError, DataError
+from rudra.job.job import Job
+from rudra.log import log
+from rudra.mpi.job_ranks import JobRanks
+from rudra.mpi.node_memory import share
+from rudra.prepare.start import StartDecision
+
+_SAME = "valid: the same in every process, not in the order of a set of texts or of an unsorted directory"
+
+
+class NodeData:
+    """The data that a rank needs; each method is a step that all ranks take together.
+
+    Args:
+        ranks: of the job.
+        node: the ranks of this node.
+        job: resolved.
+        train: whether this rank needs the training set.
+        test: whether it needs the test set.
+
+    Attributes:
+        data: of this rank; None: it needs none.
+        prints: fingerprints of all splits that any rank has loaded.
+        unrepeatable: why samples cannot be drawn again; empty if they can.
+    """
+
+    def __init__(self, ranks: JobRanks, node: MPI.Comm, job: Job, *, train: bool, test: bool) -> None:
+        self.data: Data | None = None
+        self.prints: dict[str, Fingerprint] = {}
+        self.unrepeatable = ""
+        self._ranks, self._node, self._job, self._needs = ranks, node, job, (train, test)
+        self._on_node = [self._needs]  # of each rank of the node
+        self._loader = 0
+
+    def load(self) -> None:
+        """Loads what the ranks of the node need, on the first of them that needs any."""
+        self._on_node = self._node.allgather(self._needs)
+        self._loader = next((rank for rank, need in enumerate(self._on_node) if any(need)), 0)
+        if self._node.rank == self._loader and any(self._needs):
+            train, test = (any(need) for need in zip(*self._on_node, strict=True))
+            self._load(train=train, test=test)
+
+    def _load(self, *, train: bool, test: bool) -> None:
+        job = self._job
+        self.data = load(job.data, train=train, test=test, seed=job.training.seed, ignored=job.task.ignored)
+        self.prints = fingerprints(self.data)
+
+    def share(self) -> None:
+        """Gives every rank of the node what one of them has loaded, without a copy."""
+        if sum(map(any, self._on_node)) > 1:
+            self.data = share(self._node, self._loader, self.data)
+        train, test = self._needs
+        if not train and not test:
+            self.data = None
+        elif self.data is None:
+            self._load(train=train, test=test)
+        else:
+            self.data = self.data.part(train=train, test=test)
+
+    def compare(self, start: StartDecision, *, warns: bool) -> None:
+        """Makes sure that all ranks have the same data, which are those of the run that this one resumes.
+
+        Args:
+            start: where the run begins.
+            warns: whether this rank says that samples cannot be drawn again.
+
+        Raises:
+            DataError, CheckpointError: they differ.
+        """
+        loaded: list[tuple[str, dict[str, Fingerprint]]] = self._ranks.comm.allgather((self._ranks.name, self.prints))
+        first: dict[str, tuple[str, Fingerprint]] = {}
+        for who, prints in loaded:
+            for split, mine in prints.items():
+                other, theirs = first.setdefault(split, (who, mine))
+                if what := mine.difference(theirs):
+                    text = f"[data] the {split} set of the {who} differs from that of the {other}: {what}"
+                    raise DataError(f"{text}; {_SAME}")
+        self.prints = {split: found for split, (_, found) in first.items()}
+        for split, then in from_plain(start.fingerprints).items():
+            if split in self.prints and (what := self.prints[split].difference(then)):
+                text = f"{start.checkpoint}: [data] the {split} set has changed since: {what}"
+                raise CheckpointError(f"{text}; {_SAME}")
+        self.unrepeatable = unrepeatable(self.prints)
+        if self.unrepeatable and warns:
+            log.warning(f"{self.unrepeatable}: {REPEATABLE}")
+
+    @property
+    def plain_prints(self) -> dict[str, object]:
+        """Fingerprints as files hold them."""
+        return plain(self.prints)

@@ -1,0 +1,198 @@
+"""The files of a run: its result file, which the statistics server's rank writes, and its checkpoints."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from mpi4py import MPI
+
+from rudra.compute.executor import Executor
+from rudra.compute.owners import OwnerExecutor
+from rudra.core.events import WEIGHTS
+from rudra.core.training_state import TrainingState
+from rudra.data.load import DataInfo
+from rudra.errors import CheckpointError
+from rudra.job.job import Job
+from rudra.mpi.job_ranks import JobRanks
+from rudra.mpi.node_data import NodeData
+from rudra.prepare.resolve import ResolvedJob
+from rudra.prepare.start import StartDecision
+from rudra.results import checkpoint
+from rudra.results.carry import Carried, carried, moved
+from rudra.results.checkpoint import CheckpointWriter
+from rudra.results.progress import Progress
+from rudra.results.reader import open_results
+from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
+from rudra.results.summary import tests
+from rudra.results.warm_start import shapes
+from rudra.results.writer import ResultsWriter, Status
+from rudra.roles import Machine
+from rudra.roles.statistics import StatisticsServer
+from rudra.trust import signed
+from topologies import Plan
+
+SEEN_S = 60.0
+"""How long a file that one rank has replaced may look as before to another."""
+
+
+class RunFiles:
+    """The files of a run, as far as this rank writes them.
+
+    Args:
+        start: where the run begins.
+
+    Attributes:
+        checkpoints: writes those of the weights' owner; None on other ranks.
+        writer: of the result file; None but on the statistics server's rank, as is the next.
+        progress: shows how far the run is.
+    """
+
+    def __init__(self, start: StartDecision) -> None:
+        self.checkpoints: CheckpointWriter | None = None
+        self.writer: ResultsWriter | None = None
+        self.progress: Progress | None = None
+        self._start = start
+        self._before: Any = None  # the learners' account of an earlier part
+
+    def open(
+        self,
+        ranks: JobRanks,
+        resolved: ResolvedJob,
+        executors: Mapping[int, Executor],
+        statistics: Machine | None,
+        info: DataInfo,
+        data: NodeData,
+        progress: dict[str, Any],
+    ) -> None:
+        """Creates the files; all ranks call this together.
+
+        Args:
+            ranks: of the job.
+            resolved: the job, settled, and its plan.
+            executors: of this rank's roles, which hold the initial weights.
+            statistics: the statistics server, on its rank.
+            info: what the data is like.
+            data: of this rank.
+            progress: keyword arguments `mode` and `columns` of the progress bar.
+        """
+        (written, plan), comm = resolved, ranks.comm
+        server, source = plan.roles[plan.server].world_rank, plan.roles[plan.statistics].world_rank
+        own = executors[plan.server].sha256(WEIGHTS) if comm.rank == server else ""
+        digest: str = comm.bcast(own, server)
+        job = json.loads(written.to_json())
+        own_signature = signed(job, self._start.run) if statistics is not None else None
+        signature: dict[str, str] = comm.bcast(own_signature, source)  # so that one rank alone needs a key
+        if comm.rank == server:
+            about: dict[str, Any] = {
+                "python_objects": ", ".join(python_objects(written)),
+                "layout": shapes(executors[plan.server].layout),
+                "temporary": self._start.temporary,
+                **signature,
+                "data_fingerprints": data.plain_prints,
+            }
+            self.checkpoints = CheckpointWriter(checkpoint.path_of(self._start.output), job, about)
+        hosts: list[str] = comm.allgather(socket.gethostname())
+        kinds: list[dict[str, str]] = comm.allgather(arithmetic())
+        if statistics is None:
+            return
+        machines = {name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]}
+        why = {"replayable": False, "not_replayable": data.unrepeatable} if data.unrepeatable else {}
+        found = {"hosts": hosts, **machines, "data_fingerprints": json.dumps(data.plain_prints), **why}
+        with self._carried(statistics, written, plan) as before:
+            self._create(resolved, executors[plan.statistics], info, before, digest, signature, found)
+        self._before = None if before is None else before.learners
+        self.progress = Progress(written, info.training_samples, begun=self._start.position.samples, **progress)
+
+    @contextmanager
+    def _carried(self, statistics: Machine, job: Job, plan: Plan) -> Iterator[Carried | None]:
+        """What the result file, and the statistics server, take over from an earlier part of the run."""
+        start = self._start
+        if start.checkpoint is None:
+            yield None
+            return
+        with open_results(checkpoint.results_of(start.checkpoint)) as results:
+            assert isinstance(statistics, StatisticsServer)
+            found = tests(results, statistics.split, start.position.epoch)
+            statistics.recall(found, results.kept_epochs)
+            why = start.replanned or moved(results.plan(), job, plan)
+            yield carried(results, start.position, why, start.branched)
+
+    def _create(
+        self,
+        resolved: ResolvedJob,
+        executor: Executor,
+        info: DataInfo,
+        before: Carried | None,
+        digest: str,
+        signature: dict[str, str],
+        found: dict[str, Any],
+    ) -> None:
+        """Creates the result file."""
+        begun, output = self._start.checkpoint, self._start.output
+        self.writer = make_writer(
+            output,
+            resolved.job,
+            executor.layout,
+            executor.size,
+            digest,
+            self._start.overwrite,
+            plan=resolved.plan,
+            state_dict=executor.state_dict,
+            carried=None if before is None else before.rows,
+            carried_weights=() if before is None else before.weights,
+            kept=None if before is None else before.attributes,
+            signature=signature,
+            step_bytes=executor.step_bytes,
+            driver="mpi",
+            training_samples=info.training_samples,
+            classes=info.classes,
+            **found,
+            mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
+        )
+        if begun is None or checkpoint.results_of(begun) != output:
+            checkpoint.discard(checkpoint.path_of(output), kept=True)  # of a run that this one replaces
+        elif checkpoint.is_kept(begun):
+            checkpoint.step_back(begun)
+        executor.state_dict = ()  # nobody asks again, and parameters that are not trained may be large
+
+    def recorder(self, executors: Mapping[int, Executor], statistics: int) -> Recorder | None:
+        """Where the statistics server's rows go; None on other ranks."""
+        if self.writer is None or self.progress is None:
+            return None
+        about: dict[str, Any] = {"before": self._before, "hooks": executors[statistics].hooks}
+        return Recorder(
+            self.writer,
+            self.progress,
+            lambda role, buffer: executors[role].buffer(buffer).array,
+            wall_clock=True,
+            **about,
+        )
+
+    def restore(self, executor: OwnerExecutor, position: TrainingState) -> None:
+        """Gives an owner of weights what the checkpoint holds that another rank has just written."""
+        path = checkpoint.path_of(self._start.output)
+        deadline = time.monotonic() + SEEN_S
+        while (found := checkpoint.read(path))[0].position != position:  # where file systems are slow to tell
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{path}: is not the checkpoint that the first learner wrote for all ranks to continue from"
+                )
+            time.sleep(0.1)
+        executor.restore(found[1])
+
+    def note(self, status: Status, reason: str) -> None:
+        """Leaves the result file as it is to be found if this rank is killed now."""
+        assert self.writer is not None
+        self.writer.note(status, reason)
+
+    def save(self, status: Status, reason: str) -> None:
+        """Saves what there is of a run that ends early."""
+        with suppress(Exception):
+            assert self.progress is not None
+            self.progress.close()
+        with suppress(Exception):
+            assert self.writer is not None
+            self.writer.fail(status, reason)

@@ -1,0 +1,258 @@
+"""Set-up of a rank: data, model, executors and files, in steps that all ranks take together.
+
+If one rank cannot take a step, all of them end, and one line says why.
+"""
+
+import mmap
+import os
+import socket
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from rudra.compute import devices
+from rudra.compute.averaging import CHUNK
+from rudra.compute.executor import Executor
+from rudra.compute.first_gradient import try_first_gradient
+from rudra.compute.hogwild import give_window, shape_of
+from rudra.compute.making import make_executors
+from rudra.compute.owners import OwnerExecutor
+from rudra.core.phases import Phases
+from rudra.core.training_state import TrainingState
+from rudra.core.work import by_speed, speeds_text
+from rudra.data.load import Data, DataInfo, in_memory
+from rudra.errors import CheckpointError, ConfigError
+from rudra.job.samples import check_minibatch
+from rudra.log import log
+from rudra.mpi.arena import Arena
+from rudra.mpi.job_ranks import JobRanks
+from rudra.mpi.malloc import give_back_freed_memory, keep_freed_memory
+from rudra.mpi.node_data import NodeData
+from rudra.mpi.run_files import RunFiles
+from rudra.mpi.shared_window import share_window
+from rudra.mpi.tensor_traffic import GENERATIONS
+from rudra.mpi.trial import Trial
+from rudra.prepare.phases import phases_of
+from rudra.prepare.resolve import ResolvedJob, settle
+from rudra.prepare.start import StartDecision
+from rudra.results import checkpoint
+from rudra.results.warm_start import final_weights
+from rudra.roles import Machine, make_in_phase
+from topologies import Plan
+
+RESERVED = 24
+"""Buffers for each role, with their forms as float16, for which neighbours leave room in their address spaces."""
+
+
+class RankSetup:
+    """What a rank makes before it trains.
+
+    Args:
+        ranks: of the job.
+        resolved: the job and its plan.
+        start: where the run begins.
+        device: where this rank computes.
+
+    Attributes:
+        job: settled, once the data is there.
+        plan: who is who.
+        roles: of this rank.
+        phases: of the run.
+        machines: of the roles.
+        executors: of the roles.
+        arena: memory that neighbours read, in which the executors' buffers are.
+        files: of the run.
+    """
+
+    phases: Phases
+    machines: dict[int, Machine]
+
+    def __init__(self, ranks: JobRanks, resolved: ResolvedJob, start: StartDecision, device: torch.device) -> None:
+        self.job, self.plan = resolved
+        self.roles = self.plan.on_rank(ranks.comm.rank)
+        self.executors: dict[int, Executor] = {}
+        self.arena = Arena()
+        self.files = RunFiles(start)
+        self._ranks, self._start, self._device = ranks, start, device
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether the statistics server is on this rank."""
+        return self.plan.statistics in self.roles
+
+    def prepare(self, progress: dict[str, Any]) -> int | None:
+        """Takes all steps.
+
+        Args:
+            progress: keyword arguments `mode` and `columns` of the progress bar.
+
+        Returns:
+            None; or the exit code of the first rank that could not take one.
+        """
+        measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
+        data = (self._load, lambda: self._data.share(), self._compare_data, self._settle, self._take_settled)
+        ready = (self._build, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
+        for step in (*data, *measured, *ready):
+            error = self._ranks.agree(step)
+            if error is not None:
+                return error
+        return None
+
+    def _load(self) -> None:
+        kinds = [self.plan.traits(i) for i in self.roles]
+        learns = any(kind.trains or kind.concludes for kind in kinds)
+        serves = any(kind.serves for kind in kinds)
+        torch.set_num_threads(self.job.cluster.threads_per_rank or 1 if learns or serves else 1)
+        torch.set_flush_denormal(self.job.cluster.flush_denormals)
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # for whatever does not name one: the user's model, pinned memory
+        if learns:
+            keep_freed_memory()
+        if self.keeps_results and not learns:
+            os.nice(max(0, 10 - os.nice(0)))  # training goes first; a run before this one may have said so
+        self._node = self._ranks.comm.Split_type(MPI.COMM_TYPE_SHARED)
+        tests = self.keeps_results or (learns and self.job.training.evaluate == "workers")
+        self._data = NodeData(self._ranks, self._node, self.job, train=learns, test=tests)
+        self._data.load()
+
+    def _compare_data(self) -> None:
+        self._data.compare(self._start, warns=self.keeps_results)
+
+    @property
+    def _deciding(self) -> int:
+        """World rank of the first learner, which decides for all ranks how gradients are computed."""
+        return self.plan.roles[self.plan.learners[0]].world_rank
+
+    def _settle(self) -> None:
+        """Tries the first gradient on the rank that decides."""
+        gradients: str = self.job.training.gradients
+        if self._ranks.comm.rank == self._deciding and (self._start.checkpoint is None or gradients == "auto"):
+            assert self._data.data is not None
+            gradients = try_first_gradient(self.job, self.plan, self._data.data, self._device)
+        self._gradients = gradients
+
+    def _take_settled(self) -> None:
+        """Takes over what that rank has decided."""
+        self.job = settle(self.job, gradients=self._ranks.comm.bcast(self._gradients, self._deciding))
+
+    def _try(self) -> None:
+        """Gets the learners ready to be timed."""
+        self._trial = Trial(self.job, self.plan, self.roles, self._data.data, self._device)
+
+    def _time(self) -> None:
+        """All learners compute at the same time."""
+        self._trial.measure(self._ranks.comm.allreduce(self._trial.round_s, MPI.MAX))
+
+    def _divide(self) -> None:
+        """Gives each learner a share in proportion to its speed; from here on the job is one that names them."""
+        parts: list[dict[int, float]] = self._ranks.comm.allgather(self._trial.seconds)
+        self._trial.close()
+        taken = {role: seconds for part in parts for role, seconds in part.items()}
+        seconds = [taken[role] for role in self.plan.learners]
+        shares = by_speed(seconds)
+        if self.keeps_results:
+            text = speeds_text(seconds, self.job.training.minibatch_size, shares)
+            log.info(f"{self.job.name}: when all compute, {text}")
+        self.job = settle(self.job, gradients=self.job.training.gradients, shares=shares)
+
+    def _build(self) -> None:
+        source, data = self.plan.roles[self.plan.statistics].world_rank, self._data.data
+        self._info: DataInfo = self._ranks.comm.bcast(None if data is None else data.info, source)
+        check_minibatch(self.job, self._info.training_samples)
+        self.phases = phases_of(self.job, self.plan, self._info.training_samples)
+        self.machines = {i: self._machine(i, self.plan, self._start.position) for i in self.roles}
+        self._near = self.job.cluster.node_memory and self._node.size > 1
+        if not self.roles:
+            return
+        data = data or Data(None, None, self._info)
+        self.executors = make_executors(
+            self.job,
+            self.plan,
+            self.roles,
+            data,
+            prefetch=not in_memory(data.training),
+            device=self._device,
+            placing=devices.placing(self._device, gpu_aware_mpi=self.job.cluster.gpu_aware_mpi),
+            first_weights=final_weights,
+            memory=self.arena.allocate if self._near else None,
+        )
+        for executor in self.executors.values():
+            if executor.hooks is not None:
+                executor.hooks.output = self._start.output.stem
+            # A small model is stepped no faster in slices, and threads that share cores meet at the end of each.
+            alone = self.job.cluster.threads_per_rank == 1
+            executor.fuses = executor.form is None and executor.size > CHUNK and alone
+
+    def _restore(self) -> None:
+        """Allocates what training needs, and takes over what a checkpoint holds."""
+        give_back_freed_memory()  # what building the model took
+        if self.job.training.compile and self.keeps_results:
+            log.info(f"{self.job.name}: compiling the gradient's code")
+        for role, executor in self.executors.items():
+            executor.prepare()
+            overlaps = self.plan.traits(role).overlaps or (self.plan.overlapped and role == self.plan.server)
+            if self._near and overlaps:
+                executor.reserve(GENERATIONS - 1)
+            if self._start.checkpoint is not None and isinstance(executor, OwnerExecutor):
+                state, tensors = checkpoint.read(self._start.checkpoint)
+                if state.position != self._start.position:
+                    raise CheckpointError(f"{state.path}: changed meanwhile: is another run still writing it?")
+                executor.restore(tensors)
+
+    def _meet_neighbours(self) -> None:
+        """Maps what other ranks of this node have for buffers, and has them map what this one has."""
+        reads_gpus = any(executor.direct for executor in self.executors.values())
+        if self._near and not self._node.allreduce(reads_gpus, MPI.MAX):
+            rooms = sum(
+                (executor.largest * 6 + executor.tail + 2 * mmap.ALLOCATIONGRANULARITY) * self._most_buffers(role)
+                for role, executor in self.executors.items()
+            )
+            failure = self.arena.meet(self._node, self._ranks.comm.rank, rooms)
+            if failure and self._node.rank == 0:
+                host = f"node memory cannot be had on {socket.gethostname()}"
+                log.warning(f"{host} ({failure}): its ranks exchange messages instead, which is slower")
+        self._node.Free()
+
+    def _most_buffers(self, role: int) -> int:
+        """That a role may have at a time: a stage server has three for each learner."""
+        return RESERVED + 3 * len(self.plan.learners) * self.plan.traits(role).concludes
+
+    def _share_window(self) -> None:
+        """Gives the workers of a node, and their coordinator, one memory for the weights, if the job says so."""
+        if not self.plan.window:
+            return
+        plan, comm = self.plan, self._ranks.comm
+        world, owner, mine = list(range(comm.size)), plan.server, [plan.traits(role) for role in self.roles]
+        member = any(kind.trains or kind.serves for kind in mine)
+        if several := plan.window_leaders:  # each has a window of its own, and the owner of the weights none
+            node = next((plan.roles[role].node for role in self.roles if plan.traits(role).trains), MPI.UNDEFINED)
+            comm = comm.Split(node, comm.rank)
+            if comm == MPI.COMM_NULL:
+                return
+            world = comm.allgather(self._ranks.comm.rank)
+            owner = next(leader for leader in several if plan.roles[leader].node == node)
+        executor = self.executors.get(owner)
+        shape = None if executor is None else shape_of(self.job, plan, executor.size)
+        window, failure = share_window(comm, world.index(plan.roles[owner].world_rank), shape, member=member)
+        if several:
+            comm.Free()
+        if failure:
+            raise ConfigError(f"[weights] at = 'window': its memory cannot be had here ({failure}); valid: server")
+        if window is not None:
+            give_window(self.executors, window)
+
+    def _open(self, progress: dict[str, Any]) -> None:
+        """Creates the files."""
+        settled, statistics = ResolvedJob(self.job, self.plan), self.machines.get(self.plan.statistics)
+        self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, progress)
+
+    def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
+        """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""
+        executor = self.executors[role]
+        if isinstance(executor, OwnerExecutor) and role != plan.stage:  # which has its own
+            self.files.restore(executor, position)
+        return self._machine(role, plan, position)
+
+    def _machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
+        return make_in_phase(role, self.phases, plan.gone, self._info.training_samples, position)

@@ -1,0 +1,217 @@
+"""Tensors between roles: which way each goes, under which tag, and what a role hears of it.
+
+A tensor to a neighbour stays where it is, and its place is sent. Another goes in a transfer that the rank's own thread
+polls (`rudra.mpi.transfers`), or a communication thread (`rudra.mpi.comm_threads`).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+from mpi4py import MPI
+
+from rudra.compute.executor import Executor
+from rudra.core.events import GRADIENT, Event, Receive, Received, Send, Sent, Withdrawn
+from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
+from rudra.core.messages import GradientPart, Message, WeightsPart
+from rudra.mpi.arena import Arena
+from rudra.mpi.comm_threads import CommThread, Post
+from rudra.mpi.failures import Losses
+from rudra.mpi.leases import Going
+from rudra.mpi.tags import CHANNELS, FIRST_TAG, GRADIENTS, WEIGHTS
+from rudra.mpi.transfers import Transfers, Wanted
+from topologies import Plan
+
+GENERATIONS = 3
+"""Of one tensor, at most, in place of copies: one that is made, and others that are still read."""
+
+
+class TensorTags:
+    """The tags of tensors.
+
+    Args:
+        plan: who is who; roles never change their ranks.
+        generation: gives how often this rank has regrouped.
+    """
+
+    def __init__(self, plan: Plan, generation: Callable[[], int]) -> None:
+        hosted: dict[int, list[int]] = {}
+        for id_, role in enumerate(plan.roles):
+            hosted.setdefault(role.world_rank, []).append(id_)
+        self._places = {id_: place for roles in hosted.values() for place, id_ in enumerate(roles)}  # of roles on ranks
+        self._most = max(map(len, hosted.values()))
+        self._roles, self._statistics, self._generation = len(plan.roles), plan.statistics, generation
+
+    def tag(self, role: int, channel: int, sender: int | None = None) -> int:
+        """Of tensors for a role, which are never taken for those of before.
+
+        Args:
+            role: that receives.
+            channel: of the tensors.
+            sender: role that sends them; None: the first of its rank.
+        """
+        return self._tag(role, channel, 0 if sender is None else self._places[sender])
+
+    def any_tag(self, role: int, channel: int) -> list[int]:
+        """All tags of tensors for a role, whoever sends them."""
+        return [self._tag(role, channel, place) for place in range(self._most)]
+
+    def _tag(self, role: int, channel: int, place: int) -> int:
+        generation = 0 if role == self._statistics else self._generation()
+        return FIRST_TAG + ((generation * self._roles + role) * self._most + place) * CHANNELS + channel
+
+
+class TensorTraffic:
+    """The tensors that a rank sends and receives.
+
+    Args:
+        comm: of all ranks.
+        plan: who is who.
+        executors: by role; hold the buffers.
+        tags: of tensors.
+        arena: memory that neighbours read.
+        losses: which ranks have died.
+        halves: gradients travel as float16.
+        announce: gives a role here an event, in its turn.
+        wake: wakes a rank up that may go on now.
+        in_time: lets a callback do nothing once this rank has regrouped.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        plan: Plan,
+        executors: Mapping[int, Executor],
+        tags: TensorTags,
+        arena: Arena,
+        losses: Losses,
+        *,
+        halves: bool,
+        announce: Callable[[int, Event], None],
+        wake: Callable[[int], None],
+        in_time: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        self._comm, self._plan, self._executors, self._tags = comm, plan, executors, tags
+        self._arena, self._halves = arena, halves
+        self._announce, self._wake, self._in_time = announce, wake, in_time
+        self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena)
+        self._threads: dict[int, CommThread] = {}
+        self._writing: set[int] = set()  # communication threads that may still write what was abandoned
+
+    def start_threads(self, post: Post, wait: Callable[[MPI.Request], object]) -> None:
+        """Carries transfers in two threads from now on: one pushes, one pulls."""
+        for channel, name in ((GRADIENTS, "push"), (WEIGHTS, "pull")):
+            self._threads[channel] = CommThread(name, post, wait)
+
+    def send(self, role: int, action: Send) -> None:
+        """Sends a tensor of a role."""
+        assert action.buffer is not None
+        to = self._plan.roles[action.to].world_rank
+        self._wake(to)
+        channel = GRADIENTS if action.message.kind in GRADIENT_KINDS else WEIGHTS
+        halves = self._halves and channel == GRADIENTS
+        going = Going(role, action.buffer, action.to)
+        tag = self._tags.tag(action.to, channel, role)
+        if to in self._arena.neighbours:
+            most = GENERATIONS - 1 - self._plan.traits(role).overlaps
+            self._transfers.lend(going, action.message, to, tag, halves=halves, most=most)
+            return
+        wire = self._executors[role].send(action.buffer, action.message, action.to, halves=halves)
+        start = partial(self._comm.Isend, wire, to, tag)
+        if channel in self._threads:
+            self._threads[channel].carry(start, self._in_time(partial(self._sent, going)))
+        else:
+            self._transfers.send(start(), going)
+
+    def receive(self, role: int, action: Receive) -> None:
+        """Lets a tensor for a role in."""
+        halves = self._halves and action.gradient
+        source = None if action.source is None else self._plan.roles[action.source].world_rank
+        channel = GRADIENTS if action.gradient else WEIGHTS
+        if action.source is None:
+            tag, *or_tags = self._tags.any_tag(role, channel)
+        else:
+            tag, or_tags = self._tags.tag(role, channel, action.source), []
+        wanted = Wanted(role, action.buffer, source, tag, halves, or_tags)
+        self._look_near(wanted, gradient=action.gradient)
+        if channel in self._threads and not wanted.near:
+            assert source is not None
+            wire = self._executors[role].buffer(action.buffer).wire
+            start = partial(self._comm.Irecv, wire, source, tag)
+            received = self._in_time(partial(self._received, wanted))
+            self._threads[channel].carry(start, received, receives=True)
+            return
+        if action.source is not None:
+            plan = self._plan
+            if plan.in_parts(role, action.source) or plan.in_parts(action.source, role):
+                wanted.part_of = action.source
+        self._transfers.receive(wanted)
+
+    def _look_near(self, wanted: Wanted, *, gradient: bool) -> None:
+        """Whether neighbours alone may send what is wanted, and whether it is read in their memory.
+
+        Gradients are, and so are weights by who computes with them as they are until newer ones have come, and hands
+        them on to nobody meanwhile.
+        """
+        if not (neighbours := self._arena.neighbours):
+            return
+        plan, role, source = self._plan, wanted.role, wanted.source
+        sources = {source} if source is not None else {plan.roles[i].world_rank for i in plan.children[role]}
+        wanted.near = sources <= neighbours
+        keeps = plan.traits(role).overlaps and not plan.receivers[role]
+        wanted.reads = not wanted.halves if gradient else keeps and self._executors[role].computes_in_place
+
+    def withdraw(self, role: int, buffer: str) -> None:
+        """Takes a receive back, unless something is coming already, which then arrives as ever."""
+        if self._transfers.withdraw(role, buffer):
+            self._announce(role, Withdrawn(buffer))
+
+    def drop(self, role: int) -> None:
+        """Expects nothing of a role any more, and sends it nothing."""
+        self._transfers.drop(role, self._plan.roles[role].world_rank)
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Ranks have died."""
+        self._transfers.lose(ranks)
+
+    def poll(self) -> None:
+        """Carries transfers on."""
+        self._transfers.poll()
+
+    def abandon(self, plan: Plan, roles: Collection[int]) -> None:
+        """Forgets what is under way between roles that regroup by another plan."""
+        self._plan = plan
+        going = self._transfers.abandon(roles, plan.statistics)
+        for role in roles:
+            self._executors[role].lent = Counter(send.name for send in going if send.role == role)
+        self._writing = set(self._threads)
+        for channel, thread in self._threads.items():
+            thread.abandon(self._in_time(partial(self._writing.discard, channel)))
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing that was abandoned can write into a buffer any more."""
+        return self._transfers.quiet and not self._writing
+
+    def close(self) -> None:
+        """Leaves nothing posted."""
+        self._transfers.close()
+        for thread in self._threads.values():
+            thread.close()
+
+    def _sent(self, going: Going) -> None:
+        self._executors[going.role].sent(going.name)
+        self._announce(going.role, Sent(going.name, going.to))
+
+    def _received(self, wanted: Wanted, message: Message | None = None) -> None:
+        role, name = wanted.role, wanted.name
+        buffer = self._executors[role].buffer(name)
+        if wanted.part_of is not None:
+            buffer.version += 1
+            gradient = name.startswith(GRADIENT)
+            message = (GradientPart if gradient else WeightsPart)(wanted.part_of)
+        elif message is None:
+            message = buffer.read_half() if wanted.halves else buffer.read()
+        self._wake(self._plan.roles[message.sender].world_rank)  # its send is complete now
+        self._announce(role, Received(message, name))

@@ -1,0 +1,122 @@
+"""Files that say what things cost in virtual time: presets, and what `rudra calibrate` has measured."""
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rudra.errors import ConfigError, meant
+from rudra.job.job import Job
+from rudra.job.jobfiles import read_toml
+from rudra.job.simulation import DEFAULTS, PER_BYTE
+from rudra.job.table import named
+from rudra.machine import cores, processor
+
+PRESETS = Path(__file__).parent / "presets"
+
+MEASURED = Path.home() / ".cache" / "rudra"
+"""Where files of `rudra calibrate` are found without being named."""
+
+
+def source(job: Job) -> str | None:
+    """Where a job's costs come from: a preset, a file, or "the job"; None: from defaults, which nobody has measured."""
+    table = job.simulation
+    if table.costs is not None:
+        return None if table.costs == DEFAULTS else table.costs
+    teams = job.hogbatch.workers
+    if "compute_s" in table.model_fields_set or (teams and all(team.compute_s for team in teams)):
+        return "the job"
+    path = measured_path(job)
+    return str(path) if path.is_file() else None
+
+
+def measured_path(job: Job) -> Path:
+    """Where `rudra calibrate` leaves what a job's model costs on this machine, and where it is looked for.
+
+    Named after the model, with a digest of what decides how long a mini-batch takes, but for μ.
+    """
+    name, data, training = named(job.model.name), job.data, job.training
+    decides = [job.model.options, named(data.name), data.options, training.precision, training.compile]
+    decides += [job.cluster.device, job.optimizer.name, processor(), cores()]
+    digest = hashlib.sha256(json.dumps(decides, default=str, sort_keys=True).encode()).hexdigest()[:12]
+    return MEASURED / f"{re.sub('[^0-9A-Za-z_.]', '-', name)}-{digest}.toml"
+
+
+def load(job: Job) -> Job:
+    """The job with its cost file read in: keys that the job does not give itself come from there.
+
+    Raises:
+        ConfigError: there is no such preset or file, it is none, or does not know the job's model.
+    """
+    table, found = job.simulation, source(job)
+    if found is None or (found == "the job" and table.costs is None):
+        return job
+    path = find(found)
+    keys = read_toml(path)
+    models = keys.pop("models", {})
+    if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
+        raise ConfigError(f"{path}: models must be tables [models.NAME], of keys of [simulation]")
+    keys.pop("measured", None)  # what a calibration says of itself
+    model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
+    beside = [
+        {f"simulation.{key}": value for key, value in models.get(each.get("model.name"), {}).items()} | each
+        for each in table.beside
+    ]
+    own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found, "beside": beside}
+    if models and model not in models and "compute_s" not in keys | own:
+        raise ConfigError(f"{path}: has no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
+    try:
+        return job.with_(simulation=_nearest(keys, models.get(model, {}), own))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _nearest(*levels: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of several levels, of which later ones win, also where they say the same in another unit."""
+    instead = PER_BYTE | {per_byte: key for key, per_byte in PER_BYTE.items()}
+    found: dict[str, Any] = {}
+    for level in levels:
+        for key in level.keys() & instead.keys():
+            found.pop(instead[key], None)
+        found |= level
+    return found
+
+
+def find(costs: str) -> Path:
+    """The file of a preset, or that a job names.
+
+    Raises:
+        ConfigError: there is no such preset or file.
+    """
+    path = PRESETS / f"{costs}.toml"
+    if not os.path.isfile(path):
+        path = Path(costs)
+    if not os.path.isfile(path):
+        hint = f"presets: {', '.join(presets())}{meant(costs, presets())}"
+        raise ConfigError(f"[simulation] costs: '{costs}' is neither a file nor a preset; {hint}")
+    return path
+
+
+def presets() -> list[str]:
+    """Names of the clusters that come with Rudra."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def at(compute_s: float | Mapping[int, float], minibatch_size: int) -> float:
+    """Seconds for one mini-batch: a constant, or points (μ, seconds) joined by straight lines in log-log.
+
+    Beyond the outermost points their lines go on; one point alone stands for time proportional to μ.
+    """
+    if not isinstance(compute_s, Mapping):
+        return compute_s
+    points = sorted((math.log(size), math.log(seconds)) for size, seconds in compute_s.items())
+    if len(points) == 1:
+        return math.exp(points[0][1]) * minibatch_size / math.exp(points[0][0])
+    x = math.log(minibatch_size)
+    place = min(max(1, sum(size < x for size, _ in points)), len(points) - 1)
+    (x0, y0), (x1, y1) = points[place - 1], points[place]
+    return math.exp(y0 + (y1 - y0) * (x - x0) / (x1 - x0))

@@ -1,0 +1,119 @@
+"""The job of a recorded run, as a replay repeats it: the same training, with nothing beside it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rudra.errors import ConfigError, ReplayError
+from rudra.job.job import Job
+from rudra.results.identity import DECISIVE, DECISIVE_LISTS, decisive, tables_of
+from rudra.results.reader import Results
+from rudra.trust import admit
+
+REPLAY_MAY_CHANGE = ("data.path", "training.warm_start")
+"""Keys of the job that say where something is: all that a replay may change."""
+
+INDIFFERENT = (
+    "training.evaluate",
+    "training.evaluate_training_set",
+    "training.evaluation_batch_size",
+    "task.metrics",
+    "training.target",
+    "training.target_window",
+    "training.stop_at_target",
+    "training.patience",
+    "cluster.learners_per_rank",
+    "cluster.node_memory",
+)
+"""Keys of the `DECISIVE` tables that do not decide what the weights become."""
+
+
+def replayed_job(results: Results, given: Job | None, overrides: Sequence[str] = (), *, trust: bool = False) -> Job:
+    """Makes the job that a replay repeats.
+
+    Args:
+        results: of the run.
+        given: the job that was run, if the caller has it; None: the file holds it.
+        overrides: changes, each a text `table.key=value`, of keys in `REPLAY_MAY_CHANGE`.
+        trust: whether to import the code that the file names, also if another user wrote it.
+
+    Raises:
+        ReplayError: the file holds no whole job.
+        ConfigError: the job cannot be made again, or is not the job of the run.
+        TrustError: the file names code, and neither did this user's run write it nor is `trust` set.
+    """
+    decided = {} if given is None else _decided(results, given)
+    job = _restored(results, overrides, trust) if given is None else given
+    training = {**decided.get("training", {}), "evaluate": False, "evaluate_training_set": False, "patience": None}
+    return job.with_(
+        hooks=(),
+        cluster=decided.get("cluster", {}),
+        placement=decided.get("placement", {}),
+        training=training,
+        optimizer={} if job.optimizer.plateau is None else _lowered(results),
+        fault_tolerance={"non_finite_loss": "warn"},
+        results={
+            "minibatches": False,
+            "report_s": 0.0,  # rows come at once
+            "checkpoint_every": "never",
+            "keep_every": None,
+            "keep_best": False,
+        },
+    )
+
+
+def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
+    """The job that a file holds; hooks are no part of what is repeated."""
+    objects = results.attributes["python_objects"].split(", ")
+    if given := ", ".join(name for name in objects if not name.startswith("hooks.")):
+        raise ReplayError(
+            f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
+            "from Python, rudra.replay(file, job=job) takes the job that has it"
+        )
+    tables = {"name": results.job["name"], **{key: results.job.get(key, []) for key in DECISIVE_LISTS}}
+    tables |= {table: results.job.get(table, {}) for table in DECISIVE}
+    admit(results.path, json.loads(results.attributes["job"]), tables, results.attributes, trust=trust)
+    for override in overrides:
+        target, equals, value = (part.strip() for part in override.partition("="))
+        if target not in REPLAY_MAY_CHANGE or not equals:
+            raise ConfigError(f"--set {override}: a replay changes nothing but {' and '.join(REPLAY_MAY_CHANGE)}")
+        table, _, key = target.partition(".")
+        tables[table][key] = value
+    try:
+        return Job(**tables)
+    except ConfigError as error:
+        raise ConfigError(f"{results.path}: {error}") from None
+
+
+def _decided(results: Results, job: Job) -> dict[str, Any]:
+    """What the run has decided of the job that the caller gives, if it is the one of the record."""
+    then, now = decisive(results.job), tables_of(job)
+    keys = ("learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else []))
+    decided = {"cluster": {key: then["cluster"][key] for key in keys}}
+    if job.placement.by_rule:
+        decided["placement"] = {"cut": then["placement"]["cut"]}
+    if job.training.gradients == "auto":
+        decided["training"] = {"gradients": then["training"]["gradients"]}
+    unknown = results.attributes["python_objects"].split(", ")
+    for table in DECISIVE:
+        for key, value in {**now[table], **decided.get(table, {})}.items():
+            name = f"{table}.{key}"
+            if value != then[table][key] and name not in {*unknown, *REPLAY_MAY_CHANGE, *INDIFFERENT}:
+                raise ConfigError(f"{results.path}: ran with {name} = {then[table][key]}; the job given has {value}")
+    for key in DECISIVE_LISTS:
+        if now[key] != (before := results.job.get(key, [])):
+            raise ConfigError(f"{results.path}: ran with {key} = {before}; the job given has {now[key]}")
+    return decided
+
+
+def _lowered(results: Results) -> Mapping[str, Any]:
+    """The rates that tests led to, as milestones: what falls at a plateau falls after the epoch under way.
+
+    It is under way in the update after the event; where there is none, it does not matter.
+    """
+    events, updates = results.events, results.updates
+    milestones: list[int] = []
+    for timestamp in events["timestamp"][events["kind"] == b"plateau"].tolist():
+        if timestamp < len(updates):
+            milestones.append(max(int(updates["epoch"][timestamp]) - 1, *milestones, 0) + 1)
+    return {"schedule": "step", "milestones": milestones, "schedule_options": {}}

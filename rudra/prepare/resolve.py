@@ -1,0 +1,203 @@
+"""A written job becomes one that leaves nothing open, and its plan: who is who.
+
+Three kinds of places resolve a job: a process that starts ranks (`resolve`), the ranks themselves (`fit`), and a
+process with virtual time (`resolve_virtual`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from rudra.errors import ConfigError, TopologyError
+from rudra.job.job import Job
+from rudra.prepare.start import Decided
+from topologies import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ResolvedJob(NamedTuple):
+    """A job of which no key is open, with its plan.
+
+    Attributes:
+        job: with learners, threads, device and layer; shares and the way of computing gradients may still be "auto",
+            because they are measured with the data.
+        plan: who is who.
+    """
+
+    job: Job
+    plan: Plan
+
+
+class RankFacts(NamedTuple):
+    """What one rank says of itself.
+
+    Attributes:
+        node: a number that the ranks of a node share.
+        host: name of the machine.
+        cores: that the ranks of the node share.
+        gpus: that torch sees; 0 where the job wants none.
+        gpu_aware: whether the MPI library takes memory of a GPU.
+        threaded: whether MPI grants `MPI_THREAD_MULTIPLE`.
+    """
+
+    node: int
+    host: str
+    cores: int
+    gpus: int = 0
+    gpu_aware: bool = False
+    threaded: bool = True
+
+
+def resolve(job: Job, decided: Decided, *, cores: int) -> ResolvedJob:
+    """Resolves a job for ranks that are still to be started, all on one node.
+
+    Args:
+        job: as written.
+        decided: keys that are decided already.
+        cores: that the learners share.
+
+    Raises:
+        ConfigError: the job does not allow these values.
+    """
+    job = job.with_(**decided).resolved(cores=cores)
+    return ResolvedJob(job, job.plan())
+
+
+def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
+    """Fits a job to the ranks that there are; every rank comes to the same result.
+
+    Args:
+        job: as written.
+        decided: keys that are decided already.
+        ranks: in the order of their numbers.
+
+    Raises:
+        TopologyError: the topology does not fit so many ranks, or needs more of MPI than these grant.
+        ConfigError: the protocol cannot work on the plan.
+    """
+    by_rule, job = job.placement.by_rule, job.with_(**decided)
+    places = [rank.node for rank in ranks]
+    # Ranks that were started for stage servers are left over where the rule places no layers.
+    left_over = by_rule and not job.placement.given and job.cluster.learners is not None
+    if left_over and job.plan().ranks == len(ranks) - job.placement.servers:
+        places = places[: -job.placement.servers]
+    topology = job.make_topology()
+    try:
+        plan = topology.fit(places, job.cluster.learners)
+    except ValueError as error:
+        raise TopologyError(str(error)) from None
+    if plan.overlapped and not all(rank.threaded for rank in ranks):
+        raise TopologyError(
+            f"topology {topology.name} pushes and pulls in threads of their own, for which MPI must grant "
+            "MPI_THREAD_MULTIPLE; it does not here: use another MPI library, or topology adv"
+        )
+    job = job.resolved(
+        learners=len(plan.learners), threads_per_rank=job.cluster.threads_per_rank or _share(plan, ranks)
+    )
+    job.check(plan)
+    return ResolvedJob(job, plan)
+
+
+def _share(plan: Plan, ranks: Sequence[RankFacts]) -> int:
+    """How many cores each rank that computes gradients has for itself, on the node where that is least."""
+    traits = [[plan.traits(role) for role in plan.on_rank(number)] for number in range(len(ranks))]
+    computing = [any(kind.trains or kind.concludes for kind in kinds) for kinds in traits]  # one gradient at a time
+    on_node = [sum(computing[i] for i, other in enumerate(ranks) if other.node == rank.node) for rank in ranks]
+    return min(max(1, rank.cores // max(1, count)) for rank, count in zip(ranks, on_node, strict=True))
+
+
+def choose_devices(
+    resolved: ResolvedJob, ranks: Sequence[RankFacts], number: int
+) -> tuple[ResolvedJob, "torch.device"]:
+    """Resolves on which kind of device learners compute.
+
+    Args:
+        resolved: the job, as `fit` gives it.
+        ranks: in the order of their numbers.
+        number: of one rank.
+
+    Returns:
+        The job with this device, and the device of that rank.
+
+    Raises:
+        ConfigError: a rank lacks a GPU that the job wants, or an MPI library that uses it.
+    """
+    from rudra.compute import devices  # and torch, which a process that starts ranks does without
+
+    job, plan = resolved
+    gpus, hosts, on_cpu = (
+        [rank.gpus for rank in ranks],
+        [rank.host for rank in ranks],
+        job.hogbatch.learners_on_cpu(plan),
+    )
+    kind = devices.agreed(job.cluster.device, plan, gpus, hosts, on_cpu)
+    if job.cluster.gpu_aware_mpi and kind == "cuda" and not all(rank.gpu_aware for rank in ranks):
+        other = [rank.gpu_aware for rank in ranks].index(False)
+        who = f"the MPI library of rank {other} on {hosts[other]} does not report GPU support"
+        raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
+    places = [rank.node for rank in ranks]
+    device = devices.CPU if kind == "cpu" else devices.of_rank(number, plan, places, gpus[number], on_cpu)
+    return ResolvedJob(job.with_(cluster={"device": kind}), plan), device
+
+
+def resolve_virtual(job: Job, decided: Decided, *, cores: int = 1) -> ResolvedJob:
+    """Resolves a job for virtual time, on the nodes of its table `[simulation]`.
+
+    Args:
+        job: as written, with its cost file read in.
+        decided: keys that are decided already.
+        cores: that the learners share.
+
+    Raises:
+        ConfigError: the job does not allow these values, or does not work on its nodes.
+        ValueError: options of the topology do not fit these learners.
+    """
+    job = job.with_(**decided).resolved(cores=cores)
+    return ResolvedJob(job, job.plan(nodes_of(job)))
+
+
+def nodes_of(job: Job) -> list[int]:
+    """The node of every learner in virtual time: blocks of ranks with learners that differ by one at most.
+
+    Workers that share memory are on one node, if the job does not say how many there are.
+    """
+    learners, each, count = job.learners, job.cluster.learners_per_rank, job.simulation.nodes
+    if isinstance(count, Mapping):
+        known = max((size for size in count if size <= learners), default=min(count))
+        count = math.ceil(count[known] * learners / known)
+    ranks = -(-learners // each)
+    alone = 1 if job.hogbatch.shares_weights else ranks
+    count = alone if count is None else min(count, ranks)
+    return [i // each * count // ranks for i in range(learners)]
+
+
+def with_cut(job: Job, decided: Decided, *, ranks: int | None = None, cores: int = 1) -> Decided:
+    """Returns what is decided, with the layer that the rule in `[placement] cut` chooses, unless that is known.
+
+    Args:
+        job: as written.
+        decided: keys that are decided already.
+        ranks: how many there are, where they decide the number of learners.
+        cores: that the learners share.
+
+    Raises:
+        RudraError: a mistake in the job, or its model cannot be cut.
+    """
+    if not job.placement.by_rule or "placement" in decided:
+        return decided
+    from rudra.prepare.cut import choose_cut  # and torch, which a process that starts ranks does without
+
+    return {**decided, "placement": {"cut": choose_cut(job, ranks=ranks, cores=cores)}}
+
+
+def settle(job: Job, *, gradients: str, shares: Sequence[float] | None = None) -> Job:
+    """Fills in what is measured with the data, as the last that is open.
+
+    Args:
+        job: resolved.
+        gradients: `training.gradients`, as the first gradient settles it.
+        shares: `cluster.shares`, as measured; None: as the job says.
+    """
+    return job.with_(training={"gradients": gradients}, cluster={} if shares is None else {"shares": shares})

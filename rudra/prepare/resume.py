@@ -1,0 +1,71 @@
+"""`rudra resume`: the job of a checkpoint, changed as far as a run that continues may be."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+from rudra.job.jobfiles import parsed
+from rudra.prepare.start import is_over, onwards
+from rudra.results import checkpoint
+from rudra.results.checkpoint import SavedState
+from rudra.results.identity import LENGTH, RESUME_MAY_CHANGE, compare, finished, read_own, source, tables_of
+from rudra.results.reader import open_results
+from rudra.trust import admit
+
+UNUSED = ("name", "simulation", "study")
+"""Keys and tables of which a run that continues takes nothing."""
+
+
+def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> tuple[Job, Path, Path]:
+    """Finds the job, the checkpoint and the result file of a run that is to continue.
+
+    Args:
+        given: its result file, or a checkpoint of it.
+        overrides: texts `table.key=value`; keys that decide how long it trains, or nothing.
+        trust: import the code that the checkpoint names, whoever wrote it.
+
+    Raises:
+        TrustError: another user's checkpoint names code.
+        RudraError: there is no whole checkpoint; a change would do nothing, or too much; or it is finished.
+    """
+    path = source(given)
+    output = checkpoint.results_of(path)
+    if given != path and not path.exists() and finished(given):
+        with open_results(given) as results:
+            simulated = results.attributes["driver"] == "simulation"
+        why = "a simulation leaves none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
+        why += "" if simulated else "; a run without --output removes its own"
+        raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
+    state = read_own(path)
+    job = job_of(state, overrides, trust=trust)
+    found = compare(state.job, tables_of(job))
+    valid = f"valid: {', '.join((*LENGTH, *RESUME_MAY_CHANGE))}, and the tables fault_tolerance and results"
+    different = {key: then for key, then, _ in found.differences}
+    for override in overrides:
+        key, table = parsed(override).key, override.partition(".")[0]
+        if table in UNUSED:
+            raise ConfigError(f"--set {override}: a resumed run takes no change of {table}; {valid}")
+        for decisive_key, then in different.items():
+            if f"{key}.".startswith(f"{decisive_key}."):
+                text = f"--set {override}: changes what the run computes, and was {then} so far"
+                raise ConfigError(f"{text}; {valid}")
+    if is_over(state, found):
+        raise ConfigError(f"{given}: is finished; {onwards(state)}")
+    return job, path, output
+
+
+def job_of(state: SavedState, overrides: Sequence[str] = (), *, trust: bool = False) -> Job:
+    """Makes the job that a checkpoint holds, changed as in `Job.load`.
+
+    Raises:
+        ConfigError: it was made of Python objects, which no file holds.
+        TrustError: another user's checkpoint names code, and `trust` is not set.
+    """
+    if given := state.attributes.get("python_objects"):
+        raise ConfigError(
+            f"{state.path}: {given} was given as a Python object, which a file cannot hold; from Python, "
+            "rudra.run(job, output=…, resume=True) takes the job that has it"
+        )
+    admit(state.path, state.signed_job, state.job, state.attributes, trust=trust)
+    return Job.of(state.path, state.job, [parsed(override) for override in overrides])

@@ -1,0 +1,221 @@
+"""Which checkpoint, result file and job belong together, and in what they differ.
+
+A job is compared by its tables as plain values, which `Job.to_json` gives and every file holds.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rudra.core.digest import digest_of, sample
+from rudra.errors import CheckpointError, ResultsError
+from rudra.job.job import Job
+from rudra.job.tables import PLACEMENT_RULES
+from rudra.results import checkpoint
+from rudra.results.checkpoint import SavedState
+from rudra.results.reader import Results, open_results
+
+Tables = Mapping[str, Any]
+"""A job as plain values: table -> key -> value."""
+
+_INDIFFERENT = ("name", "simulation", "fault_tolerance", "results", "hooks", "study")
+"""Parts of a job that do not change the weights."""
+
+DECISIVE_LISTS = ("changes",)
+"""Lists of tables that change the weights; each is compared as a whole."""
+
+DECISIVE = tuple(name for name in Job.model_fields if name not in (*_INDIFFERENT, *DECISIVE_LISTS))
+"""Tables that change the weights, except for the keys of `RESUME_MAY_CHANGE`."""
+
+RESUME_MAY_CHANGE = (
+    "data.path",
+    "training.warm_start",
+    "training.evaluate",
+    "training.evaluate_training_set",
+    "training.evaluation_batch_size",
+    "cluster.learners_per_rank",
+    "cluster.node_memory",
+)
+
+LENGTH = (
+    "training.epochs",
+    "training.target",
+    "training.target_window",
+    "training.stop_at_target",
+    "training.patience",
+)
+"""These decide how long it trains, and may change, too."""
+
+
+def tables_of(job: Job) -> dict[str, Any]:
+    """Returns the tables of a job as plain values, as a file holds them."""
+    found: dict[str, Any] = json.loads(job.to_json())
+    return found
+
+
+def decisive(job: Tables) -> dict[str, Any]:
+    """Returns the `DECISIVE` tables of a job that a file holds; a key that is younger than the file has its default."""
+    whole = completed(job)
+    return {table: whole[table] for table in DECISIVE}
+
+
+def completed(job: Tables) -> dict[str, Any]:
+    """Adds the defaults of keys that are younger than the file to the tables of its job."""
+    return _with_defaults(job, tables_of(Job()))
+
+
+def _with_defaults(keys: Tables, defaults: Tables) -> dict[str, Any]:
+    inner = {
+        key: _with_defaults(keys[key], default)
+        for key, default in defaults.items()
+        if isinstance(default, Mapping) and default and isinstance(keys.get(key), Mapping)
+    }
+    return {**defaults, **keys, **inner}
+
+
+def differences(then: Tables, now: Tables) -> list[tuple[str, Any, Any]]:
+    """Lists the decisive keys in which a job differs from that of a run: key, value then, value now."""
+    found, ran = [], decisive(then)
+    by_rule = now["placement"]["cut"] in PLACEMENT_RULES
+    for table in DECISIVE:
+        for key, value in now[table].items():
+            name, before = f"{table}.{key}", ran[table][key]
+            measured = key == "shares" and value == "auto" and before  # then, whatever they came to
+            open_ = table == "cluster" and (value is None or key == "device" or measured)
+            chosen = name == "placement.cut" and by_rule  # then, whichever layer or none
+            chosen |= name == "training.gradients" and value == "auto"
+            if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_ and not chosen:
+                found.append((name, before, value))
+    found += [(key, then.get(key, []), now[key]) for key in DECISIVE_LISTS if now[key] != then.get(key, [])]
+    return found
+
+
+class JobComparison(NamedTuple):
+    """A job, compared with that of a checkpoint.
+
+    Attributes:
+        differences: decisive keys that differ: key, value then, value now.
+        unfit: key for which a run of the job cannot begin with all of the checkpoint, with its values; None: it can.
+        decided: what the checkpoint decides of the job: what bits depend on, but no device or layer that the job names.
+        still_different: as `differences`, of the job with what is decided.
+        as_long: whether the keys are the same that say how long a run trains.
+        epochs: of the job.
+    """
+
+    differences: list[tuple[str, Any, Any]]
+    unfit: tuple[str, Any, Any] | None
+    decided: dict[str, Any]
+    still_different: list[tuple[str, Any, Any]]
+    as_long: bool
+    epochs: int
+
+
+def compare(then: Tables, now: Tables) -> JobComparison:
+    """Compares the job of a checkpoint with the job that is to run.
+
+    Args:
+        then: tables of the checkpoint's job.
+        now: tables of the other one.
+    """
+    ran = decisive(then)
+    decided = _decided(ran, now)
+    fitting = {**now, **{table: {**now[table], **keys} for table, keys in decided.items()}}
+    as_long = all(now[table][key] == ran[table][key] for table, key in (name.split(".") for name in LENGTH))
+    different, still = differences(then, now), differences(then, fitting)
+    return JobComparison(different, _unfit(ran, now), decided, still, as_long, now["training"]["epochs"])
+
+
+def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
+    keys = ["learners", "threads_per_rank"]
+    keys += [key for key in ("device", "shares") if now["cluster"][key] == "auto"]
+    found = {"cluster": {key: ran["cluster"][key] for key in keys}}
+    if now["placement"]["cut"] in PLACEMENT_RULES:
+        found["placement"] = {"cut": ran["placement"]["cut"]}
+    if now["training"]["gradients"] == "auto":
+        found["training"] = {"gradients": ran["training"]["gradients"]}
+    return found
+
+
+def _unfit(ran: Tables, now: Tables) -> tuple[str, Any, Any] | None:
+    """A key of a job for which a checkpoint of another one cannot be used whole: its name, value then, value now."""
+    learners = now["cluster"]["learners"]
+    places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
+    places += [("optimizer", key) for key in ("name", "momentum_form", "options", "groups")]
+    for table, key in places:
+        if now[table][key] != ran[table][key]:
+            return f"{table}.{key}", ran[table][key], now[table][key]
+    if learners not in (None, ran["cluster"]["learners"]):
+        return "cluster.learners", ran["cluster"]["learners"], learners
+    momenta = ran["optimizer"]["momentum"], now["optimizer"]["momentum"]
+    return None if bool(momenta[0]) == bool(momenta[1]) else ("optimizer.momentum", *momenta)
+
+
+def source(given: Path) -> Path:
+    """The checkpoint that a user means by a checkpoint or a result file."""
+    return given if given.suffix == checkpoint.SUFFIX else checkpoint.path_of(given)
+
+
+def finished(output: Path) -> bool:
+    """Whether a result file holds a finished run; an empty one, of a reserved name, does not."""
+    if not output.is_file() or not output.stat().st_size:
+        return False
+    with open_results(output) as results:
+        return results.status == "finished"
+
+
+def replaceable(output: Path, job: Tables) -> bool:
+    """Whether a result file is empty, or is of this job and ended before its first checkpoint."""
+    try:
+        if output.is_file() and not output.stat().st_size:
+            return True
+        with open_results(output) as results:
+            return results.status != "finished" and not differences(results.job, job)
+    except ResultsError:
+        return False
+
+
+def read_own(path: Path) -> SavedState:
+    """Reads a checkpoint, if it is of the run whose result file is beside it.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another run.
+    """
+    state, tensors = checkpoint.read(path)
+    beside = checkpoint.results_of(path)
+    if beside.is_file():
+        with open_results(beside) as results:
+            if reason := _foreign(state, tensors.get("weights"), results):
+                valid = "valid: the checkpoint that this run wrote"
+                raise CheckpointError(f"{path}: is of another run than {beside}: {reason}; {valid}")
+    return state
+
+
+def _foreign(state: SavedState, weights: NDArray[np.float32] | None, results: Results) -> str:
+    """Why a checkpoint is not of the run of a result file; empty if it is, as far as the two tell."""
+    runs = state.attributes.get("run"), results.attributes.get("run")
+    if all(runs):
+        return "" if runs[0] == runs[1] else f"their identities are {str(runs[0])[:8]}… and {str(runs[1])[:8]}…"
+    then, now = decisive(state.job), decisive(results.job)
+    for table, keys in then.items():
+        for key, value in keys.items():
+            name = f"{table}.{key}"
+            if value != now[table].get(key) and name not in {*RESUME_MAY_CHANGE, *LENGTH}:
+                return f"{name} is {value} in the checkpoint and {now[table].get(key)} in the result file"
+    return _different_weights(state, weights, results)
+
+
+def _different_weights(state: SavedState, weights: NDArray[np.float32] | None, results: Results) -> str:
+    """Why a checkpoint is not of a result file by its weights; empty if it may be."""
+    update, digest = state.position.timestamp, 0
+    for piece in results.pieces("updates"):
+        digest = int(next(iter(piece["digest"][piece["timestamp"] == update]), digest))
+    if weights is None or not digest or digest == digest_of(weights[sample(update, len(weights))].tobytes()):
+        return ""
+    plan = results.plan()
+    if state.job.get("changes") or plan.parted or plan.window or plan.averaging:  # other digests
+        return ""
+    return f"the weights of update {update} differ"

@@ -1,0 +1,129 @@
+"""A simulation that leaves a result file, as a run on ranks does."""
+
+import json
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rudra.compute import devices
+from rudra.compute.executor import torch_as_in
+from rudra.compute.first_gradient import try_first_gradient
+from rudra.core.wire import tail_bytes
+from rudra.data.fingerprint import REPEATABLE, Fingerprint, plain, unrepeatable
+from rudra.data.load import load
+from rudra.errors import Interrupted
+from rudra.job.samples import check_minibatch
+from rudra.job.simulation import DEFAULTS
+from rudra.log import log
+from rudra.prepare.resolve import ResolvedJob, settle
+from rudra.results import checkpoint
+from rudra.results.progress import Progress
+from rudra.results.recorder import Recorder, make_writer
+from rudra.simulation.assembly import assemble
+from rudra.simulation.cluster import make_cluster, without_tensors
+from rudra.simulation.costs import expected_shares
+
+
+def simulate(
+    resolved: ResolvedJob, path: Path, *, overwrite: bool, measured: str | None, progress: dict[str, Any]
+) -> None:
+    """Trains a job in virtual time, and writes its result file.
+
+    Args:
+        resolved: the job and its plan.
+        path: of the result file.
+        overwrite: whether an existing file may be replaced.
+        measured: where the job's costs come from; None: nobody has measured them.
+        progress: keyword arguments `mode` and `columns` of the progress bar.
+
+    Raises:
+        RudraError: data or model are missing or do not fit, or the simulation failed.
+    """
+    job, plan = resolved.job, resolved.plan
+    shares = expected_shares(job, plan) if job.cluster.shares == "auto" else None
+    with torch_as_in(job):
+        if job.simulation.tensors:
+            device = devices.virtual(job.cluster.device, window=plan.window)
+            data = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
+            job = settle(job, gradients=try_first_gradient(job, plan, data, device), shares=shares)
+            cluster = make_cluster(job, plan, data, device)
+        else:
+            job = settle(job, gradients=job.training.gradients, shares=shares)
+            cluster = without_tensors(job)
+        samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
+        check_minibatch(job, samples)
+        for executor in cluster.executors.values():
+            if executor.hooks is not None:
+                executor.hooks.output = path.stem
+        writer = make_writer(
+            path,
+            job,
+            cluster.layout,
+            cluster.size,
+            cluster.initial_sha256,
+            overwrite,
+            plan=plan,
+            state_dict=cluster.state_dict,
+            step_bytes=cluster.step_bytes,
+            driver="simulation",
+            costs=measured or DEFAULTS,
+            training_samples=samples,
+            **_of_data(cluster.fingerprints),
+            classes=cluster.info.classes,
+            hosts=[socket.gethostname()],
+        )
+        checkpoint.discard(checkpoint.path_of(path), kept=True)  # of a run that this one replaces
+        with writer:
+            shown = Progress(job, samples, **progress)
+            simulation = assemble(
+                job.with_(results={"checkpoint_every": "never", "keep_checkpoints": "never"}),
+                plan,
+                cluster.tensors,
+                Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None),
+                training_samples=samples,
+                size_bytes=cluster.size * 4 + tail_bytes(1),
+                placed=cluster.placed,
+            )
+            if (text := simulation.costs.guessed) and progress["mode"] != "quiet":
+                log.info(f"{job.name}: {text}")
+            try:
+                with _told_to_end():
+                    simulation.run()
+                    for executor in cluster.executors.values():
+                        executor.close()
+            finally:
+                shown.close()
+
+
+def _of_data(found: Mapping[str, Fingerprint]) -> dict[str, Any]:
+    """What the result file says of the data; warns where they cannot be repeated."""
+    if not (why := unrepeatable(found)):
+        return {"data_fingerprints": json.dumps(plain(found))} if found else {}
+    log.warning(f"{why}: {REPEATABLE}")
+    return {"data_fingerprints": json.dumps(plain(found)), "replayable": False, "not_replayable": why}
+
+
+@contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM is a Ctrl-C, so that the file says how the run ended; needs the main thread, does nothing elsewhere."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
