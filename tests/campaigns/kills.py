@@ -104,7 +104,7 @@ CASES = {
     "workers, racing window": Case(LEARNER, (*WINDOW, "hogbatch.locking=false"), 15),
     "workers, locked window": Case(LEARNER, (*WINDOW, "hogbatch.locking=true"), 15),
 }
-QUICK = {"learners, softsync": Case(LEARNER, SOFTSYNC, 2, calm=1), "parameter server": Case(PARAMETER_SERVER, TREE, 1)}
+QUICK = {"learners, softsync": Case(LEARNER, SOFTSYNC, 1), "parameter server": Case(PARAMETER_SERVER, TREE, 1)}
 WITH_CHECKSUMS = {
     "1.7 MB, learners, softsync": Case(LEARNER, (*SOFTSYNC, *SMALL), 16, calm=1),
     "1.7 MB, learners, hardsync": Case(LEARNER, ("protocol.name=hardsync", *SMALL), 14, calm=1),
@@ -231,7 +231,7 @@ class Campaign:
 
     def __init__(self, directory: Path, chance: random.Random, progress: Progress, *, quick: bool = False) -> None:
         self._directory, self._chance, self._progress = directory, chance, progress
-        self._common = (*COMMON, f"training.epochs={3 if quick else 6}")
+        self._common = (*COMMON, f"training.epochs={2 if quick else 6}")
         self._runs = 0
         self._last: subprocess.Popen[str] | None = None
 
