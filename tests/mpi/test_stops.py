@@ -15,6 +15,7 @@ import pytest
 from processes import ROOT
 
 import rudra
+from rudra.prepare.start import StartRequest
 from tests.campaigns.phases import PLACES, job_text, kill
 from tests.campaigns.strikes import DURING, Armed, Strike, command
 
@@ -62,8 +63,9 @@ class Series:
         ranks = {role.name: role.world_rank for role in plan.roles}
         for place, (victim, phase, number) in enumerate(self.hits):
             strike = Strike(victim, phase, number, self.directory / f"{place}.mark")
-            payload = {"job": self.job, "output": self.directory / f"{place}.h5", "progress": {"mode": "quiet"}}
-            code = Armed(strike, ranks[victim], {**payload, "overwrite": False})()
+            start = StartRequest(self.directory / f"{place}.h5")
+            payload = {"job": self.job, "start": start, "progress": {"mode": "quiet"}}
+            code = Armed(strike, ranks[victim], payload)()
             codes = MPI.COMM_WORLD.gather(code)
             if codes is not None:
                 (self.directory / f"{place}.json").write_text(json.dumps(codes))
