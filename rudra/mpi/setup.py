@@ -238,7 +238,9 @@ class RankSetup:
         if several:
             comm.Free()
         if failure:
-            raise ConfigError(f"[weights] at = 'window': its memory cannot be had here ({failure}); valid: server")
+            raise ConfigError(
+                f"[hogbatch] weights = 'shared': its memory cannot be had here ({failure}); valid: server"
+            )
         if window is not None:
             give_window(self.executors, window)
 

@@ -42,7 +42,7 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
     "simulation": ("ground job core data compute roles results prepare", WITH_TORCH),
     "report": ("ground job core results prepare", OF_JOB | {"matplotlib", "jinja2"}),
     "studies": ("ground job core data compute results prepare mpi simulation above report", WITH_TORCH),
-    "above": ("ground job core data compute roles results prepare mpi simulation cli", WITH_TORCH | {"mpi4py"}),
+    "above": ("ground job core data compute roles results prepare mpi simulation cli", WITH_TORCH | {"mpi4py", "h5py"}),
     "bench": (
         "ground job core data compute roles results prepare mpi simulation above studies",
         WITH_TORCH | {"mpi4py"},
