@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from rudra.compute import models, networks
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.making import make_executors
-from rudra.core.events import Event, Finish, Keep, Local, Record, Update
+from rudra.core.events import Event, ExecutorAction, Finish, Record, StoreEpochWeights, Update
 from rudra.data.load import DataInfo, Samples, load
 from rudra.findings import Goal, Report
 from rudra.job.job import Job
@@ -200,7 +200,7 @@ class _Watched(RealTensors):
 
     moved: Callable[[], None]
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         event = super().perform(role, action, seconds)
         if isinstance(action, Update):
             self.moved()
@@ -217,7 +217,7 @@ class _Staleness:
         if action.table == "gradients":
             self.found.append(action.rows["staleness"].copy())
 
-    def keep(self, role: int, action: Keep) -> None: ...
+    def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 

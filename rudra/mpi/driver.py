@@ -23,32 +23,32 @@ from rudra.core.events import (
     COMPUTATIONS,
     GRADIENT,
     Action,
+    CancelReceive,
     Commit,
     Committed,
-    Drop,
+    DeclareLost,
     Event,
+    ExecutorAction,
     Fail,
     Finish,
     Halt,
-    Keep,
-    Local,
     Lost,
     Receive,
+    ReceiveCancelled,
     Received,
+    Reconfigure,
     Record,
     Reduce,
-    Regroup,
     Save,
     Saved,
     Send,
     Sent,
     Started,
     Stopped,
+    StoreEpochWeights,
     Sync,
     Tick,
     Warn,
-    Withdraw,
-    Withdrawn,
 )
 from rudra.core.layout import NamedVectors
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
@@ -377,7 +377,7 @@ class Rank:
         self._beside += 1
         thread.submit(lambda: self._post(partial(take, work())))
 
-    def _perform(self, role: int, action: Local) -> None:
+    def _perform(self, role: int, action: ExecutorAction) -> None:
         """Short work at once, long work between other things, or beside them."""
         if isinstance(action, COMPUTATIONS):  # here, and not in another thread
             for field in action.changes:
@@ -408,20 +408,20 @@ class Rank:
                 self._send(role, action)
             case Receive():
                 self._receive(role, action)
-            case Local():
+            case ExecutorAction():
                 self._perform(role, action)
             case Reduce():
                 self._reductions[action.group].begin(role, action, self._executors[role])
-            case Withdraw():
+            case CancelReceive():
                 self._withdraw(role, action.buffer)
-            case Drop():
+            case DeclareLost():
                 self._transfers.drop(action.role, self.plan.roles[action.role].world_rank)
                 self._events.append((role, Lost(action.role)))
             case Save():
                 self._save(role, action)
             case Commit():
                 self._checkpoint(role, Committed, action.timestamp, action.keep)
-            case Regroup():
+            case Reconfigure():
                 self._regrouping.regroup(action)
             case Sync():
                 assert self._recorder is not None
@@ -429,7 +429,7 @@ class Rank:
             case Record():
                 assert self._recorder is not None
                 self._recorder.record(action)
-            case Keep():
+            case StoreEpochWeights():
                 assert self._recorder is not None
                 self._recorder.keep(role, action)
             case Finish():
@@ -514,7 +514,7 @@ class Rank:
     def _withdraw(self, role: int, buffer: str) -> None:
         """Takes a receive back, unless something is coming already, which then arrives as ever."""
         if self._transfers.withdraw(role, buffer):
-            self._events.append((role, Withdrawn(buffer)))
+            self._events.append((role, ReceiveCancelled(buffer)))
 
     def _save(self, role: int, action: Save) -> None:
         """Brings what all keep that a checkpoint needs to the owner of the weights, who writes it."""

@@ -22,7 +22,7 @@ from rudra.core.events import (
     Fail,
     Lost,
     Received,
-    Regroup,
+    Reconfigure,
     Saved,
     Send,
     Sent,
@@ -346,7 +346,7 @@ class Ledger:
             self.stopped = True
         text = f"{names} died; {left_over(len(plan.learners))}, who go on from update {self.timestamp}"
         warnings = [Warn(text)] if lost else []
-        return [*self.outbox.flush(now), *warnings, Regroup(plan, position)]
+        return [*self.outbox.flush(now), *warnings, Reconfigure(plan, position)]
 
     # Reports.
 

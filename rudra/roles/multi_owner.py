@@ -13,33 +13,33 @@ from rudra.core.digest import digest_of
 from rudra.core.events import (
     Accumulate,
     Action,
-    Combine,
+    AverageGroup,
+    CancelReceive,
+    ComputeNorms,
     Copy,
-    Drop,
-    Measure,
+    DeclareLost,
     Receive,
-    Regroup,
+    Reconfigure,
     Save,
     Send,
     Update,
     Updated,
-    Withdraw,
 )
 from rudra.core.messages import PACK, LogEntries, MessageKind, OwnerStepped, in_pieces
 from rudra.errors import ProtocolError
 
 LOGGED: tuple[type[Action], ...] = (
     Receive,
-    Withdraw,
+    CancelReceive,
     Accumulate,
     Update,
     Copy,
     Send,
     Save,
-    Drop,
-    Combine,
-    Regroup,
-    Measure,
+    DeclareLost,
+    AverageGroup,
+    Reconfigure,
+    ComputeNorms,
 )
 """Actions that concern other owners; an entry of the log names them by their places here."""
 
@@ -53,13 +53,13 @@ def entry(action: Action, number: int = 0) -> bytes:
         case Receive():
             assert action.source is not None
             role, buffer = action.source, action.buffer
-        case Withdraw():
+        case CancelReceive():
             buffer = action.buffer
         case Accumulate():
             buffer, other, fraction, scale = action.gradient, action.into, action.fraction, action.scale
-        case Combine():
+        case AverageGroup():
             buffer = action.into
-        case Measure():
+        case ComputeNorms():
             buffer = action.gradient
         case Update():
             buffer, scale, number = action.gradient, action.learning_rate, action.timestamp
@@ -69,7 +69,7 @@ def entry(action: Action, number: int = 0) -> bytes:
         case Send():
             assert action.buffer is not None
             role, buffer = action.to, action.buffer
-        case Drop():
+        case DeclareLost():
             role = action.role
     told = (role, buffer.encode(), other.encode(), number, fraction, scale, samples, time_s, epoch, 0)
     return PACK[MessageKind.LOG](NUMBER[type(action)], *told)

@@ -26,12 +26,13 @@ from rudra.core.events import (
     WEIGHTS,
     Action,
     Committed,
-    Drop,
+    DeclareLost,
     Fail,
     Hash,
     Hashed,
     Lost,
-    Measured,
+    NormsComputed,
+    ReceiveCancelled,
     Received,
     Saved,
     Send,
@@ -41,7 +42,6 @@ from rudra.core.events import (
     Tick,
     Updated,
     Warn,
-    Withdrawn,
 )
 from rudra.core.messages import (
     ChildDone,
@@ -123,8 +123,10 @@ class ParameterServer(Machine):
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **self_loops(ALIVE, {**MAINTENANCE, **WISHES}),
         **self_loops(ALIVE, {Tick: "_look_for_late", MessageKind.LATE: "_hear_of_late"}),
-        **self_loops(ALIVE, {Measured: "_measured", MessageKind.NORMS: "_hear_norms"}),
-        **self_loops([ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {Withdrawn: "_withdrawn"}),
+        **self_loops(ALIVE, {NormsComputed: "_measured", MessageKind.NORMS: "_hear_norms"}),
+        **self_loops(
+            [ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {ReceiveCancelled: "_withdrawn"}
+        ),
         (ServerState.INITIALISING, Started): Transition("_start", ServerState.INITIALISING),
         (ServerState.INITIALISING, Hashed): Transition("_send_first_weights", ServerState.INITIALISING),
         (ServerState.INITIALISING, Sent): Transition(
@@ -393,7 +395,7 @@ class ParameterServer(Machine):
             return []
         return due + self._close(now) if self.state is ServerState.DRAINING else due
 
-    def _measured(self, event: Measured, now: float) -> list[Action]:
+    def _measured(self, event: NormsComputed, now: float) -> list[Action]:
         return self.duties.stages.measured(event)
 
     def _hear_norms(self, event: Received[GradientNorms], now: float) -> list[Action]:
@@ -633,7 +635,7 @@ class ParameterServer(Machine):
             assert above is not None
             told.append(Send(above, LearnerDropped(self.id, learner)))
             above = roles[above].parent
-        return [*told, Drop(learner)]
+        return [*told, DeclareLost(learner)]
 
     # The end: what is under way is let in, counted and dropped.
 
@@ -645,7 +647,7 @@ class ParameterServer(Machine):
         told = [Send(child, stop) for child in self.membership.children]
         return [*told, *self.buffers.withdraw(), *self.buffers.post(False)]
 
-    def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
+    def _withdrawn(self, event: ReceiveCancelled, now: float) -> list[Action]:
         self.buffers.withdrawn(event.buffer)
         return self.buffers.post(self.state is TRAINING)
 

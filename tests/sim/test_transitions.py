@@ -11,7 +11,7 @@ from test_interleavings import clusters as undisturbed
 from test_losses import EXPECTED
 from test_losses import clusters as dying
 
-from rudra.core.events import Evaluate, Evaluated, Event, Local, Score
+from rudra.core.events import Evaluate, Evaluated, Event, ExecutorAction, SplitMetrics
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.roles import MACHINES, Machine
@@ -80,9 +80,9 @@ class Judged(TimingOnly):
     def __init__(self, luck: int) -> None:
         self._random = Random(luck)
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Evaluate):
-            score = Score("test", self._random.random(), self._random.random())
+            score = SplitMetrics("test", self._random.random(), self._random.random())
             return Evaluated(action.buffer, (score,), seconds)
         return super().perform(role, action, seconds)
 
