@@ -122,18 +122,20 @@ class OwnerSteps:
 
     Args:
         owners: ids of those who make it, in the order of their parts; the first one keeps the books.
+
+    Attributes:
+        alone: there is only one owner.
     """
 
     def __init__(self, owners: tuple[int, ...]) -> None:
         self._owners = owners
+        self.alone = len(owners) == 1
         # timestamp -> number of a stretch, and the place of its owner -> sample of it, and seconds
         self._made: dict[int, dict[tuple[int, int], tuple[bytes, float]]] = {}
         self._complete: Counter[int] = Counter()  # timestamp -> owners whose samples are all here
 
     def here(self, event: Updated) -> Updated | None:
         """The first owner has made an update of its part; returns the whole update if it is complete."""
-        if not event.sampled and len(self._owners) == 1:  # its part is all there is
-            return event
         *_, made = (self.there(message) for message in stepped(self._owners[0], event))
         return made
 

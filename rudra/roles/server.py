@@ -19,7 +19,9 @@ ones; updates do not wait for that.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import auto
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
+
+from msgspec import Struct
 
 from protocols import Clock
 from rudra.core.events import (
@@ -97,7 +99,7 @@ TRAINING = ServerState.TRAINING
 """A name for what is looked up all the time: an enum's attributes are slow."""
 
 
-class Stamp(NamedTuple):
+class Stamp(Struct, frozen=True, gc=False):
     """Messages about the weights of one timestamp, and the clock that the protocol reads then."""
 
     clock: Clock
@@ -136,13 +138,13 @@ class ParameterServer(Machine):
             "_child_ready", ServerState.INITIALISING, ServerState.TRAINING, ServerState.DRAINING
         ),
         **{
-            (before, what): Transition(method, *after)
+            (before, what): Transition("_updated", *after)
             for before, after in {
                 ServerState.INITIALISING: (ServerState.INITIALISING,),
                 ServerState.TRAINING: (ServerState.TRAINING,),
                 ServerState.DRAINING: (ServerState.DRAINING, ServerState.CLOSING),
             }.items()
-            for what, method in ((Updated, "_updated"), (MessageKind.STEPPED, "_updated_elsewhere"))
+            for what in (Updated, MessageKind.STEPPED)
         },
         (ServerState.INITIALISING, Stopped): Transition("_stop_first", ServerState.INITIALISING),
         (ServerState.INITIALISING, Lost): Transition("_lose", ServerState.INITIALISING),
@@ -320,12 +322,15 @@ class ParameterServer(Machine):
         """Adds a gradient to the average, and answers what was asked with it, or lets it wait for the update."""
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
-        samples = self.duties.count(gradients, scale)
+        samples = ledger.count(gradients, scale)
+        if self._co_owned:
+            self.duties.stages.add(gradients, scale)
         self._units += 1 if self.plan.groups else len(gradients)
         if self.plan.overlapped:
             self._downcast.await_update(gradients)
         actions = self.buffers.average(buffer, samples, scale)
-        self._update_due = self._is_update_due()
+        ordered, protocol = self.buffers.ordered, ledger.rules.protocol
+        self._update_due = self.buffers.complete if ordered else protocol.update_due(self._units)
         asks = message.held >= 0 or message.asks
         if asks and message.sender in self.membership.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.held)
@@ -351,7 +356,7 @@ class ParameterServer(Machine):
 
     def _after_update(self, now: float) -> list[Action]:
         """Returns what an update leads to: an evaluation, the end, another job, or a copy of the weights on its way."""
-        if self._evaluation.is_due(self.ledger.epoch):
+        if self.plan.scheduled and self._evaluation.is_due(self.ledger.epoch):
             return self._evaluate(now)
         if self.ledger.over or self.ledger.stopped:
             return self._drain()
@@ -383,14 +388,8 @@ class ParameterServer(Machine):
         self.ledger.lower(event.message.times, now)
         return []
 
-    def _updated(self, event: Updated, now: float) -> list[Action]:
-        return self._note(event, now)
-
-    def _updated_elsewhere(self, event: Received[OwnerStepped], now: float) -> list[Action]:
-        return self._note(event.message, now)
-
-    def _note(self, made: Updated | OwnerStepped, now: float) -> list[Action]:
-        due = self.duties.note(made, now)
+    def _updated(self, event: Updated | Received[OwnerStepped], now: float) -> list[Action]:
+        due = self.duties.note(event.message if isinstance(event, Received) else event, now)
         if due is None:
             return []
         return due + self._close(now) if self.state is ServerState.DRAINING else due

@@ -77,6 +77,8 @@ class StageLog:
         The stage server averages the gradients of a compute group in the group's order. It adds one by one gradients
         that servers of a tree have averaged.
         """
+        if not self.synchronous:
+            return
         by_group: dict[tuple[int, ...], int] = {}
         for gradient in gradients:
             members = self._plan.group_of(self._role_of[gradient.learner])

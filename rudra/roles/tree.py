@@ -277,7 +277,8 @@ class TreeServer(Machine):
     # Weights down.
 
     def _may_ask(self) -> bool:
-        return self._questions.can_ask and self.state is TreeServerState.TRAINING
+        questions = self._questions
+        return bool(questions.waiting) and not questions.asked and self.state is TreeServerState.TRAINING
 
     def _pull(self, event: Received[Pull], now: float) -> list[Action]:
         self._questions.waiting[event.message.sender] = (event.message.timestamp, event.message.held)
