@@ -9,14 +9,14 @@ import torch
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, Sums
 from rudra.compute.tasks import Task
-from rudra.core.events import Score
+from rudra.core.events import SplitMetrics
 from rudra.data.samples import Samples
 from rudra.data.sampling import seed_all
 
 
 def evaluate(
     model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, name: str = "test"
-) -> Iterator[Score | None]:
+) -> Iterator[SplitMetrics | None]:
     """Tests weights, one batch at a time, so that the caller can do other work in between.
 
     Args:
@@ -50,8 +50,8 @@ def add_batch(sums: Sums, model: FlatModel, weights: torch.Tensor, split: Sample
         sums[metric] += value * len(indices)
 
 
-def score_of(name: str, sums: Sums, samples: int, task: Task) -> Score:
+def score_of(name: str, sums: Sums, samples: int, task: Task) -> SplitMetrics:
     """What a split came to, of sums over all its samples."""
     means = {metric: total / samples for metric, total in sums.items()}
     loss, error = means.pop(LOSS), means.pop(ERROR)
-    return Score(name, loss, error, tuple({**task.derived(loss), **means}.items()))
+    return SplitMetrics(name, loss, error, tuple({**task.derived(loss), **means}.items()))

@@ -20,12 +20,12 @@ from rudra.core.events import (
     GRADIENT,
     SNAPSHOT,
     WEIGHTS,
-    Arrange,
     Copy,
     Event,
+    ExecutorAction,
     Hash,
     Hashed,
-    Local,
+    ReorderParts,
 )
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry, Part
@@ -64,7 +64,7 @@ def arithmetic_of_thread() -> Callable[[], None]:
 Does = TypeVar("Does", bound=Callable[..., Any])
 
 
-def performs(action: type[Local]) -> Callable[[Does], Does]:
+def performs(action: type[ExecutorAction]) -> Callable[[Does], Does]:
     """Marks the method of an executor that does a local action; those of subclasses take its place without a mark."""
 
     def mark(method: Does) -> Does:
@@ -74,7 +74,7 @@ def performs(action: type[Local]) -> Callable[[Does], Does]:
     return mark
 
 
-def _marked(cls: type) -> dict[type[Local], str]:
+def _marked(cls: type) -> dict[type[ExecutorAction], str]:
     """Actions, and names of the methods of a class that do them."""
     return {method.performs: name for name, method in vars(cls).items() if hasattr(method, "performs")}
 
@@ -108,7 +108,7 @@ class Executor:
         direct: MPI reads and writes the buffers on that device.
     """
 
-    _METHODS: ClassVar[dict[type[Local], str]] = {}
+    _METHODS: ClassVar[dict[type[ExecutorAction], str]] = {}
 
     parts: Mapping[int, slice] = {}
     parted: Sequence[Part] = ()
@@ -156,7 +156,7 @@ class Executor:
         """It computes with its buffers themselves, and not with copies on a GPU."""
         return self._stage is None
 
-    def perform(self, action: Local) -> Iterator[Event | None]:
+    def perform(self, action: ExecutorAction) -> Iterator[Event | None]:
         """Does a local action: gives None after each piece of long work but the last, and then what has come of it."""
         done = getattr(self, self._METHODS[type(action)])(action)
         return done if isinstance(done, Iterator) else iter((done,))
@@ -357,8 +357,8 @@ class Executor:
     def hash(self, action: Hash) -> Hashed:
         return Hashed(self.sha256(action.buffer))
 
-    @performs(Arrange)
-    def arrange(self, action: Arrange) -> None:
+    @performs(ReorderParts)
+    def arrange(self, action: ReorderParts) -> None:
         if all(len(part.stretches) == 1 for part in self.parted):  # they have come where they belong
             return
         vector = self.buffer(action.buffer).vector

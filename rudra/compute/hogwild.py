@@ -18,7 +18,16 @@ from rudra.compute.learners import LearnerExecutor
 from rudra.compute.owners import ServerExecutor
 from rudra.compute.staging import Staging
 from rudra.compute.window import LOGGED, Contribution, Shape, Update, Window, WindowEntry
-from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
+from rudra.core.events import (
+    AppliedGradient,
+    FindUpdates,
+    ReadShared,
+    SharedRead,
+    TrainedInPlace,
+    TrainInPlace,
+    UpdatesFound,
+    WriteShared,
+)
 from rudra.core.records import Gradient
 from rudra.core.work import DEALT, Work
 from rudra.data.samples import Batch
@@ -69,16 +78,16 @@ class Sharing(Executor):
         """Shares this window from now on."""
         self.window = window
 
-    @performs(Publish)
-    def publish(self, action: Publish) -> None:
+    @performs(WriteShared)
+    def publish(self, action: WriteShared) -> None:
         self.window.fill(self.buffer(action.weights).vector, action.timestamp)
 
-    @performs(Fetch)
-    def fetch(self, action: Fetch) -> Fetched:
+    @performs(ReadShared)
+    def fetch(self, action: ReadShared) -> SharedRead:
         buffer = self.renew(action.weights)
         buffer.vector.copy_(self.window.latest)
         buffer.version += 1
-        return Fetched(self.window.surviving)
+        return SharedRead(self.window.surviving)
 
 
 class HogwildExecutor(Sharing, LearnerExecutor):
@@ -101,23 +110,23 @@ class HogwildExecutor(Sharing, LearnerExecutor):
         self._threads = [_Thread(source, self.size, copies=self.copies) for source in sources]
         self._pool: ThreadPoolExecutor | None = None
 
-    @performs(Train)
-    def train(self, action: Train) -> Iterator[Trained]:
+    @performs(TrainInPlace)
+    def train(self, action: TrainInPlace) -> Iterator[TrainedInPlace]:
         batches = self.batches(action.step, action.works)
         tasks = list(
             zip(range(action.step, action.step + len(batches)), action.works, batches, action.rates, strict=True)
         )
         threads = self._threads[: len(tasks)]
         if len(threads) == 1:
-            yield Trained(tuple(self._made(threads[0], *task) for task in tasks))
+            yield TrainedInPlace(tuple(self._made(threads[0], *task) for task in tasks))
             return
         if self._pool is None:
             self._pool = ThreadPoolExecutor(len(self._threads), "rudra-hogwild", arithmetic_of_thread())
         found = list(self._pool.map(self._share_of, threads, (tasks[i :: len(threads)] for i in range(len(threads)))))
         made = {each.gradient.step: each for of_thread in found for each in of_thread}
-        yield Trained(tuple(made[step] for step, *_ in tasks))
+        yield TrainedInPlace(tuple(made[step] for step, *_ in tasks))
 
-    def _share_of(self, thread: _Thread, tasks: Sequence[tuple[int, Work, Batch, float]]) -> list[Made]:
+    def _share_of(self, thread: _Thread, tasks: Sequence[tuple[int, Work, Batch, float]]) -> list[AppliedGradient]:
         return [self._made(thread, *task) for task in tasks]
 
     def batches(self, step: int, works: Sequence[Work]) -> list[Batch]:
@@ -129,7 +138,7 @@ class HogwildExecutor(Sharing, LearnerExecutor):
         inputs, target = source.minibatch(step, Work(works[0].stream, works[0].first, sum(sizes), 0))
         return list(zip(_split(inputs, sizes), _split(target, sizes), strict=True))
 
-    def _made(self, thread: _Thread, step: int, work: Work, batch: Batch, rate: float) -> Made:
+    def _made(self, thread: _Thread, step: int, work: Work, batch: Batch, rate: float) -> AppliedGradient:
         window, own = self.window, thread.own
         reading = window.begin_reading(self.worker) if own is None else window.copy(self.worker, own)
         result = thread.compute(step, work, batch, window.vector if own is None else own)
@@ -169,10 +178,10 @@ class HogwildServerExecutor(Sharing, ServerExecutor):
 
     workers: Mapping[int, int] = {}
 
-    @performs(Look)
-    def look(self, action: Look) -> Found:
+    @performs(FindUpdates)
+    def look(self, action: FindUpdates) -> UpdatesFound:
         entries = self.window.entries(self.workers[action.role], action.after)
-        return Found(action.role, tuple(made_of(entry, self.window.update) for entry in entries))
+        return UpdatesFound(action.role, tuple(made_of(entry, self.window.update) for entry in entries))
 
 
 def manner(job: Job, plan: Plan, role: int) -> tuple[bool, bool]:
@@ -193,12 +202,12 @@ def threads_of(job: Job, plan: Plan, role: int) -> int:
     return min(parts, job.cluster.threads_per_rank or 1)
 
 
-def made_of(entry: WindowEntry, update: Update, seconds: float = 0.0) -> Made:
+def made_of(entry: WindowEntry, update: Update, seconds: float = 0.0) -> AppliedGradient:
     """An update as roles speak of it."""
     worker, step, first, samples, loss, errors, rate = entry.of
     number = entry.update if update == "locked" else -1
     gradient = Gradient(number, worker, samples, step, first, entry.timestamp, entry.fewest, 1.0, loss, errors, DEALT)
-    return Made(gradient, rate, entry.digest, seconds, entry.most)
+    return AppliedGradient(gradient, rate, entry.digest, seconds, entry.most)
 
 
 def shape_of(job: Job, plan: Plan, size: int) -> Shape:

@@ -17,14 +17,14 @@ from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Su
 from rudra.compute.owners import OwnerExecutor
 from rudra.core import records
 from rudra.core.events import (
-    Assess,
-    Assessed,
-    Backward,
+    BackpropFirstStage,
     Compute,
     Computed,
+    ComputeEvaluationPart,
     Evaluate,
     Evaluated,
-    Sum,
+    EvaluationPartComputed,
+    MergeEvaluation,
 )
 from rudra.data.samples import Samples
 from rudra.job.job import Job
@@ -78,8 +78,8 @@ class LearnerExecutor(Executor):
             gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
         yield self.computed(action, outcome)
 
-    @performs(Assess)
-    def assess(self, action: Assess) -> Iterator[Assessed | None]:
+    @performs(ComputeEvaluationPart)
+    def assess(self, action: ComputeEvaluationPart) -> Iterator[EvaluationPartComputed | None]:
         assert self.examined is not None
         weights, found = self.weights_to_test(action.weights), []
         size = self.examined.batch_size
@@ -92,14 +92,14 @@ class LearnerExecutor(Executor):
                 yield None
             count = min(mine.stop * size, len(split)) - mine.start * size
             found += [(name.encode(), metric.encode()[:64], count, total) for metric, total in sums.items()]
-        yield Assessed(action.part, np.array(found, records.SUM))
+        yield EvaluationPartComputed(action.part, np.array(found, records.SUM))
 
     def weights_to_test(self, name: str) -> torch.Tensor:
         """Those in a buffer, where the model computes."""
         buffer = self.buffer(name)
         return buffer.vector if self._stage is None else self._stage.weights(buffer)
 
-    def computed(self, action: Compute | Backward, outcome: BatchResult) -> Computed:
+    def computed(self, action: Compute | BackpropFirstStage, outcome: BatchResult) -> Computed:
         """What a computation came to; its weights are still in their buffer."""
         found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
         if self.hooks is not None:
@@ -144,8 +144,8 @@ class StatisticsExecutor(Executor):
                     scores.append(score)
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
 
-    @performs(Sum)
-    def sum(self, action: Sum) -> Evaluated:
+    @performs(MergeEvaluation)
+    def sum(self, action: MergeEvaluation) -> Evaluated:
         sums: dict[str, Sums] = {}
         counts: Counter[str] = Counter()
         for split, name, samples, value in action.rows.tolist():

@@ -23,9 +23,9 @@ from rudra.core.events import (
     DOWNCAST,
     WEIGHTS,
     Accumulate,
+    ComputeNorms,
     Copy,
-    Measure,
-    Measured,
+    NormsComputed,
     Update,
     Updated,
 )
@@ -244,10 +244,10 @@ class OwnerExecutor(Executor):
             self.hooks.updated(action, lambda: buffer.array, self._replica())
         return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
 
-    @performs(Measure)
-    def measure(self, action: Measure) -> Measured:
+    @performs(ComputeNorms)
+    def measure(self, action: ComputeNorms) -> NormsComputed:
         gradient = self.buffer(action.gradient).vector[: self.parameters]
-        return Measured(self._rule.norms(gradient).numpy().tobytes())
+        return NormsComputed(self._rule.norms(gradient).numpy().tobytes())
 
     def _sampled(self, buffer: Buffer, timestamp: int) -> tuple[bytes, ...]:
         """Of each stretch of a part of the weights, a sample."""

@@ -21,10 +21,10 @@ from rudra.core.events import (
     REFERENCE,
     REPLICA,
     WEIGHTS,
-    Approach,
-    Restart,
-    Step,
-    Stepped,
+    PullReplica,
+    ReplicaStepped,
+    ResetReplica,
+    StepReplica,
     Update,
     Updated,
 )
@@ -73,8 +73,8 @@ class ElasticExecutor(LearnerExecutor):
         """What steps a buffer."""
         return self._inner
 
-    @performs(Step)
-    def step(self, action: Step) -> Stepped:
+    @performs(StepReplica)
+    def step(self, action: StepReplica) -> ReplicaStepped:
         began = time.perf_counter()
         rule = self._rule_for(action.replica)
         gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
@@ -113,10 +113,10 @@ class ElasticExecutor(LearnerExecutor):
             if difference is not None:
                 difference[parameters:] = replica[parameters:]
         buffer.version += 1
-        return Stepped(time.perf_counter() - began, math.nan if difference is None else math.sqrt(squares))
+        return ReplicaStepped(time.perf_counter() - began, math.nan if difference is None else math.sqrt(squares))
 
-    @performs(Restart)
-    def restart(self, action: Restart) -> None:
+    @performs(ResetReplica)
+    def restart(self, action: ResetReplica) -> None:
         if not action.keeps_momentum:
             self._rule_for(action.replica).reset()
         replica = self.renew(action.replica)
@@ -181,10 +181,10 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def _begin_anew(self, *names: str) -> None:
         """From the weights, whose optimiser goes on."""
         for name in names:
-            super().restart(Restart(name, WEIGHTS))
+            super().restart(ResetReplica(name, WEIGHTS))
 
-    @performs(Approach)
-    def approach(self, action: Approach) -> None:
+    @performs(PullReplica)
+    def approach(self, action: PullReplica) -> None:
         replica, weights = self.buffer(action.replica), self.buffer(action.weights).vector
         head = slice(0, self.parameters)
         torch.lerp(replica.vector[head], weights[head], action.elasticity, out=replica.vector[head])
@@ -193,8 +193,8 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def _replica(self) -> Callable[[], npt.NDArray[np.float32]]:
         return lambda: self.buffer(REPLICA).array
 
-    @performs(Restart)
-    def restart(self, action: Restart) -> None:
+    @performs(ResetReplica)
+    def restart(self, action: ResetReplica) -> None:
         self._rule.reset()
         super().restart(action)
 

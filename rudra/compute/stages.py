@@ -27,17 +27,17 @@ from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
 from rudra.compute.optim import UpdateRule, runs_of
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
 from rudra.core.events import (
+    ACTIVATION_GRADIENT,
     ACTIVATIONS,
-    RETURNED,
     WEIGHTS,
-    Backward,
-    Combine,
+    ActivationsReady,
+    AverageGroup,
+    BackpropFirstStage,
     Computed,
-    Conclude,
-    Forward,
-    Forwarded,
     Hash,
     Hashed,
+    RunFirstStage,
+    RunLastStage,
 )
 from rudra.core.layout import Entry, Part, Placed
 from rudra.core.work import portion
@@ -159,11 +159,11 @@ class FirstStageExecutor(LearnerExecutor):
     def place(self, cut: ModelCut, samples: int) -> None:
         """What it ships, of mini-batches of so many samples."""
         self.cut, self.activations = cut, samples * math.prod(cut.shape)
-        self.sizes = dict.fromkeys((ACTIVATIONS, RETURNED), cut.crossing(samples))
+        self.sizes = dict.fromkeys((ACTIVATIONS, ACTIVATION_GRADIENT), cut.crossing(samples))
         self._behind = torch.empty(self.size - self.parameters)
 
-    @performs(Forward)
-    def forward(self, action: Forward) -> Iterator[Forwarded]:
+    @performs(RunFirstStage)
+    def forward(self, action: RunFirstStage) -> Iterator[ActivationsReady]:
         source, model = self.source, self.source.model
         inputs, _ = source.minibatch(action.step, action.work)
         model.bind(self.buffer(action.weights).vector)
@@ -172,10 +172,10 @@ class FirstStageExecutor(LearnerExecutor):
         into[: self.activations] = self._open.detach().reshape(-1)
         if self.cut.random:
             into[self.activations :].view(torch.uint8).copy_(model.random_state)
-        yield Forwarded(action.step)
+        yield ActivationsReady(action.step)
 
-    @performs(Backward)
-    def backward(self, action: Backward) -> Iterator[Computed]:
+    @performs(BackpropFirstStage)
+    def backward(self, action: BackpropFirstStage) -> Iterator[Computed]:
         model, output = self.source.model, self._open
         assert output is not None
         self._open = None
@@ -260,8 +260,10 @@ class LastStageExecutor(PieceExecutor, ServerExecutor):
         shares, mine = job.cluster.parts, [i for i in plan.learners if plan.stage_of(i) == role]
         works = {plan.roles[i].index: portion(plan, i, size, shares).work(0) for i in mine}
         crossing = {i: cut.crossing(works[plan.roles[i].index].count) for i in mine}
-        self.sizes = {f"{name} {i}": floats for i, floats in crossing.items() for name in (ACTIVATIONS, RETURNED)}
-        self.sizes |= dict.fromkeys((ACTIVATIONS, RETURNED), crossing[mine[0]])
+        self.sizes = {
+            f"{name} {i}": floats for i, floats in crossing.items() for name in (ACTIVATIONS, ACTIVATION_GRADIENT)
+        }
+        self.sizes |= dict.fromkeys((ACTIVATIONS, ACTIVATION_GRADIENT), crossing[mine[0]])
         self._sources = {
             learner: GradientSource(job, learner, work, back, split, prefetch=False) for learner, work in works.items()
         }
@@ -270,8 +272,8 @@ class LastStageExecutor(PieceExecutor, ServerExecutor):
         own = job.placement.momentum
         return job.optimizer.momentum if own is None else own
 
-    @performs(Conclude)
-    def conclude(self, action: Conclude) -> Iterator[Computed]:
+    @performs(RunLastStage)
+    def conclude(self, action: RunLastStage) -> Iterator[Computed]:
         source = self._sources[action.learner]
         model = source.model
         _, target = source.minibatch(action.step, action.work)
@@ -290,8 +292,8 @@ class LastStageExecutor(PieceExecutor, ServerExecutor):
             returned.copy_(activations.grad.reshape(-1))
         yield Computed(action.step, loss, errors, samples)
 
-    @performs(Combine)
-    def combine(self, action: Combine) -> None:
+    @performs(AverageGroup)
+    def combine(self, action: AverageGroup) -> None:
         into, *_ = vectors = [self.buffer(name).vector for name in action.gradients]
         assert action.into == action.gradients[0]
         average(into, vectors, action.samples, sums=action.sums)

@@ -1,7 +1,7 @@
 """What happens to a role, and what a role wants done: the whole language between roles and drivers.
 
 Buffers are named by strings. An action that names a buffer borrows it; `Sent`, `Received`, `Computed`
-and `Evaluated` give it back. Drivers send and receive, and record; what is `Local` a role's executor does.
+and `Evaluated` give it back. Drivers send and receive, and record; what is `ExecutorAction` a role's executor does.
 
 A simulation makes hundreds of millions of them, hence msgspec's structures, which cost a tenth of frozen dataclasses.
 They hold no cycles (`gc=False`).
@@ -27,7 +27,7 @@ SNAPSHOT, DOWNCAST = "snapshot", "downcast"
 learners average, their own replica and by how much the weights differ from it, and where a reference stands between
 these, that and by how much it differs from the replica; copies for tests, and copies that go down the weights' tree."""
 
-ACTIVATIONS, RETURNED = "activations", "returned"
+ACTIVATIONS, ACTIVATION_GRADIENT = "activations", "returned"
 """What the first layers make of a mini-batch, and its gradient; of another size than the weights."""
 
 TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events", "averages", "stages"]
@@ -54,7 +54,7 @@ class Sent(Struct, frozen=True, gc=False):
     to: int
 
 
-class Withdrawn(Struct, frozen=True, gc=False):
+class ReceiveCancelled(Struct, frozen=True, gc=False):
     """A receive was taken back: its buffer is the role's again, its content void."""
 
     buffer: str
@@ -78,27 +78,27 @@ class Updated(Struct, frozen=True, gc=False):
     sampled: tuple[bytes, ...] = ()
 
 
-class Measured(Struct, frozen=True, gc=False):
-    """A `Measure` is over: the norms, float32, in the order of the parameters."""
+class NormsComputed(Struct, frozen=True, gc=False):
+    """A `ComputeNorms` is over: the norms, float32, in the order of the parameters."""
 
     norms: bytes
 
 
-class Stepped(Struct, frozen=True, gc=False):
-    """A `Step` is over: how long it took, and how far apart replica and weights are, where it looked at that."""
+class ReplicaStepped(Struct, frozen=True, gc=False):
+    """A `StepReplica` is over: how long it took, and how far apart replica and weights are, where it looked at that."""
 
     seconds: float
     distance: float = math.nan
 
 
-class Forwarded(Struct, frozen=True, gc=False):
-    """The activations of a mini-batch are ready in the buffer that `Forward` named."""
+class ActivationsReady(Struct, frozen=True, gc=False):
+    """The activations of a mini-batch are ready in the buffer that `RunFirstStage` named."""
 
     step: int
 
 
 class Computed(Struct, frozen=True, gc=False):
-    """A gradient is ready in the buffer that `Compute`, `Backward` or `Conclude` named."""
+    """A gradient is ready in the buffer that `Compute`, `BackpropFirstStage` or `RunLastStage` named."""
 
     step: int
     loss: float
@@ -106,7 +106,7 @@ class Computed(Struct, frozen=True, gc=False):
     samples: int
 
 
-class Made(Struct, frozen=True, gc=False):
+class AppliedGradient(Struct, frozen=True, gc=False):
     """One gradient that is in the window's weights.
 
     Attributes:
@@ -125,23 +125,23 @@ class Made(Struct, frozen=True, gc=False):
     most: int
 
 
-class Trained(Struct, frozen=True, gc=False):
-    """The work that `Train` named is in the weights, gradient by gradient."""
+class TrainedInPlace(Struct, frozen=True, gc=False):
+    """The work that `TrainInPlace` named is in the weights, gradient by gradient."""
 
-    made: tuple[Made, ...]
+    made: tuple[AppliedGradient, ...]
 
 
-class Fetched(Struct, frozen=True, gc=False):
-    """The window's weights are in the buffer that `Fetch` named; this part of the updates so far has survived races."""
+class SharedRead(Struct, frozen=True, gc=False):
+    """The window's weights are in the buffer that `ReadShared` named; this part of the updates has survived races."""
 
     surviving: float
 
 
-class Found(Struct, frozen=True, gc=False):
-    """What `Look` asked for: updates of a role, in order."""
+class UpdatesFound(Struct, frozen=True, gc=False):
+    """What `FindUpdates` asked for: updates of a role, in order."""
 
     role: int
-    made: tuple[Made, ...]
+    made: tuple[AppliedGradient, ...]
 
 
 class Reduced(Struct, frozen=True, gc=False):
@@ -153,7 +153,7 @@ class Reduced(Struct, frozen=True, gc=False):
     group: int = 0
 
 
-class Score(Struct, frozen=True, gc=False):
+class SplitMetrics(Struct, frozen=True, gc=False):
     """What one split came to; the error is a fraction, NaN where the task knows none."""
 
     split: str
@@ -166,12 +166,12 @@ class Evaluated(Struct, frozen=True, gc=False):
     """A test of the weights in `buffer` is over, on each split that there is."""
 
     buffer: str
-    scores: tuple[Score, ...]
+    scores: tuple[SplitMetrics, ...]
     seconds: float
 
 
-class Assessed(Struct, frozen=True, gc=False):
-    """The part of a test that `Assess` named came to these rows of `records.SUM`."""
+class EvaluationPartComputed(Struct, frozen=True, gc=False):
+    """The part of a test that `ComputeEvaluationPart` named came to these rows of `records.SUM`."""
 
     part: int
     rows: Rows
@@ -208,20 +208,20 @@ class Stopped(Struct, frozen=True, gc=False):
 Event = (
     Started
     | Received[Message]
-    | Withdrawn
+    | ReceiveCancelled
     | Sent
     | Hashed
     | Updated
-    | Measured
-    | Stepped
-    | Forwarded
+    | NormsComputed
+    | ReplicaStepped
+    | ActivationsReady
     | Computed
-    | Trained
-    | Fetched
-    | Found
+    | TrainedInPlace
+    | SharedRead
+    | UpdatesFound
     | Reduced
     | Evaluated
-    | Assessed
+    | EvaluationPartComputed
     | Saved
     | Committed
     | Lost
@@ -246,19 +246,19 @@ class Receive(Struct, frozen=True, gc=False):
     gradient: bool = False
 
 
-class Withdraw(Struct, frozen=True, gc=False):
-    """Take back a `Receive`; its end is `Withdrawn`, or `Received` if something was coming already."""
+class CancelReceive(Struct, frozen=True, gc=False):
+    """Take back a `Receive`; its end is `ReceiveCancelled`, or `Received` if something was coming already."""
 
     buffer: str
 
 
-class Drop(Struct, frozen=True, gc=False):
+class DeclareLost(Struct, frozen=True, gc=False):
     """Treat a role that lives, but keeps this one waiting, as one that has died; its end is `Lost`."""
 
     role: int
 
 
-class Local(Struct, frozen=True, gc=False):
+class ExecutorAction(Struct, frozen=True, gc=False):
     """What a role's executor does by itself.
 
     Attributes:
@@ -272,21 +272,21 @@ class Local(Struct, frozen=True, gc=False):
     changes: ClassVar[tuple[str, ...]] = ()
 
 
-class Hash(Local, frozen=True, gc=False):
+class Hash(ExecutorAction, frozen=True, gc=False):
     """Digest a buffer's floats; its end is `Hashed`."""
 
     reads = ("buffer",)
     buffer: str
 
 
-class Arrange(Local, frozen=True, gc=False):
+class ReorderParts(ExecutorAction, frozen=True, gc=False):
     """Put weights whose parts have come one behind the other where the model has them."""
 
     changes = ("buffer",)
     buffer: str
 
 
-class Compute(Local, frozen=True, gc=False):
+class Compute(ExecutorAction, frozen=True, gc=False):
     """Compute the gradient of mini-batch `step`, which is made of this work, at the weights; its end is `Computed`.
 
     What follows is for hooks: the weights' timestamp, and when it begins, in seconds of training.
@@ -302,10 +302,10 @@ class Compute(Local, frozen=True, gc=False):
     time_s: float = 0.0
 
 
-class Forward(Local, frozen=True, gc=False):
-    """Compute what the first layers make of mini-batch `step`; its end is `Forwarded`.
+class RunFirstStage(ExecutorAction, frozen=True, gc=False):
+    """Compute what the first layers make of mini-batch `step`; its end is `ActivationsReady`.
 
-    What the gradient will need is kept until `Backward`, and the weights must not change until then.
+    What the gradient will need is kept until `BackpropFirstStage`, and the weights must not change until then.
     """
 
     long = True
@@ -316,8 +316,8 @@ class Forward(Local, frozen=True, gc=False):
     activations: str
 
 
-class Backward(Local, frozen=True, gc=False):
-    """Compute the first layers' gradient of the last `Forward`, of that of its activations; its end is `Computed`.
+class BackpropFirstStage(ExecutorAction, frozen=True, gc=False):
+    """Compute the first layers' gradient of the last `RunFirstStage` from its activations'; its end is `Computed`.
 
     Loss, errors and samples are what the stage server says of the mini-batch, and `Computed` repeats. What follows is
     for hooks, as in `Compute`.
@@ -336,7 +336,7 @@ class Backward(Local, frozen=True, gc=False):
     time_s: float = 0.0
 
 
-class Conclude(Local, frozen=True, gc=False):
+class RunLastStage(ExecutorAction, frozen=True, gc=False):
     """Compute the loss of a learner's mini-batch, of its activations, and both gradients; its end is `Computed`.
 
     Attributes:
@@ -357,12 +357,12 @@ class Conclude(Local, frozen=True, gc=False):
     returned: str
 
 
-COMPUTATIONS = (Compute, Forward, Backward, Conclude)
+COMPUTATIONS = (Compute, RunFirstStage, BackpropFirstStage, RunLastStage)
 """What leaves a gradient, or what one is made of, in buffers of its own."""
 
 
-class Train(Local, frozen=True, gc=False):
-    """Compute gradients at the weights in the window, and bring each into them at once; its end is `Trained`.
+class TrainInPlace(ExecutorAction, frozen=True, gc=False):
+    """Compute gradients at the weights in the window, and bring each into them at once; its end is `TrainedInPlace`.
 
     Attributes:
         step: of the first gradient.
@@ -376,7 +376,7 @@ class Train(Local, frozen=True, gc=False):
     rates: tuple[float, ...]
 
 
-class Publish(Local, frozen=True, gc=False):
+class WriteShared(ExecutorAction, frozen=True, gc=False):
     """Have the window begin with these weights, of a timestamp; nobody reads or updates it yet."""
 
     reads = ("weights",)
@@ -384,15 +384,15 @@ class Publish(Local, frozen=True, gc=False):
     timestamp: int
 
 
-class Fetch(Local, frozen=True, gc=False):
-    """Copy the window's weights to a buffer, while nobody updates them; its end is `Fetched`."""
+class ReadShared(ExecutorAction, frozen=True, gc=False):
+    """Copy the window's weights to a buffer, while nobody updates them; its end is `SharedRead`."""
 
     changes = ("weights",)
     weights: str
 
 
-class Look(Local, frozen=True, gc=False):
-    """Find the updates of the window that a role made, and that came after so many; its end is `Found`.
+class FindUpdates(ExecutorAction, frozen=True, gc=False):
+    """Find the updates of the window that a role made, and that came after so many; its end is `UpdatesFound`.
 
     They are counted among all updates of a locked window, and among those of that role in a racing one.
     """
@@ -416,7 +416,7 @@ class Reduce(Struct, frozen=True, gc=False):
     word: GroupFlags = GroupFlags()
 
 
-class Accumulate(Local, frozen=True, gc=False):
+class Accumulate(ExecutorAction, frozen=True, gc=False):
     """`into` becomes `(1 - fraction) * into + fraction * scale * gradient`: a running average, in one pass.
 
     Where both are one buffer, the first gradient of an update is scaled in place. `scale` is not for model buffers
@@ -430,7 +430,7 @@ class Accumulate(Local, frozen=True, gc=False):
     scale: float
 
 
-class Combine(Local, frozen=True, gc=False):
+class AverageGroup(ExecutorAction, frozen=True, gc=False):
     """`into` becomes the mean of a stage server's gradients, weighted by samples, as a compute group adds them.
 
     Attributes:
@@ -447,7 +447,7 @@ class Combine(Local, frozen=True, gc=False):
     sums: tuple[tuple[int, ...], ...] = ()
 
 
-class Update(Local, frozen=True, gc=False):
+class Update(ExecutorAction, frozen=True, gc=False):
     """Let the optimiser step the weights by the averaged gradient; its end is `Updated`.
 
     Averaged model buffers replace those of before. The new weights have this timestamp. What follows is for hooks, as
@@ -469,15 +469,15 @@ class Update(Local, frozen=True, gc=False):
     norms: tuple[bytes, bytes] = (b"", b"")
 
 
-class Measure(Local, frozen=True, gc=False):
-    """Take the norm of the gradient of each parameter; its end is `Measured`."""
+class ComputeNorms(ExecutorAction, frozen=True, gc=False):
+    """Take the norm of the gradient of each parameter; its end is `NormsComputed`."""
 
     reads = ("gradient",)
     gradient: str
 
 
-class Step(Local, frozen=True, gc=False):
-    """Let a replica's own optimiser step it by a gradient; its end is `Stepped`.
+class StepReplica(ExecutorAction, frozen=True, gc=False):
+    """Let a replica's own optimiser step it by a gradient; its end is `ReplicaStepped`.
 
     Attributes:
         difference: buffer for the parameters of the weights minus those of the replica, and the replica's model
@@ -495,7 +495,7 @@ class Step(Local, frozen=True, gc=False):
     elasticity: float | None = None
 
 
-class Approach(Local, frozen=True, gc=False):
+class PullReplica(ExecutorAction, frozen=True, gc=False):
     """Move the parameters of a replica towards the weights, by such a part of the way."""
 
     reads, changes = ("weights",), ("replica",)
@@ -504,7 +504,7 @@ class Approach(Local, frozen=True, gc=False):
     elasticity: float
 
 
-class Restart(Local, frozen=True, gc=False):
+class ResetReplica(ExecutorAction, frozen=True, gc=False):
     """Let a replica be what the weights are, all optimisers as at the beginning; its own may keep its state."""
 
     reads, changes = ("weights",), ("replica",)
@@ -513,7 +513,7 @@ class Restart(Local, frozen=True, gc=False):
     keeps_momentum: bool = False
 
 
-class Copy(Local, frozen=True, gc=False):
+class Copy(ExecutorAction, frozen=True, gc=False):
     """Copy a tensor into a buffer that exists from now until it was sent."""
 
     reads, changes = ("source",), ("target",)
@@ -521,7 +521,7 @@ class Copy(Local, frozen=True, gc=False):
     target: str
 
 
-class Evaluate(Local, frozen=True, gc=False):
+class Evaluate(ExecutorAction, frozen=True, gc=False):
     """Test the weights in a buffer, in small pieces between other work; its end is `Evaluated`."""
 
     long = True
@@ -529,8 +529,8 @@ class Evaluate(Local, frozen=True, gc=False):
     buffer: str
 
 
-class Assess(Local, frozen=True, gc=False):
-    """Compute a part of a test, of so many, of the weights in a buffer; its end is `Assessed`.
+class ComputeEvaluationPart(ExecutorAction, frozen=True, gc=False):
+    """Compute a part of a test, of so many, of the weights in a buffer; its end is `EvaluationPartComputed`.
 
     Where the weights are in a window, they are tested there: nobody updates them.
     """
@@ -542,7 +542,7 @@ class Assess(Local, frozen=True, gc=False):
     parts: int
 
 
-class Sum(Local, frozen=True, gc=False):
+class MergeEvaluation(ExecutorAction, frozen=True, gc=False):
     """Add up what the parts of a test came to, rows of `records.SUM` in the order of the parts; its end is `Evaluated`.
 
     The weights that were tested are in `buffer`.
@@ -579,7 +579,7 @@ class Sync(Struct, frozen=True, gc=False):
     """Have everything recorded so far on the disk before the next action."""
 
 
-class Regroup(Struct, frozen=True, gc=False):
+class Reconfigure(Struct, frozen=True, gc=False):
     """Have all roles but the owner of the weights and the statistics server made again, by another plan.
 
     What is under way between them is dropped. The owner is `Started` when nothing of its own is under way any more.
@@ -597,7 +597,7 @@ class Record(Struct, frozen=True, gc=False):
     weights: str | None = None
 
 
-class Keep(Struct, frozen=True, gc=False):
+class StoreEpochWeights(Struct, frozen=True, gc=False):
     """Write the weights in a buffer to the results, as those of an epoch's end.
 
     Attributes:
@@ -644,16 +644,16 @@ class Halt(Struct, frozen=True, gc=False):
 Action = (
     Send
     | Receive
-    | Withdraw
-    | Drop
-    | Local
+    | CancelReceive
+    | DeclareLost
+    | ExecutorAction
     | Reduce
     | Save
     | Commit
     | Sync
-    | Regroup
+    | Reconfigure
     | Record
-    | Keep
+    | StoreEpochWeights
     | Finish
     | Warn
     | Fail

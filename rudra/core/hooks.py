@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra.core.events import Backward, Compute, Computed, Finish, Record, Update
+from rudra.core.events import BackpropFirstStage, Compute, Computed, Finish, Record, Update
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
 from rudra.errors import ConfigError, HookError, Interrupted, RudraError
@@ -140,7 +140,7 @@ class RoleHooks:
         about = self._last | more | self._minibatch
         self._call("update", action.timestamp, f"update {action.timestamp}", source, about, replica)
 
-    def computed(self, action: Compute | Backward, found: Computed, source: ReadFloats) -> None:
+    def computed(self, action: Compute | BackpropFirstStage, found: Computed, source: ReadFloats) -> None:
         """The role, a learner, has computed a gradient."""
         minibatch = {"step": action.step, "loss": found.loss, "errors": found.errors}
         if self._replica:

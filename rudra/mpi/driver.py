@@ -20,27 +20,25 @@ from rudra.compute.executor import Executor
 from rudra.core.events import (
     COMPUTATIONS,
     Action,
+    CancelReceive,
     Commit,
-    Drop,
+    DeclareLost,
     Event,
     Fail,
     Finish,
     Halt,
-    Keep,
-    Local,
     Lost,
     Receive,
     Record,
     Reduce,
-    Regroup,
     Save,
     Send,
     Started,
     Stopped,
+    StoreEpochWeights,
     Sync,
     Tick,
     Warn,
-    Withdraw,
 )
 from rudra.core.messages import URGENT, StopRequested
 from rudra.core.phases import Phases
@@ -360,20 +358,20 @@ class Rank:
                 self._send(role, action)
             case Receive():
                 self._traffic.receive(role, action)
-            case Local():
+            case ExecutorAction():
                 self._perform(role, action)
             case Reduce():
                 self._reductions.begin(role, action)
-            case Withdraw():
+            case CancelReceive():
                 self._traffic.withdraw(role, action.buffer)
-            case Drop():
+            case DeclareLost():
                 self._traffic.drop(action.role)
                 self.announce(role, Lost(action.role))
             case Save():
                 self._save(role, action)
             case Commit():
                 self._saver.commit(action.timestamp, action.keep, partial(self.announce, role))
-            case Regroup():
+            case Reconfigure():
                 self._regrouping.regroup(action)
             case Sync():
                 assert self._recorder is not None
@@ -381,7 +379,7 @@ class Rank:
             case Record():
                 assert self._recorder is not None
                 self._recorder.record(action)
-            case Keep():
+            case StoreEpochWeights():
                 assert self._recorder is not None
                 self._recorder.keep(role, action)
             case Finish():
@@ -409,7 +407,7 @@ class Rank:
         if action.message.kind in URGENT:
             self._control.doorbell.ring(to)
 
-    def _perform(self, role: int, action: Local) -> None:
+    def _perform(self, role: int, action: ExecutorAction) -> None:
         """Short work at once, long work between other things, or beside them."""
         executor = self._executors[role]
         if isinstance(action, COMPUTATIONS):  # here, and not in another thread

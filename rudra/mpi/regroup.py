@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 from mpi4py import MPI
 
-from rudra.core.events import Event, Received, Regroup, Stopped
+from rudra.core.events import Event, Received, Reconfigure, Stopped
 from rudra.core.messages import BETWEEN_OWNERS, Message, MessageKind
 from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import TrainingState
@@ -94,7 +94,7 @@ class RankRegrouping:
             plan = phase_at(self._rank.phases, position.epoch).plan
             self._abandon(plan.without(gone) if gone else plan, position)
 
-    def regroup(self, action: Regroup) -> None:
+    def regroup(self, action: Reconfigure) -> None:
         """Tells all others, and regroups here."""
         data = msgspec.msgpack.encode((sorted(action.plan.gone), action.position))
         others = {role.world_rank for i, role in enumerate(action.plan.roles) if i != action.plan.statistics}

@@ -12,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 from rudra.compute.executor import Executor
-from rudra.core.events import GRADIENT, Event, Receive, Received, Send, Sent, Withdrawn
+from rudra.core.events import GRADIENT, Event, Receive, ReceiveCancelled, Received, Send, Sent
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import GradientPart, Message, WeightsPart
 from rudra.mpi.arena import Arena
@@ -165,7 +165,7 @@ class TensorTraffic:
     def withdraw(self, role: int, buffer: str) -> None:
         """Takes a receive back, unless something is coming already, which then arrives as ever."""
         if self._transfers.withdraw(role, buffer):
-            self._announce(role, Withdrawn(buffer))
+            self._announce(role, ReceiveCancelled(buffer))
 
     def drop(self, role: int) -> None:
         """Expects nothing of a role any more, and sends it nothing."""

@@ -17,7 +17,7 @@ import torch
 from rudra import plugins
 from rudra.compute.flat import sha256
 from rudra.compute.statedict import StateEntry
-from rudra.core.events import Finish, Keep, Record, TableName
+from rudra.core.events import Finish, Record, StoreEpochWeights, TableName
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
@@ -128,7 +128,7 @@ class Recorder:
         if self._hooks is not None:
             self._hooks.recorded(action, self._weights)
 
-    def keep(self, role: int, action: Keep) -> None:
+    def keep(self, role: int, action: StoreEpochWeights) -> None:
         weights = self._weights(role, action.buffer)
         if weights is not None:
             self._writer.keep(action.epoch, weights, action.instead_of)

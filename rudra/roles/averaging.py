@@ -30,16 +30,16 @@ from rudra.core.events import (
     REPLICA,
     WEIGHTS,
     Action,
-    Approach,
     Computed,
     Hash,
     Lost,
+    PullReplica,
     Reduce,
     Reduced,
+    ReplicaStepped,
     Save,
     Started,
-    Step,
-    Stepped,
+    StepReplica,
     Updated,
 )
 from rudra.core.messages import GroupFlags, MessageKind
@@ -111,13 +111,13 @@ class Averager(Replica):
         **self_loops((COMPUTING, STEPPING, HOLDING, REDUCING), {Reduced: "_reduced"}),
         (COMPUTING, Computed): Transition("_step", STEPPING, HOLDING, POOLING),
         (POOLING, Reduced): Transition("_reduced", POOLING, STEPPING, HOLDING),
-        (STEPPING, Stepped): Transition("_stepped", COMPUTING, REDUCING),
-        **self_loops([COMPUTING, REDUCING], {Stepped: "_corrected"}),
-        (HOLDING, Stepped): Transition("_corrected", HOLDING, STEPPING),
+        (STEPPING, ReplicaStepped): Transition("_stepped", COMPUTING, REDUCING),
+        **self_loops([COMPUTING, REDUCING], {ReplicaStepped: "_corrected"}),
+        (HOLDING, ReplicaStepped): Transition("_corrected", HOLDING, STEPPING),
         **self_loops([COMPUTING, POOLING, STEPPING], {Updated: "_updated"}),
         (HOLDING, Updated): Transition("_updated", HOLDING, STEPPING),
         (REDUCING, Updated): Transition("_updated", COMPUTING, STOPPED),
-        (REGROUPING, Stepped): Transition("_ignore", REGROUPING),
+        (REGROUPING, ReplicaStepped): Transition("_ignore", REGROUPING),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -194,10 +194,10 @@ class Averager(Replica):
         self._held_s = now - self._ready_at
         return self._step_at(self._periods.rate(self.ledger.rules.schedule))
 
-    def _step_at(self, rate: float) -> Step:
+    def _step_at(self, rate: float) -> StepReplica:
         return self._sharing.step(rate, ends_period=self._periods.is_complete)
 
-    def _stepped(self, event: Stepped, now: float) -> list[Action]:
+    def _stepped(self, event: ReplicaStepped, now: float) -> list[Action]:
         self._stepped_at, self._step_s = now, event.seconds
         ends = self._periods.is_complete
         reduce = self._sharing.correct(self._periods.made[-1], ends_period=ends)
@@ -211,7 +211,7 @@ class Averager(Replica):
             return [reduce]
         return [reduce, *self._go_on_computing(now)]
 
-    def _corrected(self, event: Stepped, now: float) -> list[Action]:
+    def _corrected(self, event: ReplicaStepped, now: float) -> list[Action]:
         """What the group shares is corrected; if a period ends with that, it goes into an average."""
         average = [self._bring(event.distance, now)] if self._sharing.corrected() else []
         return [*average, *self._step_or_hold(now)] if self.state is HOLDING else average
@@ -288,7 +288,7 @@ class Averager(Replica):
             time_s = now - self.ledger.clock.start_time
             self.ledger.tell("averaging", self.ledger.timestamp, time_s, "the rate has dropped: all replicas restart")
         elif not self.rule.early:
-            move.append(Approach(REPLICA, WEIGHTS, self.rule.elasticity))
+            move.append(PullReplica(REPLICA, WEIGHTS, self.rule.elasticity))
         if self._saves and not self.ledger.over:
             move += self.duties.cycle.begin(now) if self._leads else self._save(now)
         if not self._ended_training:

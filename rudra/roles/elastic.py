@@ -23,11 +23,11 @@ from rudra.core.events import (
     Action,
     Computed,
     Received,
-    Restart,
+    ReplicaStepped,
+    ResetReplica,
     Send,
     Sent,
-    Step,
-    Stepped,
+    StepReplica,
 )
 from rudra.core.messages import MessageKind, PushedGradient, Stop, Weights
 from rudra.core.records import Gradient
@@ -54,7 +54,7 @@ class ReplicaSteps:
         self._samples = setup.job.training.minibatch_size
         self._schedule, self._training_samples = setup.schedule, setup.training_samples
 
-    def step(self, timestamp: int, made: int, *, corrects: bool) -> Step:
+    def step(self, timestamp: int, made: int, *, corrects: bool) -> StepReplica:
         """A step.
 
         Args:
@@ -66,8 +66,8 @@ class ReplicaSteps:
         epoch, progress = before // self._training_samples, (before + made * self._samples) / self._training_samples
         rate = self._schedule.rate(epoch, progress, timestamp)
         if not corrects:
-            return Step(GRADIENT, REPLICA, rate)
-        return Step(GRADIENT, REPLICA, rate, WEIGHTS, DIFFERENCE, self.rule.answered_elasticity)
+            return StepReplica(GRADIENT, REPLICA, rate)
+        return StepReplica(GRADIENT, REPLICA, rate, WEIGHTS, DIFFERENCE, self.rule.answered_elasticity)
 
 
 class ElasticLearner(Learner):
@@ -84,7 +84,7 @@ class ElasticLearner(Learner):
         (EXCHANGING, Sent): Transition("_delivered", EXCHANGING, STEPPING, STOPPED),
         (EXCHANGING, MessageKind.TIMESTAMP): Transition("_answered", EXCHANGING),
         (EXCHANGING, MessageKind.WEIGHTS): Transition("_pulled", EXCHANGING, STEPPING, STOPPED),
-        (STEPPING, Stepped): Transition("_stepped", COMPUTING, STOPPED),
+        (STEPPING, ReplicaStepped): Transition("_stepped", COMPUTING, STOPPED),
         (STEPPING, MessageKind.STOP): Transition("_stop_soon", STEPPING),
         (STEPPING, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE),
     }
@@ -97,7 +97,7 @@ class ElasticLearner(Learner):
         self._exchanging = self._moved = False
 
     def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
-        return [Restart(REPLICA, WEIGHTS), *super()._first_weights(event, now)]
+        return [ResetReplica(REPLICA, WEIGHTS), *super()._first_weights(event, now)]
 
     def _next(self, now: float) -> list[Action]:
         self.state = COMPUTING
@@ -130,7 +130,7 @@ class ElasticLearner(Learner):
         moved, self._moved = self._moved, False
         return self._steps.step(self.timestamp, len(self._made), corrects=moved)
 
-    def _stepped(self, event: Stepped, now: float) -> list[Action]:
+    def _stepped(self, event: ReplicaStepped, now: float) -> list[Action]:
         if isfinite(event.distance):
             distance = event.distance / (1 - self._steps.rule.elasticity)  # before the weights had moved
             about = (self.timestamp, self.log.learner, 0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rudra.core import records
-from rudra.core.events import Action, Arrange, Evaluated, Hash, Receive
+from rudra.core.events import Action, Evaluated, Hash, Receive, ReorderParts
 from rudra.core.messages import EpochEvaluated, Rows
 from rudra.roles.snapshots import CREDITS
 from topologies import Plan
@@ -61,7 +61,7 @@ class ReceivedSnapshots:
         self.working = self._waiting.popleft()
         buffer = self.working[0]
         del self._parts[buffer]
-        arranges = [Arrange(buffer)] if self._arranges else []
+        arranges = [ReorderParts(buffer)] if self._arranges else []
         return [*arranges, Hash(buffer)]
 
     @property

@@ -7,7 +7,7 @@ accumulator (the first gradient of an average; the others are averaged into it, 
 from collections import deque
 from collections.abc import Sequence
 
-from rudra.core.events import GRADIENT, Accumulate, Action, Receive, Received, Withdraw
+from rudra.core.events import GRADIENT, Accumulate, Action, CancelReceive, Receive, Received
 from rudra.core.messages import PushedGradient
 
 
@@ -63,7 +63,7 @@ class GradientBuffers:
 
     def withdraw(self) -> list[Action]:
         """Training ends: receives that are meant for one source are no use any more, it may push nothing."""
-        return [Withdraw(buffer) for buffer in sorted(self.posted)] if self.ordered else []
+        return [CancelReceive(buffer) for buffer in sorted(self.posted)] if self.ordered else []
 
     def withdrawn(self, buffer: str) -> None:
         """A receive was taken back."""
@@ -115,7 +115,7 @@ class GradientBuffers:
             return 0, []
         self._silent.add(source)
         dropped = self._forget(source)
-        return dropped, [Withdraw(buffer) for buffer, of in self.posted.items() if of == source]
+        return dropped, [CancelReceive(buffer) for buffer, of in self.posted.items() if of == source]
 
     def ignore_later(self, source: int) -> int:
         """What a source has pushed counts only if it is added by now; how many gradients are dropped with it."""

@@ -7,15 +7,15 @@ ends with the event `Computed`, whichever request it is.
 from typing import Any
 
 from rudra.core.events import (
+    ACTIVATION_GRADIENT,
     ACTIVATIONS,
-    RETURNED,
     Action,
-    Backward,
+    ActivationsReady,
+    BackpropFirstStage,
     Compute,
-    Forward,
-    Forwarded,
     Receive,
     Received,
+    RunFirstStage,
     Send,
     Sent,
 )
@@ -70,12 +70,12 @@ class SplitCompute:
         """Returns the action that begins a mini-batch."""
         self._wanted, self._outcome = compute, None
         self._forwarded = self._shipped = False
-        return Forward(compute.step, compute.work, compute.weights, ACTIVATIONS)
+        return RunFirstStage(compute.step, compute.work, compute.weights, ACTIVATIONS)
 
-    def take(self, event: Forwarded | Sent | Received[ActivationGradient]) -> list[Action]:
+    def take(self, event: ActivationsReady | Sent | Received[ActivationGradient]) -> list[Action]:
         """Returns what follows from an event between the beginning of a mini-batch and its gradient."""
         assert self._wanted is not None
-        if isinstance(event, Forwarded):
+        if isinstance(event, ActivationsReady):
             return self._ship(self._wanted)
         if isinstance(event, Sent):
             self._shipped = True
@@ -89,7 +89,7 @@ class SplitCompute:
         about = (self._learner, work.count, wanted.step, work.first, wanted.timestamp)
         gradient = Gradient(-1, *about, -1, 1.0, NAN, NAN, work.stream)
         message = Activations(self._role, wanted.timestamp, (gradient,))
-        return [Receive(RETURNED, self._stage), Send(self._stage, message, ACTIVATIONS)]
+        return [Receive(ACTIVATION_GRADIENT, self._stage), Send(self._stage, message, ACTIVATIONS)]
 
     def _go_back(self, wanted: Compute) -> list[Action]:
         """Computes the gradient of the learner's layers once it has the gradient of the activations.
@@ -102,7 +102,15 @@ class SplitCompute:
         self._wanted, self._forwarded = None, False
         outcome = (found.loss, found.errors, found.samples)
         return [
-            Backward(wanted.step, wanted.weights, RETURNED, wanted.gradient, *outcome, wanted.timestamp, wanted.time_s)
+            BackpropFirstStage(
+                wanted.step,
+                wanted.weights,
+                ACTIVATION_GRADIENT,
+                wanted.gradient,
+                *outcome,
+                wanted.timestamp,
+                wanted.time_s,
+            )
         ]
 
 

@@ -25,8 +25,8 @@ from rudra.core.events import (
     GRADIENT,
     WEIGHTS,
     Action,
+    ActivationsReady,
     Computed,
-    Forwarded,
     Hash,
     Hashed,
     Receive,
@@ -69,7 +69,7 @@ class LearnerState(States):
     DONE = auto()
 
 
-THROUGH_STAGE: Mapping[Any, str] = dict.fromkeys((Forwarded, MessageKind.ACTIVATION_GRADIENT), "_through_stage")
+THROUGH_STAGE: Mapping[Any, str] = dict.fromkeys((ActivationsReady, MessageKind.ACTIVATION_GRADIENT), "_through_stage")
 """Events between the beginning of a mini-batch and its gradient, if a stage server has the last layers."""
 
 # Names for what is looked up all the time: an enum's attributes are slow.

@@ -22,7 +22,7 @@ from rudra.core.events import (
     Fail,
     Lost,
     Received,
-    Regroup,
+    Reconfigure,
     Saved,
     Send,
     Sent,
@@ -179,7 +179,8 @@ class Ledger:
     @property
     def is_ahead(self) -> bool:
         """Whether the next update would end an epoch whose weights could not be evaluated, although all must be."""
-        return self._snapshots.blocks and self.ends_epoch
+        snapshots = self._snapshots
+        return snapshots.all_epochs and not snapshots.free and self.ends_epoch
 
     @property
     def ends_epoch(self) -> bool:
@@ -228,7 +229,7 @@ class Ledger:
         self.counts.samples_drawn = [
             max(end, made.drawn.get(stream, 0)) for stream, end in enumerate(self.counts.samples_drawn)
         ]
-        self._sum_up(made, now)
+        self._sum_up(made, len(gradients), now)
         self.outbox.extend(MessageKind.UPDATES, updates)
         return self.outbox.due(now)
 
@@ -248,7 +249,7 @@ class Ledger:
         count, samples = len(pending.rows), pending.samples
         row = (self.timestamp, self.epoch + 1, count, samples, rate, pending.staleness / count)
         self._update_rows.append((*row, now - self.clock.start_time))
-        self._sum_up(pending, now)
+        self._sum_up(pending, count, now)
         for stream, end in pending.drawn.items():
             self.counts.samples_drawn[stream] = end
         self.rules.keep_state()
@@ -259,11 +260,11 @@ class Ledger:
             actions += self._end_epoch(now, rate)
         return actions
 
-    def _sum_up(self, made: PendingUpdate, now: float) -> None:
+    def _sum_up(self, made: PendingUpdate, count: int, now: float) -> None:
         """Adds gradients that are applied to the totals of the run and of the epoch, and reports their rows."""
         self.samples += made.samples
-        self.applied += len(made.rows)
-        self._sums.add(made.loss, made.errors, made.staleness, len(made.rows), made.samples)
+        self.applied += count
+        self._sums.add(made.loss, made.errors, made.staleness, count, made.samples)
         self.clock.ended = now
         self.outbox.extend(MessageKind.GRADIENTS, made.rows)
 
@@ -314,7 +315,7 @@ class Ledger:
     @property
     def is_to_change(self) -> bool:
         """Whether an epoch is complete after which the job changes, and training continues."""
-        return self.rules.changes_at(self.epoch) and not self.over
+        return self.epoch >= self.rules.until and not self.over
 
     def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
         """Continues by the present job, at a position, without the dead."""
@@ -347,7 +348,7 @@ class Ledger:
             self.stopped = True
         text = f"{names} died; {left_over(len(plan.learners))}, who go on from update {self.timestamp}"
         warnings = [Warn(text)] if lost else []
-        return [*self.outbox.flush(now), *warnings, Regroup(plan, position)]
+        return [*self.outbox.flush(now), *warnings, Reconfigure(plan, position)]
 
     # Reports.
 

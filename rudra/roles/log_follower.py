@@ -8,16 +8,16 @@ from rudra.core.events import (
     WEIGHTS,
     Accumulate,
     Action,
-    Combine,
+    AverageGroup,
+    CancelReceive,
+    ComputeNorms,
     Copy,
-    Drop,
-    Measure,
+    DeclareLost,
     Receive,
-    Regroup,
+    Reconfigure,
     Save,
     Send,
     Update,
-    Withdraw,
 )
 from rudra.core.messages import WeightsPart
 from rudra.core.training_state import BEGINNING
@@ -95,7 +95,7 @@ class LogFollower:
         if kind is Receive:
             self.coming[buffer] = role, number
             return [] if role in self._dead else [Receive(buffer, role, gradient=True)]
-        if kind is Withdraw:
+        if kind is CancelReceive:
             if buffer in self.coming and self.coming[buffer][0] not in self._dead:
                 return None
             self.coming.pop(buffer, None)
@@ -109,13 +109,13 @@ class LogFollower:
         if kind is Send:
             self.lent[buffer] += 1
             return [Send(role, WeightsPart(self._id), buffer)]
-        if kind is Measure:
-            return [Measure(buffer)]
-        if kind is Combine:
-            return [Combine(buffer)]
-        if kind is Regroup:
-            return [Regroup(self._plan, BEGINNING)]
-        return [Save(WEIGHTS, BEGINNING) if kind is Save else Drop(role)]
+        if kind is ComputeNorms:
+            return [ComputeNorms(buffer)]
+        if kind is AverageGroup:
+            return [AverageGroup(buffer)]
+        if kind is Reconfigure:
+            return [Reconfigure(self._plan, BEGINNING)]
+        return [Save(WEIGHTS, BEGINNING) if kind is Save else DeclareLost(role)]
 
     def read(self, entries: Iterable[Entry]) -> None:
         """Takes entries that have arrived."""

@@ -13,17 +13,17 @@ from rudra.core.digest import digest_of
 from rudra.core.events import (
     Accumulate,
     Action,
-    Combine,
+    AverageGroup,
+    CancelReceive,
+    ComputeNorms,
     Copy,
-    Drop,
-    Measure,
+    DeclareLost,
     Receive,
-    Regroup,
+    Reconfigure,
     Save,
     Send,
     Update,
     Updated,
-    Withdraw,
 )
 from rudra.core.messages import LogEntries, MessageKind, OwnerStepped
 from rudra.core.wire import PACK, in_pieces
@@ -31,16 +31,16 @@ from rudra.errors import ProtocolError
 
 LOGGED: tuple[type[Action], ...] = (
     Receive,
-    Withdraw,
+    CancelReceive,
     Accumulate,
     Update,
     Copy,
     Send,
     Save,
-    Drop,
-    Combine,
-    Regroup,
-    Measure,
+    DeclareLost,
+    AverageGroup,
+    Reconfigure,
+    ComputeNorms,
 )
 """Actions that concern other owners; an entry of the log names them by their places here."""
 
@@ -54,13 +54,13 @@ def entry(action: Action, number: int = 0) -> bytes:
         case Receive():
             assert action.source is not None
             role, buffer = action.source, action.buffer
-        case Withdraw():
+        case CancelReceive():
             buffer = action.buffer
         case Accumulate():
             buffer, other, fraction, scale = action.gradient, action.into, action.fraction, action.scale
-        case Combine():
+        case AverageGroup():
             buffer = action.into
-        case Measure():
+        case ComputeNorms():
             buffer = action.gradient
         case Update():
             buffer, scale, number = action.gradient, action.learning_rate, action.timestamp
@@ -70,7 +70,7 @@ def entry(action: Action, number: int = 0) -> bytes:
         case Send():
             assert action.buffer is not None
             role, buffer = action.to, action.buffer
-        case Drop():
+        case DeclareLost():
             role = action.role
     told = (role, buffer.encode(), other.encode(), number, fraction, scale, samples, time_s, epoch, 0)
     return PACK[MessageKind.LOG](NUMBER[type(action)], *told)
@@ -123,18 +123,20 @@ class OwnerSteps:
 
     Args:
         owners: ids of those who make it, in the order of their parts; the first one keeps the books.
+
+    Attributes:
+        alone: there is only one owner.
     """
 
     def __init__(self, owners: tuple[int, ...]) -> None:
         self._owners = owners
+        self.alone = len(owners) == 1
         # timestamp -> number of a stretch, and the place of its owner -> sample of it, and seconds
         self._made: dict[int, dict[tuple[int, int], tuple[bytes, float]]] = {}
         self._complete: Counter[int] = Counter()  # timestamp -> owners whose samples are all here
 
     def here(self, event: Updated) -> Updated | None:
         """The first owner has made an update of its part; returns the whole update if it is complete."""
-        if not event.sampled and len(self._owners) == 1:  # its part is all there is
-            return event
         *_, made = (self.there(message) for message in stepped(self._owners[0], event))
         return made
 

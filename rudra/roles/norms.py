@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import structs
 
 from rudra.core import records
-from rudra.core.events import Action, Fail, Measure, Measured, Send, Update
+from rudra.core.events import Action, ComputeNorms, Fail, NormsComputed, Send, Update
 from rudra.core.messages import GradientNorms, LogEntries
 from rudra.core.wire import in_pieces
 
@@ -40,7 +40,7 @@ class Norms:
         return self.measured and len(self.theirs) == self.count * records.FLOATS.itemsize
 
 
-def told(sender: int, event: Measured) -> list[GradientNorms]:
+def told(sender: int, event: NormsComputed) -> list[GradientNorms]:
     """What others are told of norms."""
     rows = np.frombuffer(event.norms, records.FLOATS)
     return [GradientNorms(sender, len(rows), piece) for piece in in_pieces(rows)]
@@ -61,7 +61,7 @@ class Clipping:
                 case Fail() | Send(message=LogEntries() | GradientNorms()):
                     actions.append(action)
                 case Update() if not self._held:
-                    actions.append(Measure(action.gradient))
+                    actions.append(ComputeNorms(action.gradient))
                     self._held.append(action)
                 case _:
                     (self._held if self._held else actions).append(action)

@@ -62,8 +62,7 @@ class OwnerDuties:
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Counts gradients for the next update; returns the number of their samples."""
         samples = self.ledger.count(gradients, scale)
-        if self.stages.synchronous:
-            self.stages.add(gradients, scale)
+        self.stages.add(gradients, scale)
         return samples
 
     def update(self, gradient: str, now: float) -> list[Action]:
@@ -72,7 +71,11 @@ class OwnerDuties:
 
     def note(self, made: Updated | OwnerStepped, now: float) -> list[Action] | None:
         """This owner, or another one, has made an update; returns what follows once all have made it."""
-        whole = self.steps.here(made) if isinstance(made, Updated) else self.steps.there(made)
+        whole: Updated | None
+        if isinstance(made, Updated):
+            whole = made if self.steps.alone and not made.sampled else self.steps.here(made)
+        else:
+            whole = self.steps.there(made)
         return None if whole is None else self.ledger.note(whole, now)
 
     def maintain(

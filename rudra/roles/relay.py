@@ -11,7 +11,7 @@ Source: ralp.txt §7 leaves replicas of a placed layer to future work.
 from collections.abc import Iterator
 from typing import Any
 
-from rudra.core.events import Accumulate, Copy, Measure, Receive, Regroup, Send, Update
+from rudra.core.events import Accumulate, ComputeNorms, Copy, Receive, Reconfigure, Send, Update
 from rudra.roles.multi_owner import LOGGED, NUMBER
 from topologies import Plan
 
@@ -50,7 +50,7 @@ class SumRelay:
                 self._holder, self._sum = owner, SUM.encode()
             if owner == self._id:
                 yield what, role, buffer, self._sum, *more
-        elif kind in (Measure, Update):
+        elif kind in (ComputeNorms, Update):
             self._begin(buffer)
             if not self._is_everywhere:
                 yield from self._spread(more)
@@ -58,7 +58,7 @@ class SumRelay:
             if kind is Update:
                 self._forget()
         else:
-            if kind is Regroup:
+            if kind is Reconfigure:
                 self._forget()
             yield entry
 

@@ -24,6 +24,7 @@ class TrainingRules:
         plan: who is who.
         protocol: the protocol that everybody follows.
         schedule: the learning rates, before modulation.
+        until: number of complete epochs at which the job changes.
         lr_drops: completed epochs after which the rate falls because evaluations got no better.
     """
 
@@ -35,7 +36,7 @@ class TrainingRules:
         """Everybody begins by this plan, at this position; nothing is under way."""
         self._phase = phase_at(self._phases, position.epoch)
         later = (phase.at_epoch for phase in self._phases if phase.at_epoch > position.epoch)
-        self._until = next(later, math.inf)  # how many epochs are complete when the job changes
+        self.until = next(later, math.inf)
         self.plan, self.job, self.schedule = plan, self._phase.job, self._phase.schedule
         self.protocol = self.job.make_protocol(plan)
         self._protocol_name = str(named(self.job.protocol.name))
@@ -81,10 +82,6 @@ class TrainingRules:
             self.schedule = Schedule.stepped(self.job.optimizer, self.lr_drops)
             text = f"tests got no better: the rate is multiplied by {self.job.optimizer.decay_factor:g}"
             yield f"{text} after epoch {self.lr_drops[-1]}"
-
-    def changes_at(self, epoch: int) -> bool:
-        """Whether so many complete epochs end this part of the run."""
-        return epoch >= self._until
 
     def change(self, dead: Set[int], position: TrainingState) -> list[Phase]:
         """Follows the job of a position without the dead roles; returns the parts of the run that begin by then."""

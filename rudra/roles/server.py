@@ -19,19 +19,22 @@ ones; updates do not wait for that.
 from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import auto
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
+
+from msgspec import Struct
 
 from protocols import Clock
 from rudra.core.events import (
     WEIGHTS,
     Action,
     Committed,
-    Drop,
+    DeclareLost,
     Fail,
     Hash,
     Hashed,
     Lost,
-    Measured,
+    NormsComputed,
+    ReceiveCancelled,
     Received,
     Saved,
     Send,
@@ -41,7 +44,6 @@ from rudra.core.events import (
     Tick,
     Updated,
     Warn,
-    Withdrawn,
 )
 from rudra.core.messages import (
     ChildDone,
@@ -97,7 +99,7 @@ TRAINING = ServerState.TRAINING
 """A name for what is looked up all the time: an enum's attributes are slow."""
 
 
-class Stamp(NamedTuple):
+class Stamp(Struct, frozen=True, gc=False):
     """Messages about the weights of one timestamp, and the clock that the protocol reads then."""
 
     clock: Clock
@@ -123,8 +125,10 @@ class ParameterServer(Machine):
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **self_loops(ALIVE, {**MAINTENANCE, **WISHES}),
         **self_loops(ALIVE, {Tick: "_look_for_late", MessageKind.LATE: "_hear_of_late"}),
-        **self_loops(ALIVE, {Measured: "_measured", MessageKind.NORMS: "_hear_norms"}),
-        **self_loops([ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {Withdrawn: "_withdrawn"}),
+        **self_loops(ALIVE, {NormsComputed: "_measured", MessageKind.NORMS: "_hear_norms"}),
+        **self_loops(
+            [ServerState.TRAINING, ServerState.DRAINING, ServerState.CLOSING], {ReceiveCancelled: "_withdrawn"}
+        ),
         (ServerState.INITIALISING, Started): Transition("_start", ServerState.INITIALISING),
         (ServerState.INITIALISING, Hashed): Transition("_send_first_weights", ServerState.INITIALISING),
         (ServerState.INITIALISING, Sent): Transition(
@@ -134,13 +138,13 @@ class ParameterServer(Machine):
             "_child_ready", ServerState.INITIALISING, ServerState.TRAINING, ServerState.DRAINING
         ),
         **{
-            (before, what): Transition(method, *after)
+            (before, what): Transition("_updated", *after)
             for before, after in {
                 ServerState.INITIALISING: (ServerState.INITIALISING,),
                 ServerState.TRAINING: (ServerState.TRAINING,),
                 ServerState.DRAINING: (ServerState.DRAINING, ServerState.CLOSING),
             }.items()
-            for what, method in ((Updated, "_updated"), (MessageKind.STEPPED, "_updated_elsewhere"))
+            for what in (Updated, MessageKind.STEPPED)
         },
         (ServerState.INITIALISING, Stopped): Transition("_stop_first", ServerState.INITIALISING),
         (ServerState.INITIALISING, Lost): Transition("_lose", ServerState.INITIALISING),
@@ -318,12 +322,15 @@ class ParameterServer(Machine):
         """Adds a gradient to the average, and answers what was asked with it, or lets it wait for the update."""
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
-        samples = self.duties.count(gradients, scale)
+        samples = ledger.count(gradients, scale)
+        if self._co_owned:
+            self.duties.stages.add(gradients, scale)
         self._units += 1 if self.plan.groups else len(gradients)
         if self.plan.overlapped:
             self._downcast.await_update(gradients)
         actions = self.buffers.average(buffer, samples, scale)
-        self._update_due = self._is_update_due()
+        ordered, protocol = self.buffers.ordered, ledger.rules.protocol
+        self._update_due = self.buffers.complete if ordered else protocol.update_due(self._units)
         asks = message.held >= 0 or message.asks
         if asks and message.sender in self.membership.worker:  # else it has died since
             self._pulls[message.sender] = (message.timestamp, message.held)
@@ -349,7 +356,7 @@ class ParameterServer(Machine):
 
     def _after_update(self, now: float) -> list[Action]:
         """Returns what an update leads to: an evaluation, the end, another job, or a copy of the weights on its way."""
-        if self._evaluation.is_due(self.ledger.epoch):
+        if self.plan.scheduled and self._evaluation.is_due(self.ledger.epoch):
             return self._evaluate(now)
         if self.ledger.over or self.ledger.stopped:
             return self._drain()
@@ -381,19 +388,13 @@ class ParameterServer(Machine):
         self.ledger.lower(event.message.times, now)
         return []
 
-    def _updated(self, event: Updated, now: float) -> list[Action]:
-        return self._note(event, now)
-
-    def _updated_elsewhere(self, event: Received[OwnerStepped], now: float) -> list[Action]:
-        return self._note(event.message, now)
-
-    def _note(self, made: Updated | OwnerStepped, now: float) -> list[Action]:
-        due = self.duties.note(made, now)
+    def _updated(self, event: Updated | Received[OwnerStepped], now: float) -> list[Action]:
+        due = self.duties.note(event.message if isinstance(event, Received) else event, now)
         if due is None:
             return []
         return due + self._close(now) if self.state is ServerState.DRAINING else due
 
-    def _measured(self, event: Measured, now: float) -> list[Action]:
+    def _measured(self, event: NormsComputed, now: float) -> list[Action]:
         return self.duties.stages.measured(event)
 
     def _hear_norms(self, event: Received[GradientNorms], now: float) -> list[Action]:
@@ -633,7 +634,7 @@ class ParameterServer(Machine):
             assert above is not None
             told.append(Send(above, LearnerDropped(self.id, learner)))
             above = roles[above].parent
-        return [*told, Drop(learner)]
+        return [*told, DeclareLost(learner)]
 
     # The end: what is under way is let in, counted and dropped.
 
@@ -645,7 +646,7 @@ class ParameterServer(Machine):
         told = [Send(child, stop) for child in self.membership.children]
         return [*told, *self.buffers.withdraw(), *self.buffers.post(False)]
 
-    def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
+    def _withdrawn(self, event: ReceiveCancelled, now: float) -> list[Action]:
         self.buffers.withdrawn(event.buffer)
         return self.buffers.post(self.state is TRAINING)
 

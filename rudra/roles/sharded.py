@@ -24,9 +24,10 @@ from rudra.core.events import (
     WEIGHTS,
     Accumulate,
     Action,
+    CancelReceive,
     Computed,
     Copy,
-    Drop,
+    DeclareLost,
     Hash,
     Lost,
     Receive,
@@ -37,7 +38,6 @@ from rudra.core.events import (
     Started,
     Update,
     Updated,
-    Withdraw,
 )
 from rudra.core.messages import (
     GradientPart,
@@ -104,7 +104,7 @@ class GradientParts:
             match action := todo.popleft():
                 case Receive():
                     self._rooms[action.buffer] = action.source
-                case Withdraw():
+                case CancelReceive():
                     if action.buffer in self._rooms:  # else its gradient is coming
                         del self._rooms[action.buffer]
                         self._buffers.withdrawn(action.buffer)
@@ -113,7 +113,7 @@ class GradientParts:
                     if action.message.kind is MessageKind.SNAPSHOT:
                         own.append(Send(action.to, action.message))
                     own.append(self._log.add(Send(action.to, WeightsPart(self._id), action.buffer)))
-                case Accumulate() | Update() | Copy() | Save() | Drop():
+                case Accumulate() | Update() | Copy() | Save() | DeclareLost():
                     own.append(self._log.add(action))
                 case _:
                     own.append(action)
@@ -160,7 +160,7 @@ class GradientParts:
         for buffer, coming in list(self._coming.items()):
             if coming.message.sender == role:
                 del self._coming[buffer]
-                self._log.add(Withdraw(buffer))
+                self._log.add(CancelReceive(buffer))
                 if self._buffers.posted[buffer] is None:  # else it was for that learner only
                     self._rooms[buffer] = None
 

@@ -14,10 +14,10 @@ from rudra.core.events import (
     REPLICA,
     WEIGHTS,
     Action,
-    Approach,
+    PullReplica,
     Reduce,
-    Restart,
-    Step,
+    ResetReplica,
+    StepReplica,
 )
 from rudra.core.records import Gradient
 from topologies import Plan
@@ -50,17 +50,19 @@ class OwnReplica:
 
     def restart(self, *, keeps_momentum: bool) -> list[Action]:
         """Sets the replica to the weights."""
-        return [Restart(REPLICA, WEIGHTS, keeps_momentum)]
+        return [ResetReplica(REPLICA, WEIGHTS, keeps_momentum)]
 
     def pool(self, gradient: Gradient) -> Action:
         """Averages the gradient of a mini-batch over the group."""
         raise NotImplementedError
 
-    def step(self, rate: float, *, ends_period: bool) -> Step:
+    def step(self, rate: float, *, ends_period: bool) -> StepReplica:
         """Steps the replica at a rate."""
         if not ends_period:
-            return Step(GRADIENT, REPLICA, rate)
-        return Step(GRADIENT, REPLICA, rate, WEIGHTS, DIFFERENCE, self._rule.elasticity if self._rule.early else None)
+            return StepReplica(GRADIENT, REPLICA, rate)
+        return StepReplica(
+            GRADIENT, REPLICA, rate, WEIGHTS, DIFFERENCE, self._rule.elasticity if self._rule.early else None
+        )
 
     def correct(self, gradient: Gradient, *, ends_period: bool) -> Action | None:
         """Begins to correct what the group shares after a step; None: nothing is corrected."""
@@ -154,10 +156,10 @@ class SharedReference(OwnReplica):
         return f"the replicas of block {self._group.number}" if self.busy else ""
 
     def restart(self, *, keeps_momentum: bool) -> list[Action]:
-        return [*super().restart(keeps_momentum=keeps_momentum), Restart(REFERENCE, WEIGHTS)]
+        return [*super().restart(keeps_momentum=keeps_momentum), ResetReplica(REFERENCE, WEIGHTS)]
 
-    def step(self, rate: float, *, ends_period: bool) -> Step:
-        return Step(GRADIENT, REPLICA, rate, REFERENCE, CORRECTION, self._elasticity)
+    def step(self, rate: float, *, ends_period: bool) -> StepReplica:
+        return StepReplica(GRADIENT, REPLICA, rate, REFERENCE, CORRECTION, self._elasticity)
 
     def correct(self, gradient: Gradient, *, ends_period: bool) -> Action | None:
         self.busy, self._ends = True, ends_period
@@ -166,9 +168,9 @@ class SharedReference(OwnReplica):
     def reduced(self) -> list[Action]:
         rate = self._elasticity * self._group.size
         if not self._ends:
-            return [Step(CORRECTION, REFERENCE, rate)]
-        move = Step(CORRECTION, REFERENCE, rate, WEIGHTS, DIFFERENCE)
-        return [move, Approach(REFERENCE, WEIGHTS, self._rule.elasticity)]
+            return [StepReplica(CORRECTION, REFERENCE, rate)]
+        move = StepReplica(CORRECTION, REFERENCE, rate, WEIGHTS, DIFFERENCE)
+        return [move, PullReplica(REFERENCE, WEIGHTS, self._rule.elasticity)]
 
     def corrected(self) -> bool:
         self.busy = False

@@ -15,11 +15,12 @@ class SnapshotQueue:
         all_epochs: whether the weights of every epoch must be sent.
 
     Attributes:
+        all_epochs: as given.
         final_lent: the weights of the last epoch are not all sent yet.
     """
 
     def __init__(self, statistics: int, *, all_epochs: bool) -> None:
-        self._statistics, self._all_epochs = statistics, all_epochs
+        self._statistics, self.all_epochs = statistics, all_epochs
         self._credits = CREDITS
         self._lent = False
         self._final: Snapshot | None = None  # waits for room
@@ -33,11 +34,6 @@ class SnapshotQueue:
     def free(self) -> bool:
         """Whether a snapshot can be sent now."""
         return bool(self._credits) and not self._lent
-
-    @property
-    def blocks(self) -> bool:
-        """Whether the end of an epoch must wait, because its weights must be sent and cannot be sent now."""
-        return self._all_epochs and not self.free
 
     def send(self, snapshot: Snapshot) -> list[Action]:
         """Copies the weights and sends the copy; only if `free`."""

@@ -13,12 +13,12 @@ from rudra.core.events import (
     WEIGHTS,
     Accumulate,
     Action,
-    Combine,
+    AverageGroup,
+    ComputeNorms,
     Copy,
-    Drop,
-    Measure,
-    Measured,
-    Regroup,
+    DeclareLost,
+    NormsComputed,
+    Reconfigure,
     Save,
     Send,
     Update,
@@ -77,6 +77,8 @@ class StageLog:
         The stage server averages the gradients of a compute group in the group's order. It adds one by one gradients
         that servers of a tree have averaged.
         """
+        if not self.synchronous:
+            return
         by_group: dict[tuple[int, ...], int] = {}
         for gradient in gradients:
             members = self._plan.group_of(self._role_of[gradient.learner])
@@ -84,7 +86,7 @@ class StageLog:
         for members, samples in by_group.items():
             buffer = gradient_of(members[0])
             if len(members) > 1:
-                self._log.add(Combine(buffer))
+                self._log.add(AverageGroup(buffer))
             self._samples += samples
             if self._average is not None:
                 self._log.add(Accumulate(self._average, buffer, samples / self._samples, scale))
@@ -115,21 +117,21 @@ class StageLog:
                 self._log.add(action, self._timestamp)
             case Copy() if action.target == SNAPSHOT:
                 self._log.add(action, self._timestamp)
-            case Drop():
+            case DeclareLost():
                 self._log.add(action)
-            case Regroup():
+            case Reconfigure():
                 self._log.add(action)
                 self._reset_for_plan(action.plan)
             case Update() if self.synchronous:
                 assert self._average is not None
                 about = (action.timestamp, action.epoch, action.samples, action.time_s)
                 if self._clips:
-                    self._log.add(Measure(self._average))
+                    self._log.add(ComputeNorms(self._average))
                 self._log.add(Update(self._average, WEIGHTS, action.learning_rate, *about))
                 self._forget()
         return [action]
 
-    def measured(self, event: Measured) -> list[Action]:
+    def measured(self, event: NormsComputed) -> list[Action]:
         """Sends the norms of the owner's part of a gradient to the stage servers."""
         self._clipping.norms.measured = True
         return [Send(stage, message) for stage in self.stages for message in told(self._id, event)]

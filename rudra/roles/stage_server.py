@@ -27,22 +27,22 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from rudra.core.events import (
+    ACTIVATION_GRADIENT,
     ACTIVATIONS,
     GRADIENT,
-    RETURNED,
     SNAPSHOT,
     WEIGHTS,
     Accumulate,
     Action,
-    Combine,
+    AverageGroup,
     Computed,
-    Conclude,
     Copy,
     Lost,
-    Measured,
+    NormsComputed,
     Receive,
     Received,
-    Regroup,
+    Reconfigure,
+    RunLastStage,
     Save,
     Send,
     Sent,
@@ -100,7 +100,7 @@ class StageServer(Machine):
                 Computed: "_concluded",
                 MessageKind.LOG: "_read",
                 MessageKind.SUM: "_sum_here",
-                Measured: "_measured",
+                NormsComputed: "_measured",
                 MessageKind.NORMS: "_hear_norms",
                 Sent: "_returned",
                 Updated: "_stepped",
@@ -181,7 +181,7 @@ class StageServer(Machine):
         (row,) = shipped.message.gradients
         work = Work(row.stream, row.first, row.samples, self._strides[learner])
         about = (shipped.buffer, WEIGHTS, self._gradient_for(learner), _returned_of(learner))
-        return [Conclude(row.learner, row.step, work, *about)]
+        return [RunLastStage(row.learner, row.step, work, *about)]
 
     def _are_buffers_free(self, learner: int) -> bool:
         lent = self._follower.lent
@@ -234,12 +234,12 @@ class StageServer(Machine):
         combined = [self._combined(gradient)] if len(members) > 1 else []
         return [*combined, *self._make_update()]
 
-    def _combined(self, into: str) -> Combine:
+    def _combined(self, into: str) -> AverageGroup:
         """Has the parts of a compute group's batch averaged, in the group's order."""
         plan = self._plans[self._followed]
         members = plan.group_of(learner_of(into))
         samples = tuple(self._updates.waiting[member].gradient.samples for member in members)
-        return Combine(into, tuple(map(gradient_of, members)), samples, plan.partial_sums(members))
+        return AverageGroup(into, tuple(map(gradient_of, members)), samples, plan.partial_sums(members))
 
     def _make_update(self) -> list[Action]:
         """Makes the update that is due, once the weights are back from those to whom they are being sent."""
@@ -270,7 +270,7 @@ class StageServer(Machine):
             self._reports.save(number, self.timestamp)
         if not self._leads and (kind is Save or role == self.plan.statistics or into == SNAPSHOT):
             return []
-        if kind is Regroup:
+        if kind is Reconfigure:
             self._followed += 1
             updates.counted = []
             return []
@@ -279,7 +279,7 @@ class StageServer(Machine):
         actions = follower.due(entry)
         if actions is None:
             return None
-        if kind is Combine:
+        if kind is AverageGroup:
             combined = self._combined(name)
             for gradient in combined.gradients:
                 updates.count(gradient)
@@ -302,7 +302,7 @@ class StageServer(Machine):
             return [*self._reports.flush(self._reports.now), *actions]  # perhaps all learners have left already
         return actions
 
-    def _measured(self, event: Measured, now: float) -> list[Action]:
+    def _measured(self, event: NormsComputed, now: float) -> list[Action]:
         self._norms.measured = True
         norms = told(self.id, event) if self._leads else []
         return [*(Send(self.plan.server, message) for message in norms), *self._advance(now)]
@@ -381,4 +381,4 @@ def _activations_of(learner: int) -> str:
 
 
 def _returned_of(learner: int) -> str:
-    return f"{RETURNED} {learner}"
+    return f"{ACTIVATION_GRADIENT} {learner}"

@@ -23,13 +23,13 @@ from rudra.core.events import (
     Evaluated,
     Fail,
     Hashed,
-    Keep,
     Lost,
+    MergeEvaluation,
     Received,
     Record,
     Send,
     Started,
-    Sum,
+    StoreEpochWeights,
     Sync,
     TableName,
 )
@@ -208,7 +208,7 @@ class StatisticsServer(Machine):
         rows = self._epochs.of(epoch)
         rows["weights_sha256"] = event.digest.encode()
         is_kept = self._kept.is_kept(epoch) and epoch != self._kept.last
-        keep: list[Action] = [Keep(buffer, epoch)] if is_kept else []
+        keep: list[Action] = [StoreEpochWeights(buffer, epoch)] if is_kept else []
         if not self._evaluates:
             return keep + self._done()
         if self._sums_up:
@@ -227,14 +227,14 @@ class StatisticsServer(Machine):
             return []
         buffer, epoch = self._snapshots.working
         sums = self._workers.sums(epoch)
-        return [] if sums is None else [Sum(buffer, sums)]
+        return [] if sums is None else [MergeEvaluation(buffer, sums)]
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
         buffer, epoch = self._snapshots.in_work
         metrics = self._epochs.measure(epoch, event, self._workers.seconds(epoch, event))
         keep: list[Action] = []
         if self._kept.is_best(epoch, scores_of(self._epochs.of(epoch)[0], metrics, self.split)):
-            keep.append(Keep(buffer, epoch, self._kept.surpassed()))
+            keep.append(StoreEpochWeights(buffer, epoch, self._kept.surpassed()))
         return keep + self._done()
 
     def _done(self) -> list[Action]:

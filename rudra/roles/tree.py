@@ -22,18 +22,18 @@ from typing import Any, ClassVar
 from protocols import Clock
 from rudra.core.events import (
     Action,
-    Drop,
+    DeclareLost,
     Fail,
     Hash,
     Hashed,
     Lost,
     Receive,
+    ReceiveCancelled,
     Received,
     Send,
     Sent,
     Started,
     Tick,
-    Withdrawn,
 )
 from rudra.core.messages import (
     NOT_PULLING,
@@ -96,7 +96,7 @@ class TreeServer(Machine):
         (TreeServerState.TRAINING, MessageKind.TIMESTAMP): Transition("_answered", TreeServerState.TRAINING),
         (TreeServerState.TRAINING, MessageKind.WEIGHTS): Transition("_pulled", TreeServerState.TRAINING),
         (TreeServerState.TRAINING, Sent): Transition("_returned", TreeServerState.TRAINING),
-        (TreeServerState.TRAINING, Withdrawn): Transition("_withdrawn", TreeServerState.TRAINING),
+        (TreeServerState.TRAINING, ReceiveCancelled): Transition("_withdrawn", TreeServerState.TRAINING),
         (TreeServerState.TRAINING, MessageKind.STOP): Transition(
             "_stop", TreeServerState.STOPPING, TreeServerState.STOPPED
         ),
@@ -104,7 +104,7 @@ class TreeServer(Machine):
         (TreeServerState.STOPPING, MessageKind.GRADIENT): Transition(
             "_late_gradient", TreeServerState.STOPPING, TreeServerState.STOPPED
         ),
-        (TreeServerState.STOPPING, Withdrawn): Transition("_withdrawn", TreeServerState.STOPPING),
+        (TreeServerState.STOPPING, ReceiveCancelled): Transition("_withdrawn", TreeServerState.STOPPING),
         (TreeServerState.STOPPING, MessageKind.PULL): Transition(
             "_ignore", TreeServerState.STOPPING
         ),  # stop is the answer
@@ -121,7 +121,7 @@ class TreeServer(Machine):
         **self_loops([TreeServerState.WAITING, TreeServerState.READY, TreeServerState.TRAINING], {Lost: "_lose"}),
         (TreeServerState.STOPPING, Lost): Transition("_lose", TreeServerState.STOPPING, TreeServerState.STOPPED),
         (TreeServerState.STOPPED, Started): Transition("_ignore", TreeServerState.STOPPED),
-        (TreeServerState.STOPPED, Withdrawn): Transition("_withdrawn", TreeServerState.STOPPED),
+        (TreeServerState.STOPPED, ReceiveCancelled): Transition("_withdrawn", TreeServerState.STOPPED),
         (TreeServerState.STOPPED, MessageKind.SHUTDOWN): Transition("_finish", TreeServerState.DONE),
     }
 
@@ -277,7 +277,8 @@ class TreeServer(Machine):
     # Weights down.
 
     def _may_ask(self) -> bool:
-        return self._questions.can_ask and self.state is TreeServerState.TRAINING
+        questions = self._questions
+        return bool(questions.waiting) and not questions.asked and self.state is TreeServerState.TRAINING
 
     def _pull(self, event: Received[Pull], now: float) -> list[Action]:
         self._questions.waiting[event.message.sender] = (event.message.timestamp, event.message.held)
@@ -377,7 +378,7 @@ class TreeServer(Machine):
     def _drop(self, event: Received[LearnerDropped], now: float) -> list[Action]:
         """The root drops a learner."""
         role = event.message.learner
-        return [Drop(role)] if role in self._children else self.handle(Lost(role), now)
+        return [DeclareLost(role)] if role in self._children else self.handle(Lost(role), now)
 
     # The end: what the children have pushed is passed on, and counted by the root.
 
@@ -388,7 +389,7 @@ class TreeServer(Machine):
         actions = [*(Send(to, stop) for to in self._children), *self.buffers.withdraw(), *self._work()]
         return actions + self._leave()  # with no child left, there is none to wait for
 
-    def _withdrawn(self, event: Withdrawn, now: float) -> list[Action]:
+    def _withdrawn(self, event: ReceiveCancelled, now: float) -> list[Action]:
         self.buffers.withdrawn(event.buffer)
         return self._work()
 

@@ -62,10 +62,6 @@ class Questions:
         self.waiting: dict[int, tuple[int, int]] = {}
         self.asked: dict[int, tuple[int, int]] = {}
 
-    @property
-    def can_ask(self) -> bool:
-        return bool(self.waiting) and not self.asked
-
     def pass_on(self) -> None:
         """The average with the children's gradients is on its way to the parent."""
         self.waiting |= self.with_gradients

@@ -25,16 +25,16 @@ from rudra.core.events import (
     WEIGHTS,
     Action,
     Fail,
-    Fetch,
-    Fetched,
-    Found,
-    Look,
+    FindUpdates,
     Lost,
-    Publish,
+    ReadShared,
     Received,
+    SharedRead,
     Started,
     Stopped,
     Updated,
+    UpdatesFound,
+    WriteShared,
 )
 from rudra.core.messages import AppliedInPlace, MessageKind, WindowUpdated, WindowWeights
 from rudra.core.records import Gradient
@@ -74,14 +74,14 @@ class WindowCoordinator(ParameterServer):
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **ParameterServer.TRANSITIONS,
         (TRAINING, MessageKind.APPLIED_IN_PLACE): Transition("_made", TRAINING, DRAINING),
-        (TRAINING, Found): Transition("_found", TRAINING, DRAINING),
+        (TRAINING, UpdatesFound): Transition("_found", TRAINING, DRAINING),
         (DRAINING, MessageKind.APPLIED_IN_PLACE): Transition("_made", DRAINING, ServerState.CLOSING),
-        (DRAINING, Found): Transition("_found", DRAINING, ServerState.CLOSING),
-        **self_loops([TRAINING, DRAINING], {Fetched: "_fetched"}),
+        (DRAINING, UpdatesFound): Transition("_found", DRAINING, ServerState.CLOSING),
+        **self_loops([TRAINING, DRAINING], {SharedRead: "_fetched"}),
         (TRAINING, MessageKind.WINDOW_WEIGHTS): Transition("_joined", TRAINING),
         (DRAINING, MessageKind.WINDOW_WEIGHTS): Transition("_joined", DRAINING, ServerState.CLOSING),
         (TRAINING, MessageKind.WINDOW_UPDATED): Transition("_shared", TRAINING, DRAINING),
-        **self_loops([ServerState.CLOSING], {Fetched: "_ignore"}),  # it was stopped, and an epoch is not complete
+        **self_loops([ServerState.CLOSING], {SharedRead: "_ignore"}),  # it was stopped, and an epoch is not complete
     }
 
     def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
@@ -113,7 +113,7 @@ class WindowCoordinator(ParameterServer):
         assert (self.ledger.pending == 1) == (self._at_hand is not None)
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        publish = [] if self._nodes.several else [Publish(WEIGHTS, self.ledger.timestamp)]
+        publish = [] if self._nodes.several else [WriteShared(WEIGHTS, self.ledger.timestamp)]
         return [*publish, *super()._start(event, now)]
 
     # Updates in.
@@ -244,7 +244,7 @@ class WindowCoordinator(ParameterServer):
         if self._nodes.several:
             self._tell_of_races(self._nodes.surviving, now)
         else:
-            actions.insert(0, Fetch(WEIGHTS))
+            actions.insert(0, ReadShared(WEIGHTS))
         actions += self.duties.cycle.updated(now)
         return actions + (self._after_update(now) if self.state is TRAINING else [])
 
@@ -272,9 +272,9 @@ class WindowCoordinator(ParameterServer):
         if self._nodes.busy:
             return []
         actions = super()._close(now)
-        return [Fetch(WEIGHTS), *actions] if actions and stopped and not self._nodes.several else actions
+        return [ReadShared(WEIGHTS), *actions] if actions and stopped and not self._nodes.several else actions
 
-    def _fetched(self, event: Fetched, now: float) -> list[Action]:
+    def _fetched(self, event: SharedRead, now: float) -> list[Action]:
         self._tell_of_races(event.surviving, now)
         return []
 
@@ -323,7 +323,7 @@ class WindowCoordinator(ParameterServer):
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         if role not in self._looked:
-            return [Look(role, self.ledger.timestamp if self._numbered else self._told[role])]
+            return [FindUpdates(role, self.ledger.timestamp if self._numbered else self._told[role])]
         if self._unentered(role):
             self._leaving.append(role)
             return []
@@ -334,7 +334,7 @@ class WindowCoordinator(ParameterServer):
         at_hand = [] if self._at_hand is None else [self._at_hand]
         return sum(report.sender == role for report in (*self._early.values(), *self._reports, *at_hand))
 
-    def _found(self, event: Found, now: float) -> list[Action]:
+    def _found(self, event: UpdatesFound, now: float) -> list[Action]:
         """What a worker did that died; those updates are in the weights, whether it told of them or not."""
         role, dealer = event.role, self.ledger.dealer
         assert dealer is not None

@@ -14,17 +14,17 @@ from protocols import Hogbatch
 from rudra.core.events import (
     WEIGHTS,
     Action,
-    Assessed,
+    AppliedGradient,
     Computed,
-    Fetch,
-    Fetched,
-    Made,
-    Publish,
+    EvaluationPartComputed,
+    ReadShared,
     Received,
     Send,
     Sent,
-    Train,
-    Trained,
+    SharedRead,
+    TrainedInPlace,
+    TrainInPlace,
+    WriteShared,
 )
 from rudra.core.messages import (
     AppliedInPlace,
@@ -60,7 +60,7 @@ BATCHES_AHEAD, UPDATES_AHEAD = 64, 8192
 COMPUTING, EXCHANGING = LearnerState.COMPUTING, LearnerState.EXCHANGING
 
 
-def on_its_way(made: Made, *, numbered: bool) -> Gradient:
+def on_its_way(made: AppliedGradient, *, numbered: bool) -> Gradient:
     """A gradient as a worker tells of it: `scale` is its rate, and, where updates have no numbers, `timestamp` the most
     that σ may be.
     """
@@ -101,12 +101,12 @@ class WindowLog(WorkLog):
         for some in [(part,) for part in parts] if self._alone else [tuple(parts)]:
             self.batches.append(Batch(some, tuple(rate * self._protocol.rate_scale(work.count) for work in some)))
 
-    def begin_batch(self, now: float) -> Train:
+    def begin_batch(self, now: float) -> TrainInPlace:
         self._since = now
         batch = self.batches.popleft()
-        return Train(self.step, batch.works, batch.rates)
+        return TrainInPlace(self.step, batch.works, batch.rates)
 
-    def enter_made(self, made: tuple[Made, ...], wait_s: float, now: float) -> tuple[list[Action], bool]:
+    def enter_made(self, made: tuple[AppliedGradient, ...], wait_s: float, now: float) -> tuple[list[Action], bool]:
         """Notes gradients that are in the weights; what to do, and whether that is all because the run fails.
 
         Those that threads computed together count as if each took its share of the time, one after the other.
@@ -151,17 +151,17 @@ class WindowWorker(Learner):
         **{key: to for key, to in Learner.TRANSITIONS.items() if key[0] not in (COMPUTING, EXCHANGING)},
         (LearnerState.READY, MessageKind.START): Transition("_begin", EXCHANGING),
         **self_loops([LearnerState.STOPPED], {MessageKind.ASSIGN_WORK: "_ignore"}),
-        (LearnerState.TESTING, Assessed): Transition("_assessed", EXCHANGING),
+        (LearnerState.TESTING, EvaluationPartComputed): Transition("_assessed", EXCHANGING),
         (LearnerState.TESTING, Sent): Transition("_ignore", LearnerState.TESTING),
         (LearnerState.TESTING, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE),
         (EXCHANGING, MessageKind.ASSIGN_WORK): Transition("_execute", COMPUTING),
         (EXCHANGING, MessageKind.STOP): Transition("_stop_soon", LearnerState.STOPPED),
-        **self_loops([EXCHANGING, LearnerState.STOPPED], {MessageKind.COLLECT_WINDOW: "_join", Fetched: "_give"}),
+        **self_loops([EXCHANGING, LearnerState.STOPPED], {MessageKind.COLLECT_WINDOW: "_join", SharedRead: "_give"}),
         **self_loops([EXCHANGING], {Sent: "_given", MessageKind.WEIGHTS: "_adopt"}),
         (EXCHANGING, MessageKind.EVALUATE_PART): Transition("_assess", LearnerState.TESTING),
         (COMPUTING, MessageKind.ASSIGN_WORK): Transition("_execute", COMPUTING),
         (COMPUTING, MessageKind.STOP): Transition("_stop_soon", COMPUTING),
-        (COMPUTING, Trained): Transition("_report", COMPUTING, EXCHANGING, LearnerState.STOPPED),
+        (COMPUTING, TrainedInPlace): Transition("_report", COMPUTING, EXCHANGING, LearnerState.STOPPED),
         **{
             (state, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE) for state in (COMPUTING, EXCHANGING)
         },
@@ -172,7 +172,7 @@ class WindowWorker(Learner):
         self._pause = EvaluationPause()
         self._ahead = not setup.job.hogbatch.locking
         self._asked = 1  # batches that are on their way; who is there when training begins gets one
-        self._untold: list[Made] = []
+        self._untold: list[AppliedGradient] = []
         self._leads = role in setup.plan.window_leaders
         self._takes = False  # the average of the nodes' weights
         self._wait_s = self._waits_since = self._told_at = self._batch_began = self._batch_s = 0.0
@@ -189,14 +189,14 @@ class WindowWorker(Learner):
     # The weights of this one's node, where there are several.
 
     def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
-        publish = [Publish(WEIGHTS, event.message.timestamp)] if self._leads else []
+        publish = [WriteShared(WEIGHTS, event.message.timestamp)] if self._leads else []
         return [*publish, *super()._first_weights(event, now)]
 
     def _join(self, event: Received[CollectWindow], now: float) -> list[Action]:
         self._takes = event.message.average_follows
-        return [Fetch(WEIGHTS)]
+        return [ReadShared(WEIGHTS)]
 
-    def _give(self, event: Fetched, now: float) -> list[Action]:
+    def _give(self, event: SharedRead, now: float) -> list[Action]:
         return [Send(self.server, WindowWeights(self.id, event.surviving), WEIGHTS)]
 
     def _given(self, event: Sent, now: float) -> list[Action]:
@@ -204,7 +204,7 @@ class WindowWorker(Learner):
 
     def _adopt(self, event: Received[Weights], now: float) -> list[Action]:
         self.timestamp = event.message.timestamp
-        return [Publish(WEIGHTS, self.timestamp), Send(self.server, WindowUpdated(self.id, self.timestamp))]
+        return [WriteShared(WEIGHTS, self.timestamp), Send(self.server, WindowUpdated(self.id, self.timestamp))]
 
     # Evaluations of the weights in the window, while nobody trains.
 
@@ -213,7 +213,7 @@ class WindowWorker(Learner):
         self.state = LearnerState.TESTING
         return [self._pause.evaluate()]
 
-    def _assessed(self, event: Assessed, now: float) -> list[Action]:
+    def _assessed(self, event: EvaluationPartComputed, now: float) -> list[Action]:
         self.state = EXCHANGING
         return evaluated_part(self.id, self.server, event)
 
@@ -250,7 +250,7 @@ class WindowWorker(Learner):
         self.state, self._batch_began = COMPUTING, now
         return self.log.begin_batch(now)
 
-    def _report(self, event: Trained, now: float) -> list[Action]:
+    def _report(self, event: TrainedInPlace, now: float) -> list[Action]:
         actions, fails = self.log.enter_made(event.made, self._wait_s, now)
         if fails:
             return actions

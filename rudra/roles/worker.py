@@ -21,10 +21,10 @@ from rudra.core.events import (
     GRADIENT,
     WEIGHTS,
     Action,
-    Assess,
-    Assessed,
     Compute,
     Computed,
+    ComputeEvaluationPart,
+    EvaluationPartComputed,
     Received,
     Send,
     Sent,
@@ -117,7 +117,7 @@ class EvaluationPause:
         """Computes the part."""
         part, self.part = self.part, None
         assert part is not None
-        return Assess(WEIGHTS, part, PARTS)
+        return ComputeEvaluationPart(WEIGHTS, part, PARTS)
 
     def end(self, now: float) -> float:
         """Ends the pause, if there is one; returns how long it was."""
@@ -126,7 +126,7 @@ class EvaluationPause:
         return pause_s
 
 
-def evaluated_part(role: int, server: int, event: Assessed) -> list[Action]:
+def evaluated_part(role: int, server: int, event: EvaluationPartComputed) -> list[Action]:
     """Reports a part of an evaluation to the coordinator."""
     pieces = in_pieces_or_none(event.rows)
     return [Send(server, PartEvaluated(role, event.part, last, rows)) for rows, last in pieces]
@@ -152,7 +152,7 @@ class Worker(Learner):
         (LearnerState.EXCHANGING, MessageKind.WEIGHTS): Transition(
             "_pulled", LearnerState.EXCHANGING, LearnerState.COMPUTING, LearnerState.TESTING, LearnerState.STOPPED
         ),
-        (LearnerState.TESTING, Assessed): Transition("_assessed", LearnerState.EXCHANGING),
+        (LearnerState.TESTING, EvaluationPartComputed): Transition("_assessed", LearnerState.EXCHANGING),
         (LearnerState.TESTING, Sent): Transition("_delivered_meanwhile", LearnerState.TESTING),
         (LearnerState.TESTING, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE),
     }
@@ -215,7 +215,7 @@ class Worker(Learner):
         self.timestamp = event.message.timestamp
         return self._test()
 
-    def _assessed(self, event: Assessed, now: float) -> list[Action]:
+    def _assessed(self, event: EvaluationPartComputed, now: float) -> list[Action]:
         self.state = LearnerState.EXCHANGING
         return evaluated_part(self.id, self.server, event)
 

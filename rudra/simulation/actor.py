@@ -5,7 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from math import inf
 
-from rudra.core.events import Action, Backward, Compute, Event, Forward, Local, Receive, Send
+from rudra.core.events import Action, BackpropFirstStage, Compute, Event, ExecutorAction, Receive, RunFirstStage, Send
 from rudra.data.sampling import mix
 from rudra.roles import Machine
 from rudra.simulation.costs import Link
@@ -73,7 +73,7 @@ class Actor:
         self.busy_until = 0.0
         self.halted = False
         self.compute_s: Callable[[], float] = float
-        self.local_s: Mapping[type[Local], float] = {}
+        self.local_s: Mapping[type[ExecutorAction], float] = {}
         self.computing = False
         self.delay_s = 0.0
         self.neighbours: list[Actor] = []
@@ -82,7 +82,7 @@ class Actor:
         # Gradients of many: a dict would be slow to find its first key.
         self.offered: tuple[dict[int, list[Offer]], ...] = ({}, OrderedDict() if serves else {})
         self.routes: dict[int, Route] = {}
-        self.turns: deque[tuple[Actor, Compute | Forward | Backward]] = deque()
+        self.turns: deque[tuple[Actor, Compute | RunFirstStage | BackpropFirstStage]] = deque()
 
 
 class Route:

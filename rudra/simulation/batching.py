@@ -9,7 +9,7 @@ from rudra.core.events import (
     Compute,
     Computed,
     Event,
-    Local,
+    ExecutorAction,
 )
 from rudra.errors import ConfigError
 from rudra.simulation.tensors import RealTensors
@@ -49,7 +49,7 @@ class BigBatchTensors(RealTensors):
         self._hold((role, action.gradient), self._gradient)
         return self._learner(role).computed(action, self._outcomes[role])
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Accumulate) and action.into != action.gradient:
             into, gradient = (self._held((role, name)) for name in (action.into, action.gradient))
             if into is gradient:  # the mean of equals, which changes no bit
@@ -65,7 +65,7 @@ class VmapTensors(RealTensors):
         self._planned: dict[int, Compute] = {}
         self._ready: dict[int, tuple[Buffer, BatchResult]] = {}
 
-    def planned(self, role: int, action: Local) -> None:
+    def planned(self, role: int, action: ExecutorAction) -> None:
         if isinstance(action, Compute):
             self._planned[role] = action
 

@@ -6,7 +6,7 @@ Source: Park et al., RALP, §3 and §6.4, where eight jobs share eight machines.
 from collections import defaultdict
 from typing import Any
 
-from rudra.core.events import Finish, Keep, Record
+from rudra.core.events import Finish, Record, StoreEpochWeights
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 
@@ -47,6 +47,6 @@ class Unrecorded:
     """Where rows go that nobody reads."""
 
     def record(self, action: Record) -> None: ...
-    def keep(self, role: int, action: Keep) -> None: ...
+    def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...

@@ -18,17 +18,17 @@ from typing import NamedTuple
 from protocols import Hogbatch
 from rudra.core.events import (
     Accumulate,
-    Approach,
-    Assess,
-    Backward,
-    Combine,
-    Conclude,
+    AverageGroup,
+    BackpropFirstStage,
+    ComputeEvaluationPart,
     Copy,
     Evaluate,
-    Forward,
-    Local,
-    Step,
-    Train,
+    ExecutorAction,
+    PullReplica,
+    RunFirstStage,
+    RunLastStage,
+    StepReplica,
+    TrainInPlace,
     Update,
 )
 from rudra.core.layout import Placed
@@ -126,8 +126,13 @@ class CostModel:
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
         self._placed = placed = placed or Placed()
         # A backward pass has twice the operations of a forward pass.
-        self.pieces: dict[type[Local], float] = {Forward: (1 - placed.back) / 3, Backward: (1 - placed.back) * 2 / 3}
-        self.pieces[Assess] = 1 / 3  # of a worker's first batch; the clock of the training stands still meanwhile
+        self.pieces: dict[type[ExecutorAction], float] = {
+            RunFirstStage: (1 - placed.back) / 3,
+            BackpropFirstStage: (1 - placed.back) * 2 / 3,
+        }
+        self.pieces[ComputeEvaluationPart] = (
+            1 / 3
+        )  # of a worker's first batch; the clock of the training stands still meanwhile
         self._conclude_s = placed.back * at(table.compute_s, minibatch_size) if plan.stage is not None else 0.0
         node = list(plan.nodes(near=table.servers_on_first_node))
         for place, owner in enumerate((*plan.owners, *plan.stages[1:])):
@@ -135,23 +140,23 @@ class CostModel:
                 node[owner] -= place
         self.node = _on_machines(node, table.machines) if table.machines else tuple(node)
         self.compute_s = self._compute_times(minibatch_size, shares)
-        self._local_s: dict[type[Local], tuple[float, float]] = {
+        self._local_s: dict[type[ExecutorAction], tuple[float, float]] = {
             Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
             Update: _affine(table.update_s, table.update_s_per_byte),
-            Step: _affine(table.update_s, table.update_s_per_byte),
-            Train: _affine(table.update_s, table.update_s_per_byte),  # its update
-            Approach: _affine(0.0, table.copy_s_per_byte),
+            StepReplica: _affine(table.update_s, table.update_s_per_byte),
+            TrainInPlace: _affine(table.update_s, table.update_s_per_byte),  # its update
+            PullReplica: _affine(0.0, table.copy_s_per_byte),
             Copy: _affine(0.0, table.copy_s_per_byte),
             Evaluate: _affine(table.evaluation_s, None),
         }
-        self._local_s_of: dict[float, dict[type[Local], float]] = {}  # by the part of the weights
+        self._local_s_of: dict[float, dict[type[ExecutorAction], float]] = {}  # by the part of the weights
 
-    def local_seconds(self, kind: type[Local]) -> float:
+    def local_seconds(self, kind: type[ExecutorAction]) -> float:
         """How long a local action on whole vectors takes; a computation has its own (`computation`)."""
         fixed_s, per_byte_s = self._local_s.get(kind, _NOTHING)
         return fixed_s + per_byte_s * self.size_bytes
 
-    def local_s(self, role: int) -> dict[type[Local], float]:
+    def local_s(self, role: int) -> dict[type[ExecutorAction], float]:
         """How long each local action of a role takes, of whatever it holds; those that are not here take no time."""
         part = self.part(role)
         if part not in self._local_s_of:
@@ -160,7 +165,7 @@ class CostModel:
         if role not in self.plan.stages:
             return self._local_s_of[part]
         added_s = self._local_s_of[part].get(Accumulate, 0.0) * (max(map(len, self.plan.groups), default=1) - 1)
-        own: dict[type[Local], float] = {Conclude: self._conclude_s, Combine: added_s}
+        own: dict[type[ExecutorAction], float] = {RunLastStage: self._conclude_s, AverageGroup: added_s}
         return self._local_s_of[part] | {kind: seconds for kind, seconds in own.items() if seconds}
 
     def part(self, role: int) -> float:

@@ -12,31 +12,31 @@ from typing import Any, Protocol
 
 from rudra.core.events import (
     Action,
-    Backward,
+    BackpropFirstStage,
+    CancelReceive,
     Commit,
     Committed,
     Compute,
     Event,
+    ExecutorAction,
     Fail,
     Finish,
-    Forward,
     Halt,
-    Keep,
-    Local,
     Receive,
     Received,
+    Reconfigure,
     Record,
     Reduce,
-    Regroup,
+    RunFirstStage,
     Save,
     Saved,
     Send,
     Started,
     Stopped,
+    StoreEpochWeights,
     Sync,
     Tick,
     Warn,
-    Withdraw,
 )
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
@@ -59,7 +59,7 @@ class RowSink(Protocol):
     """Where the statistics server's rows go."""
 
     def record(self, action: Record) -> None: ...
-    def keep(self, role: int, action: Keep) -> None: ...
+    def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 
@@ -127,18 +127,18 @@ class Simulation:
         self.do: dict[type[Action], Callable[[Actor, Any, float], None]] = {
             Send: network.send,
             Receive: network.receive,
-            Withdraw: network.withdraw,
+            CancelReceive: network.withdraw,
             Reduce: network.reduce,
             Save: self._save,
             Commit: lambda actor, action, time: self._soon(actor, Committed(action.timestamp)),
             Sync: lambda actor, action, time: None,
             Record: lambda actor, action, time: recorder.record(action),
-            Keep: lambda actor, action, time: recorder.keep(actor.role, action),
+            StoreEpochWeights: lambda actor, action, time: recorder.keep(actor.role, action),
             Finish: lambda actor, action, time: recorder.finish(actor.role, action),
             Warn: lambda actor, action, time: recorder.warn(actor.machine.name, action.text),
             Fail: self._fail,
             Halt: self._halt,
-            Regroup: SimulatedRegrouping(self, make, price).regroup,
+            Reconfigure: SimulatedRegrouping(self, make, price).regroup,
         }
         self._over = self._end
         for role, machine in machines.items():
@@ -150,7 +150,7 @@ class Simulation:
             actor.local_s = costs.local_s(role)
             if role in costs.compute_s:
                 actor.compute_s = costs.computation(role, actor.random)
-        for kind in Local.__subclasses__():
+        for kind in ExecutorAction.__subclasses__():
             free = kind in tensors.idle and not any(kind in actor.local_s for actor in self.actors.values())
             self.do[kind] = _nothing if free else self._begin if kind.long else self._perform
         self._share_ranks()
@@ -169,7 +169,7 @@ class Simulation:
             first = dict(zip(reversed(ranks), reversed(learners), strict=True))
             for actor, rank in zip(learners, ranks, strict=True):
                 actor.turns = first[rank].turns
-            self.do |= dict.fromkeys((Compute, Forward, Backward), self._begin_in_turn)
+            self.do |= dict.fromkeys((Compute, RunFirstStage, BackpropFirstStage), self._begin_in_turn)
             self._over = self._end_turn
 
     @property
@@ -293,7 +293,7 @@ class Simulation:
 
     # Actions of roles.
 
-    def _perform(self, actor: Actor, action: Local, time: float) -> None:
+    def _perform(self, actor: Actor, action: ExecutorAction, time: float) -> None:
         """Short work: done at once, and what comes of it is known when its time is over."""
         seconds = actor.local_s.get(type(action), 0.0)
         event = self._performed(actor.role, action, seconds)
@@ -303,7 +303,7 @@ class Simulation:
         if event is not None:
             self._later(time, actor.take, actor, event)
 
-    def _begin(self, actor: Actor, action: Local, time: float) -> None:
+    def _begin(self, actor: Actor, action: ExecutorAction, time: float) -> None:
         """Long work: done when its time is over."""
         if self._planned:
             self._planned(actor.role, action)
@@ -319,7 +319,7 @@ class Simulation:
             seconds, time = actor.local_s.get(kind, 0.0), max(time, actor.busy_until)  # behind an update, for example
         heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
 
-    def _end(self, actor: Actor, action: Local) -> None:
+    def _end(self, actor: Actor, action: ExecutorAction) -> None:
         if actor.delay_s:
             delay_s, actor.delay_s = actor.delay_s, 0.0
             self.queue.at(self.queue.now + delay_s, self._over, actor, action)
@@ -331,13 +331,13 @@ class Simulation:
 
     # The same for learners that share a rank: one mini-batch after the other, in the order in which they are asked for.
 
-    def _begin_in_turn(self, actor: Actor, action: Compute | Forward | Backward, time: float) -> None:
+    def _begin_in_turn(self, actor: Actor, action: Compute | RunFirstStage | BackpropFirstStage, time: float) -> None:
         actor.turns.append((actor, action))
         if len(actor.turns) == 1:
             self._begin(actor, action, time)
 
-    def _end_turn(self, actor: Actor, action: Local) -> None:
-        if type(action) in (Compute, Forward, Backward) and not actor.delay_s:
+    def _end_turn(self, actor: Actor, action: ExecutorAction) -> None:
+        if type(action) in (Compute, RunFirstStage, BackpropFirstStage) and not actor.delay_s:
             actor.turns.popleft()
             if actor.turns:
                 self._begin(*actor.turns[0], self.queue.now)

@@ -19,7 +19,7 @@ Source: omnivore.txt §IV-B and appendix D-D1.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from rudra.core.events import Backward, Combine, Conclude, Forward, Update
+from rudra.core.events import AverageGroup, BackpropFirstStage, RunFirstStage, RunLastStage, Update
 from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.prepare.resolve import nodes_of
@@ -72,13 +72,13 @@ def merged(model: CostModel, size_bytes: int) -> Times:
     assert stage is not None
     members = plan.groups[0] if plan.groups else plan.learners[:1]
     learner, k = members[0], len(members)
-    front_s = model.compute_s[learner] * (model.pieces[Forward] + model.pieces[Backward])
+    front_s = model.compute_s[learner] * (model.pieces[RunFirstStage] + model.pieces[BackpropFirstStage])
     exchange_s, server_busy_s = _exchange(model, learner, plan.server, size_bytes)
     way_s = _Way.of(model, learner, plan.server, size_bytes).seconds
     exchange_s += model.reduction_s(members, size_bytes) + handed_on_s(plan, way_s)
     there, back = (_Way.of(model, *ends, size_bytes) for ends in ((learner, stage), (stage, learner)))
     costs = model.local_s(stage)
-    conclude_s, update_s = costs.get(Conclude, 0.0), costs.get(Combine, 0.0) + costs.get(Update, 0.0)
+    conclude_s, update_s = costs.get(RunLastStage, 0.0), costs.get(AverageGroup, 0.0) + costs.get(Update, 0.0)
     links_s = there.transfer_s + back.transfer_s if there.blocking else max(there.transfer_s, back.transfer_s)
     return Times(
         convolutions_s(1, front_s, exchange_s, overlapped=plan.overlapped),

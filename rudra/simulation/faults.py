@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from math import prod
 
-from rudra.core.events import Action, Drop, Event, Halt, Lost, Receive, Regroup, Send, Sent
+from rudra.core.events import Action, DeclareLost, Event, Halt, Lost, Receive, Reconfigure, Send, Sent
 from rudra.data.sampling import mix
 from rudra.job.simulation import Fault
 from rudra.simulation.actor import Actor
@@ -38,8 +38,8 @@ class Faults:
         self._noticed: dict[int, float] = {}  # role -> when the others notice that it has died
         # Role -> how long it computes as a rule, and the factors of the slow-downs that it is in.
         self._slowed: dict[int, tuple[Callable[[], float], list[float]]] = {}
-        self._halt_as_ever, self._regroup_as_ever = simulation.do[Halt], simulation.do[Regroup]
-        simulation.do |= {Halt: self._halt, Regroup: self._regroup, Drop: self._drop}
+        self._halt_as_ever, self._regroup_as_ever = simulation.do[Halt], simulation.do[Reconfigure]
+        simulation.do |= {Halt: self._halt, Reconfigure: self._regroup, DeclareLost: self._drop}
         plan = simulation.plan
         for place, fault in enumerate(simulation.costs.table.faults):
             kind, index = (LEARNER, fault.learner) if fault.tree_server is None else (TREE_SERVER, fault.tree_server)
@@ -124,7 +124,7 @@ class Faults:
         rank = roles[actor.role].world_rank
         return [self._actors[i] for i, role in enumerate(roles) if role.kind_traits.trains and role.world_rank == rank]
 
-    def _drop(self, by: Actor, action: Drop, time: float) -> None:
+    def _drop(self, by: Actor, action: DeclareLost, time: float) -> None:
         """Here who is dropped does nothing any more, which only those that dropped it notice."""
         actor = self._actors[action.role]
         if not actor.halted:
@@ -164,7 +164,7 @@ class Faults:
 
     # Where all begin anew (`rudra.simulation.regrouping`).
 
-    def _regroup(self, by: Actor, action: Regroup, time: float) -> None:
+    def _regroup(self, by: Actor, action: Reconfigure, time: float) -> None:
         """Gives back what was on its way to the dead; who is slow stays so."""
         statistics = action.plan.statistics
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
-from rudra.core.events import Receive, Received, Reduce, Reduced, Send, Sent, Withdraw, Withdrawn
+from rudra.core.events import CancelReceive, Receive, ReceiveCancelled, Received, Reduce, Reduced, Send, Sent
 from rudra.core.messages import GRADIENTS
 from rudra.simulation.actor import Actor, Offer, Route
 from rudra.simulation.costs import CostModel
@@ -100,11 +100,11 @@ class Network:
             del offered[source]
         self._transfer(route, send, action, arrival if arrival > time else time)
 
-    def withdraw(self, actor: Actor, action: Withdraw, time: float) -> None:
+    def withdraw(self, actor: Actor, action: CancelReceive, time: float) -> None:
         for place, receive in enumerate(actor.posted):
             if receive.buffer == action.buffer:
                 del actor.posted[place]
-                event = Withdrawn(action.buffer)
+                event = ReceiveCancelled(action.buffer)
                 self._queue.later(self._queue.now, actor.take, actor, event)  # before a loss seen from now on
                 return
 

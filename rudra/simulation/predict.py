@@ -13,7 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra.core.events import Accumulate, Compute, Conclude, Copy, Event, Finish, Forward, Keep, Local, Record, Update
+from rudra.core.events import (
+    Accumulate,
+    Compute,
+    Copy,
+    Event,
+    ExecutorAction,
+    Finish,
+    Record,
+    RunFirstStage,
+    RunLastStage,
+    StoreEpochWeights,
+    Update,
+)
 from rudra.core.layout import Placed
 from rudra.core.records import TIMES
 from rudra.core.wire import tail_bytes
@@ -180,21 +192,21 @@ class _Meter(TimingOnly):
         done: role and kind of local action -> how often, of those that keep a server busy.
     """
 
-    idle: Collection[type[Local]] = ()
+    idle: Collection[type[ExecutorAction]] = ()
 
     def __init__(self, updates: int, owner: int) -> None:
         self.transfers: Counter[tuple[int, int]] = Counter()
-        self.done: Counter[tuple[int, type[Local]]] = Counter()
+        self.done: Counter[tuple[int, type[ExecutorAction]]] = Counter()
         self._updates, self._owner = updates, owner
         self._training = False
 
     def transfer(self, source: int, source_buffer: str, to: int, to_buffer: str) -> None:
         self.transfers[source, to] += self._training
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
-        if isinstance(action, Accumulate | Conclude | Update | Copy):
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
+        if isinstance(action, Accumulate | RunLastStage | Update | Copy):
             self.done[role, type(action)] += 1
-        if isinstance(action, Compute | Forward | Update):
+        if isinstance(action, Compute | RunFirstStage | Update):
             self._training = self.done[self._owner, Update] < self._updates
         return super().perform(role, action, seconds)
 
@@ -208,7 +220,7 @@ class KeptRows:
     def record(self, action: Record) -> None:
         self._tables.setdefault(action.table, []).append(action.rows)
 
-    def keep(self, role: int, action: Keep) -> None: ...
+    def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from rudra.core.events import Finish, Keep, Record
+from rudra.core.events import Finish, Record, StoreEpochWeights
 from rudra.core.messages import Rows
 from rudra.results.reader import Results
 from topologies import Plan
@@ -165,7 +165,7 @@ class Comparison:
                 if then and then != now:  # empty where the statistics server was behind
                     differs(int(row["timestamp"]), f"weights of epoch {row['epoch']}, sha256", then, now)
 
-    def keep(self, role: int, action: Keep) -> None: ...
+    def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 

@@ -5,7 +5,7 @@ All that is under way between the roles is gone a latency later; what the statis
 
 from collections.abc import Callable
 
-from rudra.core.events import Regroup, Started
+from rudra.core.events import Reconfigure, Started
 from rudra.core.training_state import TrainingState
 from rudra.roles import Machine
 from rudra.roles.ledger import outlasts
@@ -33,7 +33,7 @@ class SimulatedRegrouping:
     ) -> None:
         self._sim, self._make, self._price = simulation, make, price
 
-    def regroup(self, by: Actor, action: Regroup, time: float) -> None:
+    def regroup(self, by: Actor, action: Reconfigure, time: float) -> None:
         """Has all who are left begin anew, but for the statistics server and, as it does so by itself, the owner."""
         assert self._make is not None
         sim, plan, position = self._sim, action.plan, action.position

@@ -22,19 +22,19 @@ from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.stages import FirstStageExecutor
 from rudra.core.events import (
+    ACTIVATION_GRADIENT,
     ACTIVATIONS,
     GRADIENT,
-    RETURNED,
     WEIGHTS,
-    Arrange,
-    Backward,
+    BackpropFirstStage,
     Compute,
     Computed,
-    Conclude,
     Event,
-    Forward,
-    Local,
+    ExecutorAction,
     Reduce,
+    ReorderParts,
+    RunFirstStage,
+    RunLastStage,
     Update,
 )
 from rudra.core.wire import behind_bytes, tail_bytes
@@ -195,7 +195,7 @@ def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float,
     return loss, gradient_s
 
 
-def _outcome(executor: Executor, action: Local) -> Computed:
+def _outcome(executor: Executor, action: ExecutorAction) -> Computed:
     (computed,) = executor.perform(action)
     assert isinstance(computed, Computed)
     return computed
@@ -204,12 +204,12 @@ def _outcome(executor: Executor, action: Local) -> Computed:
 def _through_stage(stage: Executor, learner: FirstStageExecutor) -> Computed:
     """A gradient of a learner whose last layers are with a stage server."""
     work = learner.source.work
-    next(learner.perform(Forward(0, work, WEIGHTS, ACTIVATIONS)))
+    next(learner.perform(RunFirstStage(0, work, WEIGHTS, ACTIVATIONS)))
     stage.buffer(ACTIVATIONS).vector.copy_(learner.buffer(ACTIVATIONS).vector)
-    computed = _outcome(stage, Conclude(work.stream, 0, work, ACTIVATIONS, WEIGHTS, GRADIENT, RETURNED))
-    learner.buffer(RETURNED).vector.copy_(stage.buffer(RETURNED).vector)
+    computed = _outcome(stage, RunLastStage(work.stream, 0, work, ACTIVATIONS, WEIGHTS, GRADIENT, ACTIVATION_GRADIENT))
+    learner.buffer(ACTIVATION_GRADIENT).vector.copy_(stage.buffer(ACTIVATION_GRADIENT).vector)
     found = (computed.loss, computed.errors, computed.samples)
-    return _outcome(learner, Backward(0, WEIGHTS, RETURNED, GRADIENT, *found))
+    return _outcome(learner, BackpropFirstStage(0, WEIGHTS, ACTIVATION_GRADIENT, GRADIENT, *found))
 
 
 def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ...]:
@@ -217,7 +217,7 @@ def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ..
     if not isinstance(statistics, StatisticsExecutor):
         return ()
     _pull(owners, statistics)
-    statistics.arrange(Arrange(WEIGHTS))
+    statistics.arrange(ReorderParts(WEIGHTS))
     return statistics.try_out(WEIGHTS)
 
 
@@ -256,7 +256,7 @@ def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
 class _Counted(TimingOnly):
     """Remembers which buffers each role uses."""
 
-    idle: Collection[type[Local]] = ()
+    idle: Collection[type[ExecutorAction]] = ()
 
     def __init__(self) -> None:
         self.names: defaultdict[int, set[str]] = defaultdict(set)
@@ -265,7 +265,7 @@ class _Counted(TimingOnly):
         self.names[source].add(source_buffer)
         self.names[to].add(to_buffer)
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         self.names[role] |= {getattr(action, field) for field in (*action.reads, *action.changes)} - {""}
         return super().perform(role, action, seconds)
 

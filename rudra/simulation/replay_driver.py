@@ -21,7 +21,7 @@ from rudra.core.events import (
     Receive,
     Received,
     Reduce,
-    Restart,
+    ResetReplica,
     Send,
     Started,
 )
@@ -341,7 +341,7 @@ class ReplayDriver:
             return tensors.compute(role, action)
         begins = number == 1
         if begins and role not in self._exchanged:
-            tensors.perform(role, Restart(REPLICA, WEIGHTS), 0.0)
+            tensors.perform(role, ResetReplica(REPLICA, WEIGHTS), 0.0)
         computed = tensors.compute(role, structs.replace(action, weights=REPLICA))
         corrects = begins and role in self._exchanged
         tensors.perform(role, replicas.step(timestamp, number, corrects=corrects), 0.0)

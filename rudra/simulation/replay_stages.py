@@ -11,16 +11,16 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rudra.core.events import (
+    ACTIVATION_GRADIENT,
     ACTIVATIONS,
     GRADIENT,
-    RETURNED,
     WEIGHTS,
     Action,
-    Backward,
+    BackpropFirstStage,
     Computed,
     Copy,
-    Forward,
     Receive,
+    RunFirstStage,
     Send,
     Updated,
 )
@@ -123,17 +123,19 @@ class ThroughStage:
     def _ship(self, learner: int, step: int, timestamp: int) -> None:
         role, simulation = self._role[learner], self._simulation
         work = self._begin(role, step, timestamp)
-        self._tensors.perform(role, Forward(step, work, WEIGHTS, ACTIVATIONS), 0.0)
+        self._tensors.perform(role, RunFirstStage(step, work, WEIGHTS, ACTIVATIONS), 0.0)
         about = Gradient(-1, learner, work.count, step, work.first, timestamp, -1, 1.0, 0.0, 0.0, work.stream)
         message = Activations(role, timestamp, (about,))
         actor, now = simulation.actors[role], simulation.now
-        simulation.network.receive(actor, Receive(RETURNED, self._stage), now)
+        simulation.network.receive(actor, Receive(ACTIVATION_GRADIENT, self._stage), now)
         simulation.network.send(actor, Send(self._stage, message, ACTIVATIONS), now)
 
     def _go_back(self, learner: int, step: int) -> None:
         role = self._role[learner]
         (found,) = self._returned(role).gradients
-        backward = Backward(step, WEIGHTS, RETURNED, ahead(step), found.loss, found.errors, found.samples)
+        backward = BackpropFirstStage(
+            step, WEIGHTS, ACTIVATION_GRADIENT, ahead(step), found.loss, found.errors, found.samples
+        )
         computed = self._tensors.perform(role, backward, 0.0)
         assert isinstance(computed, Computed)
         self._ahead[learner, step] = computed

@@ -20,22 +20,22 @@ from rudra.compute.owners import AveragingExecutor, OwnerExecutor
 from rudra.compute.stages import PieceExecutor
 from rudra.compute.vectors import Buffer
 from rudra.core.events import (
+    ACTIVATION_GRADIENT,
     ACTIVATIONS,
     GRADIENT,
-    RETURNED,
     SNAPSHOT,
     WEIGHTS,
-    Backward,
+    BackpropFirstStage,
     Compute,
     Computed,
-    Conclude,
     Copy,
     Event,
-    Forward,
+    ExecutorAction,
     Hash,
     Hashed,
-    Local,
     Reduce,
+    RunFirstStage,
+    RunLastStage,
 )
 
 RoleBuffer = tuple[int, str]
@@ -54,7 +54,7 @@ class RealTensors:
         vectors: that were made so far, beside those that executors made themselves: the most that were held at once.
     """
 
-    idle: Collection[type[Local]] = ()
+    idle: Collection[type[ExecutorAction]] = ()
 
     def __init__(self, executors: dict[int, Executor], *, poison: bool = False, halves: bool = False) -> None:
         self.executors: Mapping[int, Executor] = executors
@@ -93,7 +93,7 @@ class RealTensors:
             self._going[role, buffer] -= 1
             if self._going[role, buffer]:
                 return
-        if buffer == SNAPSHOT or buffer.startswith((GRADIENT, ACTIVATIONS, RETURNED)):
+        if buffer == SNAPSHOT or buffer.startswith((GRADIENT, ACTIVATIONS, ACTIVATION_GRADIENT)):
             self.posted(role, buffer)
 
     def posted(self, role: int, buffer: str) -> None:
@@ -110,10 +110,10 @@ class RealTensors:
             self._hashes[held] = self._executors[role].sha256(buffer)
         return self._hashes[held]
 
-    def planned(self, role: int, action: Local) -> None:
+    def planned(self, role: int, action: ExecutorAction) -> None:
         """From now until it is done, what a long action reads does not change."""
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         match action:
             case Copy():
                 self._share((role, action.source), (role, action.target))
@@ -122,14 +122,14 @@ class RealTensors:
                 return Hashed(self.sha256(role, action.buffer))
             case Compute():
                 return self.compute(role, action)
-            case Forward() | Backward() | Conclude():
+            case RunFirstStage() | BackpropFirstStage() | RunLastStage():
                 for field_ in action.changes:
                     name = getattr(action, field_)
                     self._hold((role, name), self._new(role, name))
                 (found,) = self._executors[role].perform(action)
-                if isinstance(action, Conclude):
+                if isinstance(action, RunLastStage):
                     self.posted(role, action.activations)
-                elif isinstance(action, Backward):
+                elif isinstance(action, BackpropFirstStage):
                     self.posted(role, action.returned)
                 return found
         names = (*(getattr(action, field_) for field_ in action.changes), *getattr(action, "gradients", ()))

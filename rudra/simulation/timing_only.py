@@ -9,30 +9,30 @@ from rudra.compute.executor import Executor
 from rudra.core import records
 from rudra.core.events import (
     Accumulate,
-    Approach,
-    Assess,
-    Assessed,
-    Backward,
-    Combine,
+    ActivationsReady,
+    AverageGroup,
+    BackpropFirstStage,
     Compute,
     Computed,
-    Conclude,
+    ComputeEvaluationPart,
+    ComputeNorms,
     Copy,
     Evaluate,
     Evaluated,
+    EvaluationPartComputed,
     Event,
-    Forward,
-    Forwarded,
+    ExecutorAction,
     Hash,
     Hashed,
-    Local,
-    Measure,
-    Measured,
+    MergeEvaluation,
+    NormsComputed,
+    PullReplica,
     Reduce,
-    Restart,
-    Step,
-    Stepped,
-    Sum,
+    ReplicaStepped,
+    ResetReplica,
+    RunFirstStage,
+    RunLastStage,
+    StepReplica,
     Update,
     Updated,
 )
@@ -49,7 +49,7 @@ class Tensors(Protocol):
     """
 
     @property
-    def idle(self) -> Collection[type[Local]]: ...
+    def idle(self) -> Collection[type[ExecutorAction]]: ...
     @property
     def lent(self) -> Callable[[int, str], None] | None: ...
     @property
@@ -59,7 +59,7 @@ class Tensors(Protocol):
     @property
     def posted(self) -> Callable[[int, str], None] | None: ...
     @property
-    def planned(self) -> Callable[[int, Local], None] | None: ...
+    def planned(self) -> Callable[[int, ExecutorAction], None] | None: ...
     @property
     def reduce(self) -> Callable[[Mapping[int, Reduce], Sequence[Sequence[int]]], None] | None: ...
     @property
@@ -70,7 +70,7 @@ class Tensors(Protocol):
     @property
     def executors(self) -> Mapping[int, Executor]: ...
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None: ...
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None: ...
 
 
 class TimingOnly:
@@ -80,34 +80,34 @@ class TimingOnly:
     transfer: Callable[[int, str, int, str], None] | None = None
     sent: Callable[[int, str], None] | None = None
     posted: Callable[[int, str], None] | None = None
-    planned: Callable[[int, Local], None] | None = None
+    planned: Callable[[int, ExecutorAction], None] | None = None
     reduce: Callable[[Mapping[int, Reduce], Sequence[Sequence[int]]], None] | None = None
     lost: Callable[[int], None] | None = None
     regroup: Callable[[int, int], None] | None = None
 
     executors: Mapping[int, Executor] = {}
 
-    idle: Collection[type[Local]] = (Accumulate, Approach, Combine, Copy, Restart)
+    idle: Collection[type[ExecutorAction]] = (Accumulate, PullReplica, AverageGroup, Copy, ResetReplica)
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         match action:
             case Compute():
                 return Computed(action.step, 0.0, 0.0, action.work.count)
-            case Forward():
-                return Forwarded(action.step)
-            case Backward():
+            case RunFirstStage():
+                return ActivationsReady(action.step)
+            case BackpropFirstStage():
                 return Computed(action.step, action.loss, action.errors, action.samples)
-            case Conclude():
+            case RunLastStage():
                 return Computed(action.step, 0.0, 0.0, action.work.count)
             case Update():
                 return Updated(action.timestamp, 0, seconds)
-            case Measure():
-                return Measured(bytes(4))
-            case Step():
-                return Stepped(seconds)
-            case Assess():
-                return Assessed(action.part, np.empty(0, records.SUM))
-            case Evaluate() | Sum():
+            case ComputeNorms():
+                return NormsComputed(bytes(4))
+            case StepReplica():
+                return ReplicaStepped(seconds)
+            case ComputeEvaluationPart():
+                return EvaluationPartComputed(action.part, np.empty(0, records.SUM))
+            case Evaluate() | MergeEvaluation():
                 return Evaluated(action.buffer, (), seconds)
             case Hash():
                 return Hashed("")  # of nothing

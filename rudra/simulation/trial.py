@@ -12,7 +12,7 @@ from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
-from rudra.core.events import Event, Finish, Keep, Record, Save
+from rudra.core.events import Event, Finish, Record, Save, StoreEpochWeights
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
@@ -43,7 +43,7 @@ class TrialRows:
     def record(self, action: Record) -> None:
         self.tables.setdefault(action.table, []).append(action.rows)
 
-    def keep(self, role: int, action: Keep) -> None: ...
+    def keep(self, role: int, action: StoreEpochWeights) -> None: ...
 
     def finish(self, role: int, action: Finish) -> None:
         names = action.totals.dtype.names or ()

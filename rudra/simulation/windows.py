@@ -15,7 +15,16 @@ import torch
 from rudra.compute.gradients import BatchResult
 from rudra.compute.hogwild import HogwildExecutor, give_window, made_of, manner, shape_of, window_here
 from rudra.compute.window import Contribution
-from rudra.core.events import Fetch, Fetched, Found, Look, Made, Publish, Train, Trained
+from rudra.core.events import (
+    AppliedGradient,
+    FindUpdates,
+    ReadShared,
+    SharedRead,
+    TrainedInPlace,
+    TrainInPlace,
+    UpdatesFound,
+    WriteShared,
+)
 from rudra.core.work import Work
 from rudra.job.job import Job
 from rudra.simulation.actor import Actor
@@ -27,10 +36,10 @@ T = TypeVar("T")
 LOCK = -1.0
 """In place of seconds: as long as it takes to get the lock."""
 
-Steps = Generator[float, None, Made]
+Steps = Generator[float, None, AppliedGradient]
 """What one thread of a worker does: seconds until it goes on, and what it made in the end."""
 
-Thread = tuple[Steps, list[Made | None], int]
+Thread = tuple[Steps, list[AppliedGradient | None], int]
 """What it does, what those of the batch have made so far, and its place among them."""
 
 
@@ -62,27 +71,27 @@ class SimulatedWindows:
         self._holder: Actor | None = None  # of the lock
         self._queued: deque[tuple[Actor, Thread]] = deque()
         if owner is None:
-            simulation.do[Publish] = self._publish
-            simulation.do[Look], simulation.do[Fetch] = self._look, self._fetch
-        simulation.do[Train] = self._train
+            simulation.do[WriteShared] = self._publish
+            simulation.do[FindUpdates], simulation.do[ReadShared] = self._look, self._fetch
+        simulation.do[TrainInPlace] = self._train
 
-    def _publish(self, actor: Actor, action: Publish, time: float) -> None:
+    def _publish(self, actor: Actor, action: WriteShared, time: float) -> None:
         self._windows[actor.role].fill(torch.zeros(1), action.timestamp)
 
-    def _look(self, actor: Actor, action: Look, time: float) -> None:
+    def _look(self, actor: Actor, action: FindUpdates, time: float) -> None:
         window = self._windows[actor.role]
         entries = window.entries(self._workers[action.role], action.after)
-        found = Found(action.role, tuple(made_of(entry, window.update) for entry in entries))
+        found = UpdatesFound(action.role, tuple(made_of(entry, window.update) for entry in entries))
         self._queue.later(time, actor.take, actor, found)
 
-    def _fetch(self, actor: Actor, action: Fetch, time: float) -> None:
-        self._queue.later(time, actor.take, actor, Fetched(self._windows[actor.role].surviving))
+    def _fetch(self, actor: Actor, action: ReadShared, time: float) -> None:
+        self._queue.later(time, actor.take, actor, SharedRead(self._windows[actor.role].surviving))
 
-    def _train(self, actor: Actor, action: Train, time: float) -> None:
+    def _train(self, actor: Actor, action: TrainInPlace, time: float) -> None:
         """All its threads begin; it is over when the last one is."""
         executor = self._executors.get(actor.role)
         batches = executor.batches(action.step, action.works) if executor else [None] * len(action.works)
-        made: list[Made | None] = [None] * len(action.works)
+        made: list[AppliedGradient | None] = [None] * len(action.works)
         actor.computing = True
         for place, (work, rate, batch) in enumerate(zip(action.works, action.rates, batches, strict=True)):
             steps = self._steps(actor, action.step + place, work, rate, batch)
@@ -100,7 +109,7 @@ class SimulatedWindows:
             made[place] = end.value
             if None not in made:
                 actor.computing = False
-                self._simulation.tell(actor.role, Trained(tuple(each for each in made if each is not None)))
+                self._simulation.tell(actor.role, TrainedInPlace(tuple(each for each in made if each is not None)))
             return
         if wait_s == LOCK:
             self._queued.append((actor, what))
@@ -129,7 +138,10 @@ class SimulatedWindows:
         window, worker = self._windows[actor.role], self._workers[actor.role]
         copies, overwrites = self._manners[actor.role]
         own, gradient = torch.empty(window.size), torch.zeros(window.size)
-        read_s, write_s = self._costs.table.copy_s_per_byte * self._costs.size_bytes, self._costs.local_seconds(Train)
+        read_s, write_s = (
+            self._costs.table.copy_s_per_byte * self._costs.size_bytes,
+            self._costs.local_seconds(TrainInPlace),
+        )
         compute_s = self._seconds(actor, work)
         locked, slices = window.update == "locked", self._slices
         if locked:

@@ -8,7 +8,7 @@ import torch
 
 from protocols import Protocol
 from rudra.compute.executor import Executor
-from rudra.core.events import GRADIENT, Backward, Compute, Computed, Event, Local, Reduce
+from rudra.core.events import GRADIENT, BackpropFirstStage, Compute, Computed, Event, ExecutorAction, Reduce
 from rudra.job.job import Job
 from rudra.simulation import trial
 from rudra.simulation.conformance import SAMPLES, check_epochs, check_updates
@@ -74,7 +74,7 @@ class Guarded(RealTensors):
         assert self._lent[role, buffer].pop(0) == self._digest(role, buffer), f"{buffer} of role {role} changed"
         super().sent(role, buffer)
 
-    def planned(self, role: int, action: Local) -> None:
+    def planned(self, role: int, action: ExecutorAction) -> None:
         super().planned(role, action)
         if isinstance(action, Compute):
             self._weights[role] = self._digest(role, action.weights)
@@ -85,9 +85,9 @@ class Guarded(RealTensors):
         self._computed[role] = self._digest(role, action.gradient)
         return computed
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         event = super().perform(role, action, seconds)
-        if isinstance(action, Backward):
+        if isinstance(action, BackpropFirstStage):
             self._computed[role] = self._digest(role, action.gradient)
         return event
 

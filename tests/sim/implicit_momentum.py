@@ -30,7 +30,7 @@ from rudra.compute import models
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.flat import FlatModel
 from rudra.compute.making import make_executors
-from rudra.core.events import Event, Finish, Keep, Local, Record, Update
+from rudra.core.events import Event, ExecutorAction, Finish, Record, StoreEpochWeights, Update
 from rudra.data.load import DataInfo, load
 from rudra.data.samples import Samples
 from rudra.job.job import Job
@@ -143,7 +143,7 @@ class _Watched(RealTensors):
 
     moved: Callable[[], None]
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         event = super().perform(role, action, seconds)
         if isinstance(action, Update):
             self.moved()
@@ -160,7 +160,7 @@ class _Staleness:
         if action.table == "gradients":
             self.found.append(action.rows["staleness"].copy())
 
-    def keep(self, role: int, action: Keep) -> None: ...
+    def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 

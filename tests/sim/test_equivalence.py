@@ -15,7 +15,7 @@ import rudra
 from rudra.compute import models
 from rudra.compute.executor import Executor
 from rudra.compute.flat import FlatModel
-from rudra.core.events import Compute, Event, Local, Update
+from rudra.core.events import Compute, Event, ExecutorAction, Update
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.job.job import Job
@@ -315,7 +315,7 @@ class Stamped(Guarded):
         self.versions = {0: self._digest(0, "weights")}
         self.used: dict[tuple[int, int], str] = {}
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Compute):
             self.used[role, action.step] = self._digest(role, action.weights)
         event = super().perform(role, action, seconds)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from random_clusters import dying, placed, undisturbed
 
-from rudra.core.events import Evaluate, Evaluated, Event, Local, Score
+from rudra.core.events import Evaluate, Evaluated, Event, ExecutorAction, SplitMetrics
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.prepare.resolve import nodes_of
@@ -78,9 +78,9 @@ class Judged(TimingOnly):
     def __init__(self, luck: int) -> None:
         self._random = Random(luck)
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Evaluate):
-            score = Score("test", self._random.random(), self._random.random())
+            score = SplitMetrics("test", self._random.random(), self._random.random())
             return Evaluated(action.buffer, (score,), seconds)
         return super().perform(role, action, seconds)
 

@@ -13,19 +13,31 @@ from rudra.compute.schedule import schedule_of
 from rudra.core.events import (
     Accumulate,
     Action,
+    AverageGroup,
+    CancelReceive,
     Compute,
+    ComputeNorms,
+    DeclareLost,
     Event,
     Fail,
     Halt,
     Hashed,
+    MergeEvaluation,
+    PullReplica,
     Receive,
     Received,
+    Reconfigure,
     Record,
     Reduce,
+    ReorderParts,
+    ResetReplica,
     Send,
     Sent,
+    StepReplica,
+    StoreEpochWeights,
     Update,
     Updated,
+    WriteShared,
 )
 from rudra.core.messages import MESSAGES, ChildDone, Message, MessageKind, PushedGradient
 from rudra.core.records import Gradient
@@ -48,6 +60,21 @@ LETTERS = {
 }
 QUIET = {"report_s": 1e9}
 """Rows are sent only where they must be, which keeps traces short."""
+SHORT: dict[type[Action], str] = {
+    AverageGroup: "combine",
+    CancelReceive: "withdraw",
+    ComputeNorms: "measure",
+    DeclareLost: "drop",
+    MergeEvaluation: "sum",
+    PullReplica: "approach",
+    Reconfigure: "regroup",
+    ReorderParts: "arrange",
+    ResetReplica: "restart",
+    StepReplica: "step",
+    StoreEpochWeights: "keep",
+    WriteShared: "publish",
+}
+"""Short texts of actions whose names are long."""
 HASHED = Hashed("0123456789abcdef" + 48 * "0")
 
 
@@ -100,7 +127,8 @@ def brief(action: Action, names: Sequence[str] = NAMES) -> str:
         case _:
             shown = (getattr(action, name) for name in type(action).__match_args__)
             fields = [str(value) for value in shown if not isinstance(value, np.ndarray) and value != ()]
-            return " ".join(filter(None, [type(action).__name__.lower(), *fields]))
+            name = SHORT.get(type(action), type(action).__name__.lower())
+            return " ".join(filter(None, [name, *fields]))
 
 
 def feed(role: Machine, *events: Event, now: float = 0.0) -> list[str]:

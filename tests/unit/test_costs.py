@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from rudra.cli.main import main
-from rudra.core.events import Accumulate, Approach, Backward, Copy, Evaluate, Forward, Step, Train, Update
+from rudra.core.events import (
+    Accumulate,
+    BackpropFirstStage,
+    Copy,
+    Evaluate,
+    PullReplica,
+    RunFirstStage,
+    StepReplica,
+    TrainInPlace,
+    Update,
+)
 from rudra.core.layout import Placed
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -247,7 +257,7 @@ def test_the_median_of_the_lognormal_is_the_mean_time() -> None:
 
 def test_what_a_server_and_a_test_take_is_in_the_table() -> None:
     known = model(2, gradient_s=1.0, update_s=2.0, evaluation_s=3.0)
-    assert known.local_s(SERVER) == {Accumulate: 1.0, Update: 2.0, Step: 2.0, Train: 2.0, Evaluate: 3.0}
+    assert known.local_s(SERVER) == {Accumulate: 1.0, Update: 2.0, StepReplica: 2.0, TrainInPlace: 2.0, Evaluate: 3.0}
 
 
 def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_them() -> None:
@@ -257,9 +267,9 @@ def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_the
     assert known.local_s(SERVER) == {
         Accumulate: 100.0,
         Update: 200.0,
-        Step: 200.0,
-        Train: 200.0,
-        Approach: 50.0,
+        StepReplica: 200.0,
+        TrainInPlace: 200.0,
+        PullReplica: 50.0,
         Copy: 50.0,
         Evaluate: 3.0,
     }
@@ -268,9 +278,9 @@ def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_the
     assert quarter.local_s(1) == {
         Accumulate: 25.0,
         Update: 50.0,
-        Step: 50.0,
-        Train: 50.0,
-        Approach: 12.5,
+        StepReplica: 50.0,
+        TrainInPlace: 50.0,
+        PullReplica: 12.5,
         Copy: 12.5,
         Evaluate: 0.75,
     }
@@ -523,4 +533,4 @@ def test_a_backward_pass_takes_twice_as_long_as_a_forward_pass() -> None:
     """Of what the stage server does not compute: three quarters of a mini-batch here."""
     run = Job(cluster={"learners": 2})
     found = CostModel(run.simulation, run.plan(), 4, placed=Placed(back=0.25))
-    assert (found.pieces[Forward], found.pieces[Backward]) == (0.25, 0.5)
+    assert (found.pieces[RunFirstStage], found.pieces[BackpropFirstStage]) == (0.25, 0.5)

@@ -28,30 +28,30 @@ from role_traces import (
 from rudra.core import records
 from rudra.core.events import (
     Action,
-    Assessed,
+    ActivationsReady,
     Committed,
     Computed,
     Evaluated,
+    EvaluationPartComputed,
     Event,
     Fail,
-    Fetched,
-    Forwarded,
-    Found,
     Hashed,
     Lost,
-    Measured,
+    NormsComputed,
+    ReceiveCancelled,
     Received,
     Reduced,
+    ReplicaStepped,
     Saved,
     Send,
     Sent,
+    SharedRead,
     Started,
-    Stepped,
     Stopped,
     Tick,
-    Trained,
+    TrainedInPlace,
     Updated,
-    Withdrawn,
+    UpdatesFound,
 )
 from rudra.core.messages import (
     DESCRIBED,
@@ -337,7 +337,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         {*learner_.LearnerState} - OVERLAPS - AVERAGES,
         [
             *(Started(), weights(0), HASHED, START, WORK, computed(0), SENT),
-            *(Received(EvaluatePart(SERVER, 1, 0)), weights(1), Assessed(0, NOTHING), STOP, DONE),
+            *(Received(EvaluatePart(SERVER, 1, 0)), weights(1), EvaluationPartComputed(0, NOTHING), STOP, DONE),
         ],
     ),
     "learner of the first layers": (
@@ -345,7 +345,7 @@ LIVES: dict[str, tuple[Job, int, set[Any], list[Event]]] = {
         FIRST_LEARNER,
         {*learner_.LearnerState} - TESTS - OVERLAPS - AVERAGES,
         [
-            *(Started(), weights(0), HASHED, START, Forwarded(0), Sent("activations", STAGE)),
+            *(Started(), weights(0), HASHED, START, ActivationsReady(0), Sent("activations", STAGE)),
             *(from_(STAGE, MessageKind.ACTIVATION_GRADIENT, "returned"), computed(0), SENT, STOP, DONE),
         ],
     ),
@@ -487,16 +487,16 @@ def any_event(trigger: Any) -> Event:
         Hashed: HASHED,
         Updated: updated(1),
         Computed: computed(0),
-        Forwarded: Forwarded(0),
-        Stepped: Stepped(0.0),
-        Measured: Measured(bytes(4)),
+        ActivationsReady: ActivationsReady(0),
+        ReplicaStepped: ReplicaStepped(0.0),
+        NormsComputed: NormsComputed(bytes(4)),
         Reduced: reduced(0),
-        Trained: Trained(()),
-        Fetched: Fetched(1.0),
-        Found: Found(FIRST_LEARNER, ()),
+        TrainedInPlace: TrainedInPlace(()),
+        SharedRead: SharedRead(1.0),
+        UpdatesFound: UpdatesFound(FIRST_LEARNER, ()),
         Evaluated: Evaluated("snapshot 0", (), 0.0),
-        Assessed: Assessed(0, NOTHING),
-        Withdrawn: Withdrawn("gradient 0"),
+        EvaluationPartComputed: EvaluationPartComputed(0, NOTHING),
+        ReceiveCancelled: ReceiveCancelled("gradient 0"),
         Saved: Saved(0),
         Committed: Committed(0),
         Stopped: Stopped(),
@@ -582,7 +582,9 @@ def test_minibatches_are_not_reported_if_the_job_says_so() -> None:
     assert [brief(a) for a in role.handle(STOP, 99.0)] == ["LEARNERS@0 to T", "CHILD_DONE@0 to S"]
 
 
-@pytest.mark.parametrize("event", [Forwarded(0), Received(any_message(MessageKind.ACTIVATION_GRADIENT, SERVER)), SENT])
+@pytest.mark.parametrize(
+    "event", [ActivationsReady(0), Received(any_message(MessageKind.ACTIVATION_GRADIENT, SERVER)), SENT]
+)
 def test_activations_at_a_learner_with_all_layers_raise(event: Event) -> None:
     role = computing()
     with pytest.raises(ProtocolError, match="a learner with all layers cannot take"):

@@ -7,7 +7,7 @@ import pytest
 from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, machine
 
 from rudra.core import records
-from rudra.core.events import Evaluated, Event, Hashed, Received, Record, Score, Send, Started
+from rudra.core.events import Evaluated, Event, Hashed, Received, Record, Send, SplitMetrics, Started
 from rudra.core.messages import (
     MESSAGES,
     ROWS,
@@ -43,7 +43,7 @@ def epoch(number: int, buffer: str | None = None, of: int = 3) -> Received:
 
 
 def evaluated(buffer: str, error: float = 0.5) -> Evaluated:
-    return Evaluated(buffer, (Score("test", 1.5, error, (("top5_error", 0.1),)),), 2.0)
+    return Evaluated(buffer, (SplitMetrics("test", 1.5, error, (("top5_error", 0.1),)),), 2.0)
 
 
 def accounts() -> list[Received]:

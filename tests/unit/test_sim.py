@@ -16,11 +16,11 @@ from rudra.core.events import (
     Compute,
     Computed,
     Event,
+    ExecutorAction,
     Fail,
     Halt,
     Hash,
     Hashed,
-    Local,
     Receive,
     Received,
     Send,
@@ -75,7 +75,7 @@ class Transfers(TimingOnly):
 
     log: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def perform(self, role: int, action: Local, seconds: float) -> Event | None:
+    def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         return Hashed(f"{role} {action.buffer}") if isinstance(action, Hash) else super().perform(role, action, seconds)
 
     def lent(self, role: int, buffer: str) -> None:
