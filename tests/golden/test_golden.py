@@ -33,6 +33,7 @@ def test_warm_start(tmp_path: Path) -> None:
     assert found == KNOWN["adv async, a warm start"]
 
 
+@pytest.mark.slow
 @pytest.mark.mpi
 def test_real_ranks_and_what_they_resume(tmp_path: Path) -> None:
     with fork_server():
