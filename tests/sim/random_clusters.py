@@ -11,9 +11,9 @@ from rules import Bounded, Eager
 
 from rudra.errors import RunError
 from rudra.job.job import Job
+from rudra.prepare.resolve import nodes_of
 from rudra.roles import Machine
 from rudra.roles.ledger import Owner
-from rudra.simulation.costs import places
 from rudra.simulation.driver import Check
 from rudra.simulation.trial import TrialRows, validate
 from topologies.kinds import TREE_SERVER
@@ -122,7 +122,7 @@ def faulty(draw: st.DrawFn, run: Job, samples: int) -> Job:
     most = draw(st.sampled_from([1, 2, run.learners]))
     dead = draw(st.lists(learners, min_size=1, max_size=most, unique=True))
     faults: list[dict[str, Any]] = [{"learner": i, "dies_at_s": draw(moments)} for i in dead]
-    servers = [role.index for role in run.plan(places(run)).roles if role.kind == TREE_SERVER]
+    servers = [role.index for role in run.plan(nodes_of(run)).roles if role.kind == TREE_SERVER]
     if servers:
         falling = draw(st.lists(st.sampled_from(servers), max_size=2, unique=True))
         faults += [{"tree_server": i, "dies_at_s": draw(moments)} for i in falling]

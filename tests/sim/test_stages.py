@@ -441,7 +441,7 @@ SEVERAL = {"servers": 2, "rule": "synchronous"}
                 "protocol": {"name": "hardsync"},
                 "topology": {"name": "adv", "options": {"fan_out": 1}},
             },
-            "servers = 2: where a server of a tree dies all begin anew",
+            "servers = 2: topology adv supports only one stage server",
         ),
         (
             {
