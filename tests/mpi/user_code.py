@@ -195,10 +195,10 @@ def dying_front() -> nn.Module:
 def deaf() -> nn.Module:
     """Nobody makes anything of the death of learner 1, and what it had promised never comes."""
     from rudra.core.events import Lost
-    from rudra.mpi import driver
+    from rudra.mpi import idleness
     from rudra.roles.server import ParameterServer, ServerState
 
-    driver.LEFT_S = 2.0
+    idleness.LEFT_S = 2.0
     for state in ServerState:
         ParameterServer._METHODS.pop((state, Lost), None)
     return dying_3()
