@@ -1,5 +1,7 @@
-"""Hardsync against torch DDP on gloo: by allreduce and through the parameter server; same model, batches and
-optimiser."""
+"""Hardsync against torch DDP on gloo: by allreduce and through the parameter server.
+
+Model, batches and optimiser are the same.
+"""
 
 import os
 import shutil
@@ -58,7 +60,7 @@ WAYS = {
 
 
 def run(*, quick: bool) -> Report:
-    """Measures two learners of one torch thread each; DDP runs in the learners' processes."""
+    """Measures two learners of one torch thread each. DDP runs in the learners' processes."""
     steps, compiler = {"lenet, μ = 4": 8} if quick else STEPS, os.environ.get("CXX", "g++").split()[0]
     if lacking := shutil.which(compiler) is None:
         steps = {case: count for case, count in steps.items() if "compiled" not in case}
@@ -103,7 +105,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: int) -> dict[str, Any]:
-    """Takes turns; returns, on learners: case -> way -> seconds per step, one value for each round."""
+    """Takes turns, and returns on learners: case -> way -> seconds per step, one value for each round."""
     torch.set_num_threads(1)
     if comm.rank == 0:
         write_images(directory)

@@ -78,7 +78,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: int) -> dict[str, Any]:
-    """Measures all parts in turns; returns, on the learner: size -> name -> seconds, one value for each round."""
+    """Measures all parts in turns, and returns on the learner: size -> name -> seconds, one value for each round."""
     if comm.rank == SERVER:
         write_images(directory)
     rest(comm)

@@ -78,7 +78,7 @@ def add(
         report: report to extend.
         where: name of the rows.
         ranks: results of `measure` on each rank.
-        overlap: goal for adv*; None: no goal.
+        overlap: goal for adv*. None: no goal.
         rates: topology -> goal for steps/s relative to computing without communication.
     """
     by_topology = _slowest(ranks)
@@ -126,7 +126,7 @@ def measure(
     options: dict[str, int],
     over: "Callable[[MPI.Comm], None]" = rest,
 ) -> dict[str, Any]:
-    """Takes turns; returns, on learners: topology -> name -> one value per round, without the first of several rounds.
+    """Takes turns. Returns, on learners: topology -> name -> one value per round, without the first of several rounds.
 
     Args:
         comm: communicator of the servers' ranks, followed by the learners' ranks.
@@ -136,7 +136,7 @@ def measure(
         steps: number of steps per run.
         rounds: number of turns.
         options: options of the model.
-        over: called on all ranks at the end of each turn; waits for them.
+        over: function that all ranks call at the end of each turn, and that waits for all of them.
     """
     torch.set_num_threads(1)
     ways: list[tuple[str, Any, bool]] = []

@@ -60,7 +60,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Takes turns; returns `raw` and `copy` in seconds, and for each way the learner's totals in each run."""
+    """Takes turns, and returns `raw` and `copy` in seconds, and for each way the learner's totals in each run."""
     torch.set_num_threads(1)
     job = stub_job(1)
     kind = {SERVER: AveragingServer, STATISTICS: StubStatistics, LEARNER: StubLearner}[comm.rank]

@@ -27,7 +27,7 @@ MODELS = {"lenet": (1, 28, 28), "cifar10_full": (3, 32, 32)}
 
 
 def run(*, quick: bool) -> Report:
-    """Calibrates, then runs every configuration, in turns; each turn's calibration predicts this turn's runs."""
+    """Calibrates, then runs every configuration, in turns. Each turn's calibration predicts this turn's runs."""
     configurations = [(1, "hardsync"), *((2, protocol) for protocol in PROTOCOLS)][: 1 if quick else None]
     report = Report([f"s per {EPOCH:,} samples, μ = {MINIBATCH_SIZE}", "predicted", "measured", "predicted / measured"])
     figures = []

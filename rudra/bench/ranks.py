@@ -42,12 +42,12 @@ def on_ranks(measure: Measure, learners: int = 1, **arguments: Any) -> list[dict
     """Calls `measure(comm, directory, **arguments)` on the ranks of topology base.
 
     Args:
-        measure: a function of a module; the directory is shared by the ranks and exists until all have ended.
-        learners: number of learners; base adds two ranks.
+        measure: a function of a module. The directory is shared by the ranks and exists until all have ended.
+        learners: number of learners. Topology base adds two ranks.
         arguments: keyword arguments, the same for all ranks.
 
     Returns:
-        Results of `measure` on each rank, by rank; they must fit into JSON.
+        Results of `measure` on each rank, by rank. They must fit into JSON.
 
     Raises:
         RunError: a rank failed, and has reported the reason.
@@ -79,7 +79,7 @@ def _rank(measure: Measure, directory: Path, arguments: dict[str, Any]) -> int:
 
 
 def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
-    """Takes this rank's part in a run; returns the open results on every rank (of `comm`, if given).
+    """Takes this rank's part in a run, and returns the open results on every rank (of `comm`, if given).
 
     Raises:
         RunError: the run failed.
@@ -98,7 +98,7 @@ def in_turns(rounds: int, figures: dict[str, list[Any]]) -> Iterator[dict[str, A
     """Yields a dictionary for the figures of each turn, and appends its figures to those from earlier turns.
 
     Args:
-        rounds: number of turns that count. One warm-up turn precedes them; with 0 rounds only this turn runs, and
+        rounds: number of turns that count. One warm-up turn precedes them. With 0 rounds only this turn runs, and
             counts.
         figures: name -> one figure for each turn that counts.
     """
@@ -110,7 +110,7 @@ def in_turns(rounds: int, figures: dict[str, list[Any]]) -> Iterator[dict[str, A
 
 
 def compared(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Calls measuring functions in turns (see `in_turns`); returns name -> figures."""
+    """Calls measuring functions in turns (see `in_turns`), and returns name -> figures."""
     figures: dict[str, list[float]] = {}
     for taken in in_turns(rounds, figures):
         taken |= {name: measure() for name, measure in ways.items()}
@@ -134,7 +134,7 @@ def exchange(
     """Sends a gradient to the server and weights back, by blocking MPI calls between the server and one learner.
 
     Args:
-        comm: communicator of all ranks; all of them call this.
+        comm: communicator of all ranks, all of which call this.
         gradient: gradient that the learner sends, (parameters,) float32.
         weights: weights that the server sends, (parameters,) float32.
         count: number of turns.
@@ -142,7 +142,7 @@ def exchange(
         between: called on the server after it has received the gradient.
 
     Returns:
-        Seconds per turn; and, on the learner, seconds per turn without `before`.
+        Seconds per turn, and on the learner also seconds per turn without `before`.
     """
     exchange_s, began = 0.0, time.perf_counter()
     for _ in range(count):

@@ -102,14 +102,14 @@ def stub_job(learners: int, **tables: Any) -> Job:
 
 
 def kept(executor: Executor) -> Maker:
-    """Returns a maker that gives every run the same stub, with warm memory; only for runs by messages."""
+    """Returns a maker that gives every run the same stub with warm memory. Only runs by messages may use it."""
     return lambda memory: executor
 
 
 def drive(
     comm: "MPI.Comm", job: Job, plan: Plan, make_executor: Maker, steps: int, *, spins: bool = True
 ) -> list[dict[str, float]]:
-    """Trains; returns, on the statistics server's rank, each learner's totals and the training time."""
+    """Trains and returns, on the statistics server's rank, each learner's totals and the training time."""
     from rudra.mpi.arena import Arena
     from rudra.mpi.driver import Rank
 

@@ -27,7 +27,7 @@ def rest(comm: MPI.Comm) -> None:
 
 
 def found_by_rank0(find: Callable[[], T]) -> T:
-    """Evaluates `find` on rank 0 before a run and returns its result on every rank; other ranks need no key for the
+    """Evaluates `find` on rank 0 before a run and returns its result on every rank. Other ranks need no key for the
     files.
 
     Args:

@@ -37,7 +37,7 @@ class Arena:
     Attributes:
         neighbours: world ranks on this node that share their memory with this rank, including this rank. Empty before
             `meet`, and if memory cannot be shared.
-        failure: reason why this rank has no shared memory; empty if it has.
+        failure: reason why this rank has no shared memory, or empty if it has.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Arena:
         self._said: dict[int, memoryview] = {}  # neighbour -> its words about this rank's leases
 
     def allocate(self, length: int) -> npt.NDArray[np.uint8] | None:
-        """Allocates memory for a buffer, filled with zeros; returns None if this rank has no shared memory.
+        """Allocates memory for a buffer, filled with zeros, or returns None if this rank has no shared memory.
 
         Raises:
             MemoryError: the memory is exhausted, and neighbours already map it.
@@ -92,7 +92,7 @@ class Arena:
             reserved: largest number of bytes that this rank may ever use.
 
         Returns:
-            The reason why memory cannot be shared, the same on all ranks; empty if it can.
+            The reason why memory cannot be shared, the same on all ranks, or empty if it can.
         """
         self._reserved = max(reserved, self._end, _ALIGNED)
         size = node.size * LEASES * 8
@@ -134,7 +134,7 @@ class Arena:
         return ""
 
     def close(self) -> None:
-        """Stops allocating; existing buffers stay valid as long as a process uses them."""
+        """Stops allocating. Existing buffers stay valid as long as a process uses them."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -174,7 +174,7 @@ class Arena:
         return self._regions[rank][offset : offset + length]
 
     def floats_at(self, rank: int, offset: int, length: int) -> torch.Tensor:
-        """Returns a neighbour's memory as float32; `length` is in bytes."""
+        """Returns a neighbour's memory as float32. `length` is in bytes."""
         key = rank, offset, length
         if key not in self._views:
             self._views[key] = self.bytes_at(*key).view(torch.float32)

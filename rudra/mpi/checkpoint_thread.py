@@ -15,12 +15,12 @@ class CheckpointThread:
     """Thread that saves and commits checkpoints.
 
     Args:
-        writer: checkpoint writer, on the rank of the weights' owner; None on other ranks, which only send their states.
+        writer: checkpoint writer, on the rank of the weights' owner. None on other ranks, which only send their states.
         work: long work of the rank, which counts what this thread does.
         states: transfer of the owners' states to the rank that writes checkpoints.
 
     Attributes:
-        states: current transfer of states; replaced when the rank regroups.
+        states: current transfer of states, replaced when the rank regroups.
     """
 
     def __init__(self, writer: CheckpointWriter | None, work: LongWork, states: StateTransfer) -> None:

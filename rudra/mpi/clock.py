@@ -8,7 +8,7 @@ from mpi4py import MPI
 from rudra.mpi.tags import CLOCK_TAG
 
 ROUND_TRIPS = 16
-"""Number of times that each node asks for the root's clock; the fastest answer counts."""
+"""Number of times that each node asks for the root's clock. The fastest answer counts."""
 
 
 def clock_origin(
@@ -24,7 +24,7 @@ def clock_origin(
         comm: communicator of all ranks.
         root: rank whose clock counts.
         clock: function that returns seconds, common to the ranks of a node.
-        node: communicator of the ranks that share a clock; by default the ranks of this node.
+        node: communicator of the ranks that share a clock, by default the ranks of this node.
 
     Returns:
         Reading of this rank's clock, in seconds, at the common moment.

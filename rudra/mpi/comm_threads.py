@@ -91,11 +91,11 @@ class CommThread(WorkerThread):
         super().__init__(name, post)
 
     def carry(self, start: Callable[[], MPI.Request], done: Callable[[], None], *, receives: bool = False) -> None:
-        """Starts a transfer; `done` is called in the rank's own thread when the transfer is complete."""
+        """Starts a transfer. `done` is called in the rank's own thread when the transfer is complete."""
         self.submit(lambda: self._carried.append(_Carried(start(), done, receives)))
 
     def abandon(self, quiet: Callable[[], None]) -> None:
-        """Cancels all receives because the roles restart; `quiet` is called when no receive can write here any more.
+        """Cancels all receives because the roles restart. `quiet` is called when no receive can write here any more.
 
         Sends continue, or stay pending if no rank receives them. Transfers completed earlier may still be reported.
         """

@@ -68,7 +68,7 @@ class ControlMessages:
 
 
 def make_doorbell(comm: MPI.Comm) -> Doorbell:
-    """Creates this rank's doorbell; all ranks call this together."""
+    """Creates this rank's doorbell. All ranks call this together."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     neighbours = node.allgather(comm.rank)
     node.Free()

@@ -1,6 +1,6 @@
 """The MPI driver: roles on real ranks.
 
-One thread per rank owns its roles, polls for messages and carries out actions; executors do the local work. This thread
+One thread per rank owns its roles, polls for messages and carries out actions. Executors do the local work. This thread
 also computes a learner's gradient if no other rank needs this rank during the computation. Otherwise gradients and
 transfers have their own threads (`rudra.mpi.comm_threads`). Only buffer-mode calls are on the training path: a control
 message is one small eager send, and a tensor is one transfer from the sender's buffer to the receiver's. If ranks share
@@ -88,7 +88,7 @@ class Signalled:
 
     Attributes:
         stop: whether to ask the run to stop in order.
-        urgent: function to call as soon as possible; None if there is none.
+        urgent: function to call as soon as possible, or None if there is none.
         ended: whether the launcher is ending this rank.
     """
 
@@ -102,10 +102,10 @@ class HostedRoles:
 
     Args:
         machines: role id -> state machine of the role.
-        make: creates the machine of a role that restarts; None if no role restarts.
+        make: creates the machine of a role that restarts, or None if no role restarts.
 
     Attributes:
-        machines: role id -> current state machine; replaced when the rank regroups.
+        machines: role id -> current state machine, replaced when the rank regroups.
         running: ids of the roles that have not halted.
     """
 
@@ -141,13 +141,13 @@ class Rank:
         plan: initial role assignment.
         machines: role id -> state machine, for the roles of this rank.
         executors: role id -> executor that does the role's local work.
-        recorder: writes the statistics server's rows; None on other ranks.
-        checkpoints: writes checkpoints on the rank of the weights' owner; None on other ranks.
+        recorder: writes the statistics server's rows, or None on other ranks.
+        checkpoints: writes checkpoints on the rank of the weights' owner, or None on other ranks.
         make_machine: creates the machine of a role that restarts (see `Make`).
         phases: phases of the run.
         stall_warning_s: seconds after which a wait is reported.
-        stall_limit_s: seconds after which a wait ends the run; None: never.
-        spins: whether a waiting rank may keep its core busy for a while; must be False if another rank computes on that
+        stall_limit_s: seconds after which a wait ends the run. None: never.
+        spins: whether a waiting rank may keep its core busy for a while. Must be False if another rank computes on that
             core.
         halves: whether gradients travel as float16.
         arena: shared memory that holds the executors' buffers and that neighbours read.
@@ -235,13 +235,13 @@ class Rank:
         return self._saver.states
 
     def look(self) -> bool:
-        """Returns whether a rank has died; for use after the roles here have halted."""
+        """Returns whether a rank has died. The roles here must have halted."""
         if self._losses.active:
             self._losses.look()
         return bool(self._losses.dead)
 
     def stop(self) -> None:
-        """Asks the run to stop in order; signal handlers may call this."""
+        """Asks the run to stop in order. Signal handlers may call this."""
         self.signalled.stop = True
 
     def pass_on_stop(self) -> None:
@@ -293,7 +293,7 @@ class Rank:
         self.pass_on_stop()
 
     def _step(self) -> bool:
-        """Does one piece of work; returns False if there was none."""
+        """Does one piece of work, or returns False if there is none."""
         if self._events:
             role, event = self._events.popleft()
             self._handle(role, event)
@@ -302,7 +302,7 @@ class Rank:
         return True
 
     def _go_on(self) -> bool:
-        """Does a piece of long work; returns False if there is none."""
+        """Does a piece of long work, or returns False if there is none."""
         if (done := self._work.go_on()) is None:
             return False
         role, event = done

@@ -38,7 +38,7 @@ ULFM = ("--with-ft", "ulfm")
 """Options of mpirun that enable ULFM."""
 
 TCP_FLAGS = ("--mca", "btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
-"""Open MPI's default flags without `put`; with `put` Open MPI deadlocks when a connection breaks."""
+"""Open MPI's default flags without `put`. With `put` Open MPI deadlocks when a connection breaks."""
 
 WATCH_S, APPEAR_S = 0.5, 5.0
 """Interval of checks of a node's ranks while MPI starts, and time that all of them may take to appear."""
@@ -79,7 +79,7 @@ class Losses:
         self.dead: set[int] = set()
 
     def look(self) -> list[int]:
-        """Returns ranks newly found dead, and acknowledges them. It costs a microsecond; other calls must poll MPI."""
+        """Returns ranks newly found dead, and acknowledges them. It costs a microsecond. Other calls must poll MPI."""
         from mpi4py import MPI
 
         group = self._comm.Get_failed()
@@ -105,7 +105,7 @@ class Losses:
 
 
 def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> RequestState:
-    """Returns the state of a request; "failed" means that its other end has died, and the request is void."""
+    """Returns the state of a request. "failed" means that its other end has died, and the request is void."""
     try:
         return "done" if request.Test(status) else "no"
     except Exception as error:
@@ -183,7 +183,7 @@ def _watch(launched_by: int, started: int, patience_s: float) -> None:
 
 
 def _begins(started: int, within_s: float, launched_by: int) -> bool:
-    """Returns whether MPI starts in time, as the watched rank reports; a dead rank reports nothing."""
+    """Returns whether MPI starts in time, as the watched rank reports. A dead rank reports nothing."""
     if not select.select([started], [], [], within_s)[0]:
         return False
     if os.read(started, 1):
@@ -204,7 +204,7 @@ class RollCall:
     Args:
         launched_by: process that starts the ranks.
         ranks: number of ranks of the whole run.
-        here: number of ranks that should be on this node; None: it is read from a rank's process.
+        here: number of ranks that should be on this node. None: it is read from a rank's process.
         seen: ranks that are known to have appeared.
         come: whether all ranks have appeared.
 
@@ -214,7 +214,7 @@ class RollCall:
         stopped: running ranks whose process or proxy is stopped.
         dead: ranks that no longer run.
         first: ranks that were missed first, and have not reappeared.
-        here: number of ranks that should be on this node; None if not known yet.
+        here: number of ranks that should be on this node, or None if not known yet.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class RollCall:
 
     @property
     def unseen(self) -> int:
-        """Number of ranks that never appeared here and no longer can; with several nodes their numbers are unknown."""
+        """Number of ranks that never appeared here and no longer can. With several nodes their numbers are unknown."""
         return self.here - len(self.seen) if self.here is not None and self._all_come else 0
 
 
@@ -309,19 +309,19 @@ def is_stopped(process: int) -> bool:
 
 
 def _state(process: int) -> str:
-    """Returns the kernel's letter for the state of a process; empty if there is no such process."""
+    """Returns the kernel's letter for the state of a process, or an empty text if there is no process."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def _rank_of(pid: int) -> int | None:
-    """Returns the world rank of a process; None if it is no rank or has ended."""
+    """Returns the world rank of a process, or None if it is no rank or has ended."""
     return _told(pid, b"OMPI_COMM_WORLD_RANK")
 
 
 def neighbours(pid: int) -> int | None:
-    """Returns the number of ranks on the node of a rank's process or proxy; None if the process has ended."""
+    """Returns the number of ranks on the node of a rank's process or proxy, or None if the process has ended."""
     return _told(pid, b"OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
@@ -390,7 +390,7 @@ def failed_classes() -> set[int]:
 
 
 def _learned(comm: "MPI.Comm") -> set[int]:
-    """Returns dead ranks, found by MPI within a time limit, or by the kernel on this node; empty if there are none."""
+    """Returns dead ranks, found by MPI within a time limit, or by the kernel on this node. Empty if there are none."""
     losses = Losses(comm)
     if not losses.active:
         return set()
@@ -417,7 +417,7 @@ def outlive() -> None:
 
 
 def leave(code: int) -> int:
-    """Finalises MPI and returns the code; a process that has outlived other ranks exits at once with the code."""
+    """Finalises MPI and returns the code. A process that has outlived other ranks exits at once with the code."""
     if outlived:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -455,7 +455,7 @@ def heard() -> None:
 
 
 roles: Sequence[str] = ()
-"""Role names of each world rank of this process's run, for messages; empty if not known yet."""
+"""Role names of each world rank of this process's run, for messages, or empty if not known yet."""
 
 outlived = False
 """Whether this rank has outlived another one, so that MPI must not be finalised."""

@@ -36,7 +36,7 @@ ORPHANED_S = 10.0
 """Time that a rank may take to end after mpirun has ended, before its proxy kills it."""
 
 STANDS_FOR = "for "
-"""Prefix of the name of a proxy's process; the number of the rank's process follows."""
+"""Prefix of the name of a proxy's process. The number of the rank's process follows."""
 
 KILLED_LINE, LEFT_LINE = b"\x1ekilled %d %d\n", b"\x1eleft %d\n"
 """Lines that a proxy writes on standard error for the launcher. The first names a killed rank and the signal. The
@@ -56,7 +56,7 @@ WORKER = (sys.executable, "-P", str(Path(__file__).parents[1] / "worker.py"))
 
 @contextmanager
 def fork_server(worker: Sequence[str] = WORKER) -> Iterator[list[str]]:
-    """Runs a fork server inside the context, for this process and its children; uses an existing one if there is one.
+    """Runs a fork server inside the context, for this process and its children. Uses an existing one if there is one.
 
     Args:
         worker: command of a rank, without its arguments. With `--serve` and two descriptors it is the command of the
@@ -185,7 +185,7 @@ class _Place(NamedTuple):
 
 
 def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], _Place] | None:
-    """Accepts a proxy; returns it with the rank's arguments and place, or None for a foreign user or a failed read."""
+    """Accepts a proxy. Returns it with the rank's arguments and place, or None for a foreign user or a failed read."""
     proxy, _ = listener.accept()
     process, user = _peer(proxy)
     streams: list[int] = []
@@ -245,7 +245,7 @@ def _peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def launcher() -> int:
-    """Returns the process that started this rank or its proxy; another process if that one has ended."""
+    """Returns the process that started this rank or its proxy, or the adopting process if that one has ended."""
     proxy = os.environ.get(_PROXY)
     if proxy is None:
         return os.getppid()
@@ -264,7 +264,7 @@ def process_of(started: int) -> int:
 
 
 def stand_for(address: str, arguments: Sequence[str]) -> None:
-    """Requests a rank and ends when the rank ends; returns if no fork server can be reached."""
+    """Requests a rank and ends when the rank ends. Returns only if no fork server can be reached."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # passed on, so that the rank can end in order
     woken, wakes = socket.socketpair()

@@ -18,7 +18,7 @@ class GroupSlices:
         members: role -> rank of the group's members, in group_rank order.
         size: number of elements of the vector.
         shared: ranks whose memory this rank reads.
-        sums: order of addition (`Plan.partial_sums`); a rank's members must all be in one partial sum. Empty: there is
+        sums: order of addition (`Plan.partial_sums`). A rank's members must all be in one partial sum. Empty: there is
             only one sum.
         library: whether the MPI library adds.
 

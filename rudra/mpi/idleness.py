@@ -100,7 +100,7 @@ class Idleness:
             raise failure
 
     def _end_alone(self, plan: Plan) -> None:
-        """Ends the run if both the weights' owner and the statistics server have died; normally one of them ends it."""
+        """Ends the run if both the weights' owner and the statistics server have died. Normally one of them ends it."""
         roles = [plan.roles[i] for i in sorted({plan.server, plan.statistics})]
         if all(role.world_rank in self._losses.dead for role in roles):
             names = listed([role.title for role in roles])

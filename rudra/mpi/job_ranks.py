@@ -53,7 +53,7 @@ class JobRanks:
             step: function for this rank, which may fail.
 
         Returns:
-            None; or the exit code of the first rank that failed, after that rank has reported the reason.
+            None, or the exit code of the first rank that failed, after that rank has reported the reason.
         """
         report: tuple[int, str] | None = None
         try:
@@ -87,7 +87,7 @@ class JobRanks:
             to: text about the awaited action of the other ranks, for messages.
 
         Raises:
-            RunError: the wait exceeded the job's limit; the first rank that can raises it.
+            RunError: the wait exceeded the job's limit. The first rank that can raises it.
         """
         tolerance, began = self._tolerance, time.monotonic()
         patience = Patience(tolerance.stall_warning_s, tolerance.stall_limit_s)

@@ -46,7 +46,7 @@ class LaunchOutcome(NamedTuple):
 
 
 WORD_S = 4.0
-"""Time that failing ranks leave rank 0 to report the reason before MPI starts; rank 0 itself waits half of it."""
+"""Time that failing ranks leave rank 0 to report the reason before MPI starts. Rank 0 itself waits half of it."""
 
 _COLLISION = b"listener thread failed to start"  # one of two mpiruns removes a directory that the other one is creating
 STARTS = 3
@@ -79,7 +79,7 @@ def world_size(env: Mapping[str, str] = os.environ) -> int | None:
 
 
 def world_rank(env: Mapping[str, str] = os.environ) -> int:
-    """Returns this process's rank from its launcher's variables, known before MPI starts; 0 without a launcher."""
+    """Returns this process's rank from its launcher's variables, known before MPI starts, or 0 if there are none."""
     return next((int(env[name]) for name in _RANKS if env.get(name, "").isdigit()), 0)
 
 
@@ -179,7 +179,7 @@ def launch(
         payload: arguments of `rudra.mpi.session.run_ranks`, or a function to call on every rank that returns its exit
             code. cloudpickle sends objects of `__main__` by value.
         verbose: whether to also show the other output of mpirun and MPI if the run fails.
-        survivable: whether the ranks handle the death of a rank; otherwise mpirun ends the others.
+        survivable: whether the ranks handle the death of a rank. Otherwise mpirun ends the others.
 
     Raises:
         LaunchError: the ranks could not be started.
@@ -218,7 +218,7 @@ def launch(
 def _outcome(
     run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[str], *, complete: bool = False
 ) -> LaunchOutcome:
-    """Turns mpirun's exit status and the observed output into an outcome; reports the cause if no rank did.
+    """Turns mpirun's exit status and the observed output into an outcome, and reports the cause if no rank did.
 
     Args:
         run: mpirun, which has ended.
@@ -258,7 +258,7 @@ def _outcome(
 
 
 def _stamp(output: Path) -> tuple[int, int] | None:
-    """Returns data that identifies the current version of a file; None if there is no file."""
+    """Returns data that identifies the current version of a file, or None if there is no file."""
     with suppress(OSError):
         about = output.stat()
         return about.st_ino, about.st_mtime_ns
@@ -284,7 +284,7 @@ def _code(run: Mpirun, status: int) -> int:
 
 
 def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
-    """Returns how the run was ended from outside; None if it was not, or if another cause is known."""
+    """Returns how the run was ended from outside, or None if it was not, or if another cause is known."""
     if run.stopped_at is not None:
         return "interrupted"
     if status < 0 and not run.ended_it:
@@ -295,7 +295,7 @@ def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
 
 
 def _cause(run: Mpirun, status: int) -> str | None:
-    """Returns the observed cause of a failure that neither a rank nor mpirun reported; None if unknown."""
+    """Returns the observed cause of a failure that neither a rank nor mpirun reported, or None if unknown."""
     relay, all_died = run.relay, status == 0 or run.ended_it
     dead = relay.dead | relay.killed_early
     if dead or relay.died:

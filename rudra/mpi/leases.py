@@ -56,7 +56,7 @@ class Place:
         return _PLACE.pack(self.offset, self.length, self.number, self.checksum, self.copied)
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Checks that the tensor has not changed since it was sent; needs `CHECKED` in the sender.
+        """Checks that the tensor has not changed since it was sent. Needs `CHECKED` in the sender.
 
         Raises:
             RunError: the tensor has changed.
@@ -154,7 +154,7 @@ class Leases:
         )
 
     def end(self, which: Callable[[Lease], bool]) -> list[Going]:
-        """Ends the leases that `which` selects; returns their sends that were not complete yet."""
+        """Ends the leases that `which` selects, and returns their sends that were not complete yet."""
         ended = [lease for lease in self._open if which(lease)]
         self._open = [lease for lease in self._open if not which(lease)]
         for lease in ended:

@@ -13,7 +13,7 @@ class LongWork:
     """Long work of a rank and its results.
 
     Args:
-        wake: wakes up this rank; any thread may call it.
+        wake: wakes up this rank. Any thread may call it.
 
     Attributes:
         beside: number of computations and checkpoints that run in other threads.
@@ -42,7 +42,7 @@ class LongWork:
         self._computer.submit(arithmetic_of_thread())
 
     def do_beside(self, thread: WorkerThread, work: Callable[[], Event], done: Callable[[Event], None]) -> None:
-        """Submits work to another thread; `done` is called with the resulting event."""
+        """Submits work to another thread. `done` is called with the resulting event."""
 
         def take(event: Event) -> None:
             self.beside -= 1
@@ -52,14 +52,14 @@ class LongWork:
         thread.submit(lambda: self.post(partial(take, work())))
 
     def begin(self, role: int, work: Iterator[Event | None], done: Callable[[Event], None]) -> None:
-        """Begins a long action of a role; `done` is called with its event if a separate thread performs the action."""
+        """Begins a long action of a role. `done` is called with its event if a separate thread performs the action."""
         if self._computer is None:
             self._pieces.append((role, work))
         else:
             self.do_beside(self._computer, lambda: next(event for event in work if event is not None), done)
 
     def go_on(self) -> tuple[int, Event | None] | None:
-        """Does a piece of long work; returns its role, and its event after the last piece; None: no work."""
+        """Does a piece of long work. Returns its role, and its event after the last piece. None: there is no work."""
         if not self._pieces:
             return None
         role, work = self._pieces.popleft()

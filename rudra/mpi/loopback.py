@@ -25,10 +25,10 @@ def is_one_machine(env: Mapping[str, str]) -> bool:
 
 
 def choose_loopback(env: MutableMapping[str, str]) -> bool:
-    """Makes Open MPI connect ranks by the loopback interface if all are on this machine; returns whether it does.
+    """Makes Open MPI connect ranks by the loopback interface if all are on this machine, and returns whether it does.
 
     Args:
-        env: environment of a rank whose MPI has not started; the user's own choice of interfaces has priority.
+        env: environment of a rank whose MPI has not started. The user's own choice of interfaces has priority.
     """
     if not is_one_machine(env) or _INCLUDE in env or _EXCLUDE in env:
         return False
@@ -40,7 +40,7 @@ def listen_on_loopback(process: int) -> None:
     """Binds the listening sockets of a process to the loopback interface, as far as the kernel allows it.
 
     Args:
-        process: this process or another one of this user; the kernel may require a child of this process.
+        process: this process or another one of this user. The kernel may require a child of this process.
     """
     if sys.platform != "linux":
         return

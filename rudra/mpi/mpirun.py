@@ -25,7 +25,7 @@ INSISTS_S = 3.0
 """Time that mpirun may take to end on request, before it is killed."""
 
 ENDS_S = 6.0
-"""Time that mpirun may take to end after the run; it sometimes hangs if ranks have died."""
+"""Time that mpirun may take to end after the run. It sometimes hangs if ranks have died."""
 
 LOOKS_S, RARELY_S = 0.1, 0.5
 """Interval of checks whether ranks are alive, before MPI has started and afterwards."""
@@ -50,16 +50,16 @@ class Mpirun:
         command: mpirun with its options, and the command that it starts.
         ranks: number of ranks that it starts.
         write: receives output for the user.
-        env: environment of mpirun; None: the environment of this process.
+        env: environment of mpirun. None: the environment of this process.
         name: name of the run, for messages.
         stall_warning_s: seconds after which this process reports its wait, for a wait that no rank can notice.
-        stall_limit_s: seconds after which such a wait ends the run; None: never, but MPI must start within `START_S`.
+        stall_limit_s: seconds after which such a wait ends the run. None: never, but MPI must start within `START_S`.
 
     Attributes:
-        stalled: text about the wait that made this process end the run; empty if none did.
+        stalled: text about the wait that made this process end the run, or empty if none did.
         ranks: number of ranks that mpirun starts.
         relay: relay that has read the output of the ranks.
-        stopped_at: time when a signal to this process stopped the run; None: no signal did.
+        stopped_at: time when a signal to this process stopped the run. None: no signal did.
         ended_it: whether this process ended mpirun.
         roll: checks of the ranks of this node.
         dead: ranks that were the first to end, if MPI has not started on all ranks.
@@ -105,7 +105,7 @@ class Mpirun:
         self.roll = RollCall(self._process.pid, ranks)
 
     def wait(self) -> int:
-        """Waits for mpirun, and ends it when that is necessary; returns mpirun's exit status."""
+        """Waits for mpirun, ends it if necessary, and returns its exit status."""
         assert self._process.stderr is not None
         try:
             with self._on_signals():
@@ -137,7 +137,7 @@ class Mpirun:
 
     @contextmanager
     def _on_signals(self) -> Iterator[None]:
-        """Stops the run on Ctrl-C, SIGTERM or SIGHUP to this process; needs the main thread, does nothing elsewhere."""
+        """Stops the run on Ctrl-C, SIGTERM or SIGHUP to this process. Needs the main thread, does nothing elsewhere."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -215,7 +215,7 @@ class Mpirun:
             log.warning(f"{self._name}: mpirun has waited {waited}")
 
     def _whom(self) -> str:
-        """Returns the awaited ranks and their action, as text; empty if there are none, or if they check themselves."""
+        """Returns the awaited ranks and their action, as text. Empty if there are none, or if they check themselves."""
         relay, roll = self.relay, self.roll
         if is_stopped(self._process.pid):
             return "mpirun itself, which is stopped"

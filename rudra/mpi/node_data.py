@@ -15,7 +15,7 @@ _SAME = "valid: the same in every process, not in the order of a set of texts or
 
 
 class NodeData:
-    """The data that a rank needs; each method is a step that all ranks take together.
+    """The data that a rank needs. Each method is a step that all ranks take together.
 
     Args:
         ranks: the ranks of the job.
@@ -25,9 +25,9 @@ class NodeData:
         test: whether this rank needs the test set.
 
     Attributes:
-        data: data of this rank; None if it needs none.
+        data: data of this rank, or None if it needs none.
         prints: fingerprints of all splits that any rank has loaded.
-        unrepeatable: reason why samples cannot be drawn again; empty if they can.
+        unrepeatable: reason why samples cannot be drawn again, or empty if they can.
     """
 
     def __init__(self, ranks: JobRanks, node: MPI.Comm, job: Job, *, train: bool, test: bool) -> None:

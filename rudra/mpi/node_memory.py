@@ -30,7 +30,7 @@ def share(node: MPI.Comm, leader: int, made: Any) -> Any:
     A rank that writes to that memory gets private copies of the pages.
 
     Args:
-        node: communicator of the ranks that share memory; all of them must call this.
+        node: communicator of the ranks that share memory, all of which must call this.
         leader: rank in `node` that has the object.
         made: the object, on that rank.
 
@@ -68,7 +68,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _written(made: Any) -> tuple[int, bytes, list[tuple[int, int]]]:
-    """Writes the object to a new file; returns descriptor, token, and offset and size of each piece, stream first."""
+    """Writes the object to a new file. Returns descriptor, token, and offset and size of each piece, stream first."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(made)

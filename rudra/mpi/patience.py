@@ -12,8 +12,8 @@ class Patience:
     Pauses of the waiting process do not count, because the other processes may have been paused at the same time.
 
     Args:
-        warning_s: seconds after which the wait is reported; each further report follows after twice the time.
-        limit_s: seconds after which the run ends; None: never.
+        warning_s: seconds after which the wait is reported. Each further report follows after twice the time.
+        limit_s: seconds after which the run ends. None: never.
     """
 
     def __init__(self, warning_s: float, limit_s: float | None) -> None:
@@ -26,7 +26,7 @@ class Patience:
         self._looked_s = self._paused_s = 0.0
 
     def due(self, waited_s: float) -> Literal["", "report", "end"]:
-        """Returns the action that is due after a wait of `waited_s` seconds; the caller asks about every second."""
+        """Returns the action that is due after a wait of `waited_s` seconds. The caller asks about every second."""
         since_s, self._looked_s = waited_s - self._looked_s, waited_s
         if since_s > PAUSE_S:
             self._paused_s += since_s

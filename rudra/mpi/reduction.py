@@ -51,11 +51,11 @@ class GroupReduction:
         tag: tag of all messages between the group's ranks.
         size: number of elements of the vector.
         ring: wakes up the other members' ranks if they sleep.
-        library: communicator of the group's ranks if the MPI library adds; None: the ranks add in group_rank
+        library: communicator of the group's ranks if the MPI library adds. None: the ranks add in group_rank
             order.
-        arena: shared memory that contains the gradients of this rank and its neighbours; None: all gradients travel in
+        arena: shared memory that contains the gradients of this rank and its neighbours. None: all gradients travel in
             messages.
-        sums: order of addition (`Plan.partial_sums`); a rank's members must all be in one partial sum. By default there
+        sums: order of addition (`Plan.partial_sums`). A rank's members must all be in one partial sum. By default there
             is only one sum.
 
     Attributes:
@@ -140,7 +140,7 @@ class GroupReduction:
                 self._requests.send(buffer.array[its.of_rank[owner]], rank)
 
     def test(self) -> Reduced | None:
-        """Advances the reduction; returns the event for all members here when the reduction is complete."""
+        """Advances the reduction, and returns the event for all members here when the reduction is complete."""
         while True:
             if (what := self._requests.drive()) != "done":
                 if what == "failed":  # a member has died; all ranks will regroup
@@ -201,7 +201,7 @@ class GroupReduction:
         return [found[place] for place in places], [self._rows.factors[place] for place in places]
 
     def _exchange_sums(self, buffers: Sequence[Buffer]) -> None:
-        """Adds slices for ranks of other nodes, in this rank's gradient, and sends them; receives its own slices."""
+        """Adds slices for ranks of other nodes, in this rank's gradient, and sends them. Receives its own slices."""
         its = self._division
         for number, came in self._sums_of_others.items():
             self._requests.receive(came, its.adders[number][its.me])
@@ -249,7 +249,7 @@ class GroupReduction:
                     self._requests.receive(into, rank)
 
     def _handed(self, buffers: Sequence[Buffer], adder: int, other: int) -> list[npt.NDArray[Any]]:
-        """Returns the finished slices to transfer between this rank and another; only a notification if it is near."""
+        """Returns the finished slices to transfer between two ranks. A near rank gets only a notification."""
         its = self._division
         if other in its.near:
             return [_NOTHING]
@@ -300,7 +300,7 @@ class GroupReduction:
         self._requests.add(library.Iallreduce(MPI.IN_PLACE, first.array, MPI.SUM))
 
     def abandon(self) -> None:
-        """Ends a reduction that a member has left for ever; `quiet` reports when it can no longer write here.
+        """Ends a reduction that a member has left for ever. `quiet` reports when it can no longer write here.
 
         A rank that does not know this yet may still read shared buffers, but its result will be dropped.
         """
@@ -370,7 +370,7 @@ def make_reduction(
 
 
 def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:
-    """Returns a communicator of these roles' group if the MPI library adds; all ranks call this together."""
+    """Returns a communicator of these roles' group if the MPI library adds. All ranks call this together."""
     if not plan.groups or plan.reduction != "mpi":
         return None
     for group, members in enumerate(plan.groups):

@@ -60,7 +60,7 @@ class Reductions:
         self._of_groups[action.group].begin(role, action, self._executors[role])
 
     def poll(self) -> Iterator[tuple[int, Event]]:
-        """Advances reductions; yields the event of each complete reduction for each of its roles here."""
+        """Advances reductions, and yields the event of each complete reduction for each of its roles here."""
         for reduction in self._of_groups.values():
             if reduction.busy and (event := reduction.test()) is not None:
                 yield from ((role, event) for role in reduction.roles)

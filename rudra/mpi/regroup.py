@@ -108,7 +108,7 @@ class RankRegrouping:
         self._rank.abandon(plan, position)
 
     def hear(self, role: int, generation: int, message: Message) -> None:
-        """Accepts a control message unless it was sent before all regrouped; messages between owners of weights always
+        """Accepts a control message unless it was sent before all regrouped. Messages between owners of weights always
         pass.
 
         The message waits if its sender has regrouped already, and this rank has not.

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 UNENDED = b"\x1e\n"
-"""Ends a piece of a rank's output that does not end its line; the relay removes it again.
+"""Ends a piece of a rank's output that does not end its line. The relay removes it again.
 
 mpirun holds back a rank's output until a newline comes, and a progress bar writes none.
 """
 
 START_LINE = b"\x1estart\n"
-"""Word that a rank writes when MPI has started; the relay removes this and all other words."""
+"""Word that a rank writes when MPI has started. The relay removes this and all other words."""
 
 TRAINING_LINE = b"\x1etraining\n"
 """Word that rank 0 writes when all ranks are ready to train. From then on ranks watch each other themselves."""
@@ -63,10 +63,10 @@ class OutputRelay:
 
     Attributes:
         banners: texts of mpirun's banners that were removed.
-        withheld: removed output, unchanged; only its last part if it is long.
+        withheld: removed output, unchanged. Only its last part if it is long.
         unstarted: whether MPI wrote some of this output before it started.
         reported: whether a rank wrote a line that begins with `rudra: `.
-        died: whether a rank that ends the run reported ranks dead before training; the launcher reports it for all.
+        died: whether a rank that ends the run reported ranks dead before training. The launcher reports it for all.
         dead: ranks that were named in these reports.
         about_dead: text about dead ranks from the last report.
         killed: rank on this node -> signal that killed it, but not from mpirun.
@@ -74,7 +74,7 @@ class OutputRelay:
         started: number of ranks on which MPI has started.
         training: whether the ranks have begun to train.
         ends: exit codes of the ranks that have ended by themselves.
-        code: exit code of the run as reported by a rank; None: no rank reported one.
+        code: exit code of the run as reported by a rank. None: no rank reported one.
         lost: whether the reported reason was the death of another rank.
     """
 
@@ -169,7 +169,7 @@ class OutputRelay:
         return self._withhold(text)
 
     def _heard(self, word: bytes, numbers: list[int]) -> bytes:
-        """Records a word of a rank to the launcher; returns output that is now for the user."""
+        """Records a word of a rank to the launcher, and returns output that is now for the user."""
         if word == b"exit":
             self.code, self.lost = numbers
         elif word == b"end":
@@ -200,7 +200,7 @@ class OutputRelay:
 
 
 def explain(banners: Sequence[str], roles: Sequence[str]) -> str | None:
-    """Returns a line about which rank ended the job and how, from mpirun's banners; None if they name no rank."""
+    """Returns a line about which rank ended the job and how, from mpirun's banners, or None if they name no rank."""
     text = " ".join(" ".join(banners).split())
 
     def named(rank: str) -> str:

@@ -45,9 +45,9 @@ class RunFiles:
         start: start of the run.
 
     Attributes:
-        checkpoints: checkpoint writer on the rank of the weights' owner; None on other ranks.
-        writer: writer of the result file on the statistics server's rank; None on other ranks.
-        progress: progress bar on the statistics server's rank; None on other ranks.
+        checkpoints: checkpoint writer on the rank of the weights' owner, or None on other ranks.
+        writer: writer of the result file on the statistics server's rank, or None on other ranks.
+        progress: progress bar on the statistics server's rank, or None on other ranks.
     """
 
     def __init__(self, start: StartDecision) -> None:
@@ -67,13 +67,13 @@ class RunFiles:
         data: NodeData,
         progress: dict[str, Any],
     ) -> None:
-        """Creates the files; all ranks call this together.
+        """Creates the files. All ranks call this together.
 
         Args:
             ranks: the ranks of the job.
             resolved: the job, settled, and its plan.
-            executors: role -> executor for this rank's roles; executors hold the initial weights.
-            statistics: machine of the statistics server, on its rank; None on other ranks.
+            executors: role -> executor for this rank's roles. Executors hold the initial weights.
+            statistics: machine of the statistics server, on its rank, or None on other ranks.
             info: description of the data.
             data: data of this rank.
             progress: keyword arguments `mode` and `columns` of the progress bar.
@@ -108,7 +108,7 @@ class RunFiles:
 
     @contextmanager
     def _carried(self, statistics: Machine, job: Job, plan: Plan) -> Iterator[Carried | None]:
-        """Yields earlier data of the run that this result file continues; also updates the statistics server."""
+        """Yields earlier data of the run that this result file continues, and also updates the statistics server."""
         start = self._start
         if start.checkpoint is None:
             yield None
@@ -159,7 +159,7 @@ class RunFiles:
         executor.state_dict = ()  # no longer needed, and frozen parameters may be large
 
     def recorder(self, executors: Mapping[int, Executor], statistics: int) -> Recorder | None:
-        """Returns the recorder of the statistics server's rows; None on other ranks."""
+        """Returns the recorder of the statistics server's rows, or None on other ranks."""
         if self.writer is None or self.progress is None:
             return None
         about: dict[str, Any] = {"before": self._before, "hooks": executors[statistics].hooks}

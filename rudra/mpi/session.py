@@ -58,11 +58,11 @@ def run_ranks(
     """Runs this rank's part of a job until its end.
 
     Args:
-        job: job as written; it is resolved here for the actual ranks.
+        job: job as written. It is resolved here for the actual ranks.
         start: start of the run, decided or as the user requested it.
         progress: keyword arguments `mode` and `columns` of the progress bar.
         launched: whether `rudra.mpi.launch` started this rank, and reports on a run that was ended.
-        comm: communicator of the ranks that run the job; by default all ranks.
+        comm: communicator of the ranks that run the job, by default all ranks.
 
     Returns:
         The exit code and the result file. The code is 0, 1 (the run failed), 2 (a mistake in the job or the launch) or
@@ -87,7 +87,7 @@ def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
     """Runs several jobs, one after the other, each on the number of ranks that it needs.
 
     Args:
-        runs: jobs that name their learners, each with its result file; after each run an empty file with suffix `.done`
+        runs: jobs that name their learners, each with its result file. After each run an empty file with suffix `.done`
             appears next to the result file.
 
     Returns:
@@ -109,7 +109,7 @@ def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
 
 
 def _decided_by_rank0(comm: MPI.Comm, decide: Callable[[], T]) -> T | int:
-    """Decides on rank 0 and returns the result on every rank; returns an exit code if rank 0 fails and reports why."""
+    """Decides on rank 0 and returns the result on every rank. Returns an exit code if rank 0 fails and reports why."""
     found: T | int = 0
     if comm.rank == 0:
         try:
@@ -168,7 +168,7 @@ class _Session:
         self._stops = StopSignals(self._secure if setup.keeps_results else None)
 
     def run(self) -> int:
-        """Drives the roles; returns the exit code, or ends the whole job."""
+        """Drives the roles and returns the exit code, or ends the whole job."""
         with self._stops.heard():
             self._ranks.meet()
             self._stops.rank = rank = self._make_rank()
@@ -214,7 +214,7 @@ class _Session:
         )
 
     def _serve(self, rank: Rank) -> int:
-        """Does this rank's part until the end; returns the exit code."""
+        """Does this rank's part until the end, and returns the exit code."""
         setup, launched = self._setup, self._ranks.launched
         if self._stops.told:  # while the rank was created
             rank.stop()
@@ -279,7 +279,7 @@ class _Session:
             )
 
     def _depart(self, rank: Rank) -> bool:
-        """Waits until all ranks have finished; returns False if one has died, because its part will never be done."""
+        """Waits until all ranks have finished. Returns False if one has died, because its part will never be done."""
         if rank.look():
             return False
         try:
@@ -303,7 +303,7 @@ class _Session:
         return not rank.lost
 
     def _part(self, code: int) -> None:
-        """Ends without the ranks that were dropped, which may be stopped; the statistics server ends them."""
+        """Ends without the ranks that were dropped, which may be stopped. The statistics server ends them."""
         outlive()
         if self._setup.keeps_results:
             time.sleep(PART_S)
@@ -312,7 +312,7 @@ class _Session:
             end_everybody(self._ranks.comm, code)
 
     def _secure(self) -> None:
-        """Prepares the result file for a kill of this rank; the run may continue, and stop in order."""
+        """Prepares the result file for a kill of this rank. The run may continue, and stop in order."""
         self._setup.files.note("interrupted", ENDED)
         if not self._ranks.launched:
             text = f"{self._name}: asked to end; if the time is too short for an orderly stop, "
@@ -328,7 +328,7 @@ class _Session:
         os._exit(1)
 
     def _give_up(self, code: int, text: str, *, lost: bool = False) -> NoReturn:
-        """Ends every rank. The statistics server saves the results and reports; other ranks first wait for it."""
+        """Ends every rank. The statistics server saves the results and reports. Other ranks first wait for it."""
         comm, rank = self._ranks.comm, self._stops.rank
         if self._setup.keeps_results:
             self._setup.files.save("failed", text.partition("\n")[0])

@@ -42,7 +42,7 @@ from rudra.roles import Machine, make_in_phase
 from topologies import Plan
 
 RESERVED = 24
-"""Number of buffers for each role, including float16 forms; neighbours reserve address space for all."""
+"""Number of buffers for each role, including float16 forms. Neighbours reserve address space for all."""
 
 
 class RankSetup:
@@ -88,7 +88,7 @@ class RankSetup:
             progress: keyword arguments `mode` and `columns` of the progress bar.
 
         Returns:
-            None; or the exit code of the first rank that could not take a step.
+            None, or the exit code of the first rank that could not take a step.
         """
         measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
         data = (self._load, lambda: self._data.share(), self._compare_data, self._settle, self._take_settled)
@@ -251,7 +251,7 @@ class RankSetup:
         self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, progress)
 
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
-        """Creates a role for a restart; a role that updates weights restores the checkpoint just written."""
+        """Creates a role for a restart. A role that updates weights restores the checkpoint just written."""
         executor = self.executors[role]
         if isinstance(executor, OwnerExecutor) and role != plan.stage:  # the stage server has its own state
             self.files.restore(executor, position)

@@ -34,7 +34,7 @@ class RobustLock:
 
     Args:
         memory: `_LOCK` bytes of memory, shared by all processes.
-        new: whether to create the mutex; otherwise another process has created it.
+        new: whether to create the mutex. Otherwise another process has created it.
 
     Raises:
         OSError: this system has no such mutex.
@@ -75,7 +75,7 @@ def _checked(result: int) -> None:
 
 
 class WindowFile:
-    """The file of a window; its creator keeps it open until the others have mapped it.
+    """The file of a window. Its creator keeps it open until the others have mapped it.
 
     Args:
         shape: shape of the window.
@@ -133,13 +133,13 @@ def share_window(comm: MPI.Comm, owner: int, shape: Shape | None, *, member: boo
     """Gives the owner of the weights and its workers one window.
 
     Args:
-        comm: communicator of all ranks; all of them must call this.
+        comm: communicator of all ranks, all of which must call this.
         owner: rank that has the weights.
-        shape: shape of the window on the owner's rank; other ranks may pass None.
+        shape: shape of the window on the owner's rank. Other ranks may pass None.
         member: whether this rank needs the window.
 
     Returns:
-        The window, or None on ranks that need none; and the reason why there is no window, the same on all ranks, empty
+        The window, or None on ranks that need none, and the reason why there is no window, the same on all ranks, empty
         if there is one.
     """
     file, failure = None, ""

@@ -25,10 +25,10 @@ class StopSignals:
     """The signals that ask a rank to stop, after its set-up.
 
     Args:
-        secure: saves the existing results before a possible kill of this rank; None: another rank has the results.
+        secure: saves the existing results before a possible kill of this rank. None: another rank has the results.
 
     Attributes:
-        rank: rank that will be stopped; None if not created yet.
+        rank: rank that will be stopped, or None if not created yet.
         told: whether a stop signal has arrived.
         asked: whether a stop signal arrived that is not from the launcher.
     """
@@ -51,7 +51,7 @@ class StopSignals:
         signal.signal(signal.SIGALRM, alarm)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Stops the run in order; saves the existing results first if the launcher may soon kill all ranks."""
+        """Stops the run in order, and saves the existing results first if the launcher may soon kill all ranks."""
         self.told = True
         self.asked |= number != signal.SIGTERM
         if self.rank is not None:

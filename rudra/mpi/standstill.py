@@ -40,7 +40,7 @@ class Standstill:
             now: time on the clock of all ranks.
 
         Returns:
-            On the statistics server's rank, texts about the waits of all ranks if all of them wait; else None.
+            On the statistics server's rank, texts about the waits of all ranks if all of them wait, else None.
         """
         if now - self._said_at < AGAIN_S:
             return None

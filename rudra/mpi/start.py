@@ -65,7 +65,7 @@ def keep_hangup() -> None:
 
 
 def unsuited(env: Mapping[str, str], library: str, *, speaks_pmix: bool) -> str | None:
-    """Returns why ranks that were started this way cannot find each other, with the remedy; None if they can.
+    """Returns why ranks that were started this way cannot find each other, with the remedy, or None if they can.
 
     Args:
         env: environment of a rank.
@@ -94,7 +94,7 @@ def library_name(version: str) -> str:
 
 
 def gpu_aware() -> bool | None:
-    """Returns whether the MPI library reports access to the memory of NVIDIA GPUs; None if it has no such report."""
+    """Returns whether the MPI library reports access to the memory of NVIDIA GPUs, or None if it has no such report."""
     for library in _libraries():
         if (open_mpi := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
             return bool(open_mpi())
@@ -105,7 +105,7 @@ def gpu_aware() -> bool | None:
 
 
 def _speaks_pmix() -> bool:
-    """Returns whether the MPI library of this process has PMIx; True if that is unknown."""
+    """Returns whether the MPI library of this process has PMIx, or True if that is unknown."""
     libraries = _libraries()
     return not libraries or any(hasattr(library, "PMIx_Init") for library in libraries)
 

@@ -55,7 +55,7 @@ class StateTransfer:
             self._sends.append((self._comm.Issend(what, to, tag), what))
 
     def gather(self, done: Callable[[list[NamedVectors] | None], None]) -> None:
-        """Begins to receive the states of the other owners; calls `done` with them, in the order of the parts.
+        """Begins to receive the states of the other owners. Calls `done` with them, in the order of the parts.
 
         If one of them dies first, calls `done` with None.
         """

@@ -4,5 +4,5 @@ FAILURE_TAG, CLOCK_TAG, REGROUP_TAG, STANDSTILL_TAG, FIRST_TAG = range(5)
 """Tags of failures, clock readings, regrouping (dead ranks and new position) and waits, and the first tag of roles."""
 
 CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, AVERAGES, STATES, CHANNELS = range(7)
-"""Channels of each role; their tags begin at `FIRST_TAG`. A tensor's tag also depends on how often the roles have
+"""Channels of each role. Their tags begin at `FIRST_TAG`. A tensor's tag also depends on how often the roles have
 regrouped, and on its sender's place among the roles of its rank, so that a receive only matches its own sender."""

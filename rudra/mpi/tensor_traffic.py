@@ -31,7 +31,7 @@ class TensorTags:
     """The tags of tensors.
 
     Args:
-        plan: role assignment; roles never change their ranks.
+        plan: role assignment. Roles never change their ranks.
         generation: returns how often this rank has regrouped.
     """
 
@@ -44,12 +44,12 @@ class TensorTags:
         self._roles, self._statistics, self._generation = len(plan.roles), plan.statistics, generation
 
     def tag(self, role: int, channel: int, sender: int | None = None) -> int:
-        """Returns the tag of tensors for a role; it differs from all tags before the last regrouping.
+        """Returns the tag of tensors for a role. It differs from all tags before the last regrouping.
 
         Args:
             role: id of the receiving role.
             channel: channel of the tensors.
-            sender: id of the sending role; None: the first role of its rank.
+            sender: id of the sending role. None: the first role of its rank.
         """
         return self._tag(role, channel, 0 if sender is None else self._places[sender])
 
@@ -163,7 +163,7 @@ class TensorTraffic:
         wanted.reads = not wanted.halves if gradient else keeps and self._executors[role].computes_in_place
 
     def withdraw(self, role: int, buffer: str) -> None:
-        """Cancels a receive, unless its tensor is already arriving; that tensor is then received as usual."""
+        """Cancels a receive, unless its tensor is already arriving. That tensor is then received as usual."""
         if self._transfers.withdraw(role, buffer):
             self._announce(role, ReceiveCancelled(buffer))
 

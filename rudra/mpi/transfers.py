@@ -25,11 +25,11 @@ class Wanted:
     Attributes:
         role: id of the receiving role.
         name: name of the buffer.
-        source: rank of the sender; None: any rank.
+        source: rank of the sender. None: any rank.
         tag: tag of the message.
         halves: whether the tensor arrives as float16.
         or_tags: further tags that the tensor may have, from any rank.
-        part_of: id of the other role if only a part of the tensor arrives, without a message; None: a whole tensor.
+        part_of: id of the other role if only a part of the tensor arrives, without a message. None: a whole tensor.
         near: whether every possible sender is a neighbour, which only sends the tensor's place.
         reads: whether the tensor of a neighbour is read in place and not copied.
     """
@@ -47,7 +47,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Coming:
-    """A receive that MPI has started, into a buffer; without a buffer it receives only a place."""
+    """A receive that MPI has started, into a buffer, or only of a place if it has no buffer."""
 
     request: MPI.Request
     wanted: Wanted
@@ -74,7 +74,7 @@ class Transfers:
         comm: communicator of all ranks.
         losses: ranks that have died.
         executors: role -> executor that holds the buffers.
-        received: called when a tensor has arrived, with its message; None if the message follows the tensor in the
+        received: called when a tensor has arrived, with its message, or None if the message follows the tensor in the
             buffer.
         sent: called when the buffer of a send is free again, delivered or not.
         arena: memory that neighbours read.
@@ -115,7 +115,7 @@ class Transfers:
             to: rank of the receiver.
             tag: tag of the message.
             halves: whether the tensor is read as float16.
-            most: largest number of the role's buffers that others may keep; further ones are copied.
+            most: largest number of the role's buffers that others may keep. Further ones are copied.
         """
         executor = self._executors[going.role]
         array = executor.send(going.name, message, going.to, halves=halves, near=True)
@@ -242,7 +242,7 @@ class Transfers:
                 self._coming.append(_Coming(message.Irecv(memory), wanted, memory, buffer, MPI.Status()))
 
     def _matched(self, wanted: Wanted) -> MPI.Message | None:
-        """Matches a tensor that has arrived, with any of its tags; the tags take turns."""
+        """Matches a tensor that has arrived, with any of its tags. The tags take turns."""
         tags = (wanted.tag, *wanted.or_tags)
         for turn in range(self._turn, self._turn + len(tags)):
             message = self._comm.Improbe(MPI.ANY_SOURCE, tags[turn % len(tags)])
@@ -265,7 +265,7 @@ class Transfers:
         return False
 
     def withdraw(self, role: int, name: str) -> bool:
-        """Cancels a receive; returns False if its tensor is arriving, or has arrived already."""
+        """Cancels a receive, or returns False if its tensor is arriving or has arrived already."""
         for wanted in self._wanted:
             if (wanted.role, wanted.name) == (role, name):
                 self._wanted.remove(wanted)
@@ -276,7 +276,7 @@ class Transfers:
         return False
 
     def drop(self, to: int, rank: int) -> None:
-        """Abandons transfers to a role, and receives from its rank; buffers of unfinished receives get new memory."""
+        """Abandons transfers to a role, and receives from its rank. Buffers of unfinished receives get new memory."""
         for coming in [coming for coming in self._coming if coming.wanted.source == rank]:
             coming.request.Cancel()
             self._coming.remove(coming)
@@ -300,7 +300,7 @@ class Transfers:
             executor.put(coming.wanted.name, executor.new_buffer(coming.wanted.name))
 
     def _cancelled(self, coming: _Coming) -> bool:
-        """Cancels a receive and returns True, or returns False if it has matched; reports it if it is complete."""
+        """Cancels a receive and returns True, or returns False if it has matched. Reports it if it is complete."""
         coming.request.Cancel()
         what = outcome(coming.request, coming.status)
         if what == "no":
@@ -331,7 +331,7 @@ class Transfers:
             self._forget(coming)
 
     def abandon(self, roles: Collection[int], but_to: int) -> list[Going]:
-        """Abandons the transfers of roles, except sends to one other role; `quiet` reports when none can write any
+        """Abandons the transfers of roles, except sends to one other role. `quiet` reports when none can write any
         more.
 
         Returns:

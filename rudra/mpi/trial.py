@@ -36,7 +36,7 @@ class Trial:
         device: device for their computations.
 
     Attributes:
-        round_s: seconds for the second mini-batch of all learners here together; the first one warms up.
+        round_s: seconds for the second mini-batch of all learners here together. The first one warms up.
         seconds: role -> seconds per mini-batch while all learners compute at the same time.
 
     Raises:
@@ -85,7 +85,7 @@ class Trial:
         self.seconds = {role: len(taken) * median(times) for role, times in taken.items()}
 
     def _round(self, step: int) -> dict[int, float]:
-        """Computes one mini-batch on each learner here; returns role -> seconds."""
+        """Computes one mini-batch on each learner here, and returns role -> seconds."""
         found = {}
         for role, executor in self._learners.items():
             began = time.perf_counter()
