@@ -46,7 +46,7 @@ class LaunchOutcome(NamedTuple):
 
 
 WORD_S = 4.0
-"""Time that failing ranks leave rank 0 to report the reason before MPI starts. Rank 0 itself waits half of it."""
+"""Time that ranks leave rank 0 to report a failure before MPI's start. Rank 0 itself waits half of it."""
 
 _COLLISION = b"listener thread failed to start"  # one of two mpiruns removes a directory that the other one is creating
 STARTS = 3
@@ -154,7 +154,7 @@ def has_ulfm(mpirun: Path) -> bool:
 def mpirun_command(
     mpirun: Path, ranks: int, argv: Sequence[str], *, open_mpi: bool = True, root: bool = False, ulfm: bool = False
 ) -> list[str]:
-    """Returns the command that starts `ranks` copies of `argv`, with all available cores.
+    """Returns the command that starts `ranks` copies of `argv`, on all available cores.
 
     Ranks are not bound to cores, because there may be more ranks than cores, and the job sets their thread counts.
     """

@@ -51,8 +51,8 @@ class GroupReduction:
         tag: tag of all messages between the group's ranks.
         size: number of elements of the vector.
         ring: wakes up the other members' ranks if they sleep.
-        library: communicator of the group's ranks if the MPI library adds. None: the ranks add in group_rank
-            order.
+        library: communicator of the group's ranks if the MPI library adds. None: the ranks add,
+            in group_rank order.
         arena: shared memory that contains the gradients of this rank and its neighbours. None: all gradients travel in
             messages.
         sums: order of addition (`Plan.partial_sums`). A rank's members must all be in one partial sum. By default there

@@ -1,4 +1,4 @@
-"""Regrouping of real ranks: their roles restart with another plan or another job (`rudra.core.events.Regroup`).
+"""Regrouping of real ranks: their roles restart with another plan or another job (`rudra.core.events.Reconfigure`).
 
 The owner of the weights announces the position and the dead ranks, which determine the plan. Every rank then drops
 transfers and work between the surviving roles and waits until no dropped transfer can write into memory any more. Then

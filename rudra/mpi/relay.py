@@ -55,7 +55,7 @@ def exit_line(code: int, *, lost: bool = False) -> bytes:
 class OutputRelay:
     """Relay that passes on the ranks' output, byte for byte and at once, without the other output of mpirun and MPI.
 
-    Before MPI has started on all ranks, ranks draw no frames. MPI's output from that time is passed on after the start.
+    Until MPI has started on all ranks, only mpirun and MPI draw frames. MPI's output is passed on after the start.
 
     Args:
         write: receives output for the user.

@@ -175,7 +175,7 @@ class _Session:
             if self._ranks.launched and self._ranks.comm.rank == 0:
                 os.write(2, TRAINING_LINE)  # from now on each rank watches its own waits
             if self._setup.keeps_results:
-                end_with_parent()  # sends SIGTERM instead of killing this rank at once
+                end_with_parent()  # with SIGTERM, instead of being killed at once
             try:
                 code = self._serve(rank)
             except Ended:
