@@ -18,7 +18,7 @@ from rudra.findings import Report
 from rudra.log import log
 from rudra.machine import cores
 
-BENCHMARKS = {  # name -> what it compares, and the goal
+BENCHMARKS = {  # name -> description and goal
     "ddp": (
         "hardsync by allreduce and through the server, against torch DDP on gloo",
         ">= 2.0, 1.5, 1.1 times its steps/s at μ = 4, 16, 64, and 1.2 for 289 MB, by allreduce, and 0.88, 0.95, 0.97, "
@@ -71,16 +71,16 @@ def module_of(name: str) -> Any:
 
 
 def measure(name: str, *, quick: bool, as_json: bool, **more: Any) -> None:
-    """Runs a benchmark and prints what it found, whether it reaches its goals or not.
+    """Runs a benchmark and prints its results, whether it reaches its goals or not.
 
     Args:
-        name: which one.
-        quick: the smallest sizes.
-        as_json: prints one JSON object.
-        more: keyword arguments of this benchmark alone.
+        name: name of the benchmark.
+        quick: whether to use the smallest sizes.
+        as_json: whether to print one JSON object.
+        more: keyword arguments that only this benchmark accepts.
 
     Raises:
-        RudraError: it failed.
+        RudraError: the benchmark failed.
     """
     load = os.getloadavg()[0]
     if load > 0.3 * cores() and not quick:
@@ -90,7 +90,7 @@ def measure(name: str, *, quick: bool, as_json: bool, **more: Any) -> None:
     report: Report = module_of(name).run(quick=quick, **more)
     if as_json:
         print(json.dumps({"benchmark": name, "quick": quick, **_machine(load), **report.as_dict()}), flush=True)
-    else:  # what is so small says nothing of goals
+    else:  # the smallest sizes cannot show whether goals are reached
         print(f"{name}: {known()[name]}\n\n{report.as_text(goals=not quick)}\n", flush=True)
 
 

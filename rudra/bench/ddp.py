@@ -1,5 +1,7 @@
-"""Hardsync against torch DDP on gloo: by allreduce and through the parameter server; same model, batches and
-optimiser."""
+"""Hardsync against torch DDP on gloo: by allreduce and through the parameter server.
+
+Model, batches and optimiser are the same.
+"""
 
 import os
 import shutil
@@ -39,7 +41,7 @@ STEPS = {
     "289 MB, μ = 4": 6,
 }
 AGAINST_DDP = {"lenet, μ = 4": 2.0, "lenet, μ = 16": 1.5, "lenet, μ = 64": 1.1, "289 MB, μ = 4": 1.2}
-OF_BOUND = {  # share of what the same turns reach without communication: by allreduce, through the server
+OF_BOUND = {  # goals as fractions of the speed without communication: by allreduce, through the server
     "lenet, μ = 4": (0.88, 0.75),
     "lenet, μ = 16": (0.95, 0.88),
     "lenet, μ = 64": (0.97, 0.93),
@@ -58,7 +60,7 @@ WAYS = {
 
 
 def run(*, quick: bool) -> Report:
-    """Measures two learners of one torch thread each; DDP runs in the learners' processes."""
+    """Measures two learners of one torch thread each. DDP runs in the learners' processes."""
     steps, compiler = {"lenet, μ = 4": 8} if quick else STEPS, os.environ.get("CXX", "g++").split()[0]
     if lacking := shutil.which(compiler) is None:
         steps = {case: count for case, count in steps.items() if "compiled" not in case}
@@ -103,7 +105,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: int) -> dict[str, Any]:
-    """Takes turns; on learners: case -> way -> seconds per step, one for each round."""
+    """Takes turns, and returns on learners: case -> way -> seconds per step, one value for each round."""
     torch.set_num_threads(1)
     if comm.rank == 0:
         write_images(directory)
@@ -124,7 +126,7 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
             model = job.model.name if isinstance(job.model.name, str) else ""
             plain = partial(PlainLoop, size, model=model, compiled=job.training.compile)
             loops = {"ddp": plain(wrap=wrapped), "hand": plain(exchange=partial(_average, learners)), "alone": plain()}
-        few = rounds if case.startswith("lenet,") else min(rounds, 3)  # a large model, or one compiled for each run
+        few = rounds if case.startswith("lenet,") else min(rounds, 3)  # a large model, or one that each run compiles
         for taken in in_turns(few, figures.setdefault(case, {})):
             taken |= _rudra(comm, serverless, directory / "run.h5", job)
             for name in ("ddp", "hand", "alone"):
@@ -140,7 +142,7 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[str, int], rounds: in
 
 
 def _rudra(comm: "MPI.Comm", serverless: "MPI.Comm", path: Path, job: Job) -> dict[str, float]:
-    """Seconds per step of hardsync in all of Rudra's ways."""
+    """Returns way -> seconds per step, for hardsync in all of Rudra's ways."""
     taken = {}
     for more, near in (("", True), (", by messages", False)):
         placed = job.with_(cluster={"node_memory": near})
@@ -157,14 +159,14 @@ def _rudra(comm: "MPI.Comm", serverless: "MPI.Comm", path: Path, job: Job) -> di
 
 
 def connect(rank: int, directory: Path) -> None:
-    """Has the two learners meet for gloo."""
+    """Connects the two learners through gloo."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = f"file://{directory}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank - LEARNER, world_size=LEARNERS)
 
 
 def wrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """By DDP, in its fastest form."""
+    """Wraps a model in DDP, with its fastest options."""
     return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
 
 

@@ -1,4 +1,4 @@
-"""What the statistics server's tests cost the training: the same job with them and without."""
+"""Cost of the statistics server's evaluations for the training: the same job with and without evaluations."""
 
 import tempfile
 from functools import partial
@@ -11,7 +11,7 @@ from rudra.job.job import Job
 
 
 def run(*, quick: bool) -> Report:
-    """Runs the shipped job `digits`, four learners, in turns."""
+    """Runs the shipped job `digits` with four learners, in turns."""
     job = Job.load("digits", ["training.epochs=1", "cluster.learners=1", "data.train_limit=160"] if quick else [])
     skipped = []
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:

@@ -1,4 +1,4 @@
-"""Rudra's own time per step: what is left when torch's, the transfers' and the update's are taken off."""
+"""Rudra's own time per step: the rest after subtracting the times of torch, transfers and update."""
 
 import time
 from functools import partial
@@ -36,7 +36,7 @@ GOAL_AT = 16
 
 
 def run(*, quick: bool) -> Report:
-    """Measures on a server, a statistics server and one learner, async, one torch thread each."""
+    """Measures a server, a statistics server and one learner under async, with one torch thread each."""
     steps = {GOAL_AT: 8} if quick else STEPS
     _, _, learner = on_ranks(measure, steps=steps, rounds=0 if quick else 15)
     taken = {size: {name: np.array(learner[str(size)][name]) for name in learner[str(size)]} for size in steps}
@@ -78,7 +78,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: int) -> dict[str, Any]:
-    """Takes all parts in turns; on the learner: size -> name -> seconds, one for each round."""
+    """Measures all parts in turns, and returns on the learner: size -> name -> seconds, one value for each round."""
     if comm.rank == SERVER:
         write_images(directory)
     rest(comm)
@@ -129,7 +129,7 @@ class _Step:
         self.plain = PlainLoop(size)
 
     def transfers(self, count: int) -> float:
-        """Seconds for a gradient there and weights back."""
+        """Returns the seconds for sending a gradient and receiving weights."""
         exchange(self._comm, *self._both, 2)
         return exchange(self._comm, *self._both, count)[0]
 
@@ -141,7 +141,7 @@ class _Step:
         return (time.perf_counter() - began) / count
 
     def by_hand(self, steps: int) -> tuple[float, float]:
-        """Seconds per step of gradient, push, update, pull, with blocking calls; and of the last three."""
+        """Returns seconds per step with blocking calls: of the whole step, and of push, update and pull only."""
 
         def compute() -> None:
             self._flat.bind(self._weights)

@@ -1,10 +1,10 @@
-"""Communication that hides behind computation, on real ranks: Rudra-base against adv*, 72 M parameters, μ = 4.
+"""Communication that overlaps with computation, on real ranks: Rudra-base against adv*, 72 M parameters, μ = 4.
 
-Where ranks read each other's memory, and by messages; both in turns.
+Both are measured in turns, with shared node memory and with messages.
 
-Overlap is compute / (compute + what the learner waited for communication), as in Table 1 of the paper. It flatters: a
-thread that spins in MPI hides its transfer and stretches the computation meanwhile. So steps per second, and the time
-of a gradient, stand beside it against computing alone.
+Overlap is compute / (compute + the learner's wait for communication), as in Table 1 of the paper. This figure flatters:
+a thread that spins in MPI hides its transfer, but slows down the computation. So the report also compares steps per
+second and the time per gradient with computing without communication.
 """
 
 import time
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 BY_MESSAGES = ", by messages"
-WARM_UP = 2  # steps that do not count
+WARM_UP = 2  # first steps, which are left out
 SIZES: dict[str, Any] = {"size": 4, "steps": 10, "rounds": 6, "options": {}}
 SMALLEST: dict[str, Any] = {"size": 1, "steps": 5, "rounds": 1, "options": {"width": 64}}
 
 
 class Direct:
-    """adv* whose tree has no servers between: with one learner, there is nothing to average."""
+    """Topology adv* without intermediate servers: with one learner there are no gradients to average."""
 
     @staticmethod
     def plan(nodes: "Sequence[int]") -> Plan:
@@ -59,7 +59,7 @@ def run(*, quick: bool) -> Report:
 
 
 def new_report() -> Report:
-    """A report without rows."""
+    """Returns a report without rows."""
     columns = ["topology", "overlap", "steps/s", "compute alone, steps/s", "/ alone", "gradient / alone"]
     report = Report([f"{'289 MB, μ = 4':14}", *columns, "by messages, / alone", "/ messages"])
     report.notes = [
@@ -75,11 +75,11 @@ def add(
     """Adds the rows and goals of some learners.
 
     Args:
-        report: what gets them.
+        report: report to extend.
         where: name of the rows.
-        ranks: what `measure` returned on each rank.
-        overlap: goal for adv*; None: there is none.
-        rates: topology -> goal for steps/s as a share of computing alone.
+        ranks: results of `measure` on each rank.
+        overlap: goal for adv*. None: no goal.
+        rates: topology -> goal for steps/s relative to computing without communication.
     """
     by_topology = _slowest(ranks)
     alone = [1 / s for s in by_topology["alone"]["step_s"]]
@@ -102,7 +102,7 @@ def _percent(overlap: Spread) -> str:
 
 
 def _slowest(ranks: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """Topology -> name -> one figure for each round, of the slowest learner."""
+    """Returns topology -> name -> one value for each round, from the slowest learner."""
     learners = ranks[LEARNER:]
     return {
         topology: {
@@ -126,17 +126,17 @@ def measure(
     options: dict[str, int],
     over: "Callable[[MPI.Comm], None]" = rest,
 ) -> dict[str, Any]:
-    """Takes turns; on learners: topology -> name -> one figure for each round but the first, if there are several.
+    """Takes turns. Returns, on learners: topology -> name -> one value per round, without the first of several rounds.
 
     Args:
-        comm: the servers' ranks, and then the learners'.
-        directory: for files.
-        count: of learners.
-        size: of a mini-batch.
-        steps: of a run.
-        rounds: how many turns there are.
-        options: of the model.
-        over: is called on all ranks at the end of each turn, and waits for them.
+        comm: communicator of the servers' ranks, followed by the learners' ranks.
+        directory: directory for files.
+        count: number of learners.
+        size: number of samples per mini-batch.
+        steps: number of steps per run.
+        rounds: number of turns.
+        options: options of the model.
+        over: function that all ranks call at the end of each turn, and that waits for all of them.
     """
     torch.set_num_threads(1)
     ways: list[tuple[str, Any, bool]] = []
@@ -163,7 +163,7 @@ def measure(
 
 
 def _of_learner(rows: np.ndarray[Any, np.dtype[np.void]]) -> dict[str, float]:
-    """Overlap, time of a step and of a gradient, without the first few and the last."""
+    """Returns overlap, time per step and time per gradient, without the first few steps and the last one."""
     pushed = rows[rows["step"] >= 0][WARM_UP:-1]
     waited = sum(pushed[name].sum() for name in TIMES[1:])
     begins = pushed["time_s"] - pushed["compute_s"]
@@ -175,7 +175,7 @@ def _of_learner(rows: np.ndarray[Any, np.dtype[np.void]]) -> dict[str, float]:
 
 
 def _alone(job: Job, learner: int, steps: int) -> float:
-    """Seconds that a gradient takes where nothing is exchanged."""
+    """Returns the seconds per gradient without any exchange."""
     loaded = load(job.data, test=False, seed=job.training.seed)
     plan = job.plan()
     role = plan.learners[learner]

@@ -1,7 +1,7 @@
-"""A gradient of a large model that is averaged in, and weights that come back, against MPI ping-pong and that average.
+"""Push, average and pull of a large model's gradient and weights, against MPI ping-pong with the same average.
 
-Through roles and driver, where ranks read each other's memory, and by messages; both, and bare MPI, in turns between
-the same ranks.
+Rudra's roles and driver run with shared node memory and with messages. These two and plain MPI take turns on the same
+ranks.
 """
 
 import time
@@ -25,7 +25,7 @@ WAYS = ("memory", "messages")
 
 
 def run(*, quick: bool) -> Report:
-    """Measures on a server, a statistics server and one learner, async."""
+    """Measures a server, a statistics server and one learner under async."""
     floats = FLOATS // 64 if quick else FLOATS
     server, statistics, _ = on_ranks(measure, floats=floats, rounds=1 if quick else 9, steps=8)
     gigabytes = floats * 4 / 1e9
@@ -60,7 +60,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, floats: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Takes turns; `raw` and `copy` in seconds, and by way the learner's account of each run through the roles."""
+    """Takes turns, and returns `raw` and `copy` in seconds, and for each way the learner's totals in each run."""
     torch.set_num_threads(1)
     job = stub_job(1)
     kind = {SERVER: AveragingServer, STATISTICS: StubStatistics, LEARNER: StubLearner}[comm.rank]

@@ -1,4 +1,4 @@
-"""Predicted against measured time per epoch, on this machine, calibrated right before in the same run."""
+"""Predicted against measured time per epoch, on this machine, calibrated in the same run right before."""
 
 import tempfile
 import tomllib
@@ -15,7 +15,7 @@ from rudra.studies.calibrate import calibrate
 
 MINIBATCH_SIZE = 16
 SIZES = (12, 24)
-"""μ of the runs that calibrate: none is that of a predicted run."""
+"""μ of the calibration runs, which differs from μ of the predicted runs."""
 
 EPOCH = 50_000
 PROTOCOLS: dict[str, dict[str, Any]] = {
@@ -27,7 +27,7 @@ MODELS = {"lenet": (1, 28, 28), "cifar10_full": (3, 32, 32)}
 
 
 def run(*, quick: bool) -> Report:
-    """Calibrates, then runs every configuration, in turns; each turn is predicted from its own calibration."""
+    """Calibrates, then runs every configuration, in turns. Each turn's calibration predicts this turn's runs."""
     configurations = [(1, "hardsync"), *((2, protocol) for protocol in PROTOCOLS)][: 1 if quick else None]
     report = Report([f"s per {EPOCH:,} samples, μ = {MINIBATCH_SIZE}", "predicted", "measured", "predicted / measured"])
     figures = []
@@ -48,7 +48,7 @@ def run(*, quick: bool) -> Report:
 
 
 def _turn(model: str, configurations: list[tuple[int, str]], quick: bool) -> list[tuple[float, float]]:
-    """Predicted and measured seconds per epoch of each configuration."""
+    """Returns predicted and measured seconds per epoch of each configuration."""
     seconds = 0.2 if quick else 4.0
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
         costs = Path(name) / "costs.toml"

@@ -1,4 +1,4 @@
-"""Measuring on real ranks: starting them, what all of them do, and the plain torch loop to compare with."""
+"""Measurements on real ranks: start of the ranks, common functions, and a plain torch loop for comparison."""
 
 import json
 import struct
@@ -42,15 +42,15 @@ def on_ranks(measure: Measure, learners: int = 1, **arguments: Any) -> list[dict
     """Calls `measure(comm, directory, **arguments)` on the ranks of topology base.
 
     Args:
-        measure: a function of a module; the directory is shared by the ranks and exists until all have ended.
-        learners: there are two ranks more.
-        arguments: keyword arguments, for all ranks the same.
+        measure: a function of a module. The directory is shared by the ranks and exists until all have ended.
+        learners: number of learners. Topology base adds two ranks.
+        arguments: keyword arguments, the same for all ranks.
 
     Returns:
-        What each rank returned, by rank; it must fit into JSON.
+        Results of `measure` on each rank, by rank. They must fit into JSON.
 
     Raises:
-        RunError: a rank failed; it has said why.
+        RunError: a rank failed, and has reported the reason.
     """
     roles = [role.name for role in base.plan([0] * learners).roles]
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
@@ -79,14 +79,15 @@ def _rank(measure: Measure, directory: Path, arguments: dict[str, Any]) -> int:
 
 
 def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
-    """Takes this rank's part in a run; returns its results, open, on every rank (of `comm`, if not of all).
+    """Takes this rank's part in a run, and returns the open results on every rank (of `comm`, if given).
 
-    It raises RunError if the run fails.
+    Raises:
+        RunError: the run failed.
     """
     from rudra.mpi.session import run_ranks
     from rudra.prepare.start import StartRequest
 
-    job = job.with_(cluster={"device": "cpu"})  # as what it is compared with
+    job = job.with_(cluster={"device": "cpu"})  # as the alternatives in the comparison
     code, _ = run_ranks(job, StartRequest(path, force=True), progress={"mode": "quiet", "columns": None}, comm=comm)
     if code:
         raise RunError(f"the run ended with exit code {code}")
@@ -94,10 +95,11 @@ def train(job: Job, path: Path, comm: "MPI.Comm | None" = None) -> Results:
 
 
 def in_turns(rounds: int, figures: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
-    """Yields for each turn a dictionary to put its figures into, and adds them to those of the other turns.
+    """Yields a dictionary for the figures of each turn, and appends its figures to those from earlier turns.
 
     Args:
-        rounds: turns that count. One more comes first, which warms up; with 0 rounds it is the only one, and counts.
+        rounds: number of turns that count. One warm-up turn precedes them. With 0 rounds only this turn runs, and
+            counts.
         figures: name -> one figure for each turn that counts.
     """
     for turn in range(rounds + 1):
@@ -108,7 +110,7 @@ def in_turns(rounds: int, figures: dict[str, list[Any]]) -> Iterator[dict[str, A
 
 
 def compared(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Calls functions that measure, in turns (see `in_turns`); returns the figures of each."""
+    """Calls measuring functions in turns (see `in_turns`), and returns name -> figures."""
     figures: dict[str, list[float]] = {}
     for taken in in_turns(rounds, figures):
         taken |= {name: measure() for name, measure in ways.items()}
@@ -116,7 +118,7 @@ def compared(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, 
 
 
 def step_s(time_s: NDArray[np.float64]) -> float:
-    """Mean time between steps that ended at these times; the first, which warms caches up, does not count."""
+    """Returns the mean time between steps that ended at these times, without the first step, which warms caches up."""
     return float((time_s[-1] - time_s[1]) / (len(time_s) - 2))
 
 
@@ -132,15 +134,15 @@ def exchange(
     """Sends a gradient to the server and weights back, by blocking MPI calls between the server and one learner.
 
     Args:
-        comm: communicator of all ranks; each calls this.
-        gradient: what the learner sends.
-        weights: what the server sends.
+        comm: communicator of all ranks, all of which call this.
+        gradient: gradient that the learner sends, (parameters,) float32.
+        weights: weights that the server sends, (parameters,) float32.
         count: number of turns.
         before: called on the learner at the beginning of a turn.
-        between: called on the server when it has the gradient.
+        between: called on the server after it has received the gradient.
 
     Returns:
-        Seconds per turn; and, on the learner, without `before`.
+        Seconds per turn, and on the learner also seconds per turn without `before`.
     """
     exchange_s, began = 0.0, time.perf_counter()
     for _ in range(count):
@@ -158,7 +160,7 @@ def exchange(
 
 
 def write_images(directory: Path, samples: int = IMAGES) -> None:
-    """A data set of noise in the form and size of (Fashion-)MNIST, which any machine has."""
+    """Writes a data set of noise in the format and size of (Fashion-)MNIST, so that no download is needed."""
     generator = np.random.default_rng(0)
     for prefix, count in (("train", samples), ("t10k", 16)):
         images = generator.integers(0, 256, (count, 28, 28), np.uint8)
@@ -170,7 +172,7 @@ def write_images(directory: Path, samples: int = IMAGES) -> None:
 
 
 def lenet_job(directory: Path, protocol: str, learners: int, minibatch_size: int, steps: int) -> Job:
-    """One epoch of that many steps, without tests, on one torch thread."""
+    """Returns a job of one epoch with this number of steps, without evaluation, on one torch thread."""
     return Job(
         name="bench",
         model={"name": "lenet"},
@@ -183,16 +185,16 @@ def lenet_job(directory: Path, protocol: str, learners: int, minibatch_size: int
 
 
 def pictures(count: int = PICTURES) -> tuple[TensorDataset, TensorDataset]:
-    """A data set of noise in the size of ImageNet's, kept in memory."""
+    """Returns a data set of noise with the image size of ImageNet, kept in memory."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, *PICTURE, generator=generator)
     labels = torch.randint(CLASSES, (count,), generator=generator)
-    labels[0] = CLASSES - 1  # by which their number is known
+    labels[0] = CLASSES - 1  # the largest label determines the number of classes
     return TensorDataset(inputs, labels), TensorDataset(inputs[:4], labels[:4])
 
 
 def alexnet_job(protocol: str, learners: int, minibatch_size: int, steps: int, **options: int) -> Job:
-    """The same of the network of 72 M parameters, 289 MB; without momentum, which is one pass less for everybody."""
+    """Returns such a job for a network of 72 M parameters (289 MB), without momentum, which saves every way a pass."""
     return Job(
         name="bench",
         model={"name": "alexnet", "options": options},
@@ -209,10 +211,10 @@ class PlainLoop:
 
     Args:
         minibatch_size: μ.
-        wrap: what makes the module that computes, from the model; DDP for example.
+        wrap: wraps the model in the module that computes, for example in DDP.
         model: "lenet", with momentum, or "alexnet", without.
-        exchange: gets the gradient as one vector before each update, to average it over ranks.
-        compiled: by torch.compile.
+        exchange: receives the gradient as one vector before each update, to average it over ranks.
+        compiled: whether to compile the network with torch.compile.
     """
 
     def __init__(
@@ -245,10 +247,10 @@ class PlainLoop:
                 parameter.grad = part.view_as(parameter)
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Trains.
+        """Trains for a number of steps.
 
         Returns:
-            Seconds per step of the whole loop, and of forward and backward alone.
+            Seconds per step of the whole loop, and of forward and backward only.
         """
         torch_s = 0.0
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Stand-ins for what takes time beside communication: the roles and the driver are real, gradients come at once."""
+"""Stubs for slow work other than communication: roles and driver are real, gradients are ready at once."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from rudra.mpi.arena import Arena
 
 Maker = Callable[[Memory | None], Executor]
-"""Makes a stand-in whose buffers lie in that memory."""
+"""Creates a stub whose buffers are in that memory."""
 
 TOUCHED, RESERVED = 4, 16
-"""Buffers that each stand-in has before it begins, so that none is made meanwhile; and that it may ever have."""
+"""Number of buffers that each stub allocates in advance, and number of buffers that it may have at most."""
 
 
 class StubLearner(LearnerExecutor):
-    """Has its gradient at once, so that push and pull are all there is."""
+    """A learner whose gradient is ready at once, so that only push and pull take time."""
 
     def __init__(self, floats: int, memory: Memory | None = None) -> None:
         Executor.__init__(self, (), floats, floats, 1, memory=memory)
@@ -41,11 +41,11 @@ class StubLearner(LearnerExecutor):
         yield Computed(action.step, 0.0, 0, action.work.count)
 
     def close(self) -> None:
-        """There is no input thread."""
+        """Does nothing, because there is no input thread."""
 
 
 class StubServer(ServerExecutor):
-    """Updates take no time."""
+    """A server whose updates take no time."""
 
     def __init__(self, floats: int, memory: Memory | None = None) -> None:
         Executor.__init__(self, (), floats, floats, 1, memory=memory)
@@ -57,7 +57,7 @@ class StubServer(ServerExecutor):
 
 
 class AveragingServer(StubServer):
-    """Averages each gradient in, and updates nothing."""
+    """A server that averages gradients in but updates no weights."""
 
     def __init__(self, floats: int, memory: Memory | None = None) -> None:
         super().__init__(floats, memory)
@@ -74,13 +74,13 @@ class StubStatistics(StatisticsExecutor):
 
 
 class Account(Recorder):
-    """Keeps the learners' accounts and no file."""
+    """A recorder that keeps the learners' totals and writes no file."""
 
     def __init__(self) -> None:
         self.learners: list[dict[str, float]] = []
 
     def idle(self) -> None:
-        """There is no file."""
+        """Does nothing, because there is no file."""
 
     def record(self, action: Record) -> None: ...
 
@@ -91,7 +91,7 @@ class Account(Recorder):
 
 
 def stub_job(learners: int, **tables: Any) -> Job:
-    """A job under async whose learners push a gradient for each sample, and which nobody tests."""
+    """Returns a job under async whose learners push a gradient for each sample, without evaluation."""
     return Job(
         data={"classes": 2},
         training={"epochs": 1, "minibatch_size": 1, "evaluate": False},
@@ -102,14 +102,14 @@ def stub_job(learners: int, **tables: Any) -> Job:
 
 
 def kept(executor: Executor) -> Maker:
-    """Gives the same stand-in to every run, so that its memory is warm; for those that go by messages."""
+    """Returns a maker that gives every run the same stub with warm memory. Only runs by messages may use it."""
     return lambda memory: executor
 
 
 def drive(
     comm: "MPI.Comm", job: Job, plan: Plan, make_executor: Maker, steps: int, *, spins: bool = True
 ) -> list[dict[str, float]]:
-    """Trains; on the statistics server's rank: the account of each learner, and how long the training took."""
+    """Trains and returns, on the statistics server's rank, each learner's totals and the training time."""
     from rudra.mpi.arena import Arena
     from rudra.mpi.driver import Rank
 
@@ -133,7 +133,7 @@ def drive(
 
 
 def _meet(comm: "MPI.Comm", arena: "Arena", executor: Executor) -> None:
-    """Has the ranks of the node map each other's memory, as a session does."""
+    """Lets the ranks of the node map each other's memory, as a session does."""
     from mpi4py import MPI
 
     names = [f"touched {i}" for i in range(TOUCHED)]

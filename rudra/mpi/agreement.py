@@ -1,4 +1,4 @@
-"""What ranks find out together before they have roles: what rank 0 decides, and what each says of itself."""
+"""Steps before ranks have roles: rank 0 decides and broadcasts, and every rank reports facts about itself."""
 
 import socket
 import sys
@@ -20,17 +20,18 @@ T = TypeVar("T")
 
 
 def rest(comm: MPI.Comm) -> None:
-    """Waits for all ranks, and leaves the core to those that work meanwhile."""
+    """Waits for all ranks, and sleeps in between so that working ranks get the core."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(1e-3)
 
 
 def found_by_rank0(find: Callable[[], T]) -> T:
-    """What rank 0 finds in files, on every rank, before a run; other ranks need no key to trust the files.
+    """Evaluates `find` on rank 0 before a run and returns its result on every rank. Other ranks need no key for the
+    files.
 
     Args:
-        find: returns something that can be pickled, and may add directories to `sys.path`, also for the other ranks.
+        find: returns an object that can be pickled. It may add directories to `sys.path`, which all ranks then add.
 
     Raises:
         RudraError: rank 0 raised it.
@@ -55,11 +56,11 @@ def found_by_rank0(find: Callable[[], T]) -> T:
 
 
 def facts_of_ranks(comm: MPI.Comm, cluster: ClusterTable) -> list[RankFacts]:
-    """What each rank says of itself; all ranks call this together.
+    """Returns the facts of each rank, such as its host and cores. All ranks call this together.
 
     Args:
-        comm: of the ranks that run a job.
-        cluster: of the job.
+        comm: communicator of the ranks that run a job.
+        cluster: cluster table of the job.
     """
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     place = node.bcast(comm.rank)
@@ -76,7 +77,7 @@ def facts_of_ranks(comm: MPI.Comm, cluster: ClusterTable) -> list[RankFacts]:
 
 
 def sum_on_node(comm: MPI.Comm, value: int) -> int:
-    """Sum over the ranks of this node; all ranks call this together, so never in a step that may fail on one."""
+    """Sums over the ranks of this node. All ranks call this together, so no rank may fail before the call."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     total: int = node.allreduce(value)
     node.Free()

@@ -1,13 +1,13 @@
-"""Memory that ranks of a node read of each other: between them gradients and weights travel without a copy.
+"""Memory of one rank that the other ranks of its node read, so that gradients and weights travel without a copy.
 
-The buffers of a rank's roles lie in a file without a name (`memfd_create`), which its neighbours map, and only read.
-What MPI carries between them is a `Place`: where the tensor lies, and the message that belongs to it. So a tensor that
-has been received completely stays whole if its sender dies right after: its memory is there as long as somebody maps
-it. MPI's own windows end with the first rank that dies, and a file system for shared memory may be small or missing.
+The buffers of a rank's roles are in an anonymous file (`memfd_create`). The rank's neighbours map it read-only. MPI
+carries only a `Place`: the tensor's position, and the message that belongs to it. A tensor that has been received
+completely stays intact if its sender dies, because its memory exists until the last process unmaps it. MPI's own
+windows end with the first rank that dies, and a file system for shared memory may be small or missing.
 
-A buffer whose place was sent is lent. Its reader says in a word of its own, which the owner looks at, that it has taken
-the place, and later, or at once if it made a copy, that it has done with it. Until then the owner writes elsewhere. A
-dead reader's leases are over.
+Sending the place of a buffer opens a lease. The reader has one word of shared memory per lease, which the owner polls.
+In that word the reader first reports that it has received the place, and later that it has finished reading. A reader
+that makes a copy reports the end at once. Until then the owner writes elsewhere. Leases of a dead reader end.
 """
 
 import mmap
@@ -28,16 +28,16 @@ _ALIGNED = mmap.ALLOCATIONGRANULARITY
 _TOKEN = 16
 _POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 LEASES = 64
-"""Of one owner to one reader, at most, at a time."""
+"""Largest number of open leases from one owner to one reader."""
 
 
 class Arena:
-    """This rank's memory, and that of its neighbours.
+    """The shared memory of this rank and its neighbours.
 
     Attributes:
-        neighbours: world ranks that read this rank's memory, and whose memory this one reads, itself among them; empty
-            before `meet`, and where it cannot be had.
-        failure: why this rank has no such memory.
+        neighbours: world ranks on this node that share their memory with this rank, including this rank. Empty before
+            `meet`, and if memory cannot be shared.
+        failure: reason why this rank has no shared memory, or empty if it has.
     """
 
     def __init__(self) -> None:
@@ -47,16 +47,16 @@ class Arena:
         self._reserved = 0
         self._file = -1
         self._mine: list[tuple[int, int, int]] = []  # address, size and offset of each piece
-        self._regions: dict[int, torch.Tensor] = {}  # the memory of each neighbour
-        self._views: dict[tuple[int, int, int], torch.Tensor] = {}  # of those memories, as far as they were asked for
-        self._words: dict[int, memoryview] = {}  # of each neighbour, what this rank says of its leases
-        self._said: dict[int, memoryview] = {}  # of each neighbour, what it says of this rank's
+        self._regions: dict[int, torch.Tensor] = {}  # memory of each neighbour
+        self._views: dict[tuple[int, int, int], torch.Tensor] = {}  # tensors in that memory that were requested before
+        self._words: dict[int, memoryview] = {}  # neighbour -> this rank's words about its leases
+        self._said: dict[int, memoryview] = {}  # neighbour -> its words about this rank's leases
 
     def allocate(self, length: int) -> npt.NDArray[np.uint8] | None:
-        """Memory for a buffer, zeros that are written; None: there is none here.
+        """Allocates memory for a buffer, filled with zeros, or returns None if this rank has no shared memory.
 
         Raises:
-            MemoryError: where neighbours rely on it.
+            MemoryError: the memory is exhausted, and neighbours already map it.
         """
         if self.failure:
             return None
@@ -67,9 +67,9 @@ class Arena:
                 raise OSError(f"{self._reserved} bytes were reserved, and {self._end + size} are needed")
             if not self.neighbours:
                 os.ftruncate(self._file, self._end + size)
-            os.posix_fallocate(self._file, self._end, size)  # else a lack of memory shows as a signal that kills
+            os.posix_fallocate(self._file, self._end, size)  # otherwise a lack of memory causes a fatal signal
             memory = np.frombuffer(mmap.mmap(self._file, size, offset=self._end), np.uint8)
-        except (OSError, AttributeError) as error:  # or it is no Linux
+        except (OSError, AttributeError) as error:  # or the system is not Linux
             if self.neighbours:
                 raise MemoryError(f"no memory to share with the ranks of this node: {error}") from None
             self.failure = str(error)
@@ -84,15 +84,15 @@ class Arena:
             self._file = memory_file("rudra-buffers")
 
     def meet(self, node: MPI.Comm, me: int, reserved: int) -> str:
-        """Maps the memory of the other ranks of a node; all of them call, when they have their first buffers.
+        """Maps the memory of the other ranks of a node. All of them call this when they have their first buffers.
 
         Args:
-            node: of ranks that share memory.
-            me: this rank among all.
-            reserved: bytes that this rank may ever use.
+            node: communicator of the ranks that share memory.
+            me: this rank in the communicator of all ranks.
+            reserved: largest number of bytes that this rank may ever use.
 
         Returns:
-            Why it cannot be had, on all ranks alike; empty if it can.
+            The reason why memory cannot be shared, the same on all ranks, or empty if it can.
         """
         self._reserved = max(reserved, self._end, _ALIGNED)
         size = node.size * LEASES * 8
@@ -134,7 +134,7 @@ class Arena:
         return ""
 
     def close(self) -> None:
-        """No more buffers; those that there are stay as long as somebody needs them."""
+        """Stops allocating. Existing buffers stay valid as long as a process uses them."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -143,12 +143,12 @@ class Arena:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             memory = mmap.mmap(file, reserved, mmap.MAP_SHARED, mmap.PROT_READ)
-            with suppress(OSError):  # an old kernel: then the first reader of each page is slower
+            with suppress(OSError):  # an old kernel: the first read of each page is slower
                 memory.madvise(_POPULATE_READ, 0, end)
         finally:
             os.close(file)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch has no tensors that are only read
+            warnings.simplefilter("ignore")  # torch has no read-only tensors
             self._regions[rank] = torch.from_numpy(np.frombuffer(memory, np.uint8))
 
     def _map_words(self, rank: int, path: str, size: int, token: bytes, place: int) -> None:
@@ -162,7 +162,7 @@ class Arena:
         self._words[rank] = memory[place * LEASES * 8 : (place + 1) * LEASES * 8].cast("Q")
 
     def offset(self, array: npt.NDArray[Any]) -> int | None:
-        """Where an array lies in this rank's memory; None: elsewhere."""
+        """Returns the offset of an array in this rank's memory, or None if the array is elsewhere."""
         address = array.ctypes.data
         for first, size, offset in self._mine:
             if first <= address < first + size:
@@ -170,20 +170,20 @@ class Arena:
         return None
 
     def bytes_at(self, rank: int, offset: int, length: int) -> torch.Tensor:
-        """Memory of a neighbour, to be read: (length,) uint8."""
+        """Returns a neighbour's memory as a tensor, (length,) uint8, to be read only."""
         return self._regions[rank][offset : offset + length]
 
     def floats_at(self, rank: int, offset: int, length: int) -> torch.Tensor:
-        """The same as float32; of so many bytes."""
+        """Returns a neighbour's memory as float32. `length` is in bytes."""
         key = rank, offset, length
         if key not in self._views:
             self._views[key] = self.bytes_at(*key).view(torch.float32)
         return self._views[key]
 
     def said(self, reader: int, number: int) -> int:
-        """What a reader has last said in the word of a lease of this rank's."""
+        """Returns the last word of a reader about one of this rank's leases."""
         return self._said[reader][number % LEASES]
 
     def say(self, owner: int, number: int, *, done: bool) -> None:
-        """Tells the owner that this reader has taken a place, or has done with it."""
+        """Reports to the owner that this reader has received a place, or has finished reading it."""
         self._words[owner][number % LEASES] = 2 * number + done

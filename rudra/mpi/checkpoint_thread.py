@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what all owners keep is gathered, and a thread writes it, because the disk may be slow."""
+"""Checkpoints of a run: the states of all owners are gathered, and a thread writes them, because disks may be slow."""
 
 from collections.abc import Callable
 
@@ -12,15 +12,15 @@ from rudra.results.checkpoint import CheckpointWriter
 
 
 class CheckpointThread:
-    """Saves and commits checkpoints.
+    """Thread that saves and commits checkpoints.
 
     Args:
-        writer: of the weights' owner; None on other ranks, which only give what they keep.
-        work: of the rank, in which the thread has its part.
-        states: what roles keep that a checkpoint needs, on its way.
+        writer: checkpoint writer, on the rank of the weights' owner. None on other ranks, which only send their states.
+        work: long work of the rank, which counts what this thread does.
+        states: transfer of the owners' states to the rank that writes checkpoints.
 
     Attributes:
-        states: as given; another one after the rank has regrouped.
+        states: current transfer of states, replaced when the rank regroups.
     """
 
     def __init__(self, writer: CheckpointWriter | None, work: LongWork, states: StateTransfer) -> None:
@@ -29,12 +29,12 @@ class CheckpointThread:
         self._thread: WorkerThread | None = None
 
     def save(self, action: Save, state: NamedVectors, done: Callable[[Event], None]) -> None:
-        """Saves the state of the weights' owner, with those of all others.
+        """Saves the state of the weights' owner together with the states of all other owners.
 
         Args:
-            action: of the owner.
-            state: what it keeps.
-            done: takes the event that follows.
+            action: save action of the weights' owner.
+            state: state of the weights' owner.
+            done: called with the event that follows.
         """
         position = action.position
 
@@ -52,7 +52,7 @@ class CheckpointThread:
             self.states.gather(write)
 
     def commit(self, timestamp: int, keep: str, done: Callable[[Event], None]) -> None:
-        """Makes the checkpoint that was saved the one that counts."""
+        """Commits the checkpoint that was saved last."""
         self._do(lambda writer: writer.commit(keep), Committed, timestamp, done)
 
     def _do(
@@ -77,6 +77,6 @@ class CheckpointThread:
         self._work.do_beside(self._thread, work, done)
 
     def close(self) -> None:
-        """Ends the thread, when it has written what was to be written."""
+        """Ends the thread after it has written everything that was submitted."""
         if self._thread is not None:
             self._thread.close()

@@ -8,30 +8,30 @@ from mpi4py import MPI
 from rudra.mpi.tags import CLOCK_TAG
 
 ROUND_TRIPS = 16
-"""How often a node asks another for its clock; the quickest answer counts."""
+"""Number of times that each node asks for the root's clock. The fastest answer counts."""
 
 
 def clock_origin(
     comm: MPI.Comm, root: int, clock: Callable[[], float] = time.perf_counter, node: MPI.Comm | None = None
 ) -> float:
-    """One moment as every rank's own clock shows it, so that times since then can be compared between ranks.
+    """Returns one common moment as this rank's own clock shows it, so that times since then are comparable between
+    ranks.
 
-    Ranks of one node share a clock. Between nodes, one rank of each asks `root` for the time again and again, and
-    believes the answer that came back soonest: it is wrong by less than half that round trip. All ranks call this
-    together.
+    Ranks of one node share a clock. Between nodes, one rank of each node asks `root` for the time several times, and
+    uses the fastest answer. The error is less than half of that round trip. All ranks call this together.
 
     Args:
-        comm: of all ranks.
-        root: the rank whose clock counts.
-        clock: seconds, common to the ranks of a node.
-        node: the ranks that share a clock; by default those of this node.
+        comm: communicator of all ranks.
+        root: rank whose clock counts.
+        clock: function that returns seconds, common to the ranks of a node.
+        node: communicator of the ranks that share a clock, by default the ranks of this node.
 
     Returns:
-        Reading of this rank's clock, in seconds, at the moment that all agree on.
+        Reading of this rank's clock, in seconds, at the common moment.
     """
     own = comm.Split_type(MPI.COMM_TYPE_SHARED) if node is None else node
     leaders: list[int] = comm.allgather(own.bcast(comm.rank))
-    offset = 0.0  # root's clock - this one's
+    offset = 0.0  # root's clock - this rank's clock
     if leaders[comm.rank] == comm.rank or comm.rank == root:
         for leader in sorted(set(leaders) - {leaders[root]}):
             if comm.rank == root:
@@ -47,7 +47,7 @@ def clock_origin(
 
 
 def _ask_time(comm: MPI.Comm, root: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Round trip in seconds, and by how much root's clock is ahead of this one."""
+    """Returns the round trip in seconds, and by how many seconds root's clock is ahead of this rank's clock."""
     asked = clock()
     theirs: float = comm.sendrecv(None, root, CLOCK_TAG, None, root, CLOCK_TAG)
     answered = clock()

@@ -1,8 +1,8 @@
-"""Threads beside the one that owns a rank's roles: transfers that go on while the rank computes, and computing itself.
+"""Threads next to a rank's own thread: transfers that continue while the rank computes, and the computation itself.
 
-Source: rudra.txt §3.3, the pushGradient and pullWeights threads. MPI makes no progress on large messages while nobody
-is inside it, so somebody must be. A thread that blocks in MPI spins on a whole core, which it takes from the
-computation; so these start transfers, test them, and sleep in between.
+Source: rudra.txt §3.3, the pushGradient and pullWeights threads. MPI makes progress on large messages only inside an
+MPI call, so some thread must make such calls. A thread that blocks in MPI spins on a whole core, which the computation
+loses. So these threads start transfers, poll them, and sleep in between.
 """
 
 import threading
@@ -16,29 +16,29 @@ from mpi4py import MPI
 from rudra.mpi.failures import outcome
 
 SHORTEST_S, LONGEST_S = 20e-6, 1e-3
-"""Pauses between two looks at transfers under way: they grow while nothing happens."""
+"""Shortest and longest pause between two polls of pending transfers. Pauses grow while nothing happens."""
 
 Post = Callable[[Callable[[], None]], None]
-"""Hands something over to the thread that owns the roles, which calls it there."""
+"""Hands a function over to the thread that owns the roles, which calls it there."""
 
 
 class WorkerThread(threading.Thread):
-    """A thread that does one thing after the other.
+    """A thread that executes submitted work in order.
 
     Args:
-        name: as shown to people.
-        post: how its results, and an exception that ends it, reach the rank's own thread.
+        name: name of the thread, for people.
+        post: hands results, and an exception that ends the thread, to the rank's own thread.
     """
 
     def __init__(self, name: str, post: Post) -> None:
         super().__init__(name=name, daemon=True)
         self._post = post
-        # No SimpleQueue: CPython 3.11's get may wait forever where the thread is held up for longer than its timeout.
+        # No SimpleQueue: in CPython 3.11 its get may wait forever if the thread is delayed for longer than the timeout.
         self._todo: Queue[Callable[[], None] | None] = Queue()
         self.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Has something done after all that was submitted before."""
+        """Appends work to the thread's queue."""
         self._todo.put(work)
 
     def run(self) -> None:
@@ -57,14 +57,14 @@ class WorkerThread(threading.Thread):
             work()
 
     def close(self) -> None:
-        """Ends the thread, when it has done what was submitted."""
+        """Ends the thread after it has done all submitted work."""
         self._todo.put(None)
         self.join()
 
 
 @dataclass(slots=True)
 class _Carried:
-    """A transfer."""
+    """A transfer in progress."""
 
     request: MPI.Request
     done: Callable[[], None]
@@ -72,12 +72,12 @@ class _Carried:
 
 
 class CommThread(WorkerThread):
-    """A thread that carries out transfers, any number at a time.
+    """A thread that carries out transfers, any number in parallel.
 
     Args:
-        name: as shown to people.
-        post: as of a `WorkerThread`.
-        wait: does so until a request is over that was cancelled.
+        name: name of the thread, for people.
+        post: hands results to the rank's own thread, as in `WorkerThread`.
+        wait: waits until a cancelled request is complete.
     """
 
     def __init__(
@@ -85,19 +85,19 @@ class CommThread(WorkerThread):
     ) -> None:
         self._carried: list[_Carried] = []
         self._forgotten: list[_Carried] = []  # receives that may still write
-        self._untaken: list[_Carried] = []  # sends for which nobody waits; their memory stays
-        self._quiet: Callable[[], None] | None = None  # to be told when none does
+        self._untaken: list[_Carried] = []  # abandoned sends; their memory must stay
+        self._quiet: Callable[[], None] | None = None  # called when no receive can write any more
         self._wait = wait
         super().__init__(name, post)
 
     def carry(self, start: Callable[[], MPI.Request], done: Callable[[], None], *, receives: bool = False) -> None:
-        """Starts a transfer; `done` is called in the rank's own thread when it is over."""
+        """Starts a transfer. `done` is called in the rank's own thread when the transfer is complete."""
         self.submit(lambda: self._carried.append(_Carried(start(), done, receives)))
 
     def abandon(self, quiet: Callable[[], None]) -> None:
-        """Takes all receives back, as all begin anew; `quiet` is called when none writes here any more.
+        """Cancels all receives because the roles restart. `quiet` is called when no receive can write here any more.
 
-        Sends go on, or wait for ever for somebody who takes them. What was over before may still be told.
+        Sends continue, or stay pending if no rank receives them. Transfers completed earlier may still be reported.
         """
 
         def forget() -> None:
@@ -126,12 +126,12 @@ class CommThread(WorkerThread):
             if self._quiet is not None and not self._forgotten:
                 self._post(self._quiet)
                 self._quiet = None
-        for carried in self._carried:  # receives that nobody will send to any more
+        for carried in self._carried:  # receives that no rank will match any more
             carried.request.Cancel()
             self._wait(carried.request)
 
     def _over(self, carried: _Carried) -> bool:
-        """Whether a transfer is over, which is told if it has not failed; then a rank has died, and all regroup."""
+        """Returns whether a transfer has ended, and reports it unless it failed: then a rank died, and all regroup."""
         what = outcome(carried.request)
         if what == "done":
             self._post(carried.done)

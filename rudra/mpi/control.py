@@ -1,4 +1,4 @@
-"""Control messages as they arrive."""
+"""Receiving of control messages."""
 
 from mpi4py import MPI
 
@@ -8,11 +8,11 @@ from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.tags import CHANNELS, CONTROL, FIRST_TAG
 
 RING = 16
-"""Control messages of one role that may arrive before the role looks."""
+"""Number of control messages for one role that may arrive before the role reads them."""
 
 
 class ControlRing:
-    """Posted receives for the control messages of one role, taken in the order of arrival."""
+    """Ring of posted receives for the control messages of one role, read in the order of arrival."""
 
     def __init__(self, comm: MPI.Comm, role: int) -> None:
         self._buffers = [bytearray(CONTROL_BYTES) for _ in range(RING)]
@@ -23,8 +23,8 @@ class ControlRing:
             request.Start()
 
     def take(self) -> tuple[int, Message] | None:
-        """The next message, and how often its sender had regrouped."""
-        # Receives match in the order in which they were posted, so only the oldest can be next.
+        """Returns the next message and its sender's generation: how often the sender had regrouped."""
+        # Receives match in the order of posting, so only the oldest can be next.
         request = self._requests[self._head]
         if outcome(request) != "done":
             return None

@@ -1,4 +1,4 @@
-"""Small messages between ranks, and the bells that wake those up to whom something was sent."""
+"""Small messages between ranks, and the doorbells that wake up their receivers."""
 
 import secrets
 from collections import deque
@@ -13,14 +13,14 @@ from rudra.mpi.failures import Losses, outcome
 
 
 class ControlMessages:
-    """The small messages of a rank. All ranks make theirs together.
+    """The small messages of a rank. All ranks create theirs together.
 
     Args:
-        comm: of all ranks.
-        roles: that live here, and get messages.
+        comm: communicator of all ranks.
+        roles: ids of the roles of this rank, which receive messages.
 
     Attributes:
-        doorbell: wakes up ranks of this node.
+        doorbell: doorbell that wakes up ranks of this node.
     """
 
     def __init__(self, comm: MPI.Comm, roles: Collection[int]) -> None:
@@ -31,44 +31,44 @@ class ControlMessages:
         self._rings = {role: ControlRing(comm, role) for role in roles}
 
     def tell(self, data: bytes, to: int, tag: int) -> None:
-        """Sends a rank something small."""
+        """Sends a small message to a rank."""
         self._sending.append((self._comm.Isend(data, to, tag), data))
         self._to_ring.add(to)
 
     def wake(self, rank: int) -> None:
-        """Wakes a rank up at the next `ring`."""
+        """Marks a rank to be woken up at the next `ring`."""
         self._to_ring.add(rank)
 
     def ring(self) -> None:
-        """Wakes up all that were sent something."""
+        """Wakes up all ranks that were sent a message or marked."""
         while self._to_ring:
             self.doorbell.ring(self._to_ring.pop())
 
     def heard(self) -> Iterator[tuple[int, int, Message]]:
-        """Gives what has arrived: receiver, how often its sender had regrouped, message."""
+        """Yields the messages that have arrived: receiver, sender's generation, message."""
         for role, ring in self._rings.items():
             while (found := ring.take()) is not None:
                 yield role, *found
 
     def poll(self) -> None:
-        """Lets go of what has been sent."""
+        """Releases the memory of messages that have been sent."""
         while self._sending and outcome(self._sending[0][0]) != "no":
             self._sending.popleft()
 
     def flush(self, losses: Losses) -> None:
-        """Waits until all is sent."""
+        """Waits until all messages are sent."""
         while self._sending:
             losses.wait(self._sending.popleft()[0])
 
     def close(self, losses: Losses) -> None:
-        """Leaves nothing posted."""
+        """Cancels all posted receives and closes the doorbell."""
         for ring in self._rings.values() if not losses.dead else ():
             ring.close(losses)
         self.doorbell.close()
 
 
 def make_doorbell(comm: MPI.Comm) -> Doorbell:
-    """This rank's doorbell; all ranks call this together."""
+    """Creates this rank's doorbell. All ranks call this together."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     neighbours = node.allgather(comm.rank)
     node.Free()

@@ -1,11 +1,12 @@
 """The MPI driver: roles on real ranks.
 
-One thread per rank owns its roles, polls for messages and carries out actions; what is local executors do. A learner's
-gradient is computed in that thread where nobody needs the rank meanwhile, and else beside it, as are its transfers
-(`rudra.mpi.comm_threads`). Only buffer-mode calls are on the training path: a control message is one small eager send,
-a tensor one transfer from its own buffer into the receiver's. Where ranks share cores, a waiting rank sleeps until a
-neighbour rings (`rudra.mpi.doorbell`): the core belongs to whoever computes. A rank with a core to itself spins for a
-while before it sleeps. Neighbours read tensors where they lie (`rudra.mpi.arena`), and MPI carries their places.
+One thread per rank owns its roles, polls for messages and carries out actions. Executors do the local work. This thread
+also computes a learner's gradient if no other rank needs this rank during the computation. Otherwise gradients and
+transfers have their own threads (`rudra.mpi.comm_threads`). Only buffer-mode calls are on the training path: a control
+message is one small eager send, and a tensor is one transfer from the sender's buffer to the receiver's. If ranks share
+cores, a waiting rank sleeps until a neighbour rings (`rudra.mpi.doorbell`) and leaves the core to the ranks that
+compute. A rank with its own core spins for a while before it sleeps. Neighbours read tensors in the owner's memory
+(`rudra.mpi.arena`), and MPI carries only their places.
 """
 
 import time
@@ -70,25 +71,25 @@ from rudra.roles.ledger import outlasts
 from topologies import Plan
 
 SPIN_S = 20e-3
-"""How long a rank that has a core to itself polls before it sleeps: falling asleep and waking up costs more than
-a small message, and the core's caches and clock rate besides."""
+"""How long a rank with its own core polls before it sleeps. Falling asleep and waking up costs more than a small
+message, and it lets the core's caches cool and its clock rate drop."""
 
 Make = Callable[[int, Plan, TrainingState], Machine]
-"""Makes a role's machine for a new beginning, and its executor ready."""
+"""Creates a role's machine for a restart, and prepares its executor."""
 
 
 class Ended(Exception):
-    """The launcher told this rank to end."""
+    """The launcher asked this rank to end."""
 
 
 @dataclass(slots=True)
 class Signalled:
-    """What handlers of signals want of a rank.
+    """Requests of signal handlers to a rank.
 
     Attributes:
-        stop: it is to ask the run to end in order.
-        urgent: to be done as soon as possible; None: nothing.
-        ended: the launcher is ending it.
+        stop: whether to ask the run to stop in order.
+        urgent: function to call as soon as possible, or None if there is none.
+        ended: whether the launcher is ending this rank.
     """
 
     stop: bool = False
@@ -100,12 +101,12 @@ class HostedRoles:
     """The roles of a rank.
 
     Args:
-        machines: by role.
-        make: makes a machine anew; None: no role begins anew.
+        machines: role id -> state machine of the role.
+        make: creates the machine of a role that restarts, or None if no role restarts.
 
     Attributes:
-        machines: as given; others after the rank has regrouped.
-        running: roles that have not halted.
+        machines: role id -> current state machine, replaced when the rank regroups.
+        running: ids of the roles that have not halted.
     """
 
     def __init__(self, machines: dict[int, Machine], make: Make | None) -> None:
@@ -114,7 +115,7 @@ class HostedRoles:
         self._ticked = dict.fromkeys(machines, 0.0)
 
     def ticks(self, now: float) -> Iterator[int]:
-        """Gives the roles that are to hear that time has passed."""
+        """Yields the roles that must now be notified that time has passed."""
         for role in list(self.running):
             tick_s = self.machines[role].tick_s
             if tick_s is not None and now - self._ticked[role] >= tick_s:
@@ -122,40 +123,41 @@ class HostedRoles:
                 yield role
 
     def waits(self) -> Mapping[int, str]:
-        """What each role that runs waits for."""
+        """Returns, for each running role, a text about its current wait."""
         return {role: self.machines[role].waiting_for for role in self.running}
 
     def remake(self, role: int, plan: Plan, position: TrainingState) -> None:
-        """Makes the machine of a role again, for training that goes on from there by another plan."""
+        """Creates the machine of a role again, for training that continues from a position with another plan."""
         assert self._make is not None
         before, self.machines[role] = self.machines[role], self._make(role, plan, position)
         self.machines[role].inherit(before)
 
 
 class Rank:
-    """The roles of one rank, driven until they halt. All ranks make theirs together.
+    """The roles of one rank, driven until they halt. All ranks create theirs together.
 
     Args:
-        comm: of all ranks of the job.
-        plan: who is who at first.
-        machines: the roles that live here, by id.
-        executors: what they work with.
-        recorder: where the statistics server's rows go; None elsewhere.
-        checkpoints: writes those of the weights' owner; None elsewhere.
-        make_machine: as `Make`.
-        phases: of the run.
-        stall_warning_s: a wait that is longer is reported.
-        stall_limit_s: a wait that is longer ends the run; None: never.
-        spins: a rank that waits may keep its core busy for a while; wrong where another rank computes on it.
-        halves: gradients travel as float16.
-        arena: memory that neighbours read, in which the executors' buffers are.
+        comm: communicator of all ranks of the job.
+        plan: initial role assignment.
+        machines: role id -> state machine, for the roles of this rank.
+        executors: role id -> executor that does the role's local work.
+        recorder: writes the statistics server's rows, or None on other ranks.
+        checkpoints: writes checkpoints on the rank of the weights' owner, or None on other ranks.
+        make_machine: creates the machine of a role that restarts (see `Make`).
+        phases: phases of the run.
+        stall_warning_s: seconds after which a wait is reported.
+        stall_limit_s: seconds after which a wait ends the run. None: never.
+        spins: whether a waiting rank may keep its core busy for a while. Must be False if another rank computes on that
+            core.
+        halves: whether gradients travel as float16.
+        arena: shared memory that holds the executors' buffers and that neighbours read.
 
     Attributes:
-        comm: of all ranks.
-        phases: of the run.
-        plan: who is who.
-        signalled: what handlers of signals want; they may set it at any time.
-        apart: some rank may never end by itself.
+        comm: communicator of all ranks.
+        phases: phases of the run.
+        plan: current role assignment.
+        signalled: requests of signal handlers, which may change it at any time.
+        apart: whether some rank may never end by itself.
     """
 
     def __init__(
@@ -205,11 +207,11 @@ class Rank:
         library = library_comm(comm, plan, machines)
         self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena)
         self._reductions.renew(plan, machines, library)
-        if any(plan.traits(role).overlaps for role in machines):  # transfers and computing go on beside each other
+        if any(plan.traits(role).overlaps for role in machines):  # transfers run in parallel with computation
             self._traffic.start_threads(self._work.post, self._losses.wait)
             self._work.compute_beside()
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
-        # What neighbours send comes at once, and they ring; large transfers need somebody who looks after them.
+        # Messages of neighbours arrive at once, with a ring. Large transfers make progress only if this rank polls.
         near = library is None and arena.neighbours.issuperset(range(comm.size))
         self._idleness = Idleness(
             comm,
@@ -224,26 +226,26 @@ class Rank:
 
     @property
     def lost(self) -> set[int]:
-        """Ranks that have died: with any of them, nothing collective works any more."""
+        """Ranks that have died. After the first death collective calls no longer work."""
         return self._losses.dead
 
     @property
     def states(self) -> StateTransfer:
-        """What roles keep that a checkpoint needs, on its way."""
+        """Transfer of the roles' states that a checkpoint needs."""
         return self._saver.states
 
     def look(self) -> bool:
-        """Looks, once the roles here have halted, whether a rank has died."""
+        """Returns whether a rank has died. The roles here must have halted."""
         if self._losses.active:
             self._losses.look()
         return bool(self._losses.dead)
 
     def stop(self) -> None:
-        """Asks the run to end in order; signal handlers may call this."""
+        """Asks the run to stop in order. Signal handlers may call this."""
         self.signalled.stop = True
 
     def pass_on_stop(self) -> None:
-        """Tells the weights' owner, wherever it lives, if this rank was asked to stop: it stops everybody."""
+        """Reports a stop request of this rank to the weights' owner, which stops all ranks."""
         if not self.signalled.stop:
             return
         self.signalled.stop = False
@@ -257,14 +259,14 @@ class Rank:
         self._control.doorbell.ring(to)
 
     def run(self) -> int:
-        """Serves until every role here has halted.
+        """Drives the roles until all of them have halted.
 
         Returns:
-            The exit code that the roles agreed on: 0, or `EXIT_STOPPED` and the like of a run that was stopped.
+            The exit code that the roles agreed on: 0, or a code such as `EXIT_STOPPED` if the run was stopped.
 
         Raises:
             RunError: a role failed, here or (on the statistics server's rank) anywhere.
-            Ended: the launcher told this rank to end.
+            Ended: the launcher asked this rank to end.
         """
         while self._roles.running:
             self._heed_signals()
@@ -291,7 +293,7 @@ class Rank:
         self.pass_on_stop()
 
     def _step(self) -> bool:
-        """Does one piece of work; False if there was none."""
+        """Does one piece of work, or returns False if there is none."""
         if self._events:
             role, event = self._events.popleft()
             self._handle(role, event)
@@ -300,7 +302,7 @@ class Rank:
         return True
 
     def _go_on(self) -> bool:
-        """Does a piece of long work; False if there is none."""
+        """Does a piece of long work, or returns False if there is none."""
         if (done := self._work.go_on()) is None:
             return False
         role, event = done
@@ -333,7 +335,7 @@ class Rank:
         return bool(self._events)
 
     def _look_for_losses(self) -> None:
-        """Tells the roles here which others are no more."""
+        """Notifies the roles here of other roles that died."""
         ranks = self._losses.look()
         if ranks:
             self._traffic.lose(ranks)
@@ -410,9 +412,9 @@ class Rank:
             self._control.doorbell.ring(to)
 
     def _perform(self, role: int, action: ExecutorAction) -> None:
-        """Short work at once, long work between other things, or beside them."""
+        """Does short work at once, and long work in pieces or in another thread."""
         executor = self._executors[role]
-        if isinstance(action, COMPUTATIONS):  # here, and not in another thread
+        if isinstance(action, COMPUTATIONS):  # in this thread only
             for field in action.changes:
                 executor.renew(getattr(action, field))
         work = executor.perform(action)
@@ -422,7 +424,7 @@ class Rank:
             self._events.extend((role, event) for event in work if event is not None)
 
     def _save(self, role: int, action: Save) -> None:
-        """Brings what all keep that a checkpoint needs to the owner of the weights, who writes it."""
+        """Sends a role's state for a checkpoint to the owner of the weights, which writes the checkpoint."""
         state = self._executors[role].state(alone=action.alone)
         if role == self.plan.server:
             self._saver.save(action, state, partial(self.announce, role))
@@ -430,17 +432,17 @@ class Rank:
             self.states.give(role, state)
 
     def tell(self, data: bytes, to: int, tag: int) -> None:
-        """Sends a rank something small."""
+        """Sends a small message to a rank."""
         self._control.tell(data, to, tag)
 
     def announce(self, role: int, event: Event) -> None:
-        """Lets a role here know of something, in its turn."""
+        """Appends an event for a role of this rank to the queue."""
         self._events.append((role, event))
 
     # Regrouping by another plan (`rudra.mpi.regroup`).
 
     def abandon(self, plan: Plan, position: TrainingState) -> None:
-        """Follows another plan, from a position: forgets what is under way between those who regroup by it."""
+        """Follows another plan from a position: drops pending events, transfers and work of roles that regroup."""
         self.plan = plan
         self._saver.states = StateTransfer(self.comm, plan, self._state_tag)
         roles = self._roles.running - {plan.statistics}
@@ -448,7 +450,7 @@ class Rank:
         self._reductions.abandon()
         self._work.drop(roles)
 
-        if plan.stage in roles:  # which goes on with what others have in its log
+        if plan.stage in roles:  # the stage server continues with the others' parts in its log
             self._roles.remake(plan.stage, plan, position)
 
         def counts(role: int, event: Event) -> bool:
@@ -458,23 +460,23 @@ class Rank:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing that was abandoned can write into a buffer any more."""
+        """Returns whether nothing that was abandoned can write into a buffer any more."""
         return self._traffic.quiet and self._reductions.quiet
 
     def regroup(self, position: TrainingState) -> None:
-        """Makes the roles again, for training that goes on from there."""
+        """Creates the roles again, for training that continues from a position."""
         plan, running = self.plan, self._roles.running
         unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in self.lost and i not in plan.gone]
         self._reductions.renew(plan, running)
         for role in sorted(running - {plan.statistics}):
             self.announce(role, Started())
-            if role not in (plan.server, plan.stage):  # who have the plan already
+            if role not in (plan.server, plan.stage):  # these two have the plan already
                 self._roles.remake(role, plan, position)
-            if role != plan.server:  # which knows who is dead
+            if role != plan.server:  # the server knows the dead already
                 self._events.extend((role, Lost(other)) for other in unknown)
 
     def _close(self) -> None:
-        """Leaves nothing posted; what was sent is delivered, because every role has said that it is done."""
+        """Completes sends and cancels receives. All sends are delivered, because every role has reported its end."""
         self._control.flush(self._losses)
         self._traffic.close()
         self._work.close()
@@ -484,7 +486,7 @@ class Rank:
 
 
 class Reported(RunError):
-    """A failure on another rank: exit code, whether a rank was lost, and complete text, as that rank sent them."""
+    """A failure reported by another rank: its exit code, whether a rank was lost, and the complete text."""
 
     def __init__(self, report: str) -> None:
         code, lost, self.text = report.split(" ", 2)

@@ -1,12 +1,12 @@
-"""Ranks that die while others go on: ULFM, of an mpirun that was started with it.
+"""Survival of rank failures with ULFM, if mpirun was started with it.
 
-What was found of Open MPI's requests, and what follows: a request for a rank that has died raises an error when it is
-tested, once, and is void then. One that anybody may answer raises another error until the loss is acknowledged, and
-then continues. If it has matched a tensor of a rank that dies before it is delivered, it hangs for ever. So after a
-loss tensors from anybody are received by matched probes, which know the sender. If it has raised the error and is
-complete before it is tested again, every later test raises the error, although the tensor is here, and `Get_status`
-alone tells. `Testsome` hides which requests failed. Collectives fail on a communicator with a dead rank, whether the
-loss is acknowledged or not.
+Observed behaviour of Open MPI's requests, and consequences: a request for a dead rank raises an error at its next test,
+once, and is void afterwards. A request for any source raises another error until the loss is acknowledged, and then
+continues. If such a request has matched a tensor and the sender dies before delivery, the request hangs for ever. So
+after a loss tensors from any source are received by matched probes, which know the sender. If the request has raised
+the error and completes before its next test, every later test raises the error although the tensor has arrived. Only
+`Get_status` then reports the completion. `Testsome` hides which requests failed. Collectives fail on a communicator
+with a dead rank, whether the loss is acknowledged or not.
 """
 
 import array
@@ -35,42 +35,42 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 ULFM = ("--with-ft", "ulfm")
-"""Options of mpirun."""
+"""Options of mpirun that enable ULFM."""
 
 TCP_FLAGS = ("--mca", "btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
-"""Open MPI's defaults without `put`, in which it deadlocks when a connection breaks."""
+"""Open MPI's default flags without `put`. With `put` Open MPI deadlocks when a connection breaks."""
 
 WATCH_S, APPEAR_S = 0.5, 5.0
-"""How often the ranks of a node are looked after while MPI starts, and how long all of them may take to appear."""
+"""Interval of checks of a node's ranks while MPI starts, and time that all of them may take to appear."""
 
 PAUSE_S = 50e-6
-"""Between two looks at a request that is to end now."""
+"""Interval of polls of a request that should complete now."""
 
 SPEAKS_S = 2.0
-"""How long a rank leaves it to the one before it to say who has died, and to end the job."""
+"""Time that a surviving rank leaves to the one before it to report the dead ranks and to end the job."""
 
 LEARNS_S = 10.0
-"""How long a rank that something went wrong on may take to learn that another has died."""
+"""Time that a rank with an error may take to learn that another rank has died."""
 
 AGAIN_S = 0.2
-"""Between two looks at who is there: what seems to be gone may be back, and who dies together is named together."""
+"""Interval of two checks of the ranks: a missing process may return, and ranks that die together are named together."""
 
 HEARD_S = 2.0
-"""How long the launcher may take to read what a rank has said last, before it is told to end."""
+"""Time that the launcher may take to read a rank's last output before it is asked to end."""
 
 RequestState = Literal["done", "no", "failed"]
 
 
 def survivable() -> bool:
-    """Whether this rank outlives others."""
+    """Returns whether this rank survives the death of other ranks."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112
 
 
 class Losses:
-    """Which ranks of a communicator have died.
+    """The ranks of a communicator that have died.
 
     Args:
-        comm: in question.
+        comm: communicator to watch.
     """
 
     def __init__(self, comm: "MPI.Comm") -> None:
@@ -79,7 +79,7 @@ class Losses:
         self.dead: set[int] = set()
 
     def look(self) -> list[int]:
-        """Ranks that are found dead now; MPI goes on without them. Costs a microsecond, and somebody must poll MPI."""
+        """Returns ranks newly found dead, and acknowledges them. It costs a microsecond. Other calls must poll MPI."""
         from mpi4py import MPI
 
         group = self._comm.Get_failed()
@@ -89,7 +89,7 @@ class Losses:
             return []
         mine = self._comm.Get_group()
         ranks = MPI.Group.Translate_ranks(group, list(range(count)), mine)
-        self._comm.Ack_failed(count)  # no more than were seen here
+        self._comm.Ack_failed(count)  # acknowledge no more than were seen here
         mine.Free()
         group.Free()
         found = [rank for rank in ranks if rank not in self.dead]
@@ -97,7 +97,7 @@ class Losses:
         return found
 
     def wait(self, request: "MPI.Request") -> None:
-        """Until a request is over, or a rank has died, with whom it may wait for ever."""
+        """Waits until a request is complete or a rank has died, because then the request may never complete."""
         while outcome(request) == "no" and not self.dead:
             time.sleep(PAUSE_S)
             if self.active:
@@ -105,7 +105,7 @@ class Losses:
 
 
 def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> RequestState:
-    """What has become of a request; "failed": its other end has died, and the request is void."""
+    """Returns the state of a request. "failed" means that its other end has died, and the request is void."""
     try:
         return "done" if request.Test(status) else "no"
     except Exception as error:
@@ -115,11 +115,11 @@ def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> Reque
             raise
         kind = error.Get_error_class()
         if kind == MPI.ERR_PROC_FAILED_PENDING:
-            # It continues when the loss is acknowledged. If it is complete, Open MPI reports the error again and again.
+            # It continues after the loss is acknowledged. If it is complete, Open MPI repeats the error at every test.
             if not request.Get_status(status):
                 return "no"
             with suppress(MPI.Exception):
-                request.Test()  # so that a persistent request that has ended since can be started again
+                request.Test()  # so that a persistent request that has completed since can be started again
             return "done"
         if kind in {MPI.ERR_PROC_FAILED, MPI.ERR_REVOKED}:
             return "failed"
@@ -128,9 +128,10 @@ def outcome(request: "MPI.Request", status: "MPI.Status | None" = None) -> Reque
 
 @contextmanager
 def watched_start() -> Iterator[None]:
-    """For MPI's start, in which ranks would wait for ever, in C, for one that dies meanwhile.
+    """Watches the ranks of this node while MPI starts, because its C code waits for ever for a rank that dies.
 
-    So the first two ranks of each node have a process beside them that looks after those there, and ends the job.
+    The first two ranks of each node each fork a process that checks the node's ranks, and ends the job if one is
+    missing.
     """
     place = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
     if not survivable() or place > 1:
@@ -155,13 +156,13 @@ def watched_start() -> Iterator[None]:
 
 
 def _watch(launched_by: int, started: int, patience_s: float) -> None:
-    """Ends the job, with one line, if a rank that a launcher has started here ends before MPI has started.
+    """Ends the job, with one line, if a rank that a launcher started here ends before MPI has started.
 
-    Others may do so before; they have this much time.
+    Another process may report it first, within `patience_s`.
     """
     own, ranks = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
     here = int(os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
-    if _rank_of(launched_by) is not None:  # a wrapper around this rank, below which it has no neighbours
+    if _rank_of(launched_by) is not None:  # a wrapper around this rank, which has no neighbours below it
         here = 1
     roll = RollCall(launched_by, ranks, here=here, seen={own})
     while not _begins(started, WATCH_S, launched_by):
@@ -182,7 +183,7 @@ def _watch(launched_by: int, started: int, patience_s: float) -> None:
 
 
 def _begins(started: int, within_s: float, launched_by: int) -> bool:
-    """Whether MPI starts in time, as the rank beside says; it says nothing if it dies."""
+    """Returns whether MPI starts in time, as the watched rank reports. A dead rank reports nothing."""
     if not select.select([started], [], [], within_s)[0]:
         return False
     if os.read(started, 1):
@@ -194,25 +195,26 @@ def _begins(started: int, within_s: float, launched_by: int) -> bool:
 
 
 class RollCall:
-    """Which ranks of this node are there, and which are no more, by their own processes.
+    """Living and dead ranks of this node, as seen from their processes.
 
-    What stands for a rank may be there longer. Dead is who is missed by two looks, one after the other: the kernel may
-    leave out a child of a process that another child leaves. Who was never seen counts, too, once all must have come.
+    A proxy process may outlive its rank. A rank counts as dead if two consecutive looks miss it, because the kernel may
+    omit a child of a process while another child ends. After the time for all ranks to appear, a rank that was never
+    seen also counts.
 
     Args:
-        launched_by: the process that starts them.
-        ranks: of the whole run.
-        here: how many of them are to be on this node; None: that is found out.
-        seen: those that are known to have come.
-        come: all have.
+        launched_by: process that starts the ranks.
+        ranks: number of ranks of the whole run.
+        here: number of ranks that should be on this node. None: it is read from a rank's process.
+        seen: ranks that are known to have appeared.
+        come: whether all ranks have appeared.
 
     Attributes:
-        seen: those that have come.
-        alive: those that are there.
-        stopped: those of them whose process, or the one that stands for it, is stopped.
-        dead: those that are no more.
-        first: those that were missed first, and have not come back.
-        here: how many are to be on this node; None: nobody has told yet.
+        seen: ranks that have appeared.
+        alive: ranks that are running.
+        stopped: running ranks whose process or proxy is stopped.
+        dead: ranks that no longer run.
+        first: ranks that were missed first, and have not reappeared.
+        here: number of ranks that should be on this node, or None if not known yet.
     """
 
     def __init__(
@@ -222,10 +224,10 @@ class RollCall:
         self.here = here
         self.seen, self.alive, self.dead, self.stopped = set(seen), set[int](), set[int](), set[int]()
         self.first, self._missed = set[int](), set[int]()
-        self._come_at = -math.inf if come else math.inf  # when all must have
+        self._come_at = -math.inf if come else math.inf  # deadline for all ranks to appear
 
     def look(self) -> None:
-        """Looks once."""
+        """Updates all attributes from the processes of this node."""
         started = started_below(self._launched_by)
         if started and self._come_at == math.inf:
             self._come_at = time.monotonic() + APPEAR_S
@@ -240,7 +242,7 @@ class RollCall:
         self.first = self.first & self._missed or set(self._missed)
 
     def look_again(self) -> None:
-        """Looks until it is certain who is there now."""
+        """Looks twice, so that the result is certain."""
         self.look()
         time.sleep(AGAIN_S)
         self.look()
@@ -255,20 +257,20 @@ class RollCall:
 
     @property
     def unseen(self) -> int:
-        """How many have never been seen here and can no longer come; of a run on several nodes nobody knows which."""
+        """Number of ranks that never appeared here and no longer can. With several nodes their numbers are unknown."""
         return self.here - len(self.seen) if self.here is not None and self._all_come else 0
 
 
 def ranks_below(pid: int) -> dict[int, int]:
-    """World rank -> process in which it runs, of the ranks on this node that come from a process."""
+    """Returns world rank -> process of the rank, for the ranks on this node that descend from a process."""
     return {rank: process_of(started) for rank, started in started_below(pid).items()}
 
 
 def started_below(pid: int) -> dict[int, int]:
-    """World rank -> process that a process, or one that it started, has started for it: the rank, or its proxy.
+    """Returns world rank -> process that was started for it (rank or proxy), for all descendants of a process.
 
-    What a rank itself has started is not looked at, because it seems to be that rank. Read from /proc by hand: psutil
-    looks through all processes of the node for the children of one.
+    Children of a rank are left out, because they look like that rank. This reads /proc directly, because psutil looks
+    through all processes of the node for the children of one.
     """
     found: dict[int, int] = {}
     for child in _children(pid):
@@ -278,23 +280,23 @@ def started_below(pid: int) -> dict[int, int]:
 
 
 def _children(pid: int) -> set[int]:
-    """Of a process; read twice, for a list misses one that stays when another leaves meanwhile."""
+    """Returns the children of a process. Reads twice, because a list may omit a child while another one ends."""
     found: set[int] = set()
     for _ in range(2):
         with suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{pid}/task"):
-                with suppress(OSError):  # and what a thread had started that has ended is another's now
+                with suppress(OSError):  # children of an ended thread now belong to another thread
                     found.update(map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()))
     return found
 
 
 def lives(process: int) -> bool:
-    """Whether a process runs, and is not only waited for."""
+    """Returns whether a process runs and is no zombie."""
     return _state(process) not in {"", "Z", "X"}
 
 
 def launcher_lives(launched_by: int) -> bool:
-    """Whether what `launcher` found still runs, and is no init that took in the ranks of one that ended before."""
+    """Returns whether the process found by `launcher` still runs, and is not an init that adopted orphaned ranks."""
     found = re.fullmatch(r"prterun-(.+)-(\d+)@\d+", os.environ.get("PMIX_NAMESPACE", ""))
     if found and found[1] == socket.gethostname():
         return lives(int(found[2]))
@@ -302,29 +304,29 @@ def launcher_lives(launched_by: int) -> bool:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process is stopped, as by SIGSTOP or a debugger."""
+    """Returns whether a process is stopped, as by SIGSTOP or a debugger."""
     return _state(process) in {"T", "t"}
 
 
 def _state(process: int) -> str:
-    """The letter by which the kernel tells the state of a process; empty: there is no such process."""
+    """Returns the kernel's letter for the state of a process, or an empty text if there is no process."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
 def _rank_of(pid: int) -> int | None:
-    """Which rank a process is; None: none, or it has ended."""
+    """Returns the world rank of a process, or None if it is no rank or has ended."""
     return _told(pid, b"OMPI_COMM_WORLD_RANK")
 
 
 def neighbours(pid: int) -> int | None:
-    """How many ranks there are on the node of a process that was started for one; None: it has ended."""
+    """Returns the number of ranks on the node of a rank's process or proxy, or None if the process has ended."""
     return _told(pid, b"OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def _told(pid: int, name: bytes) -> int | None:
-    """A number in a process's environment."""
+    """Returns a number from the environment of a process."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
             if line.startswith(name + b"="):
@@ -333,13 +335,13 @@ def _told(pid: int, name: bytes) -> int | None:
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
-    """Ranks, for people, with their roles as far as `roles` tells them."""
+    """Formats ranks for people, with their roles if `roles` has them."""
     return ", ".join(f"rank {rank} ({roles[rank]})" if rank < len(roles) else f"rank {rank}" for rank in sorted(ranks))
 
 
 @contextmanager
 def known(names: Sequence[str]) -> Iterator[None]:
-    """Has messages of this process name ranks with their roles, meanwhile."""
+    """Has messages of this process name ranks with their roles inside the context."""
     global roles
     before, roles = roles, names
     try:
@@ -349,7 +351,7 @@ def known(names: Sequence[str]) -> Iterator[None]:
 
 
 def stopped_neighbours(ranks: int) -> set[int]:
-    """The ranks on this rank's node whose processes are stopped."""
+    """Returns the ranks on this rank's node whose processes are stopped."""
     roll = RollCall(launcher(), ranks)
     roll.look()
     return roll.stopped
@@ -357,10 +359,10 @@ def stopped_neighbours(ranks: int) -> set[int]:
 
 @contextmanager
 def abort_on_dead_rank() -> Iterator[None]:
-    """Ends all ranks, with one line, where one has died while they set up together, or part.
+    """Ends all ranks, with one line, if a rank dies during common set-up or at the end.
 
-    A collective call with a dying rank may raise nothing and leave an object half received, which then raises whatever
-    comes of it.
+    A collective call with a dying rank may raise no error and return an incomplete object, which can then cause any
+    exception.
     """
     from mpi4py import MPI
 
@@ -375,20 +377,20 @@ def abort_on_dead_rank() -> Iterator[None]:
         if not dead:
             raise
         place = sorted(set(range(MPI.COMM_WORLD.size)) - dead).index(MPI.COMM_WORLD.rank)
-        time.sleep(SPEAKS_S * min(place, 3))  # the first says it, and ends the others; it may be busy elsewhere
+        time.sleep(SPEAKS_S * min(place, 3))  # the first rank reports it and ends the others; it may be busy elsewhere
         log.error(f"{named_ranks(dead)} {DIED}")
         end_everybody(MPI.COMM_WORLD, 1)
 
 
 def failed_classes() -> set[int]:
-    """Errors that the death of a rank may end a call with."""
+    """Returns the error classes of calls that end because a rank died."""
     from mpi4py import MPI
 
     return {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
 
 
 def _learned(comm: "MPI.Comm") -> set[int]:
-    """Ranks that have died, as MPI finds out in time, or the kernel knows of those on this node; none: nobody has."""
+    """Returns dead ranks, found by MPI within a time limit, or by the kernel on this node. Empty if there are none."""
     losses = Losses(comm)
     if not losses.active:
         return set()
@@ -407,7 +409,7 @@ def _learned(comm: "MPI.Comm") -> set[int]:
 
 
 def outlive() -> None:
-    """Remembers that this rank has outlived another: MPI's own end might wait for the dead."""
+    """Records that this rank has outlived another one, because MPI's finalisation might wait for dead ranks."""
     global outlived
     if not outlived:
         outlived = True
@@ -415,7 +417,7 @@ def outlive() -> None:
 
 
 def leave(code: int) -> int:
-    """The end of MPI in a process; one that has outlived other ranks goes at once. Else the code is for the caller."""
+    """Finalises MPI and returns the code. A process that has outlived other ranks exits at once with the code."""
     if outlived:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -429,12 +431,12 @@ def leave(code: int) -> int:
 
 
 def end_everybody(comm: "MPI.Comm", code: int) -> NoReturn:
-    """Ends all ranks, this one among them. Under ULFM an abort ends the rank that calls it, so its launcher is told."""
+    """Ends all ranks, including this one. Under ULFM an abort ends only the caller, so the launcher must end them."""
     sys.stdout.flush()
     sys.stderr.flush()
     heard()
     if survivable() and launcher_lives(launched_by := launcher()):
-        with suppress(OSError):  # it ends
+        with suppress(OSError):  # it is ending
             os.kill(launched_by, signal.SIGTERM)
         time.sleep(2.0)
     comm.Abort(code)
@@ -443,17 +445,17 @@ def end_everybody(comm: "MPI.Comm", code: int) -> NoReturn:
 
 
 def heard() -> None:
-    """Waits until the launcher has read what this rank has said: what it has not when it is told to end may be lost."""
+    """Waits until the launcher has read this rank's output, because the launcher may lose unread output at its end."""
     unread = array.array("i", [0])
     deadline = time.monotonic() + HEARD_S
-    with suppress(OSError):  # no pipe: nobody has to pass it on
+    with suppress(OSError):  # no pipe: there is no reader
         while not fcntl.ioctl(2, termios.FIONREAD, unread) and unread[0] and time.monotonic() < deadline:
             time.sleep(0.01)
-    time.sleep(0.1)  # it writes what it has read in its next turn
+    time.sleep(0.1)  # the launcher writes this output in its next turn
 
 
 roles: Sequence[str] = ()
-"""What each world rank of this process's run is, for messages; empty: not known yet."""
+"""Role names of each world rank of this process's run, for messages, or empty if not known yet."""
 
 outlived = False
-"""Whether this rank has outlived another one, so that MPI must not be left by its own door."""
+"""Whether this rank has outlived another one, so that MPI must not be finalised."""

@@ -1,11 +1,12 @@
-"""Ranks of this node as forks of one process that has imported everything, in place of as many imports of torch.
+"""Fork server: the ranks of this node are forks of one process that has imported everything, which saves imports.
 
-mpirun starts small processes, each of which stands for a rank: it asks the fork server for one, hands it its standard
-streams and environment, passes signals on, and ends as the rank ends. Where there is no fork server, as on another
-node, such a process becomes the rank itself. So this file also runs as a script, and needs the standard library alone.
+mpirun starts a small proxy process per rank. The proxy asks the fork server for a rank, and hands over its standard
+streams and environment. It then passes signals on, and ends when the rank ends. If there is no fork server, as on
+another node, the proxy becomes the rank itself. So this file also runs as a script, and needs only the standard
+library.
 
 The fork server listens on an abstract socket, which has no mode. So each end asks the kernel for the user of the other
-one (`SO_PEERCRED`), before it reads or sends anything, and hangs up on another user.
+end (`SO_PEERCRED`) before it reads or sends anything, and closes the connection if the users differ.
 """
 
 import ctypes
@@ -26,42 +27,43 @@ from pathlib import Path
 from typing import NamedTuple
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-"""Signals to a rank's proxy that are the rank's."""
+"""Signals that a proxy passes on to its rank."""
 
 ENDS_S = 3.0
-"""How long the fork server may take to end when its ranks are to have ended."""
+"""Time that the fork server may take to end after its ranks should have ended."""
 
 ORPHANED_S = 10.0
-"""How long a rank may take to end when mpirun is gone, before its proxy ends it."""
+"""Time that a rank may take to end after mpirun has ended, before its proxy kills it."""
 
 STANDS_FOR = "for "
-"""How the name of a proxy's process begins; its rank's process follows."""
+"""Prefix of the name of a proxy's process. The number of the rank's process follows."""
 
 KILLED_LINE, LEFT_LINE = b"\x1ekilled %d %d\n", b"\x1eleft %d\n"
-"""What a proxy writes on standard error for the launcher: which rank was killed, and by which signal; which one ended
-badly otherwise, such as by a signal that was passed on."""
+"""Lines that a proxy writes on standard error for the launcher. The first names a killed rank and the signal. The
+second names a rank that failed in another way, such as by a signal that was passed on."""
 
-_PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of what may use a fork server
+_PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of processes that may use a fork server
 LAUNCHED_BY = "RUDRA_LAUNCHED_BY"
-"""Variable of a fork server: the process that started it."""
+"""Environment variable of a fork server: number of the process that started it."""
 
 _STATUS = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")
 _ARGUMENTS_BYTES = 1 << 16
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 WORKER = (sys.executable, "-P", str(Path(__file__).parents[1] / "worker.py"))
-"""The command of a rank, without its arguments."""
+"""Command of a rank, without its arguments."""
 
 
 @contextmanager
 def fork_server(worker: Sequence[str] = WORKER) -> Iterator[list[str]]:
-    """Has a fork server meanwhile, for this process and those that it starts; one that is there is used.
+    """Runs a fork server inside the context, for this process and its children. Uses an existing one if there is one.
 
     Args:
-        worker: the command of a rank, without its arguments; with `--serve` and two descriptors, of the fork server.
+        worker: command of a rank, without its arguments. With `--serve` and two descriptors it is the command of the
+            fork server.
 
     Yields:
-        The command that mpirun is to start, without the arguments of a rank.
+        The command for mpirun to start, without the arguments of a rank.
     """
     address, _, whose = os.environ.get(SERVER, "").partition(" ")
     if sys.platform != "linux":
@@ -83,7 +85,7 @@ def _proxy(address: str, worker: Sequence[str]) -> list[str]:
 
 @contextmanager
 def _started(worker: Sequence[str]) -> Iterator[str]:
-    """A fork server, and its address."""
+    """Starts a fork server and yields its address."""
     address = f"rudra-{uuid.uuid4().hex}"
     ours, theirs = socket.socketpair()
     with ours, theirs, socket.socket(socket.AF_UNIX) as listener:
@@ -95,7 +97,7 @@ def _started(worker: Sequence[str]) -> Iterator[str]:
             [*worker, "--serve", *map(str, kept)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,  # what it cannot do, the ranks try themselves, and say why
+            stderr=subprocess.DEVNULL,  # if it fails, the ranks try the same themselves and report the reason
             env={**os.environ, **about},
             pass_fds=kept,
             start_new_session=True,
@@ -114,18 +116,18 @@ def _started(worker: Sequence[str]) -> Iterator[str]:
 
 
 def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
-    """Forks a rank for each proxy that asks; returns in the ranks, with their arguments, and never here.
+    """Forks a rank for each proxy that asks. Returns only in the ranks, with their arguments.
 
     Args:
-        listener: where they ask.
-        launcher: is at its end when no more ranks are to come.
+        listener: socket for connections of proxies.
+        launcher: socket that reaches its end when no more ranks will be requested.
     """
     woken, wakes = socket.socketpair()
     for end in (woken, wakes):
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno())
-    proxies: dict[int, socket.socket] = {}  # of the ranks, by process
+    proxies: dict[int, socket.socket] = {}  # process of the rank -> connection to its proxy
     with selectors.DefaultSelector() as selector:
         for source in (woken, listener, launcher):
             selector.register(source, selectors.EVENT_READ)
@@ -141,7 +143,7 @@ def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
                     _answer(proxy, status)
                     proxy.close()
             for rank, proxy in proxies.items():
-                if proxy in ready:  # it says nothing: it has died
+                if proxy in ready:  # a proxy sends nothing here: it has died
                     selector.unregister(proxy)
                     os.kill(rank, signal.SIGKILL)
             if launcher in ready:
@@ -161,19 +163,19 @@ def serve(listener: socket.socket, launcher: socket.socket) -> list[str]:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for held in (woken, wakes, listener, launcher, proxy, *proxies.values()):
-        held.close()  # whoever waits for the end of one must not wait for this process
+        held.close()  # a process that waits for the end of one of them must not wait for this process
     _take(place)
     return arguments
 
 
 class _Place(NamedTuple):
-    """What is a proxy's, and its rank's after it.
+    """Properties of a proxy that its rank takes over.
 
     Attributes:
-        proxy: the process.
-        streams: standard input, output and error.
-        environment: variables and their values.
-        umask: of files that it makes.
+        proxy: process of the proxy.
+        streams: descriptors of standard input, output and error.
+        environment: environment variables and their values.
+        umask: mode mask for new files.
     """
 
     proxy: int
@@ -183,7 +185,7 @@ class _Place(NamedTuple):
 
 
 def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], _Place] | None:
-    """A proxy that asks for a rank, the rank's arguments and place; None: it is not this user's, or cannot be read."""
+    """Accepts a proxy. Returns it with the rank's arguments and place, or None for a foreign user or a failed read."""
     proxy, _ = listener.accept()
     process, user = _peer(proxy)
     streams: list[int] = []
@@ -198,24 +200,24 @@ def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], _Place] |
                 return proxy, os.fsdecode(text).split("\0"), _Place(process, streams, environment, umask)
     for stream in streams:
         os.close(stream)
-    proxy.close()  # which goes on by itself
+    proxy.close()  # the proxy then becomes the rank itself
     return None
 
 
 def _answer(proxy: socket.socket, number: int) -> None:
-    with suppress(OSError):  # it has died, which is seen next
+    with suppress(OSError):  # it has died, which the loop notices next
         proxy.sendall(_STATUS.pack(number))
 
 
 def _ended() -> Iterator[tuple[int, int]]:
-    """Processes that have ended, and how."""
+    """Yields the processes that have ended, and their statuses."""
     with suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             yield found
 
 
 def _take(place: _Place) -> None:
-    """Makes this process what one would be that was started in the proxy's place; with luck of its own."""
+    """Gives this process the proxy's environment, directory, limits and streams, and a new random state."""
     os.environb.clear()
     os.environb.update(place.environment)
     os.environ[_PROXY] = str(place.proxy)
@@ -223,7 +225,7 @@ def _take(place: _Place) -> None:
     os.chdir(f"/proc/{place.proxy}/cwd")
     os.sched_setaffinity(0, os.sched_getaffinity(place.proxy))
     for name in filter(re.compile("RLIMIT_").match, dir(resource)):
-        with suppress(OSError, ValueError):  # only less is for everybody to take
+        with suppress(OSError, ValueError):  # without privileges limits can only be lowered
             resource.setrlimit(getattr(resource, name), resource.prlimit(place.proxy, getattr(resource, name)))
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, place.proxy))
@@ -231,19 +233,19 @@ def _take(place: _Place) -> None:
         os.dup2(stream, number)
         os.close(stream)
     sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-    if "numpy.random" in sys.modules:  # Python's own generator does so by itself
+    if "numpy.random" in sys.modules:  # Python's own generator reseeds itself
         sys.modules["numpy.random"].seed()
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
-    """The process at the other end, and its user."""
+    """Returns the process at the other end of a connection, and its user."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(credentials)
     return process, user
 
 
 def launcher() -> int:
-    """The process that started this rank, or its proxy; another one when that has ended."""
+    """Returns the process that started this rank or its proxy, or the adopting process if that one has ended."""
     proxy = os.environ.get(_PROXY)
     if proxy is None:
         return os.getppid()
@@ -253,7 +255,7 @@ def launcher() -> int:
 
 
 def process_of(started: int) -> int:
-    """In which process the rank runs for which mpirun has started one."""
+    """Returns the process of a rank, given the process that mpirun started for it."""
     with suppress(OSError, ValueError):
         name = Path(f"/proc/{started}/comm").read_text()
         if name.startswith(STANDS_FOR):
@@ -262,13 +264,13 @@ def process_of(started: int) -> int:
 
 
 def stand_for(address: str, arguments: Sequence[str]) -> None:
-    """Asks for a rank, and ends as it ends; returns if nobody can be asked."""
+    """Requests a rank and ends when the rank ends. Returns only if no fork server can be reached."""
     libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # passed on, so that the rank may end in order
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # passed on, so that the rank can end in order
     woken, wakes = socket.socketpair()
     woken.setblocking(False)
     wakes.setblocking(False)
-    signal.set_wakeup_fd(wakes.fileno())  # a signal right before a call that waits does not end it
+    signal.set_wakeup_fd(wakes.fileno())  # a signal right before a blocking call does not interrupt the call
     for number in PASSED_ON:
         signal.signal(number, lambda *_: None)
     with socket.socket(socket.AF_UNIX) as server:
@@ -287,14 +289,14 @@ def stand_for(address: str, arguments: Sequence[str]) -> None:
         (rank,), parent = _STATUS.unpack(told), os.getppid()
         libc.prctl(_PR_SET_NAME, f"{STANDS_FOR}{rank}".encode())
         passed_on = set[int]()
-        left_s = None  # as long as there is somebody else who ends the rank if it does not end itself
+        left_s = None  # until mpirun has ended, it ends a rank that does not end itself
         while True:
             ready, *_ = select.select([server, woken], [], [], left_s)
             if server in ready:
                 break
             numbers = list(woken.recv(4096)) if ready else [signal.SIGKILL]
             if signal.SIGTERM in numbers:
-                numbers.append(signal.SIGCONT)  # a rank that is stopped is to hear that it must end
+                numbers.append(signal.SIGCONT)  # so that a stopped rank receives the request to end
             passed_on.update(numbers)
             with suppress(ProcessLookupError):
                 for each in numbers:

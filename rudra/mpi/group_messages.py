@@ -1,4 +1,4 @@
-"""What the ranks of a compute group send each other, and which buffers they read of each other."""
+"""Messages between the ranks of a compute group, and the buffers that these ranks read of each other."""
 
 import struct
 from collections.abc import Sequence
@@ -23,40 +23,40 @@ _ROW = _MESSAGE + tail_bytes(1)
 
 
 class GroupRequests:
-    """Messages under way between the ranks of a group.
+    """Pending messages between the ranks of a group.
 
     Args:
-        comm: of all ranks of the job.
-        tag: of all that the group's ranks send each other.
+        comm: communicator of all ranks of the job.
+        tag: tag of all messages between the group's ranks.
     """
 
     def __init__(self, comm: MPI.Comm, tag: int) -> None:
         self._comm, self._tag = comm, tag
         self._all: list[MPI.Request] = []
-        self._receives: list[MPI.Request] = []  # those of them that write
+        self._receives: list[MPI.Request] = []  # the requests that write into memory here
 
     def begin(self) -> None:
-        """Another reduction begins."""
+        """Prepares for another reduction."""
         self._receives.clear()
 
     def send(self, what: npt.NDArray[Any], to: int) -> None:
-        """Sends a rank an array, which stays as it is until `drive` says "done"."""
+        """Sends an array to a rank. The array must not change until `drive` returns "done"."""
         self._all.append(self._comm.Isend(what, to, self._tag))
 
     def receive(self, into: npt.NDArray[Any], of: int) -> None:
-        """Receives an array of a rank."""
+        """Receives an array from a rank."""
         request = self._comm.Irecv(into, of, self._tag)
         self._all.append(request)
         self._receives.append(request)
 
     def add(self, request: MPI.Request) -> None:
-        """Takes a request over."""
+        """Adds a request that was started elsewhere."""
         self._all.append(request)
 
     def drive(self) -> RequestState:
-        """What has become of all requests: "done", or what one of them is that is not."""
+        """Returns "done" if all requests are complete, else the state of one that is not."""
         while self._all:
-            what = outcome(self._all[-1])  # one after the other: none can be left out
+            what = outcome(self._all[-1])  # one after the other, so that none is left out
             if what != "done":
                 return what
             self._all.pop()
@@ -64,29 +64,30 @@ class GroupRequests:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing writes here any more."""
+        """Whether no receive can write here any more."""
         self._receives = [r for r in self._receives if outcome(r) == "no"]
         return not self._receives
 
     def cancel(self) -> None:
-        """Takes receives back."""
+        """Cancels the pending receives."""
         if not self.quiet:
             for request in self._receives:
                 request.Cancel()
 
 
 class GroupRows:
-    """What the members of a group tell each other of their gradients: a row of each.
+    """Table of facts about the gradients of a group: one row from each member.
 
     Args:
-        division: of the group.
+        division: division of the group's vector.
 
     Attributes:
         of_rank: rank -> rows of its members.
-        gradients: of the members, in group_rank order, when all have told; so are the next.
-        words: what they want of each other.
-        factors: of their gradients in the sum.
-        offsets: where their gradients lie, in the memory of their ranks.
+        gradients: gradients of the members, in group_rank order. These and the next attributes are set when all rows
+            are here.
+        words: flags of the members, in group_rank order.
+        factors: factors of the members' gradients in the sum.
+        offsets: offsets of the members' gradients in the memory of their ranks.
     """
 
     def __init__(self, division: GroupSlices) -> None:
@@ -101,17 +102,17 @@ class GroupRows:
         """Writes the row of a member.
 
         Args:
-            rank: of the member.
-            number: of the member on its rank.
-            action: with which it begins.
-            offset: where its gradient lies.
+            rank: rank of the member.
+            number: position of the member on its rank.
+            action: action of the member that starts the reduction.
+            offset: offset of the member's gradient in the memory of its rank.
         """
         message = encode(PushedGradient(0, 0, NOT_PULLING, (action.gradient,)))
         said = _OFFSET.pack(offset) + encode_flags(action.word) + message
         self.of_rank[rank][number].data[: len(said)] = said
 
     def take_in(self) -> None:
-        """Reads the rows: what all members have told is here."""
+        """Parses the rows, after the rows of all members have arrived."""
         rows: dict[int, memoryview] = {}
         for rank, places in self._places.items():
             rows |= zip(places, (row.data for row in self.of_rank[rank]), strict=True)
@@ -123,24 +124,24 @@ class GroupRows:
 
 
 class LentBuffers:
-    """Buffers that other ranks of a group may read: until all members bring their next gradient."""
+    """Buffers that other ranks of a group may read until all members contribute their next gradients."""
 
     def __init__(self) -> None:
-        self._now: list[Buffer] = []  # of this reduction
-        self._before: list[Buffer] = []  # of the one before
+        self._now: list[Buffer] = []  # shared in this reduction
+        self._before: list[Buffer] = []  # shared in the previous reduction
 
     def lend(self, buffer: Buffer) -> None:
-        """Lends a buffer in this reduction."""
+        """Shares a buffer in this reduction."""
         buffer.held += 1
         self._now.append(buffer)
 
     def turn(self) -> None:
-        """All members are in this reduction: nobody reads what was lent in the one before."""
+        """Releases the buffers of the previous reduction: all members are in this one, and have finished reading."""
         _give_back(self._before)
         self._now, self._before = self._before, self._now
 
     def give_back(self) -> None:
-        """Gives all back."""
+        """Releases all buffers."""
         _give_back(self._now)
         _give_back(self._before)
 

@@ -1,11 +1,11 @@
-"""How the vector of a compute group is divided among the group's ranks, and which rank adds what."""
+"""Division of a compute group's vector among the group's ranks: which rank adds which slice."""
 
 from collections.abc import Collection, Mapping, Sequence
 
 from rudra.compute.averaging import CACHE_LINE
 
 FEW = 2
-"""Of so many members that share memory, whoever needs the sum makes all of it."""
+"""Up to this number of members that share memory, each rank that needs the sum computes all of it."""
 
 _ALIGNED = CACHE_LINE // 4
 
@@ -14,29 +14,29 @@ class GroupSlices:
     """The division of a group's vector, as one of its ranks sees it.
 
     Args:
-        me: this rank.
-        members: role -> rank, of the group's members, in group_rank order.
-        size: of the vector, in elements.
+        me: world rank of this process.
+        members: role -> rank of the group's members, in group_rank order.
+        size: number of elements of the vector.
         shared: ranks whose memory this rank reads.
-        sums: the order of addition (`Plan.partial_sums`), in which a rank has members in one partial sum; empty: all
-            are added in one.
+        sums: order of addition (`Plan.partial_sums`). A rank's members must all be in one partial sum. Empty: there is
+            only one sum.
         library: whether the MPI library adds.
 
     Attributes:
-        me: as given.
-        size: as given.
-        step: elements of all slices but the last.
+        me: world rank of this process.
+        size: number of elements of the vector.
+        step: number of elements of each slice except the last.
         of_rank: rank -> its slice.
-        roles: the members here, in group_rank order.
-        mine: their places in the group.
-        others: rank -> places of its members, of all other ranks.
-        sums: places of the members in each partial sum.
-        home: number of the partial sum that is made here.
-        home_of_first: number of that of the first member, who takes the sum where it goes to one alone.
-        adders: for each partial sum, who adds which slice of it, by the slice's owner.
-        near: other ranks of the partial sum whose gradients are read where they lie.
-        far: likewise whose gradients come in messages.
-        alone: whether each rank that needs the sum makes all of it.
+        roles: members on this rank, in group_rank order.
+        mine: group ranks of the members on this rank.
+        others: rank -> group ranks of its members, for all other ranks.
+        sums: group ranks of the members in each partial sum.
+        home: number of the partial sum that this rank helps to add.
+        home_of_first: number of the partial sum of the first member, which receives the total if only one member does.
+        adders: for each partial sum, owner of a slice -> rank that adds this slice.
+        near: other ranks of the home sum whose gradients are read in shared memory.
+        far: other ranks of the home sum whose gradients arrive in messages.
+        alone: whether each rank that needs the total adds all of it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GroupSlices:
         self.step = step = -(-size // (len(ranks) * _ALIGNED)) * _ALIGNED
         self.of_rank = {rank: slice(min(i * step, size), min((i + 1) * step, size)) for i, rank in enumerate(ranks)}
         self.sums = sums or [range(len(members))]
-        in_sum = [list(dict.fromkeys(by_place[place] for place in of)) for of in self.sums]  # ranks of each
+        in_sum = [list(dict.fromkeys(by_place[place] for place in of)) for of in self.sums]  # ranks of each sum
         self.home = next(number for number, its in enumerate(in_sum) if me in its)
         self.home_of_first = next(number for number, of in enumerate(self.sums) if 0 in of)
         self.adders = [
@@ -73,13 +73,13 @@ class GroupSlices:
 
     @property
     def has_first(self) -> bool:
-        """Whether the first member is here."""
+        """Whether the first member is on this rank."""
         return 0 in self.mine
 
     def length(self, owner: int) -> int:
-        """Elements of a slice."""
+        """Returns the number of elements of a slice."""
         return self.of_rank[owner].stop - self.of_rank[owner].start
 
     def added_by(self, rank: int) -> list[int]:
-        """Owners of the slices of the partial sum here that a rank adds."""
+        """Returns the owners of the slices of the home sum that a rank adds."""
         return [owner for owner, adder in self.adders[self.home].items() if adder == rank]

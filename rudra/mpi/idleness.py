@@ -1,4 +1,4 @@
-"""What a rank does while nothing happens: sleeps, reports long waits, and ends a run that nobody can continue."""
+"""Idle time of a rank: it sleeps, reports long waits, and ends a run that no rank can continue."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,21 +15,21 @@ from rudra.roles.machine import listed
 from topologies import Plan
 
 ALONE_S = 5.0
-"""How long a rank waits when both are dead that could end the run: the last that they said may still come."""
+"""Time to wait for last messages after the weights' owner and the statistics server, which end runs, have died."""
 
 
 class Idleness:
-    """The time in which a rank has nothing to do.
+    """Handling of a rank's idle time.
 
     Args:
-        comm: of all ranks.
-        doorbell: wakes this rank up.
-        losses: which ranks have died.
-        patience: after which waits are reported, and end the run.
-        standstill: whether all ranks that are left wait.
-        spin_s: how long to poll before sleeping.
-        shortest_s: of a sleep.
-        longest_s: likewise.
+        comm: communicator of all ranks.
+        doorbell: doorbell that wakes up this rank.
+        losses: ranks that have died.
+        patience: limits after which a wait is reported, and after which it ends the run.
+        standstill: check whether all surviving ranks wait.
+        spin_s: seconds of polling before the rank sleeps.
+        shortest_s: shortest sleep, in seconds.
+        longest_s: longest sleep, in seconds.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Idleness:
         self._since: float | None = None
 
     def end(self) -> None:
-        """There was something to do."""
+        """Ends an idle period, because there was work."""
         self._since = None
         self._patience.begin()
 
@@ -60,14 +60,14 @@ class Idleness:
         """Sleeps for a moment, or reports that this rank has waited for long.
 
         Args:
-            now: by this rank's clock.
-            plan: who is who.
-            waits: gives what each role of this rank waits for.
-            origin: moment from which the clock of all ranks counts.
+            now: time on this rank's clock, in seconds.
+            plan: current role assignment.
+            waits: returns, for each role of this rank, a text about its wait.
+            origin: origin of the clock of all ranks, on this rank's clock.
             busy: whether other threads of this rank work.
 
         Raises:
-            RunError: the wait is too long, or nobody is left who could end it.
+            RunError: the wait is too long, or no surviving rank can end it.
         """
         self._since = now if self._since is None else self._since
         waited = now - self._since
@@ -89,7 +89,7 @@ class Idleness:
             log.warning(f"{plan.roles[role].title} {line}", extra={"role": plan.roles[role].name})
 
     def _stand_still(self, plan: Plan, waits: Mapping[int, str], now: float) -> None:
-        """Ends the run if all others that are left wait, too."""
+        """Ends the run if all other surviving ranks also wait."""
         texts = [f"{plan.roles[role].title} for {waits[role]}" for role in sorted(waits)]
         others = {role.world_rank for role in plan.roles} - self._losses.dead - {self._comm.rank}
         if all_wait := self._standstill.wait(", ".join(texts), others, now):
@@ -100,7 +100,7 @@ class Idleness:
             raise failure
 
     def _end_alone(self, plan: Plan) -> None:
-        """Ends the run if neither the owner of the weights nor the statistics server is left, of whom each would."""
+        """Ends the run if both the weights' owner and the statistics server have died. Normally one of them ends it."""
         roles = [plan.roles[i] for i in sorted({plan.server, plan.statistics})]
         if all(role.world_rank in self._losses.dead for role in roles):
             names = listed([role.title for role in roles])

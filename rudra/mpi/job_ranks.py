@@ -1,4 +1,4 @@
-"""All ranks of a job, as one of them deals with the others before and after training."""
+"""All ranks of a job, as one rank deals with the others before and after training."""
 
 import os
 import time
@@ -21,19 +21,19 @@ from topologies import Plan
 
 
 class JobRanks:
-    """All ranks of a job: wait for each other, agree, and end together.
+    """The ranks of a job: they wait for each other, agree, and end together.
 
     Args:
-        comm: of the ranks.
-        plan: who is who.
-        tolerance: how long to wait for others.
-        start: where the run begins.
-        launched: whether a launcher of Rudra's waits for what the ranks say.
+        comm: communicator of the ranks.
+        plan: role assignment.
+        tolerance: limits of waits for other ranks.
+        start: start of the run.
+        launched: whether Rudra's launcher reads the output of the ranks.
 
     Attributes:
-        comm: as given.
-        launched: as given.
-        name: of this rank, for messages.
+        comm: communicator of the ranks.
+        launched: whether Rudra's launcher reads the output of the ranks.
+        name: name of this rank, for messages.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class JobRanks:
         speak_as(comm.rank, self._roles[comm.rank])
 
     def agree(self, step: Callable[[], None]) -> int | None:
-        """Takes a step on every rank.
+        """Executes a step on every rank.
 
         Args:
-            step: of this rank, which may fail.
+            step: function for this rank, which may fail.
 
         Returns:
-            None; or the exit code of the first rank whose step failed, which has said why.
+            None, or the exit code of the first rank that failed, after that rank has reported the reason.
         """
         report: tuple[int, str] | None = None
         try:
             step()
         except RudraError as error:
             report = (error.exit_code, str(error))
-        except BaseException as error:  # the user's code may raise SystemExit, too
+        except BaseException as error:  # the user's code may also raise SystemExit
             line = f"{self.name} failed at start-up: {type(error).__name__}: {error}"
             report = (1, f"{line}\n{traceback.format_exc()}")
         self.meet()
@@ -73,21 +73,21 @@ class JobRanks:
         return first[0]
 
     def meet(self) -> None:
-        """Waits for all ranks without burning a core, and not in silence."""
+        """Waits for all ranks without keeping the core busy, and reports long waits."""
         try:
             self.wait(self.comm.Ibarrier().Test, "to get ready")
         except RunError as error:
             self.end_all(1, str(error))
 
     def wait(self, over: Callable[[], bool], to: str) -> None:
-        """Waits for other ranks, without burning a core.
+        """Waits for other ranks without keeping the core busy.
 
         Args:
-            over: whether the wait is over.
-            to: what the other ranks are to do.
+            over: returns whether the wait has ended.
+            to: text about the awaited action of the other ranks, for messages.
 
         Raises:
-            RunError: they did not within the job's limit; the first rank that can raises it.
+            RunError: the wait exceeded the job's limit. The first rank that can raises it.
         """
         tolerance, began = self._tolerance, time.monotonic()
         patience = Patience(tolerance.stall_warning_s, tolerance.stall_limit_s)
@@ -102,15 +102,15 @@ class JobRanks:
             text = f"{self.name} has waited {waited:.0f} s for {whom} {to}"
             if due == "end" and waited >= (tolerance.stall_limit_s or 0.0) + SPEAKS_S * min(place, 3):
                 raise RunError(text)
-            if due == "report" and place < 2:  # one of the two waits, unless both keep the others waiting
+            if due == "report" and place < 2:  # two ranks report, because one may itself keep the others waiting
                 log.warning(text)
 
     def end_all(self, code: int, text: str, *, lost: bool = False) -> NoReturn:
-        """Ends every rank, with one line, where nobody can be asked to."""
+        """Ends every rank, with one line, if an orderly stop is impossible."""
         (log.error if code else log.warning)(text)
         if self._start.temporary:
             remove_if_empty(self._start.output)
-        if self.launched:  # mpirun does not tell its parent
+        if self.launched:  # mpirun does not pass the code on to its parent
             os.write(2, exit_line(code, lost=lost))
         end_everybody(self.comm, code)
 

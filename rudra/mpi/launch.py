@@ -1,6 +1,6 @@
-"""Starts the ranks of a run with mpirun, relays what they write, and brings everything down again.
+"""Starts the ranks of a run with mpirun, relays their output, and shuts everything down at the end.
 
-This side of a launch never imports mpi4py: the launching process is no rank. The other side is `rudra.worker`.
+This side of a launch never imports mpi4py, because the launching process is no rank. The other side is `rudra.worker`.
 """
 
 import io
@@ -34,11 +34,11 @@ from rudra.results.checkpoint import how_to_resume, path_of
 
 
 class LaunchOutcome(NamedTuple):
-    """How a launch ended.
+    """Result of a launch.
 
     Attributes:
-        code: 0 if all went well, 2 if a rank found a mistake of the user, 3 if the run was stopped, else 1.
-        lost: a rank died without which the run could not go on.
+        code: 0 on success, 2 if a rank found a mistake of the user, 3 if the run was stopped, else 1.
+        lost: whether the death of a rank ended the run.
     """
 
     code: int
@@ -46,19 +46,19 @@ class LaunchOutcome(NamedTuple):
 
 
 WORD_S = 4.0
-"""How long ranks that end before MPI has started wait for rank 0 to say why, and half of it rank 0 for the others."""
+"""Time that ranks leave rank 0 to report a failure before MPI's start. Rank 0 itself waits half of it."""
 
-_COLLISION = b"listener thread failed to start"  # of two mpiruns, one removes the directory that another is making
+_COLLISION = b"listener thread failed to start"  # one of two mpiruns removes a directory that the other one is creating
 STARTS = 3
 
 ANSWERS_S = 120.0
-"""How long mpirun may take to tell its version: a busy machine is slow."""
+"""Time that mpirun may take to print its version, because a busy machine is slow."""
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 def world_size(env: Mapping[str, str] = os.environ) -> int | None:
-    """Number of ranks if this process is one that mpirun or srun started, else None.
+    """Returns the number of ranks if mpirun or srun started this process, else None.
 
     The shell of a SLURM batch job is no rank, although SLURM_NTASKS is set in it.
 
@@ -79,23 +79,23 @@ def world_size(env: Mapping[str, str] = os.environ) -> int | None:
 
 
 def world_rank(env: Mapping[str, str] = os.environ) -> int:
-    """This process's rank as its launcher says it, known before MPI starts; 0 without a launcher."""
+    """Returns this process's rank from its launcher's variables, known before MPI starts, or 0 if there are none."""
     return next((int(env[name]) for name in _RANKS if env.get(name, "").isdigit()), 0)
 
 
 def let_rank0_report(code: int) -> None:
-    """Lets rank 0 say what all ranks know, before any rank's end with this code makes the launcher end the others."""
+    """Lets rank 0 report an error of all ranks, before the end of another rank makes the launcher end them all."""
     if not any(name in os.environ for name in _RANKS):
         return
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the same code, if another's end ends this one
-    time.sleep(WORD_S if world_rank() else WORD_S / 2)  # rank 0 has said it; the others may not be here yet
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(code))  # the same code, if the end of another rank ends this one
+    time.sleep(WORD_S if world_rank() else WORD_S / 2)  # rank 0 has reported; the other ranks may not be here yet
 
 
 def find_mpirun() -> Path:
-    """The mpirun of this Python's environment, else the first on PATH.
+    """Returns the mpirun of this Python's environment, else the first on PATH.
 
     Raises:
-        LaunchError: there is none.
+        LaunchError: there is no mpirun.
     """
     found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
     if found is None:
@@ -106,7 +106,7 @@ def find_mpirun() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """The variables for mpirun: those of this process, and a home directory, without which Open MPI does not start.
+    """Returns variables for mpirun: this process's own, and a home directory, because Open MPI needs one to start.
 
     Raises:
         LaunchError: this user has no home directory.
@@ -122,10 +122,10 @@ def environment() -> dict[str, str]:
 
 
 def is_open_mpi(mpirun: Path) -> bool:
-    """Whether this mpirun takes Open MPI's options.
+    """Returns whether this mpirun accepts Open MPI's options.
 
     Raises:
-        LaunchError: it does not run at all.
+        LaunchError: mpirun cannot be run at all.
     """
     try:
         done = subprocess.run(
@@ -143,7 +143,7 @@ def is_open_mpi(mpirun: Path) -> bool:
 
 
 def has_ulfm(mpirun: Path) -> bool:
-    """Whether this mpirun of Open MPI can let ranks outlive others."""
+    """Returns whether this mpirun of Open MPI supports ULFM, so that ranks can survive the death of others."""
     try:
         asked = [str(mpirun), *ULFM, "--version"]
         return subprocess.run(asked, capture_output=True, timeout=ANSWERS_S, env=environment()).returncode == 0
@@ -154,9 +154,9 @@ def has_ulfm(mpirun: Path) -> bool:
 def mpirun_command(
     mpirun: Path, ranks: int, argv: Sequence[str], *, open_mpi: bool = True, root: bool = False, ulfm: bool = False
 ) -> list[str]:
-    """The command that starts `ranks` copies of `argv`, on as many cores as there are.
+    """Returns the command that starts `ranks` copies of `argv`, on all available cores.
 
-    Ranks are not bound to cores: there may be more ranks than cores, and their thread counts are set by the job.
+    Ranks are not bound to cores, because there may be more ranks than cores, and the job sets their thread counts.
     """
     options: list[str] = []
     if open_mpi:
@@ -173,13 +173,13 @@ def launch(
     """Runs `payload` on one rank for each of `roles` and waits until all of them have ended.
 
     Args:
-        job: names the run in messages.
-        output: result file of the run; what the ranks need to start lies beside it meanwhile.
-        roles: what each world rank is, for messages: `["statistics server", "parameter server", "learner 0", …]`.
-        payload: arguments of `rudra.mpi.session.run_ranks`, or something to call on every rank that returns its exit
-            code; cloudpickle takes what stands in `__main__` by value.
-        verbose: if it does not end well, what mpirun and MPI have said beside is shown too.
-        survivable: the ranks know what to do when one of them dies; else mpirun ends the others.
+        job: job whose name appears in messages.
+        output: result file of the run. A temporary file for the ranks' start is created in its directory.
+        roles: role names of each world rank, for messages: `["statistics server", "parameter server", "learner 0", …]`.
+        payload: arguments of `rudra.mpi.session.run_ranks`, or a function to call on every rank that returns its exit
+            code. cloudpickle sends objects of `__main__` by value.
+        verbose: whether to also show the other output of mpirun and MPI if the run fails.
+        survivable: whether the ranks handle the death of a rank. Otherwise mpirun ends the others.
 
     Raises:
         LaunchError: the ranks could not be started.
@@ -191,7 +191,7 @@ def launch(
     remove_leftovers(output.absolute().parent)
     with known(roles), _payload_file(output, payload) as file:
         about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
-        # MPICH's mpirun speaks to a rank by a descriptor that only the process has that it started.
+        # MPICH's mpirun talks to a rank through a descriptor that only its own child process has.
         with fork_server() if open_mpi else nullcontext(WORKER) as start:
             command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
             for _ in range(STARTS):
@@ -218,15 +218,15 @@ def launch(
 def _outcome(
     run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[str], *, complete: bool = False
 ) -> LaunchOutcome:
-    """What to make of mpirun's exit status, and of what was seen and heard; says it where no rank did.
+    """Turns mpirun's exit status and the observed output into an outcome, and reports the cause if no rank did.
 
     Args:
-        run: has ended.
+        run: mpirun, which has ended.
         status: mpirun's exit status.
-        job: names the run.
-        output: its result file.
-        roles: what each world rank was.
-        complete: whether this run finished its result file, so that only what follows training can have failed.
+        job: job whose name appears in messages.
+        output: result file of the run.
+        roles: role names of each world rank.
+        complete: whether this run finished its result file, so that only a step after training can have failed.
     """
     relay, code = run.relay, _code(run, status)
     if code in {0, EXIT_STOPPED}:
@@ -258,7 +258,7 @@ def _outcome(
 
 
 def _stamp(output: Path) -> tuple[int, int] | None:
-    """Tells a file from what it is after somebody has written it; None: there is none."""
+    """Returns data that identifies the current version of a file, or None if there is no file."""
     with suppress(OSError):
         about = output.stat()
         return about.st_ino, about.st_mtime_ns
@@ -266,8 +266,8 @@ def _stamp(output: Path) -> tuple[int, int] | None:
 
 
 def _is_finished(output: Path) -> bool:
-    """Whether training came to its end, and it was something after it that failed."""
-    from rudra.results.identity import finished  # HDF5, which a launch that goes well does without
+    """Returns whether training finished, so that a later step must have failed."""
+    from rudra.results.identity import finished  # needs HDF5, which a successful launch does not load
 
     with suppress(RudraError):
         return finished(output)
@@ -275,7 +275,7 @@ def _is_finished(output: Path) -> bool:
 
 
 def _code(run: Mpirun, status: int) -> int:
-    """The run's exit code: as ranks have said it, else mpirun's, who says 0 even when it has lost all of them."""
+    """Returns the run's exit code: as ranks reported it, else mpirun's, which is 0 even if all ranks are lost."""
     if run.relay.code is not None:
         return run.relay.code
     if run.relay.ends and not run.relay.died and not run.stalled and (status == 0 or run.ended_it):
@@ -284,7 +284,7 @@ def _code(run: Mpirun, status: int) -> int:
 
 
 def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
-    """How somebody ended the run from outside; None: nobody did, or the cause is known and another."""
+    """Returns how the run was ended from outside, or None if it was not, or if another cause is known."""
     if run.stopped_at is not None:
         return "interrupted"
     if status < 0 and not run.ended_it:
@@ -295,16 +295,16 @@ def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
 
 
 def _cause(run: Mpirun, status: int) -> str | None:
-    """Why a run ended of which neither a rank nor mpirun says so, as far as it was seen."""
+    """Returns the observed cause of a failure that neither a rank nor mpirun reported, or None if unknown."""
     relay, all_died = run.relay, status == 0 or run.ended_it
     dead = relay.dead | relay.killed_early
     if dead or relay.died:
-        # Others end because of it: where MPI has not started, and where one that knows has ended them.
+        # Others end as a result: before MPI has started, or when a rank that knows of the death ends them.
         seen = (run.roll.first, set() if relay.unstarted else run.dead)
         dead = dead.union(*(ranks for ranks in seen if len(ranks) < run.ranks)) - relay.left
         return f"{named_ranks(relay.killed_early or dead) or relay.about_dead or named_ranks(relay.dead)} {DIED}"
     dead = (run.roll.first if relay.unstarted else run.dead) - (relay.left if relay.unstarted else set())
-    if dead and (all_died or len(dead) < run.ranks):  # else mpirun has ended them, and then itself
+    if dead and (all_died or len(dead) < run.ranks):  # otherwise mpirun has ended the ranks, and then itself
         return f"{'all ranks' if len(dead) == run.ranks else named_ranks(dead)} {DIED}"
     if relay.unstarted:
         return "MPI did not start; --verbose shows its messages"
@@ -320,15 +320,15 @@ def _cause(run: Mpirun, status: int) -> str | None:
 
 @contextmanager
 def _payload_file(output: Path, payload: object) -> Iterator[Path]:
-    """A file for this user alone, where ranks on other nodes can read it too: beside the results.
+    """Creates a file that only this user can read, next to the results, where ranks on other nodes can read it.
 
-    A file system may keep neither owners nor modes, as that of a memory card does. Then the file lies in the directory
-    for temporary files, where the ranks of this node can read it.
+    A file system without owners and modes, as on a memory card, cannot protect the file. Then the file is in the
+    directory for temporary files, where the ranks of this node can read it.
     """
     try:
         data = io.BytesIO()
         path = [os.path.abspath(p) for p in sys.path]
-        pickle.dump((path, list(failures.roles)), data)  # read first: unpickling the rest may need it
+        pickle.dump((path, list(failures.roles)), data)  # read first, because the rest may need it for unpickling
         cloudpickle.dump(payload, data)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise LaunchError(f"the job cannot be sent to the ranks: {str(error).splitlines()[0]}") from None
@@ -355,9 +355,9 @@ def _made(output: Path, directory: Path) -> tuple[int, str]:
 
 
 def _write_stderr(data: bytes) -> None:
-    with suppress(BrokenPipeError, ValueError):  # nobody reads any more: the run goes on
+    with suppress(BrokenPipeError, ValueError):  # the pipe has no reader any more; the run continues
         if hasattr(sys.stderr, "buffer"):
             sys.stderr.buffer.write(data)
-        else:  # a notebook's
+        else:  # the stream of a notebook
             sys.stderr.write(data.decode(errors="replace"))
         sys.stderr.flush()

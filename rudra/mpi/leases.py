@@ -1,4 +1,4 @@
-"""What a rank lends its neighbours of its memory (`rudra.mpi.arena`), and what it tells them of where it lies."""
+"""Leases: parts of a rank's memory that neighbours may read (`rudra.mpi.arena`), and messages with their places."""
 
 import struct
 import zlib
@@ -14,7 +14,7 @@ from rudra.errors import RunError
 from rudra.mpi.arena import LEASES, Arena
 
 CHECKED = False
-"""For tests: places carry a checksum, which is compared when a tensor is taken, and when it is given back."""
+"""For tests: places carry a checksum, which is compared when a tensor is received, and when it is released."""
 
 _PLACE = struct.Struct("<qqqI?3x")
 PLACE_BYTES = _PLACE.size
@@ -22,12 +22,12 @@ PLACE_BYTES = _PLACE.size
 
 @dataclass(slots=True)
 class Going:
-    """A send.
+    """A send of a buffer.
 
     Attributes:
-        role: who sends.
-        name: of the buffer.
-        to: role that receives.
+        role: id of the sending role.
+        name: name of the buffer.
+        to: id of the receiving role.
     """
 
     role: int
@@ -37,13 +37,13 @@ class Going:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in its sender's memory.
+    """Position of a tensor in its sender's memory.
 
     Attributes:
-        offset, length: bytes.
-        number: of the lease.
-        copied: the reader is to make a copy, and be done with it.
-        checksum: of the tensor, where `CHECKED`.
+        offset, length: position and size, in bytes.
+        number: number of the lease.
+        copied: whether the reader should make a copy and end the lease.
+        checksum: checksum of the tensor, if `CHECKED` is set.
     """
 
     offset: int
@@ -56,10 +56,10 @@ class Place:
         return _PLACE.pack(self.offset, self.length, self.number, self.checksum, self.copied)
 
     def check(self, tensor: torch.Tensor) -> None:
-        """That it is still what was lent, where it was `CHECKED` then.
+        """Checks that the tensor has not changed since it was sent. Needs `CHECKED` in the sender.
 
         Raises:
-            RunError: it is not.
+            RunError: the tensor has changed.
         """
         if zlib.crc32(tensor.numpy().data) != self.checksum:
             raise RunError(f"what a neighbour has lent at {self.offset} has changed meanwhile")
@@ -72,15 +72,15 @@ class Place:
 
 @dataclass(slots=True)
 class Lease:
-    """One buffer lent to one reader.
+    """Permission of one reader to read one buffer.
 
     Attributes:
-        buffer: that is lent.
-        reader: world rank.
-        number: of the lease, among those to this reader.
-        going: the send.
-        moves: the owner changes the tensor elsewhere while it is read.
-        over: the send is: the reader has it, or the owner need not wait for that.
+        buffer: buffer that may be read.
+        reader: world rank of the reader.
+        number: number of the lease, counted for each reader.
+        going: send of the buffer.
+        moves: whether the owner writes its next changes to other memory while the tensor is read.
+        over: whether the send is complete: the reader has the place, or the owner need not wait for it.
     """
 
     buffer: Buffer
@@ -92,10 +92,10 @@ class Lease:
 
 
 class Leases:
-    """What this rank has lent.
+    """The open leases of this rank's buffers.
 
     Args:
-        arena: in which it lies.
+        arena: memory that contains the buffers.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -106,7 +106,7 @@ class Leases:
     def lend(
         self, buffer: Buffer, array: npt.NDArray[Any], reader: int, going: Going, *, copied: bool, moves: bool
     ) -> Place:
-        """Lends what is to travel of a buffer; where it lies."""
+        """Opens a lease of a buffer's array and returns the array's place."""
         offset = self._arena.offset(array)
         assert offset is not None, going
         used = {lease.number % LEASES for lease in self._open if lease.reader == reader}
@@ -120,9 +120,10 @@ class Leases:
         return Place(offset, array.nbytes, number, copied, checksum)
 
     def poll(self) -> list[Going]:
-        """Sends that are over since; what is done with is free again.
+        """Returns sends that have completed since the last call, and releases buffers that were read.
 
-        Who changes a tensor elsewhere makes the next generation while one is read, and waits if two are.
+        An owner that writes changes to other memory continues while one generation of a tensor is read, and waits if
+        two are.
         """
         if not self._open:
             return []
@@ -145,7 +146,7 @@ class Leases:
         return over
 
     def _lends_another(self, lease: Lease) -> bool:
-        """Whether another generation of the same tensor is read, too."""
+        """Returns whether another generation of the same tensor is also read."""
         role, name = lease.going.role, lease.going.name
         return any(
             other.buffer is not lease.buffer and (other.going.role, other.going.name) == (role, name)
@@ -153,7 +154,7 @@ class Leases:
         )
 
     def end(self, which: Callable[[Lease], bool]) -> list[Going]:
-        """Ends leases whose readers are no more, or are of no more interest; those sends that were not over yet."""
+        """Ends the leases that `which` selects, and returns their sends that were not complete yet."""
         ended = [lease for lease in self._open if which(lease)]
         self._open = [lease for lease in self._open if not which(lease)]
         for lease in ended:
@@ -161,5 +162,5 @@ class Leases:
         return [lease.going for lease in ended if not lease.over]
 
     def to(self, role: int) -> list[Going]:
-        """Sends to a role that are not over yet."""
+        """Returns the sends to a role that are not complete yet."""
         return [lease.going for lease in self._open if lease.going.to == role and not lease.over]

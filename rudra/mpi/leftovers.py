@@ -1,7 +1,7 @@
-"""Removes what runs of this user left behind when they were killed, once it is certain that nobody uses it any more.
+"""Removes files that killed runs of this user left behind, once it is certain that no process uses them any more.
 
-The kernel grants a write lease on a file only if no process has it open or mapped, in whatever container that process
-runs. A file system that knows no leases, such as NFS, keeps its leftovers.
+The kernel grants a write lease on a file only if no process in any container has it open or mapped. A file system
+without leases, such as NFS, keeps its leftovers.
 """
 
 import fcntl
@@ -21,18 +21,18 @@ from rudra.mpi.forkserver import LAUNCHED_BY
 
 SHARED_MEMORY = Path("/dev/shm")
 YOUNG_S = 30.0
-"""A file is left alone for so long: its process may be about to open it again."""
+"""Smallest age of a file that may be removed, because its process may be about to open it again."""
 
-_SEGMENT = re.compile(r"sm_segment\..+")  # Open MPI's, of a rank
-_SESSION = re.compile(r"ompi\.(\d+)")  # of the mpirun with that process id
-_PIECE = re.compile(r"\..+\.ckpt\.saved|\..+-\w+\.launch")  # of a checkpoint, and what ranks need to start
+_SEGMENT = re.compile(r"sm_segment\..+")  # shared memory of one rank, by Open MPI
+_SESSION = re.compile(r"ompi\.(\d+)")  # directory of the mpirun with this process id
+_PIECE = re.compile(r"\..+\.ckpt\.saved|\..+-\w+\.launch")  # part of a checkpoint, or file for the start of ranks
 
 
 def remove_leftovers(results: Path) -> None:
-    """Removes those of this machine, and those in a directory of results.
+    """Removes the leftovers of this machine, and those in a directory of results.
 
     Args:
-        results: the directory in which the next run writes.
+        results: directory for the results of the next run.
     """
     for path in _named(SHARED_MEMORY, _SEGMENT):
         if is_unused(path):
@@ -51,7 +51,7 @@ def remove_leftovers(results: Path) -> None:
 
 
 def is_unused(path: Path) -> bool:
-    """Whether this is a file that nobody has open, and nobody has just made."""
+    """Returns whether this is a file that no process has open, and that is not new."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -70,7 +70,7 @@ def is_unused(path: Path) -> bool:
 
 
 def _named(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
-    """What of this user's is called so in a directory."""
+    """Yields this user's files in a directory whose names match."""
     with suppress(OSError):
         for path in directory.iterdir():
             with suppress(OSError):
@@ -84,9 +84,9 @@ def _remove(path: Path) -> None:
 
 
 def _orphans() -> Iterator[int]:
-    """What a fork server left, or is, that is stopped and whose launcher has ended: it cannot notice that.
+    """Yields stopped fork servers, and stopped children of fork servers, whose launcher has ended unnoticed.
 
-    Only in this process's own space of process ids, in which the launcher's is what it says.
+    Only processes in this process's own PID namespace count, because launchers' process ids are comparable only there.
     """
     own_space = os.readlink("/proc/self/ns/pid")
     for place in Path("/proc").glob("[0-9]*"):

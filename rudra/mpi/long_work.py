@@ -1,4 +1,4 @@
-"""What a rank does in pieces between other things, or in other threads."""
+"""Long work of a rank, done in pieces between other work, or in other threads."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -10,39 +10,39 @@ from rudra.mpi.comm_threads import WorkerThread
 
 
 class LongWork:
-    """Work that lasts, and what has come of it.
+    """Long work of a rank and its results.
 
     Args:
-        wake: wakes this rank up; any thread may call it.
+        wake: wakes up this rank. Any thread may call it.
 
     Attributes:
-        beside: computations and checkpoints under way in other threads.
+        beside: number of computations and checkpoints that run in other threads.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.beside = 0
         self._wake = wake
-        self._results: deque[Callable[[], None]] = deque()  # of other threads
-        self._pieces: deque[tuple[int, Iterator[Event | None]]] = deque()  # local actions, a piece of each in turn
+        self._results: deque[Callable[[], None]] = deque()  # results from other threads
+        self._pieces: deque[tuple[int, Iterator[Event | None]]] = deque()  # executor actions; one piece of each in turn
         self._computer: WorkerThread | None = None
 
     def post(self, result: Callable[[], None]) -> None:
-        """Lets another thread's result in."""
+        """Accepts the result of another thread."""
         self._results.append(result)
         self._wake()
 
     def take_results(self) -> None:
-        """Takes in what other threads have posted."""
+        """Processes the results that other threads have posted."""
         while self._results:
             self._results.popleft()()
 
     def compute_beside(self) -> None:
-        """From now on long actions are performed in a thread of their own."""
+        """Lets a thread of its own perform long actions from now on."""
         self._computer = WorkerThread("compute", self.post)
         self._computer.submit(arithmetic_of_thread())
 
     def do_beside(self, thread: WorkerThread, work: Callable[[], Event], done: Callable[[Event], None]) -> None:
-        """Has another thread do something, and takes in what has come of it."""
+        """Submits work to another thread. `done` is called with the resulting event."""
 
         def take(event: Event) -> None:
             self.beside -= 1
@@ -52,14 +52,14 @@ class LongWork:
         thread.submit(lambda: self.post(partial(take, work())))
 
     def begin(self, role: int, work: Iterator[Event | None], done: Callable[[Event], None]) -> None:
-        """Begins a long action of a role; `done` takes its event, if a thread of its own performs it."""
+        """Begins a long action of a role. `done` is called with its event if a separate thread performs the action."""
         if self._computer is None:
             self._pieces.append((role, work))
         else:
             self.do_beside(self._computer, lambda: next(event for event in work if event is not None), done)
 
     def go_on(self) -> tuple[int, Event | None] | None:
-        """Does a piece of long work: the role and the event, if it was the last piece; None: there is no work."""
+        """Does a piece of long work. Returns its role, and its event after the last piece. None: there is no work."""
         if not self._pieces:
             return None
         role, work = self._pieces.popleft()
@@ -68,10 +68,10 @@ class LongWork:
         return role, event
 
     def drop(self, roles: Collection[int]) -> None:
-        """Leaves the work of some roles undone."""
+        """Drops the unfinished work of some roles."""
         self._pieces = deque(work for work in self._pieces if work[0] not in roles)
 
     def close(self) -> None:
-        """Ends the thread that computes."""
+        """Ends the computing thread."""
         if self._computer is not None:
             self._computer.close()

@@ -1,8 +1,8 @@
-"""Has a run whose ranks are all on this machine listen on the loopback interface only.
+"""Restricts a run on one machine to the loopback interface.
 
-Open MPI listens on all interfaces, whatever it is told: mpirun for its daemons on other nodes, and ranks for the ranks
-there. Where there are no other nodes, each rank binds its own sockets to the loopback interface once MPI has started.
-The launcher, which is mpirun's parent, takes a copy of each socket of mpirun and does the same.
+Open MPI listens on all interfaces, whatever its options are: mpirun for its daemons on other nodes, and ranks for ranks
+on other nodes. If there are no other nodes, each rank binds its own sockets to the loopback interface after MPI has
+started. The launcher, which is mpirun's parent, takes a copy of each socket of mpirun and does the same.
 """
 
 import ctypes
@@ -19,16 +19,16 @@ _INTERNET = {socket.AF_INET, socket.AF_INET6}
 
 
 def is_one_machine(env: Mapping[str, str]) -> bool:
-    """Whether all ranks of a run are on this machine, as Open MPI's variables of one of them have it."""
+    """Returns whether all ranks of a run are on this machine, according to Open MPI's variables in one rank."""
     here = env.get("OMPI_COMM_WORLD_LOCAL_SIZE")
     return here is not None and here == env.get("OMPI_COMM_WORLD_SIZE")
 
 
 def choose_loopback(env: MutableMapping[str, str]) -> bool:
-    """Has Open MPI connect ranks by the loopback interface, if all are on this machine; whether it does.
+    """Makes Open MPI connect ranks by the loopback interface if all are on this machine, and returns whether it does.
 
     Args:
-        env: of a rank whose MPI has not started; a choice of the user's stays.
+        env: environment of a rank whose MPI has not started. The user's own choice of interfaces has priority.
     """
     if not is_one_machine(env) or _INCLUDE in env or _EXCLUDE in env:
         return False
@@ -37,10 +37,10 @@ def choose_loopback(env: MutableMapping[str, str]) -> bool:
 
 
 def listen_on_loopback(process: int) -> None:
-    """Binds what a process listens on to the loopback interface, as far as the kernel lets this one do so.
+    """Binds the listening sockets of a process to the loopback interface, as far as the kernel allows it.
 
     Args:
-        process: this one, or another of this user; the kernel may want that to be a child of this one.
+        process: this process or another one of this user. The kernel may require a child of this process.
     """
     if sys.platform != "linux":
         return
@@ -48,7 +48,7 @@ def listen_on_loopback(process: int) -> None:
         handle = os.pidfd_open(process)
         try:
             for number in os.listdir(f"/proc/{process}/fd"):
-                with suppress(OSError):  # it was closed meanwhile, or an old kernel, or one that forbids it
+                with suppress(OSError):  # the socket was closed, or the kernel is old or forbids it
                     if os.readlink(f"/proc/{process}/fd/{number}").startswith("socket:"):
                         _bind_to_loopback(handle, int(number))
         finally:
@@ -56,7 +56,7 @@ def listen_on_loopback(process: int) -> None:
 
 
 def _bind_to_loopback(process: int, number: int) -> None:
-    """Does so with one socket, by its descriptor in the process."""
+    """Binds one listening socket, given by its descriptor in the process, to the loopback interface."""
     copy = ctypes.CDLL(None).syscall(_PIDFD_GETFD, process, number, 0)
     if copy < 0:
         return

@@ -1,4 +1,4 @@
-"""An mpirun that runs: relays what comes of it, looks after its ranks, and brings it to an end."""
+"""A running mpirun: relays its output, checks its ranks, and ends it."""
 
 import os
 import selectors
@@ -19,53 +19,53 @@ from rudra.mpi.patience import Patience
 from rudra.mpi.relay import OutputRelay
 
 GRACE_S = 30.0
-"""How long the ranks may take to stop in order after Ctrl-C, and to write a checkpoint, before they are ended."""
+"""Time that the ranks may take to stop in order after Ctrl-C, and to write a checkpoint, before they are ended."""
 
 INSISTS_S = 3.0
-"""How long mpirun may take to end when it is told to, before it is killed."""
+"""Time that mpirun may take to end on request, before it is killed."""
 
 ENDS_S = 6.0
-"""How long mpirun may take to end when the run has ended; it hangs now and then when ranks have died."""
+"""Time that mpirun may take to end after the run. It sometimes hangs if ranks have died."""
 
 LOOKS_S, RARELY_S = 0.1, 0.5
-"""How often it is looked whether ranks are alive, before MPI has started and afterwards."""
+"""Interval of checks whether ranks are alive, before MPI has started and afterwards."""
 
 NOTICES_S = 1.5
-"""How long mpirun may take to end by itself when a rank has died before MPI has started, for which others wait."""
+"""Time that mpirun may take to end itself if a rank has died before MPI has started, and others wait for it."""
 
 OTHERS_S = 15.0
-"""How long others may take that have started MPI, and know of such a rank or wait for it for ever."""
+"""Time that other ranks may take which have started MPI, and know of the dead rank or would wait for it for ever."""
 
 START_S = 300.0
-"""How long MPI may take to start, where the job sets no limit."""
+"""Time that MPI may take to start if the job sets no limit."""
 
 TOGETHER_S = 0.3
-"""What ends so soon after a rank has not done so because of it."""
+"""Ranks that end within this time of the first one ended on their own, and not as a consequence."""
 
 
 class Mpirun:
-    """Starts mpirun.
+    """A process of mpirun, started by the constructor.
 
     Args:
-        command: with its options, and what it is to start.
-        ranks: how many it starts.
-        write: takes what is for the user.
-        env: its variables; None: those of this process.
-        name: of the run, for messages.
-        stall_warning_s: a wait of this process for ranks that no rank looks after is reported when it is longer.
-        stall_limit_s: such a wait ends the run when it is longer; None: never, but MPI must start within `START_S`.
+        command: mpirun with its options, and the command that it starts.
+        ranks: number of ranks that it starts.
+        write: receives output for the user.
+        env: environment of mpirun. None: the environment of this process.
+        name: name of the run, for messages.
+        stall_warning_s: seconds after which this process reports its wait, for a wait that no rank can notice.
+        stall_limit_s: seconds after which such a wait ends the run. None: never, but MPI must start within `START_S`.
 
     Attributes:
-        stalled: how long and for what this process had waited when it ended the run because of that; often empty.
-        ranks: how many it starts.
-        relay: heard what they wrote.
-        stopped_at: when a signal to this process stopped the run; None: none did.
-        ended_it: mpirun was ended here, not by itself.
-        roll: looks for the ranks of this node.
-        dead: those that were the first to end, where MPI has not started on all.
+        stalled: text about the wait that made this process end the run, or empty if none did.
+        ranks: number of ranks that mpirun starts.
+        relay: relay that has read the output of the ranks.
+        stopped_at: time when a signal to this process stopped the run. None: no signal did.
+        ended_it: whether this process ended mpirun.
+        roll: checks of the ranks of this node.
+        dead: ranks that were the first to end, if MPI has not started on all ranks.
 
     Raises:
-        LaunchError: it does not start.
+        LaunchError: mpirun does not start.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Mpirun:
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env=env,
-                start_new_session=True,  # Ctrl-C of the terminal comes to this process only, which stops it in order
+                start_new_session=True,  # only this process gets the terminal's Ctrl-C, and stops the run in order
                 preexec_fn=end_with_parent,  # so that no rank is left over
             )
         except OSError as error:
@@ -105,7 +105,7 @@ class Mpirun:
         self.roll = RollCall(self._process.pid, ranks)
 
     def wait(self) -> int:
-        """Waits for the end, and brings it about where it is time; mpirun's exit status."""
+        """Waits for mpirun, ends it if necessary, and returns its exit status."""
         assert self._process.stderr is not None
         try:
             with self._on_signals():
@@ -114,14 +114,14 @@ class Mpirun:
                     time.sleep(0.05)
                     self._keep()
         finally:
-            if self._process.poll() is None:  # an error of ours: leave nothing running
+            if self._process.poll() is None:  # an internal error: leave no process running
                 self._process.kill()
                 self._process.wait()
             self._process.stderr.close()
         return status
 
     def _pump(self, pipe: int) -> None:
-        """Relays until mpirun has closed its standard error or ended."""
+        """Relays output until mpirun has closed its standard error or ended."""
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
             while True:
@@ -130,14 +130,14 @@ class Mpirun:
                     if not data:
                         break
                     self.relay.feed(data)
-                elif self._process.poll() is not None:  # something that outlived mpirun holds the pipe
+                elif self._process.poll() is not None:  # another process that outlived mpirun holds the pipe
                     break
                 self._keep()
         self.relay.close()
 
     @contextmanager
     def _on_signals(self) -> Iterator[None]:
-        """Ctrl-C, SIGTERM and SIGHUP to this process stop the run; needs the main thread, does nothing elsewhere."""
+        """Stops the run on Ctrl-C, SIGTERM or SIGHUP to this process. Needs the main thread, does nothing elsewhere."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -153,18 +153,18 @@ class Mpirun:
                 signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        """First asks, then insists, so that the result file is closed in order."""
+        """Stops the run in order at the first signal, so that the result file is closed, and at once at the second."""
         if self.stopped_at is None:
             self.stopped_at = time.monotonic()
             if self.relay.started:
                 self._send(signal.SIGUSR1)  # mpirun forwards it to every rank
-            else:  # there is nothing to stop in order, and perhaps nobody to forward it to
+            else:  # there is no training to stop in order, and perhaps no rank to forward it to
                 self._grace_s = 0.0
-        else:  # a second Ctrl-C: now
+        else:  # a second Ctrl-C: end now
             self._grace_s = 0.0
 
     def _keep(self) -> None:
-        """Ends what does not end by itself, if it is time."""
+        """Ends mpirun when its time is over, if it does not end itself."""
         now = time.monotonic()
         self._look(now)
         self._wait_for_ranks(now)
@@ -179,10 +179,10 @@ class Mpirun:
         if self.stopped_at is not None and now - self.stopped_at > self._grace_s:
             self._send(signal.SIGTERM)
             if now - self.stopped_at > self._grace_s + INSISTS_S:
-                self._send(signal.SIGKILL)  # the ranks follow: they die with their parent
+                self._send(signal.SIGKILL)  # the ranks follow, because they die with their parent
 
     def _look(self, now: float) -> None:
-        """Which ranks of this node are there; before MPI has started, nobody else may notice that one is not."""
+        """Checks the ranks of this node. Before MPI has started, no other process may notice that a rank is missing."""
         if now - self._looked_at < (RARELY_S if self.relay.started else LOOKS_S):
             return
         self._looked_at = now
@@ -196,14 +196,14 @@ class Mpirun:
             self.dead = self.roll.dead | self.relay.killed_early
 
     def _look_again(self) -> None:
-        """Before anything is made of who was missed: who is, while there are others, whom mpirun has not ended."""
+        """Checks missing ranks again before acting, while other ranks run that mpirun has not ended."""
         self.roll.look_again()
         self.dead = self.roll.dead | self.relay.killed_early if self.roll.alive else self.dead
 
     def _wait_for_ranks(self, now: float) -> None:
-        """Reports a wait, and ends one that is too long, of a kind that no rank may notice."""
+        """Reports a wait that no rank may notice, and ends it if it is too long."""
         awaited = "" if self.ended_it or self.stopped_at is not None else self._whom()
-        if awaited != self._awaited or not awaited:  # somebody has made progress
+        if awaited != self._awaited or not awaited:  # some rank has made progress
             limit_s = self._limit_s or (None if self.relay.started >= self.ranks else START_S)
             self._awaited, self._awaited_at, self._patience = awaited, now, Patience(self._warning_s, limit_s)
             return
@@ -215,7 +215,7 @@ class Mpirun:
             log.warning(f"{self._name}: mpirun has waited {waited}")
 
     def _whom(self) -> str:
-        """For whom this process waits, and for what; empty: for nobody, or the ranks look after it themselves."""
+        """Returns the awaited ranks and their action, as text. Empty if there are none, or if they check themselves."""
         relay, roll = self.relay, self.roll
         if is_stopped(self._process.pid):
             return "mpirun itself, which is stopped"
@@ -231,7 +231,7 @@ class Mpirun:
         return "" if relay.training or not stopped else f"{stopped} to get ready"
 
     def _over(self) -> bool:
-        """Whether mpirun has nothing to wait for any more."""
+        """Returns whether mpirun has nothing left to wait for."""
         gone = self.roll.here == self.ranks and not self.roll.alive
         told = self.relay.code is not None or self.relay.died or len(self.relay.ends) == self.ranks
         return gone or told or self.ended_it

@@ -1,4 +1,4 @@
-"""The data of a run: loaded once on each node, shared by its ranks, and the same on all of them."""
+"""The data of a run: loaded once on each node, shared by the node's ranks, and the same on all nodes."""
 
 from mpi4py import MPI
 
@@ -15,19 +15,19 @@ _SAME = "valid: the same in every process, not in the order of a set of texts or
 
 
 class NodeData:
-    """The data that a rank needs; each method is a step that all ranks take together.
+    """The data that a rank needs. Each method is a step that all ranks take together.
 
     Args:
-        ranks: of the job.
-        node: the ranks of this node.
-        job: resolved.
+        ranks: the ranks of the job.
+        node: communicator of the ranks of this node.
+        job: resolved job.
         train: whether this rank needs the training set.
-        test: whether it needs the test set.
+        test: whether this rank needs the test set.
 
     Attributes:
-        data: of this rank; None: it needs none.
+        data: data of this rank, or None if it needs none.
         prints: fingerprints of all splits that any rank has loaded.
-        unrepeatable: why samples cannot be drawn again; empty if they can.
+        unrepeatable: reason why samples cannot be drawn again, or empty if they can.
     """
 
     def __init__(self, ranks: JobRanks, node: MPI.Comm, job: Job, *, train: bool, test: bool) -> None:
@@ -35,11 +35,11 @@ class NodeData:
         self.prints: dict[str, Fingerprint] = {}
         self.unrepeatable = ""
         self._ranks, self._node, self._job, self._needs = ranks, node, job, (train, test)
-        self._on_node = [self._needs]  # of each rank of the node
+        self._on_node = [self._needs]  # needs of each rank of the node
         self._loader = 0
 
     def load(self) -> None:
-        """Loads what the ranks of the node need, on the first of them that needs any."""
+        """Loads the data that the ranks of the node need, on the first rank that needs any."""
         self._on_node = self._node.allgather(self._needs)
         self._loader = next((rank for rank, need in enumerate(self._on_node) if any(need)), 0)
         if self._node.rank == self._loader and any(self._needs):
@@ -52,7 +52,7 @@ class NodeData:
         self.prints = fingerprints(self.data)
 
     def share(self) -> None:
-        """Gives every rank of the node what one of them has loaded, without a copy."""
+        """Shares the loaded data among the ranks of the node without a copy."""
         if sum(map(any, self._on_node)) > 1:
             self.data = share(self._node, self._loader, self.data)
         train, test = self._needs
@@ -64,14 +64,14 @@ class NodeData:
             self.data = self.data.part(train=train, test=test)
 
     def compare(self, start: StartDecision, *, warns: bool) -> None:
-        """Makes sure that all ranks have the same data, which are those of the run that this one resumes.
+        """Checks that all ranks have the same data, and that a resumed run has the data of its earlier part.
 
         Args:
-            start: where the run begins.
-            warns: whether this rank says that samples cannot be drawn again.
+            start: start of the run.
+            warns: whether this rank logs a warning if samples cannot be drawn again.
 
         Raises:
-            DataError, CheckpointError: they differ.
+            DataError, CheckpointError: the data differs.
         """
         loaded: list[tuple[str, dict[str, Fingerprint]]] = self._ranks.comm.allgather((self._ranks.name, self.prints))
         first: dict[str, tuple[str, Fingerprint]] = {}
@@ -92,5 +92,5 @@ class NodeData:
 
     @property
     def plain_prints(self) -> dict[str, object]:
-        """Fingerprints as files hold them."""
+        """Fingerprints in the format of files."""
         return plain(self.prints)

@@ -1,7 +1,7 @@
 """One copy of the data on each node: one rank loads it, the others map its memory.
 
-Whatever arrays an object holds go into a file without a name (`memfd_create`), which the others open by way of the
-process that made it. Nobody needs to clean up: it is gone with the last rank that maps it.
+All arrays that an object contains go into an anonymous file (`memfd_create`). The other ranks open this file through
+the process that made it. No clean-up is needed: the file disappears when the last rank unmaps it.
 """
 
 import io
@@ -25,23 +25,23 @@ _TOKEN = 16
 
 
 def share(node: MPI.Comm, leader: int, made: Any) -> Any:
-    """Gives the ranks of a node what one of them made; arrays and tensors in it are one memory for all.
+    """Gives the ranks of a node an object that one of them made. Its arrays and tensors are in memory shared by all.
 
-    Who writes to that memory gets copies of the pages that he writes.
+    A rank that writes to that memory gets private copies of the pages.
 
     Args:
-        node: of ranks that share memory; all must call.
+        node: communicator of the ranks that share memory, all of which must call this.
         leader: rank in `node` that has the object.
         made: the object, on that rank.
 
     Returns:
-        The object; None on ranks that cannot have it this way, because it cannot be pickled, reads files that are
-        mapped already, or memory cannot be shared: they must make their own.
+        The object. None on ranks that must make their own, because the object cannot be pickled or reads files that are
+        already mapped, or because memory cannot be shared.
     """
     file = -1
     place: tuple[int, int, bytes, list[tuple[int, int]]] | None = None
     if node.rank == leader:
-        with suppress(Exception):  # whatever pickling raises
+        with suppress(Exception):  # any exception that pickling raises
             file, token, pieces = in_data_thread(_written, made)
             place = os.getpid(), file, token, pieces
     place = node.bcast(place, leader)
@@ -56,19 +56,19 @@ def share(node: MPI.Comm, leader: int, made: Any) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Arrays and tensors on the CPU stay out of the stream."""
+    """Pickler that leaves arrays and CPU tensors out of the stream."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, np.memmap):
             raise pickle.PicklingError("mapped already")
         if type(obj) is torch.Tensor and obj.device.type == "cpu" and not obj.requires_grad:
-            with suppress(TypeError, RuntimeError):  # what NumPy cannot hold goes into the stream
+            with suppress(TypeError, RuntimeError):  # tensors that NumPy cannot hold stay in the stream
                 return torch.from_numpy, (obj.numpy(),)
         return super().reducer_override(obj)
 
 
 def _written(made: Any) -> tuple[int, bytes, list[tuple[int, int]]]:
-    """The object in a new file: descriptor, what it begins with, offset and size of each piece, stream first."""
+    """Writes the object to a new file. Returns descriptor, token, and offset and size of each piece, stream first."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(made)
@@ -93,7 +93,7 @@ def _written(made: Any) -> tuple[int, bytes, list[tuple[int, int]]]:
 
 
 def _mapped(pid: int, file: int, token: bytes, pieces: list[tuple[int, int]]) -> Any:
-    """The object in a process's file.
+    """Reads the object from a process's file.
 
     Raises:
         OSError, ValueError: the file cannot be opened from here, or is another one.

@@ -1,19 +1,19 @@
-"""How long a rank, or the launcher, waits for others: when it reports the wait, and when it ends the run."""
+"""Limits of waits of a rank or the launcher for others: when a wait is reported, and when it ends the run."""
 
 from typing import Literal
 
 PAUSE_S = 5.0
-"""A process that looks at its wait this seldom did not run in between: it was stopped, or the machine was."""
+"""Longest gap between two checks of a running process: after a longer gap, the process or machine was paused."""
 
 
 class Patience:
     """The limits of one wait.
 
-    A pause of the process that waits does not count: the others may have been paused, too.
+    Pauses of the waiting process do not count, because the other processes may have been paused at the same time.
 
     Args:
-        warning_s: seconds after which the wait is reported; the next report follows after twice the time.
-        limit_s: seconds after which the run ends; None: never.
+        warning_s: seconds after which the wait is reported. Each further report follows after twice the time.
+        limit_s: seconds after which the run ends. None: never.
     """
 
     def __init__(self, warning_s: float, limit_s: float | None) -> None:
@@ -26,7 +26,7 @@ class Patience:
         self._looked_s = self._paused_s = 0.0
 
     def due(self, waited_s: float) -> Literal["", "report", "end"]:
-        """Tells what to do after a wait of `waited_s` seconds; to be asked every second or so."""
+        """Returns the action that is due after a wait of `waited_s` seconds. The caller asks about every second."""
         since_s, self._looked_s = waited_s - self._looked_s, waited_s
         if since_s > PAUSE_S:
             self._paused_s += since_s

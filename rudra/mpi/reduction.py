@@ -1,22 +1,23 @@
 """Averaging gradients over a compute group.
 
-In the plan's order (`Plan.partial_sums`): each rank gets its slice of all gradients, adds them up in that order, and
-hands the sum round (or to the first member's rank alone). Every element is added by the same operations in the same
-order whatever the slices are, so a replay, which has no slices, reaches the same bits, and so do learners that share
-ranks. Or by the MPI library's own allreduce, in whatever order it likes, on a communicator of the group's own.
+In the plan's order (`Plan.partial_sums`), each rank receives its slice of all gradients and adds them in that order.
+It then distributes the sum, or sends it only to the first member's rank. Every element is added by the same operations
+in the same order whatever the slices are. So results are bitwise identical in a replay, which has no slices, and if
+learners share ranks. Alternatively, the MPI library's own allreduce adds in any order, on the group's own communicator.
 
-Where the plan has partial sums, those of nodes, a rank gets its slice of these: of each other node, one rank adds it,
-sends it, and gets the finished slice for all its node. Ranks of a node take different slices of the others, so all of
-them add and send. With one partial sum there are no others, and who owns a slice is who adds it.
+If the plan has partial sums, one for each node, a rank receives its slice of the other partial sums. On each other
+node, one rank adds that slice, sends it, and later receives the finished slice for its whole node. The ranks of a node
+take different slices of the other nodes' ranks, so all of them add and send. With one partial sum, the owner of a slice
+adds it.
 
-Gradients of ranks on this node are read where they lie (`rudra.mpi.arena`), and so are the sums of their slices: a rank
-writes its sum over its own slice of its own gradient, which nobody else reads, and tells the others when it is there.
-Few members on one node do without that: whoever needs the sum adds all up by itself, when its update goes through the
-elements. A gradient stays as it is until all members bring their next one: by then they have done with it.
+Gradients of ranks on this node are read in shared memory (`rudra.mpi.arena`), and so are the sums of their slices. A
+rank writes its sum over its own slice of its own gradient, which no other rank reads, and then notifies the others.
+With few members on one node this is unnecessary: each rank that needs the sum adds everything itself while its update
+processes the elements. A gradient stays unchanged until all members contribute their next one. By then no rank reads
+the old one.
 
-What ranks tell each other goes from one to the other, which still works where a communicator has lost a rank and
-collectives fail. Nothing blocks: `test` drives what is under way, so a rank that waits for its group still notices
-everything else.
+Ranks communicate by point-to-point messages, which still work after a communicator has lost a rank and collectives
+fail. Nothing blocks: `test` advances pending work, so a rank that waits for its group still handles everything else.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,21 +43,23 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class GroupReduction:
-    """One rank's part in the reductions of a group, of which it hosts one member or several.
+    """One rank's part in the reductions of a group that has one or more members on this rank.
 
     Args:
-        comm: of all ranks of the job.
+        comm: communicator of all ranks of the job.
         members: role -> rank, of the group's members, in group_rank order.
-        tag: of all that their ranks send each other.
-        size: of the vector, in elements.
-        ring: wakes the other members' ranks, where they wait.
-        library: communicator of these ranks, on which the MPI library adds; None: they add in group_rank order.
-        arena: where their gradients lie, and those of the ranks here that are to be read there; None: none are.
-        sums: the order of addition (`Plan.partial_sums`), in which a rank has members in one partial sum; by default
-            all are added in one.
+        tag: tag of all messages between the group's ranks.
+        size: number of elements of the vector.
+        ring: wakes up the other members' ranks if they sleep.
+        library: communicator of the group's ranks if the MPI library adds. None: the ranks add,
+            in group_rank order.
+        arena: shared memory that contains the gradients of this rank and its neighbours. None: all gradients travel in
+            messages.
+        sums: order of addition (`Plan.partial_sums`). A rank's members must all be in one partial sum. By default there
+            is only one sum.
 
     Attributes:
-        roles: the members here, in group_rank order.
+        roles: members on this rank, in group_rank order.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class GroupReduction:
         self._division = its = GroupSlices(comm.rank, members, size, shared, sums, library=library is not None)
         self.roles = its.roles
         self._requests, self._rows, self._lent = GroupRequests(comm, tag), GroupRows(its), LentBuffers()
-        # Touched, not only promised: transfers into untouched memory are slow.
+        # Written, because transfers into memory that was never touched are slow.
         self._incoming = {
             (place, owner): np.full(its.length(owner), 0.0, np.float32)
             for rank in its.far
@@ -88,9 +91,9 @@ class GroupReduction:
             if number != its.home
         }
         self._room = torch.zeros(min(CHUNK, its.step))
-        self._begun: dict[int, tuple[Reduce, Executor, Buffer]] = {}  # role -> what it brings
-        self._handed_out = 0  # by so many of the members here
-        self._course: Iterator[bool] | None = None  # of what follows when all have begun
+        self._begun: dict[int, tuple[Reduce, Executor, Buffer]] = {}  # role -> its contribution
+        self._handed_out = 0  # number of members here that have sent their slices
+        self._course: Iterator[bool] | None = None  # remaining steps after all members have begun
         self._failed = False
 
     @property
@@ -98,7 +101,7 @@ class GroupReduction:
         return bool(self._begun)
 
     def begin(self, role: int, action: Reduce, executor: Executor) -> None:
-        """A member here starts a reduction; all start the same one, and none starts the next before it is over."""
+        """Starts a reduction for a member here. All members start the same one, and complete it before the next."""
         if self._failed:
             return
         its, told = self._division, self._rows.of_rank
@@ -124,9 +127,9 @@ class GroupReduction:
         self._ring()
 
     def _hand_out(self, number: int, action: Reduce, buffer: Buffer) -> None:
-        """Writes what is to be told of a gradient, and sends the ranks that cannot read it their slices.
+        """Writes a gradient's row, and sends slices of the gradient to ranks that cannot read it in memory.
 
-        Members of a rank do so one after the other, as they are expected.
+        The members of a rank do so in order, because the receivers expect that order.
         """
         its = self._division
         offset = self._arena.offset(buffer.array) if its.near and self._arena is not None else 0
@@ -137,10 +140,10 @@ class GroupReduction:
                 self._requests.send(buffer.array[its.of_rank[owner]], rank)
 
     def test(self) -> Reduced | None:
-        """Goes on as far as it can; the event for all members here, when it is over."""
+        """Advances the reduction, and returns the event for all members here when the reduction is complete."""
         while True:
             if (what := self._requests.drive()) != "done":
-                if what == "failed":  # a member has died; all will regroup
+                if what == "failed":  # a member has died; all ranks will regroup
                     self._begun.clear()
                     self._failed = True
                 return None
@@ -161,7 +164,7 @@ class GroupReduction:
         return Reduced(action.sequence, self._rows.gradients, self._rows.words, action.group)
 
     def _go_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool]:
-        """Adds, when what all have told is here; after each step what it has begun must come to its end."""
+        """Adds, after the rows of all members have arrived. Requests of one step must complete before the next step."""
         self._rows.take_in()
         self._lent.turn()
         if self._library is not None:
@@ -179,18 +182,18 @@ class GroupReduction:
             yield True
 
     def _there(self, rank: int, place: int) -> torch.Tensor:
-        """The gradient of a member on a rank of this node."""
+        """Returns the gradient of a member on a rank of this node."""
         assert self._arena is not None
         return self._arena.floats_at(rank, self._rows.offsets[place], self._division.size * 4)
 
     def _readable(self, buffers: Sequence[Buffer]) -> dict[int, torch.Tensor]:
-        """The gradients in memory that this rank reads, by place."""
+        """Returns the gradients in memory that this rank can read, by group rank."""
         its = self._division
         found = {place: buffer.vector for place, buffer in zip(its.mine, buffers, strict=True)}
         return found | {place: self._there(rank, place) for rank in its.near for place in its.others[rank]}
 
     def _addends(self, buffers: Sequence[Buffer], owner: int) -> Addends:
-        """What the partial sum here is made of, in a slice that this rank adds."""
+        """Returns the addends of the home sum, in a slice that this rank adds."""
         its = self._division
         found = {place: vector[its.of_rank[owner]] for place, vector in self._readable(buffers).items()}
         found |= {place: torch.from_numpy(came) for (place, of), came in self._incoming.items() if of == owner}
@@ -198,7 +201,7 @@ class GroupReduction:
         return [found[place] for place in places], [self._rows.factors[place] for place in places]
 
     def _exchange_sums(self, buffers: Sequence[Buffer]) -> None:
-        """Adds slices that ranks of other nodes own, in this rank's gradient, and sends them; gets those of its own."""
+        """Adds slices for ranks of other nodes, in this rank's gradient, and sends them. Receives its own slices."""
         its = self._division
         for number, came in self._sums_of_others.items():
             self._requests.receive(came, its.adders[number][its.me])
@@ -212,7 +215,7 @@ class GroupReduction:
             self._requests.send(buffers[0].array[its.of_rank[owner]], owner)
 
     def _add(self, buffers: Sequence[Buffer]) -> None:
-        """Makes the mean in this rank's own slice, in its own gradient."""
+        """Computes the mean in this rank's own slice, in its own gradient."""
         its = self._division
         into = buffers[0].vector[its.of_rank[its.me]]
         sums = {number: ([torch.from_numpy(came)], [1]) for number, came in self._sums_of_others.items()}
@@ -222,7 +225,7 @@ class GroupReduction:
             finish_mean(into[part], of_part, sum(self._rows.factors), self._room[: len(into[part])])
 
     def _exchange_means(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
-        """Brings each finished slice to one rank of each node that needs it."""
+        """Sends each finished slice to one rank of each node that needs it."""
         its, array = self._division, buffers[0].array
         for number in range(len(its.sums)) if to_all else (its.home_of_first,):
             if number != its.home:
@@ -233,7 +236,7 @@ class GroupReduction:
                     self._requests.receive(array[its.of_rank[owner]], owner)
 
     def _hand_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
-        """Lets the ranks of this node have the finished slices that are here."""
+        """Sends the finished slices to the ranks of this node."""
         its = self._division
         if not to_all and its.home != its.home_of_first:
             return
@@ -246,14 +249,14 @@ class GroupReduction:
                     self._requests.receive(into, rank)
 
     def _handed(self, buffers: Sequence[Buffer], adder: int, other: int) -> list[npt.NDArray[Any]]:
-        """What goes between this rank and another of finished slices that one of them has: if near, word of them."""
+        """Returns the finished slices to transfer between two ranks. A near rank gets only a notification."""
         its = self._division
         if other in its.near:
             return [_NOTHING]
         return [buffers[0].array[its.of_rank[owner]] for owner in its.added_by(adder)]
 
     def _defer(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
-        """Lets those here who need the sum have it where it lies, or make it."""
+        """Lets members here that need the sum read it in shared memory, or compute it, on use."""
         its = self._division
         if not to_all and not its.has_first:
             return
@@ -279,7 +282,7 @@ class GroupReduction:
             executor.defer(action.buffer, take)
 
     def _finish(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
-        """The sum lies with the first member here."""
+        """Copies the sum from the first member here to the others."""
         first, *others = buffers
         if self._library is not None:
             first.vector.mul_(1 / sum(g.samples for g in self._rows.gradients))
@@ -297,9 +300,9 @@ class GroupReduction:
         self._requests.add(library.Iallreduce(MPI.IN_PLACE, first.array, MPI.SUM))
 
     def abandon(self) -> None:
-        """Ends a reduction that a member has left for ever; `quiet` says when nothing of it writes here any more.
+        """Ends a reduction that a member has left for ever. `quiet` reports when it can no longer write here.
 
-        Who has not heard of it may still read what was lent; but what comes of that will be dropped.
+        A rank that does not know this yet may still read shared buffers, but its result will be dropped.
         """
         self._begun.clear()
         self._course = None
@@ -316,14 +319,14 @@ class GroupReduction:
 
 
 def summed(gradients: Sequence[torch.Tensor], samples: Sequence[int], room: torch.Tensor, part: slice) -> torch.Tensor:
-    """A part of the mean of gradients, which is made in some room."""
+    """Computes a part of the mean of gradients in `room`, and returns it."""
     room.resize_(part.stop - part.start)
     average(room, [gradient[part] for gradient in gradients], samples, room)
     return room
 
 
 def joined(vectors: Sequence[torch.Tensor], step: int, room: torch.Tensor, part: slice) -> torch.Tensor:
-    """A part of a vector of which each of these holds so many elements, one after the other."""
+    """Returns a part of a vector that is cut into slices: each of `vectors` holds the next `step` elements."""
     start, stop = part.start, part.stop
     if start // step == (stop - 1) // step:
         found: torch.Tensor = vectors[start // step][part]
@@ -345,16 +348,16 @@ def make_reduction(
     library: MPI.Comm | None = None,
     arena: Arena | None = None,
 ) -> GroupReduction:
-    """This rank's part in the reductions of some learners.
+    """Creates this rank's part in the reductions of some learners.
 
     Args:
-        comm: of all ranks of the job.
-        plan: who is who.
-        members: ids of the learners, of which one is here (`Plan.together`).
-        tag: of messages between members.
-        size: of the vector, in elements.
-        doorbell: wakes those that wait.
-        library, arena: as for `GroupReduction`.
+        comm: communicator of all ranks of the job.
+        plan: role assignment.
+        members: ids of the learners, at least one of them on this rank (`Plan.together`).
+        tag: tag of messages between members.
+        size: number of elements of the vector.
+        doorbell: doorbell that wakes up waiting ranks.
+        library, arena: arguments of `GroupReduction`.
     """
     ranks = {i: plan.roles[i].world_rank for i in members}
     others = {*ranks.values()} - {comm.rank}
@@ -367,7 +370,7 @@ def make_reduction(
 
 
 def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:
-    """For groups whose gradients the MPI library adds, the communicator of that of these roles; all ranks together."""
+    """Returns a communicator of these roles' group if the MPI library adds. All ranks call this together."""
     if not plan.groups or plan.reduction != "mpi":
         return None
     for group, members in enumerate(plan.groups):

@@ -1,4 +1,4 @@
-"""A rank's part in the reductions of the groups that its roles are in."""
+"""A rank's part in the reductions of its roles' groups."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
@@ -15,13 +15,13 @@ from topologies.kinds import EVERYBODY
 
 
 class Reductions:
-    """This rank's part in the reductions of compute groups, and in that of all learners where groups average.
+    """This rank's part in the reductions of compute groups, and in the reductions of all learners if groups average.
 
     Args:
-        comm: of all ranks.
-        executors: by role; hold the vectors.
-        tag: of what a role gets on a channel.
-        doorbell: of this rank.
+        comm: communicator of all ranks.
+        executors: role -> executor that holds the vectors.
+        tag: returns the tag of a role and channel.
+        doorbell: doorbell of this rank.
         arena: memory that neighbours read.
     """
 
@@ -38,12 +38,12 @@ class Reductions:
         self._of_groups: dict[int, GroupReduction] = {}
 
     def renew(self, plan: Plan, roles: Collection[int], library: MPI.Comm | None = None) -> None:
-        """Makes the reductions of the groups of some roles, by a plan.
+        """Creates the reductions for the groups of some roles, from a plan.
 
         Args:
-            plan: who is who.
-            roles: that live here.
-            library: communicator, where the MPI library reduces.
+            plan: role assignment.
+            roles: ids of this rank's roles.
+            library: communicator if the MPI library reduces, else None.
         """
         made = self._of_groups = {}
         for role in roles:
@@ -60,22 +60,22 @@ class Reductions:
         self._of_groups[action.group].begin(role, action, self._executors[role])
 
     def poll(self) -> Iterator[tuple[int, Event]]:
-        """Carries reductions on; gives each role of one that is over its event."""
+        """Advances reductions, and yields the event of each complete reduction for each of its roles here."""
         for reduction in self._of_groups.values():
             if reduction.busy and (event := reduction.test()) is not None:
                 yield from ((role, event) for role in reduction.roles)
 
     def abandon(self) -> None:
-        """Forgets reductions that are under way."""
+        """Abandons pending reductions."""
         for reduction in self._of_groups.values():
             reduction.abandon()
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing that was abandoned can write any more."""
+        """Whether no abandoned reduction can write any more."""
         return all(reduction.quiet for reduction in self._of_groups.values())
 
     def close(self) -> None:
-        """Leaves nothing posted."""
+        """Frees the communicators of the reductions."""
         for reduction in self._of_groups.values():
             reduction.close()

@@ -1,9 +1,9 @@
-"""Beginning anew on real ranks, by another plan or another job (`rudra.core.events.Regroup`).
+"""Regrouping of real ranks: their roles restart with another plan or another job (`rudra.core.events.Reconfigure`).
 
-The owner of the weights says from which position, and who has died; the plan follows from that. Every rank then drops
-what is under way between those who are left, waits until nothing of it can write into memory any more, and makes its
-roles again. The statistics server goes on as it was, and so does what it is told. Control messages carry how often
-their sender had regrouped, and so do the tags of tensors, so that nothing of before is taken for something of now.
+The owner of the weights announces the position and the dead ranks, which determine the plan. Every rank then drops
+transfers and work between the surviving roles and waits until no dropped transfer can write into memory any more. Then
+it creates its roles again. The statistics server and messages to it continue unchanged. Control messages and the tags
+of tensors contain how often their sender had regrouped, so old messages are never taken for new ones.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from topologies import Plan
 
 
 class RegroupingRank(Protocol):
-    """What the agreement to regroup needs of a rank.
+    """The part of a rank's interface that regrouping needs.
 
     Attributes:
-        comm: of all ranks.
-        plan: who is who.
-        phases: of the run.
+        comm: communicator of all ranks.
+        plan: current role assignment.
+        phases: phases of the run.
     """
 
     comm: MPI.Comm
@@ -39,39 +39,39 @@ class RegroupingRank(Protocol):
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing of before can write into memory any more."""
+        """Whether no abandoned transfer can write into memory any more."""
 
     def tell(self, data: bytes, to: int, tag: int) -> None:
-        """Sends a rank something small."""
+        """Sends a small message to a rank."""
 
     def announce(self, role: int, event: Event) -> None:
-        """Gives a role an event."""
+        """Appends an event for a role."""
 
     def abandon(self, plan: Plan, position: TrainingState) -> None:
-        """Drops what is under way; from now on this plan holds."""
+        """Drops pending work and switches to this plan."""
 
     def regroup(self, position: TrainingState) -> None:
-        """Makes the roles again, for training that continues from there."""
+        """Creates the roles again, for training that continues from a position."""
 
 
 class RankRegrouping:
-    """How one rank agrees with all others to regroup, and what it hears meanwhile.
+    """Agreement of one rank with all others to regroup, and its handling of control messages in between.
 
     Args:
-        rank: in question.
+        rank: rank that regroups.
 
     Attributes:
-        generation: how often this rank has regrouped.
+        generation: number of times that this rank has regrouped.
     """
 
     def __init__(self, rank: RegroupingRank) -> None:
         self._rank = rank
         self.generation = 0
-        self._position: TrainingState | None = None  # where this rank begins when nothing of before can write any more
-        self._early: list[tuple[int, int, Message]] = []  # of ranks that were quicker: generation, receiver, message
+        self._position: TrainingState | None = None  # position for the restart of this rank when it is quiet
+        self._early: list[tuple[int, int, Message]] = []  # from faster ranks: generation, receiver, message
 
     def poll(self) -> None:
-        """Does what there is to do where a rank has died, or the job changes."""
+        """Takes the next step of regrouping if a rank has died or the job changes."""
         self._look_for_plan()
         if self._position is not None and self._rank.quiet:
             position, self._position = self._position, None
@@ -85,7 +85,7 @@ class RankRegrouping:
         owner = plan.roles[plan.server].world_rank
         try:
             told = comm.Iprobe(owner, REGROUP_TAG, status)
-        except MPI.Exception:  # a loss that is not acknowledged yet, or the owner's own
+        except MPI.Exception:  # a loss that is not acknowledged yet, or the owner itself died
             return
         if told:
             data = bytearray(status.Get_count(MPI.BYTE))
@@ -95,7 +95,7 @@ class RankRegrouping:
             self._abandon(plan.without(gone) if gone else plan, position)
 
     def regroup(self, action: Reconfigure) -> None:
-        """Tells all others, and regroups here."""
+        """Announces a plan to all others, and regroups here."""
         data = msgspec.msgpack.encode((sorted(action.plan.gone), action.position))
         others = {role.world_rank for i, role in enumerate(action.plan.roles) if i != action.plan.statistics}
         for other in sorted(others - self._rank.lost - {self._rank.comm.rank}):
@@ -108,9 +108,10 @@ class RankRegrouping:
         self._rank.abandon(plan, position)
 
     def hear(self, role: int, generation: int, message: Message) -> None:
-        """Lets a control message in, unless it was said before all regrouped; owners of weights heed each other's.
+        """Accepts a control message unless it was sent before all regrouped. Messages between owners of weights always
+        pass.
 
-        It waits where its sender has regrouped already, and this rank has not.
+        The message waits if its sender has regrouped already, and this rank has not.
         """
         if message.kind is MessageKind.INTERRUPT:
             self._rank.announce(role, Stopped())
@@ -122,6 +123,6 @@ class RankRegrouping:
             self._early.append((generation, role, message))
 
     def in_time(self, what: Callable[..., Any]) -> Callable[..., Any]:
-        """For another thread to call back: does nothing once this rank has regrouped."""
+        """Wraps a callback for another thread, so that it does nothing after this rank has regrouped."""
         generation = self.generation
         return lambda *about: what(*about) if generation == self.generation else None

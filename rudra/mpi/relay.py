@@ -1,4 +1,4 @@
-"""What ranks and their launcher write on standard error: lines for the user, words for the launch, and noise."""
+"""Standard error of ranks and their launcher: lines for the user, words for the launcher, and noise."""
 
 import re
 import signal
@@ -6,32 +6,32 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 UNENDED = b"\x1e\n"
-"""Ends a piece of a rank's output that does not end its line; the relay takes it out again.
+"""Ends a piece of a rank's output that does not end its line. The relay removes it again.
 
-mpirun holds back what a rank writes until a newline comes, and a progress bar writes none.
+mpirun holds back a rank's output until a newline comes, and a progress bar writes none.
 """
 
 START_LINE = b"\x1estart\n"
-"""What a rank writes when MPI has started; the relay takes it out, and the other words."""
+"""Word that a rank writes when MPI has started. The relay removes this and all other words."""
 
 TRAINING_LINE = b"\x1etraining\n"
-"""What rank 0 writes when all ranks are ready to train: from then on they notice themselves who does not answer."""
+"""Word that rank 0 writes when all ranks are ready to train. From then on ranks watch each other themselves."""
 
 DIED = "died before training began"
-"""Ends the line about ranks that did, whoever says it."""
+"""End of a line that names ranks which died before training."""
 
 _OF_OTHERS = {signal.SIGALRM, signal.SIGABRT}
-"""Signals that end a rank because it waited for another one in vain."""
+"""Signals that end a rank because its wait for another rank was too long."""
 
 _RULE = b"-" * 74  # Open MPI frames its messages with lines of exactly this
 _WORD = re.compile(rb"\x1e(start|training|end|exit|killed|left)(?: (\d+))?(?: (\d+))?$")
-_NOISE = re.compile(  # now and then, while it ends or a rank has died
+_NOISE = re.compile(  # occurs at the end of a run, or when a rank has died
     rb"NBC_Progress: an error |(\[[^]]+:\d+\] |\[\[\d+,\d+\],\d+\]\[).*opal_modex_recv|"
     rb"\[warn\] Epoll |Abort is in progress\.\.\.hit ctrl-c again|"
     rb"\[[^]]+:\d+\] (PMIX ERROR: PMIX_ERR_UNREACH |pmix_ptl_base: send_msg: )"
 )
-_MPI = re.compile(rb"\[[^]]+:\d+\] |\[\[\d+,\d+\],\d+\]\[")  # how MPI's own lines begin that are not framed
-_UNSTARTED = re.compile(rb"\[[^]]+:0+\] \*\*\* ")  # of a rank on which MPI has not started
+_MPI = re.compile(rb"\[[^]]+:\d+\] |\[\[\d+,\d+\],\d+\]\[")  # start of MPI's own unframed lines
+_UNSTARTED = re.compile(rb"\[[^]]+:0+\] \*\*\* ")  # from a rank without MPI
 _BANNER = re.compile(rb"(prterun|prted|mpirun|orterun|MPI_ABORT) ")
 _PARAGRAPH = re.compile(rb"It looks like MPI_INIT ")
 _DEATH = re.compile(
@@ -43,39 +43,39 @@ _ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
 
 
 def end_line(code: int) -> bytes:
-    """What a rank writes when it ends by itself, with this exit code."""
+    """Returns the word that a rank writes when it ends by itself with this exit code."""
     return b"\x1eend %d\n" % code
 
 
 def exit_line(code: int, *, lost: bool = False) -> bytes:
-    """What a rank writes that ends all, so that the launcher ends with this code, and knows if a rank was lost."""
+    """Returns the word of a rank that ends all ranks: the launcher's exit code, and whether a rank was lost."""
     return b"\x1eexit %d %d\n" % (code, lost)
 
 
 class OutputRelay:
-    """Passes on what the ranks write, byte for byte and at once, without what mpirun and MPI say beside.
+    """Relay that passes on the ranks' output, byte for byte and at once, without the other output of mpirun and MPI.
 
-    Before MPI has started on all ranks, nobody else draws frames; what MPI says then is passed on when it has.
+    Until MPI has started on all ranks, only mpirun and MPI draw frames. MPI's output is passed on after the start.
 
     Args:
-        write: takes what is for the user.
-        ranks: how many write.
+        write: receives output for the user.
+        ranks: number of ranks that write.
 
     Attributes:
-        banners: text of mpirun's banners that were taken out, one string each.
-        withheld: what was taken out, as it was; the last of it, if it is much.
-        unstarted: some of it is MPI's, and was said before it started.
+        banners: texts of mpirun's banners that were removed.
+        withheld: removed output, unchanged. Only its last part if it is long.
+        unstarted: whether MPI wrote some of this output before it started.
         reported: whether a rank wrote a line that begins with `rudra: `.
-        died: one that ends the run said that ranks died before training began; the launcher says it for all.
-        dead: those that were named then.
-        about_dead: who died, as the last such line has it.
-        killed: ranks on this node that were, not by mpirun, and the signals.
-        left: ranks on this node that ended badly, but were not killed, or by mpirun.
-        started: on how many ranks MPI has started.
-        training: they have begun to train.
+        died: whether a rank that ends the run reported ranks dead before training. The launcher reports it for all.
+        dead: ranks that were named in these reports.
+        about_dead: text about dead ranks from the last report.
+        killed: rank on this node -> signal that killed it, but not from mpirun.
+        left: ranks on this node that failed but were not killed, or were killed by mpirun.
+        started: number of ranks on which MPI has started.
+        training: whether the ranks have begun to train.
         ends: exit codes of the ranks that have ended by themselves.
-        code: that a rank said is the run's; None: none did.
-        lost: it said that this is because another one died.
+        code: exit code of the run as reported by a rank. None: no rank reported one.
+        lost: whether the reported reason was the death of another rank.
     """
 
     def __init__(self, write: Callable[[bytes], None], ranks: int) -> None:
@@ -92,18 +92,18 @@ class OutputRelay:
         self.lost = 0
         self._write, self._ranks = write, ranks
         self._rest = b""
-        self._noise = False  # in the last line
-        self._banner: list[bytes] | None = None  # its lines so far, while one is open
-        self._early: list[bytes] = []  # what MPI has said so far
+        self._noise = False  # whether the last line was noise
+        self._banner: list[bytes] | None = None  # lines of the open frame, if there is one
+        self._early: list[bytes] = []  # MPI's output until all ranks have started
 
     @property
     def explained(self) -> bool:
-        """Whether a rank has said how it all ended, or how it ended itself."""
+        """Whether a rank has reported how the run or the rank itself ended."""
         return self.code is not None or any(self.ends) or self.died
 
     @property
     def killed_early(self) -> set[int]:
-        """Ranks that were killed before MPI had started on all."""
+        """Ranks that were killed before MPI had started on all ranks."""
         if self.started >= self._ranks or self.code is not None or self.ends:
             return set()
         return {rank for rank, number in self.killed.items() if number not in _OF_OTHERS} or {*self.killed}
@@ -115,7 +115,7 @@ class OutputRelay:
             self._write(out)
 
     def close(self) -> None:
-        """Passes on what is left at the end of the output."""
+        """Passes on the rest at the end of the output."""
         rest = b"".join(line + b"\n" for line in [_RULE, *self._banner]) if self._banner is not None else b""
         rest += self._rest.strip(b"\0")
         self._banner, self._rest = None, b""
@@ -124,14 +124,14 @@ class OutputRelay:
             self._write(rest)
 
     def _line(self, line: bytes) -> bytes:
-        """What of one line of mpirun's standard error is for the user."""
-        line = line.lstrip(b"\0")  # which mpirun writes now and then
-        if word := _WORD.search(line):  # even in a frame, which is somebody else's
+        """Returns the part of one line of mpirun's standard error that is for the user."""
+        line = line.lstrip(b"\0")  # mpirun sometimes writes zero bytes
+        if word := _WORD.search(line):  # even in a frame, which another process draws
             return line[: word.start()] + self._heard(word[1], [int(number) for number in word.groups()[1:] if number])
         before, rule, after = line.partition(_RULE)
         if self._banner is not None:
             return self._framed(line, end=bool(rule))
-        if rule and not after:  # a rank's unfinished line may stand before it
+        if rule and not after:  # a rank's unfinished line may precede it
             self._banner = []
             return before
         noise, self._noise = self._noise, bool(_NOISE.match(line))
@@ -150,14 +150,14 @@ class OutputRelay:
         return (line + b"\n").strip(b"\0").replace(UNENDED, b"")
 
     def _framed(self, line: bytes, *, end: bool) -> bytes:
-        """As `_line`, of one inside a frame."""
+        """Processes a line inside a frame, as `_line` does outside."""
         assert self._banner is not None
         starting = self.started < self._ranks
         if not end and (self._banner or starting or _BANNER.match(line) or _PARAGRAPH.match(line)):
             self._banner.append(line)
             return b""
         lines, self._banner = self._banner, None
-        if not lines:  # not the launcher's: a rank drew a line
+        if not lines:  # a rank drew this line, not the launcher
             return _RULE + b"\n" + (line + b"\n").strip(b"\0").replace(UNENDED, b"")
         text = b"\n".join([_RULE, *lines, _RULE])
         if _BANNER.match(lines[0]):
@@ -169,7 +169,7 @@ class OutputRelay:
         return self._withhold(text)
 
     def _heard(self, word: bytes, numbers: list[int]) -> bytes:
-        """Takes note of what a rank says to the launcher; what is for the user now."""
+        """Records a word of a rank to the launcher, and returns output that is now for the user."""
         if word == b"exit":
             self.code, self.lost = numbers
         elif word == b"end":
@@ -189,7 +189,7 @@ class OutputRelay:
         return b""
 
     def _told_of(self, dead: str) -> bytes:
-        """Takes note of who has died: several ranks may say it, each of those that it knows of."""
+        """Records dead ranks. Several ranks may report them, each with the ranks that it knows."""
         self.died, self.about_dead = True, dead
         self.dead |= {int(rank) for rank in re.findall(r"rank (\d+)", dead)}
         return b""
@@ -200,7 +200,7 @@ class OutputRelay:
 
 
 def explain(banners: Sequence[str], roles: Sequence[str]) -> str | None:
-    """One line that says which rank ended the job and how, from mpirun's banners; None where they name none."""
+    """Returns a line about which rank ended the job and how, from mpirun's banners, or None if they name no rank."""
     text = " ".join(" ".join(banners).split())
 
     def named(rank: str) -> str:

@@ -35,19 +35,19 @@ from rudra.trust import signed
 from topologies import Plan
 
 SEEN_S = 60.0
-"""How long a file that one rank has replaced may look as before to another."""
+"""Time that a file system may take to show a replaced file to other ranks."""
 
 
 class RunFiles:
-    """The files of a run, as far as this rank writes them.
+    """The files of a run that this rank writes.
 
     Args:
-        start: where the run begins.
+        start: start of the run.
 
     Attributes:
-        checkpoints: writes those of the weights' owner; None on other ranks.
-        writer: of the result file; None but on the statistics server's rank, as is the next.
-        progress: shows how far the run is.
+        checkpoints: checkpoint writer on the rank of the weights' owner, or None on other ranks.
+        writer: writer of the result file on the statistics server's rank, or None on other ranks.
+        progress: progress bar on the statistics server's rank, or None on other ranks.
     """
 
     def __init__(self, start: StartDecision) -> None:
@@ -55,7 +55,7 @@ class RunFiles:
         self.writer: ResultsWriter | None = None
         self.progress: Progress | None = None
         self._start = start
-        self._before: Any = None  # the learners' account of an earlier part
+        self._before: Any = None  # the learners' totals in an earlier part of the run
 
     def open(
         self,
@@ -67,15 +67,15 @@ class RunFiles:
         data: NodeData,
         progress: dict[str, Any],
     ) -> None:
-        """Creates the files; all ranks call this together.
+        """Creates the files. All ranks call this together.
 
         Args:
-            ranks: of the job.
+            ranks: the ranks of the job.
             resolved: the job, settled, and its plan.
-            executors: of this rank's roles, which hold the initial weights.
-            statistics: the statistics server, on its rank.
-            info: what the data is like.
-            data: of this rank.
+            executors: role -> executor for this rank's roles. Executors hold the initial weights.
+            statistics: machine of the statistics server, on its rank, or None on other ranks.
+            info: description of the data.
+            data: data of this rank.
             progress: keyword arguments `mode` and `columns` of the progress bar.
         """
         (written, plan), comm = resolved, ranks.comm
@@ -84,7 +84,7 @@ class RunFiles:
         digest: str = comm.bcast(own, server)
         job = json.loads(written.to_json())
         own_signature = signed(job, self._start.run) if statistics is not None else None
-        signature: dict[str, str] = comm.bcast(own_signature, source)  # so that one rank alone needs a key
+        signature: dict[str, str] = comm.bcast(own_signature, source)  # so that only one rank needs a key
         if comm.rank == server:
             about: dict[str, Any] = {
                 "python_objects": ", ".join(python_objects(written)),
@@ -108,7 +108,7 @@ class RunFiles:
 
     @contextmanager
     def _carried(self, statistics: Machine, job: Job, plan: Plan) -> Iterator[Carried | None]:
-        """What the result file, and the statistics server, take over from an earlier part of the run."""
+        """Yields earlier data of the run that this result file continues, and also updates the statistics server."""
         start = self._start
         if start.checkpoint is None:
             yield None
@@ -153,13 +153,13 @@ class RunFiles:
             mpi_library=MPI.Get_library_version().split("\n")[0].strip("\0 "),
         )
         if begun is None or checkpoint.results_of(begun) != output:
-            checkpoint.discard(checkpoint.path_of(output), kept=True)  # of a run that this one replaces
+            checkpoint.discard(checkpoint.path_of(output), kept=True)  # files of a run that this one replaces
         elif checkpoint.is_kept(begun):
             checkpoint.step_back(begun)
-        executor.state_dict = ()  # nobody asks again, and parameters that are not trained may be large
+        executor.state_dict = ()  # no longer needed, and frozen parameters may be large
 
     def recorder(self, executors: Mapping[int, Executor], statistics: int) -> Recorder | None:
-        """Where the statistics server's rows go; None on other ranks."""
+        """Returns the recorder of the statistics server's rows, or None on other ranks."""
         if self.writer is None or self.progress is None:
             return None
         about: dict[str, Any] = {"before": self._before, "hooks": executors[statistics].hooks}
@@ -172,10 +172,10 @@ class RunFiles:
         )
 
     def restore(self, executor: OwnerExecutor, position: TrainingState) -> None:
-        """Gives an owner of weights what the checkpoint holds that another rank has just written."""
+        """Restores an owner of weights from the checkpoint that another rank has just written."""
         path = checkpoint.path_of(self._start.output)
         deadline = time.monotonic() + SEEN_S
-        while (found := checkpoint.read(path))[0].position != position:  # where file systems are slow to tell
+        while (found := checkpoint.read(path))[0].position != position:  # slow file systems show the old file
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{path}: is not the checkpoint that the first learner wrote for all ranks to continue from"
@@ -184,12 +184,12 @@ class RunFiles:
         executor.restore(found[1])
 
     def note(self, status: Status, reason: str) -> None:
-        """Leaves the result file as it is to be found if this rank is killed now."""
+        """Records a status in the result file that is right if this rank is killed now."""
         assert self.writer is not None
         self.writer.note(status, reason)
 
     def save(self, status: Status, reason: str) -> None:
-        """Saves what there is of a run that ends early."""
+        """Saves the existing results of a run that ends early."""
         with suppress(Exception):
             assert self.progress is not None
             self.progress.close()

@@ -1,4 +1,4 @@
-"""One rank's part in a job: fit the job to the ranks there are, set up together, run, and end well or badly."""
+"""One rank's part in a job: fits the job to the actual ranks, sets up with the other ranks, trains, and ends."""
 
 import gc
 import os
@@ -41,10 +41,10 @@ from rudra.roles.ledger import Owner
 T = TypeVar("T")
 
 PART_S = 1.0
-"""How long ranks have to end by themselves, or to say why, before others end them."""
+"""Time that ranks have to end by themselves, or to report a reason, before others end them."""
 
 ENDED = "the launcher ended it: a rank died, or it was cancelled"
-"""Why a run has ended that was not left the time to stop in order."""
+"""Reason for the end of a run that had no time for an orderly stop."""
 
 
 def run_ranks(
@@ -55,18 +55,18 @@ def run_ranks(
     launched: bool = False,
     comm: MPI.Comm | None = None,
 ) -> tuple[int, Path]:
-    """Runs this rank's part of a job, to the end.
+    """Runs this rank's part of a job until its end.
 
     Args:
-        job: as written; it is resolved here from the ranks there are.
-        start: where the run begins, or what the user says of that.
+        job: job as written. It is resolved here for the actual ranks.
+        start: start of the run, decided or as the user requested it.
         progress: keyword arguments `mode` and `columns` of the progress bar.
-        launched: `rudra.mpi.launch` started this rank, and will say what is to be said of a run that was ended.
-        comm: of the ranks that run it; by default all.
+        launched: whether `rudra.mpi.launch` started this rank, and reports on a run that was ended.
+        comm: communicator of the ranks that run the job, by default all ranks.
 
     Returns:
-        The exit code: 0, 1 (the run failed), 2 (a mistake in the job or the launch) or 3 (it was stopped as somebody
-        asked, and can be resumed); and the result file.
+        The exit code and the result file. The code is 0, 1 (the run failed), 2 (a mistake in the job or the launch) or
+        3 (the run was stopped on request, and can be resumed).
     """
     with abort_on_dead_rank(), on_stops(signal.SIG_DFL, after=signal.SIG_IGN if launched else None):
         comm = (comm or MPI.COMM_WORLD).Dup()
@@ -84,13 +84,14 @@ def run_ranks(
 
 
 def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
-    """Runs several jobs, one after the other, on as many of the ranks as each needs.
+    """Runs several jobs, one after the other, each on the number of ranks that it needs.
 
     Args:
-        runs: jobs that name their learners, each with its result file; beside that `.done` appears when it is over.
+        runs: jobs that name their learners, each with its result file. After each run an empty file with suffix `.done`
+            appears next to the result file.
 
     Returns:
-        The exit code: 0, or that of the first run that did not go well.
+        The exit code: 0, or the code of the first run that did not succeed.
     """
     world = MPI.COMM_WORLD
     for job, path in runs:
@@ -108,7 +109,7 @@ def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
 
 
 def _decided_by_rank0(comm: MPI.Comm, decide: Callable[[], T]) -> T | int:
-    """What rank 0 decides, on every rank; or the exit code, if it cannot, and says why."""
+    """Decides on rank 0 and returns the result on every rank. Returns an exit code if rank 0 fails and reports why."""
     found: T | int = 0
     if comm.rank == 0:
         try:
@@ -149,7 +150,7 @@ def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], com
 
 
 def _start(written: Job, asked: StartRequest | StartDecision, ranks: int) -> StartDecision:
-    """On rank 0: where the run begins, with all that is decided before the job is fitted to the ranks."""
+    """Returns, on rank 0, the start of the run with all decisions that precede fitting the job to the ranks."""
     if isinstance(asked, StartDecision):
         return asked
     start = decide(written, asked)
@@ -167,14 +168,14 @@ class _Session:
         self._stops = StopSignals(self._secure if setup.keeps_results else None)
 
     def run(self) -> int:
-        """Drives the roles; returns the exit code, or ends the whole job."""
+        """Drives the roles and returns the exit code, or ends the whole job."""
         with self._stops.heard():
             self._ranks.meet()
             self._stops.rank = rank = self._make_rank()
             if self._ranks.launched and self._ranks.comm.rank == 0:
-                os.write(2, TRAINING_LINE)  # from now on each rank looks after its own waits
+                os.write(2, TRAINING_LINE)  # from now on each rank watches its own waits
             if self._setup.keeps_results:
-                end_with_parent()  # asked to, in place of being killed at once
+                end_with_parent()  # with SIGTERM, instead of being killed at once
             try:
                 code = self._serve(rank)
             except Ended:
@@ -207,15 +208,15 @@ class _Session:
             setup.phases,
             stall_warning_s=tolerance.stall_warning_s,
             stall_limit_s=tolerance.stall_limit_s,
-            spins=busy + (not computes) <= cores(),  # the statistics server gives way
+            spins=busy + (not computes) <= cores(),  # the statistics server has the lowest priority
             halves=setup.job.cluster.gradient_format == "float16",
             arena=setup.arena,
         )
 
     def _serve(self, rank: Rank) -> int:
-        """Does this rank's part, to the end; returns the exit code."""
+        """Does this rank's part until the end, and returns the exit code."""
         setup, launched = self._setup, self._ranks.launched
-        if self._stops.told:  # while it was made
+        if self._stops.told:  # while the rank was created
             rank.stop()
         code = rank.run()
         if not code:
@@ -228,15 +229,15 @@ class _Session:
         if rank.apart:
             self._part(code)
         if rank.lost and code and not setup.keeps_results:
-            time.sleep(PART_S)  # the first end with a code ends all, and who keeps the results has something to say
+            time.sleep(PART_S)  # the first end with a code ends all ranks, and the statistics server must report first
         if rank.lost or not self._depart(rank) or (launched and survivable()):
             outlive()
         return code
 
     def _keep_end(self, rank: Rank) -> None:
-        """Leaves a single checkpoint, that of the end, from which more epochs can be trained; without one, none.
+        """Keeps only a final checkpoint, for training of more epochs, or none if the job writes none.
 
-        A run whose result file nobody named leaves only the checkpoints that are to be kept.
+        A run with a temporary result file keeps only the checkpoints of `kept_interval`.
         """
         plan, states, found = rank.plan, rank.states, list[NamedVectors]()
         results, executors = self._setup.job.results, self._setup.executors
@@ -258,13 +259,13 @@ class _Session:
         owner = self._setup.machines[self._plan.server]
         assert isinstance(owner, Owner)
         try:
-            if wanted:  # until it is there, the one before counts
+            if wanted:  # the previous checkpoint counts until the new one is complete
                 position, keep = owner.ledger.last_position, results.kept_interval
                 name = "" if keep is None else name_of(keep, position.epoch - 1, position.epoch, position.timestamp)
                 state = joined(found)
                 try:
                     checkpoints.save(position, state)
-                except OSError:  # perhaps it fits in the room of the earlier ones
+                except OSError:  # it may fit after the earlier ones are deleted
                     checkpoints.discard()
                     checkpoints.save(position, state)
                 checkpoints.commit(name)
@@ -278,21 +279,21 @@ class _Session:
             )
 
     def _depart(self, rank: Rank) -> bool:
-        """Waits until all ranks have done their part; False: one has died, and what it left undone nobody waits for."""
+        """Waits until all ranks have finished. Returns False if one has died, because its part will never be done."""
         if rank.look():
             return False
         try:
             request = self._ranks.comm.Ibarrier()
-        except MPI.Exception:  # one that has died since
+        except MPI.Exception:  # a rank that has died since
             return False
 
         def over() -> bool:
-            rank.pass_on_stop()  # of a rank without a role, which waits here all the time
+            rank.pass_on_stop()  # a rank without a role waits here all the time
             return rank.look() or outcome(request) != "no"
 
         try:
             self._ranks.wait(over, "to end after training")
-        except RunError as error:  # what is left of the run is theirs, and may never come
+        except RunError as error:  # the rest of the run depends on other ranks, and may never come
             outlive()
             complete = False
             with suppress(RudraError):
@@ -302,7 +303,7 @@ class _Session:
         return not rank.lost
 
     def _part(self, code: int) -> None:
-        """Ends without those that were dropped, and who may be stopped: the statistics server ends them."""
+        """Ends without the ranks that were dropped, which may be stopped. The statistics server ends them."""
         outlive()
         if self._setup.keeps_results:
             time.sleep(PART_S)
@@ -311,14 +312,14 @@ class _Session:
             end_everybody(self._ranks.comm, code)
 
     def _secure(self) -> None:
-        """Leaves the file as it is to be found if this rank is killed now; the run may go on, and stop in order."""
+        """Prepares the result file for a kill of this rank. The run may continue, and stop in order."""
         self._setup.files.note("interrupted", ENDED)
         if not self._ranks.launched:
             text = f"{self._name}: asked to end; if the time is too short for an orderly stop, "
             log.warning(text + checkpoint.how_to_resume(self._start.output))
 
     def _leave(self) -> NoReturn:
-        """Ends at once: the launcher is ending everybody, or is gone, and nobody is there to be told."""
+        """Ends at once, because the launcher is ending all ranks or has itself ended, and no report is needed."""
         if self._setup.keeps_results:
             reason = "stopped on request" if self._stops.asked else ENDED
             self._setup.files.save("interrupted", reason)
@@ -327,7 +328,7 @@ class _Session:
         os._exit(1)
 
     def _give_up(self, code: int, text: str, *, lost: bool = False) -> NoReturn:
-        """Ends every rank. The statistics server saves the results and speaks; others leave that to it for a while."""
+        """Ends every rank. The statistics server saves the results and reports. Other ranks first wait for it."""
         comm, rank = self._ranks.comm, self._stops.rank
         if self._setup.keeps_results:
             self._setup.files.save("failed", text.partition("\n")[0])

@@ -1,6 +1,6 @@
 """Set-up of a rank: data, model, executors and files, in steps that all ranks take together.
 
-If one rank cannot take a step, all of them end, and one line says why.
+If one rank cannot take a step, all ranks end, and one line reports the reason.
 """
 
 import mmap
@@ -42,27 +42,27 @@ from rudra.roles import Machine, make_in_phase
 from topologies import Plan
 
 RESERVED = 24
-"""Buffers for each role, with their forms as float16, for which neighbours leave room in their address spaces."""
+"""Number of buffers for each role, including float16 forms. Neighbours reserve address space for all."""
 
 
 class RankSetup:
-    """What a rank makes before it trains.
+    """The objects that a rank creates before training.
 
     Args:
-        ranks: of the job.
+        ranks: the ranks of the job.
         resolved: the job and its plan.
-        start: where the run begins.
-        device: where this rank computes.
+        start: start of the run.
+        device: device for this rank's computations.
 
     Attributes:
-        job: settled, once the data is there.
-        plan: who is who.
-        roles: of this rank.
-        phases: of the run.
-        machines: of the roles.
-        executors: of the roles.
-        arena: memory that neighbours read, in which the executors' buffers are.
-        files: of the run.
+        job: current job, settled after the data has been loaded.
+        plan: role assignment.
+        roles: ids of this rank's roles.
+        phases: phases of the run.
+        machines: role id -> state machine of the role.
+        executors: role id -> executor of the role.
+        arena: shared memory that holds the executors' buffers and that neighbours read.
+        files: files of the run.
     """
 
     phases: Phases
@@ -88,7 +88,7 @@ class RankSetup:
             progress: keyword arguments `mode` and `columns` of the progress bar.
 
         Returns:
-            None; or the exit code of the first rank that could not take one.
+            None, or the exit code of the first rank that could not take a step.
         """
         measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
         data = (self._load, lambda: self._data.share(), self._compare_data, self._settle, self._take_settled)
@@ -106,11 +106,11 @@ class RankSetup:
         torch.set_num_threads(self.job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self.job.cluster.flush_denormals)
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # for whatever does not name one: the user's model, pinned memory
+            torch.cuda.set_device(self._device)  # for code that names no device: the user's model, pinned memory
         if learns:
             keep_freed_memory()
         if self.keeps_results and not learns:
-            os.nice(max(0, 10 - os.nice(0)))  # training goes first; a run before this one may have said so
+            os.nice(max(0, 10 - os.nice(0)))  # training has priority; an earlier run in this process may have set this
         self._node = self._ranks.comm.Split_type(MPI.COMM_TYPE_SHARED)
         tests = self.keeps_results or (learns and self.job.training.evaluate == "workers")
         self._data = NodeData(self._ranks, self._node, self.job, train=learns, test=tests)
@@ -133,19 +133,19 @@ class RankSetup:
         self._gradients = gradients
 
     def _take_settled(self) -> None:
-        """Takes over what that rank has decided."""
+        """Adopts the decision of that rank."""
         self.job = settle(self.job, gradients=self._ranks.comm.bcast(self._gradients, self._deciding))
 
     def _try(self) -> None:
-        """Gets the learners ready to be timed."""
+        """Prepares the learners for measuring their speed."""
         self._trial = Trial(self.job, self.plan, self.roles, self._data.data, self._device)
 
     def _time(self) -> None:
-        """All learners compute at the same time."""
+        """Measures the speed while all learners compute at the same time."""
         self._trial.measure(self._ranks.comm.allreduce(self._trial.round_s, MPI.MAX))
 
     def _divide(self) -> None:
-        """Gives each learner a share in proportion to its speed; from here on the job is one that names them."""
+        """Gives each learner a share in proportion to its speed, and continues with a job that names these shares."""
         parts: list[dict[int, float]] = self._ranks.comm.allgather(self._trial.seconds)
         self._trial.close()
         taken = {role: seconds for part in parts for role, seconds in part.items()}
@@ -180,13 +180,14 @@ class RankSetup:
         for executor in self.executors.values():
             if executor.hooks is not None:
                 executor.hooks.output = self._start.output.stem
-            # A small model is stepped no faster in slices, and threads that share cores meet at the end of each.
+            # Slices make the step of a small model no faster, and threads that share cores would synchronise after each
+            # slice.
             alone = self.job.cluster.threads_per_rank == 1
             executor.fuses = executor.form is None and executor.size > CHUNK and alone
 
     def _restore(self) -> None:
-        """Allocates what training needs, and takes over what a checkpoint holds."""
-        give_back_freed_memory()  # what building the model took
+        """Allocates the memory for training, and restores the state from a checkpoint if there is one."""
+        give_back_freed_memory()  # memory from building the model
         if self.job.training.compile and self.keeps_results:
             log.info(f"{self.job.name}: compiling the gradient's code")
         for role, executor in self.executors.items():
@@ -201,7 +202,7 @@ class RankSetup:
                 executor.restore(tensors)
 
     def _meet_neighbours(self) -> None:
-        """Maps what other ranks of this node have for buffers, and has them map what this one has."""
+        """Maps the buffers of other ranks of this node, and lets them map this rank's buffers."""
         reads_gpus = any(executor.direct for executor in self.executors.values())
         if self._near and not self._node.allreduce(reads_gpus, MPI.MAX):
             rooms = sum(
@@ -215,17 +216,17 @@ class RankSetup:
         self._node.Free()
 
     def _most_buffers(self, role: int) -> int:
-        """That a role may have at a time: a stage server has three for each learner."""
+        """Returns the largest number of buffers of a role at a time: a stage server has three for each learner."""
         return RESERVED + 3 * len(self.plan.learners) * self.plan.traits(role).concludes
 
     def _share_window(self) -> None:
-        """Gives the workers of a node, and their coordinator, one memory for the weights, if the job says so."""
+        """Gives the workers of a node and their coordinator one shared memory for the weights, if the job wants it."""
         if not self.plan.window:
             return
         plan, comm = self.plan, self._ranks.comm
         world, owner, mine = list(range(comm.size)), plan.server, [plan.traits(role) for role in self.roles]
         member = any(kind.trains or kind.serves for kind in mine)
-        if several := plan.window_leaders:  # each has a window of its own, and the owner of the weights none
+        if several := plan.window_leaders:  # each has its own window, and the owner of the weights has none
             node = next((plan.roles[role].node for role in self.roles if plan.traits(role).trains), MPI.UNDEFINED)
             comm = comm.Split(node, comm.rank)
             if comm == MPI.COMM_NULL:
@@ -250,9 +251,9 @@ class RankSetup:
         self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, progress)
 
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
-        """A role that begins anew; if it updates weights, from the checkpoint that their owner has just made."""
+        """Creates a role for a restart. A role that updates weights restores the checkpoint just written."""
         executor = self.executors[role]
-        if isinstance(executor, OwnerExecutor) and role != plan.stage:  # which has its own
+        if isinstance(executor, OwnerExecutor) and role != plan.stage:  # the stage server has its own state
             self.files.restore(executor, position)
         return self._machine(role, plan, position)
 

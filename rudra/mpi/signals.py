@@ -1,4 +1,4 @@
-"""What a rank does when somebody, or the launcher, asks it to stop."""
+"""Handling of stop requests to a rank from a user or the launcher."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -11,26 +11,26 @@ from rudra.mpi.failures import survivable
 from rudra.mpi.forkserver import launcher
 
 GRACE_S = 5.0
-"""How long a failing rank leaves the statistics server to save the results, an ending one all to stop in order."""
+"""Time for the statistics server to save results after a rank's failure, and for all ranks to stop in order."""
 
 SAVE_S = 0.4
-"""mpirun may be ending everybody, who are killed a second after they were told; so the statistics server brings what
-there is to the disk after this time."""
+"""Time after which the statistics server writes the existing results to the disk. mpirun may be ending all ranks, and
+kills them a second after its request."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What asks a run to stop, on whichever rank; before there are roles it ends the rank, which the others notice."""
+"""Signals that ask a run to stop, on any rank. Before the roles exist they end the rank, which the others notice."""
 
 
 class StopSignals:
-    """The signals that ask a rank to stop, from the end of its set-up on.
+    """The signals that ask a rank to stop, after its set-up.
 
     Args:
-        secure: saves what there is, should this rank be killed in a moment; None: other ranks have the results.
+        secure: saves the existing results before a possible kill of this rank. None: another rank has the results.
 
     Attributes:
-        rank: that is stopped; None: not made yet.
-        told: whether a signal has come.
-        asked: whether one came from somebody who is not the launcher.
+        rank: rank that will be stopped, or None if not created yet.
+        told: whether a stop signal has arrived.
+        asked: whether a stop signal arrived that is not from the launcher.
     """
 
     def __init__(self, secure: Callable[[], None] | None) -> None:
@@ -43,15 +43,15 @@ class StopSignals:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Stops the rank in order when a signal comes."""
+        """Stops the rank in order when a signal arrives."""
         alarm = signal.signal(signal.SIGALRM, self._press)
         with on_stops(self._interrupt):
             yield
-        signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own end takes its time
+        signal.setitimer(signal.ITIMER_REAL, 0)  # Python's own shutdown takes some time
         signal.signal(signal.SIGALRM, alarm)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Stops the run in order; where the launcher may soon kill everybody, what there is is saved before."""
+        """Stops the run in order, and saves the existing results first if the launcher may soon kill all ranks."""
         self.told = True
         self.asked |= number != signal.SIGTERM
         if self.rank is not None:
@@ -60,20 +60,20 @@ class StopSignals:
             signal.setitimer(signal.ITIMER_REAL, GRACE_S if self._secure is None else SAVE_S)
 
     def _press(self, number: int, frame: FrameType | None) -> None:
-        """Some time has passed since the launcher, or somebody, told this rank to end."""
+        """Acts when some time has passed since this rank was asked to end: saves results, or ends the rank."""
         alone = launcher() != self._launcher
         if self.rank is None:
             return
         if self._secure is not None and not self._secured and not alone:
             self._secured, self.rank.signalled.urgent = True, self._secure
             signal.setitimer(signal.ITIMER_REAL, GRACE_S)
-        elif alone or not survivable():  # else the others go on to stop in order, or notice who is killed
+        elif alone or not survivable():  # otherwise the other ranks stop in order, or notice the death
             self.rank.signalled.ended = True
 
 
 @contextmanager
 def on_stops(handler: Any, *, after: Any = None) -> Iterator[None]:
-    """What a rank does when it is asked to stop; then `after`, or what it did before. What is ignored stays so."""
+    """Handles stop signals with `handler`, and afterwards with `after` or as before. Ignored signals stay ignored."""
     before = {number: signal.getsignal(number) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
     for number in before:
         signal.signal(number, handler)

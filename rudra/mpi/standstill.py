@@ -1,8 +1,8 @@
-"""Nobody waits for ever where a rank has died: if all who are left wait, nothing will come any more.
+"""Detection of deadlock after the death of a rank: if all surviving ranks wait, no message will arrive any more.
 
-A rank that waits may do so for one that computes, or tests, for as long as that takes; only if all of them wait, and
-have done so for a while, something was lost with the dead. Each that has waited so long says so now and then to the
-statistics server's rank; that one ends the run when all do, and it waits itself.
+A rank may wait for another one that computes or evaluates, for as long as this takes. If all ranks wait, and have done
+so for some time, a message was lost with the dead rank. Each rank that has waited that long reports it repeatedly to
+the statistics server's rank. That rank ends the run if all ranks wait, including itself.
 """
 
 from collections.abc import Callable, Collection
@@ -10,37 +10,37 @@ from collections.abc import Callable, Collection
 from mpi4py import MPI
 
 LEFT_S = 30.0
-"""How long all may wait for each other when a rank has died."""
+"""Time that all ranks may wait for each other after a rank has died."""
 
 AGAIN_S = 3.0
-"""How often a rank says that it still waits."""
+"""Interval of a rank's reports that it still waits."""
 
 
 class Standstill:
-    """One rank's view of who waits.
+    """The waiting ranks, as one rank sees them.
 
     Args:
-        comm: of all ranks.
+        comm: communicator of all ranks.
         root: the statistics server's rank.
-        tag: of what is said.
-        tell: sends a rank something small.
+        tag: tag of the reports.
+        tell: sends a small message to a rank.
     """
 
     def __init__(self, comm: MPI.Comm, root: int, tag: int, tell: Callable[[bytes, int, int], None]) -> None:
         self._comm, self._root, self._tag, self._tell = comm, root, tag, tell
         self._said_at = float("-inf")
-        self._waits: dict[int, tuple[float, str]] = {}  # rank -> when it said last that it waits, and for what
+        self._waits: dict[int, tuple[float, str]] = {}  # rank -> time and text of its last report
 
     def wait(self, text: str, others: Collection[int], now: float) -> list[str] | None:
-        """This rank has waited for `LEFT_S`, and waits on.
+        """Reports that this rank has waited for `LEFT_S`, and still waits.
 
         Args:
-            text: who waits here, and for what.
-            others: the ranks that are left, beside this one.
-            now: on the clock of all ranks.
+            text: waiting roles of this rank, and the objects of their waits.
+            others: other surviving ranks.
+            now: time on the clock of all ranks.
 
         Returns:
-            On the statistics server's rank, what all wait for, if they all do.
+            On the statistics server's rank, texts about the waits of all ranks if all of them wait, else None.
         """
         if now - self._said_at < AGAIN_S:
             return None

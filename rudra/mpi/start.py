@@ -1,6 +1,6 @@
-"""Starts MPI on a rank, and refuses where launcher and MPI library do not understand each other.
+"""Starts MPI on a rank, and raises an error if launcher and MPI library are incompatible.
 
-Ranks that do not find each other are each a job of their own: MPI itself says nothing, or ends the process with text
+Ranks that do not find each other each form a separate job. MPI itself reports nothing, or ends the process with a text
 for its developers. So the library is asked for its name before it starts.
 """
 
@@ -17,11 +17,11 @@ from rudra.mpi.launch import world_size
 from rudra.mpi.loopback import choose_loopback, listen_on_loopback
 
 START_S = 300
-"""A rank that needs longer for MPI's start is ended: it may wait for one that has died, for ever."""
+"""Seconds after which MPI's start is aborted, because it may wait for ever for a rank that has died."""
 
 
 WITHOUT_OFI = ("OMPI_MCA_btl", "^ofi")
-"""To Open MPI: not the transport for one-sided messages, of which there are none; to be put away takes it a second."""
+"""Setting of Open MPI that excludes the OFI transport for one-sided messages: unused, and slow to shut down (1 s)."""
 
 
 def start_mpi() -> None:
@@ -47,7 +47,7 @@ def start_mpi() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)
         with watched_start():
-            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))  # multiple, unless users say less
+            MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))  # "multiple", unless users say less
         signal.alarm(0)
         if alone:
             listen_on_loopback(os.getpid())
@@ -60,16 +60,16 @@ def start_mpi() -> None:
 
 
 def keep_hangup() -> None:
-    """Lets SIGHUP do what it did before MPI was loaded: UCX, a library of Open MPI's, keeps it to itself."""
+    """Restores SIGHUP to its state before MPI was loaded, because UCX, a library of Open MPI's, takes it over."""
     signal.signal(signal.SIGHUP, signal.getsignal(signal.SIGHUP) or signal.SIG_DFL)
 
 
 def unsuited(env: Mapping[str, str], library: str, *, speaks_pmix: bool) -> str | None:
-    """Why ranks that were started so could not find each other, with the remedy; None where they may.
+    """Returns why ranks that were started this way cannot find each other, with the remedy, or None if they can.
 
     Args:
-        env: of a rank.
-        library: what MPI says of itself.
+        env: environment of a rank.
+        library: version text of the MPI library.
         speaks_pmix: whether the library has PMIx, which only some builds of MPICH have.
     """
     name = library_name(library)
@@ -89,12 +89,12 @@ def unsuited(env: Mapping[str, str], library: str, *, speaks_pmix: bool) -> str 
 
 
 def library_name(version: str) -> str:
-    """Name and number of an MPI library, from what it says of itself."""
+    """Returns name and version of an MPI library, from its version text."""
     return " ".join(re.split(r"[,\n\0]", version)[0].replace("Version:", "").split())
 
 
 def gpu_aware() -> bool | None:
-    """Whether the MPI library says that it reads and writes memory of NVIDIA's GPUs; None: it does not tell."""
+    """Returns whether the MPI library reports access to the memory of NVIDIA GPUs, or None if it has no such report."""
     for library in _libraries():
         if (open_mpi := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
             return bool(open_mpi())
@@ -105,13 +105,13 @@ def gpu_aware() -> bool | None:
 
 
 def _speaks_pmix() -> bool:
-    """Whether the MPI library of this process has PMIx; yes where nobody can tell."""
+    """Returns whether the MPI library of this process has PMIx, or True if that is unknown."""
     libraries = _libraries()
     return not libraries or any(hasattr(library, "PMIx_Init") for library in libraries)
 
 
 def _libraries() -> list[ctypes.CDLL]:
-    """The MPI libraries that this process has loaded, as far as that can be known."""
+    """Returns the MPI libraries that this process has loaded, if /proc can be read."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
         return [ctypes.CDLL(path) for path in sorted({line.split()[-1] for line in lines if "/libmpi" in line})]

@@ -1,4 +1,4 @@
-"""What roles keep that a checkpoint needs, on its way to the one that writes it."""
+"""Transfer of the roles' states for a checkpoint to the rank that writes it."""
 
 import time
 from collections.abc import Callable, Collection
@@ -14,7 +14,7 @@ from topologies import Plan
 
 
 class _Arriving:
-    """The state of one owner, of which nothing is here yet."""
+    """State of one owner that has not been received completely."""
 
     def __init__(self, rank: int, tag: int) -> None:
         self.rank, self.tag = rank, tag
@@ -27,17 +27,17 @@ class _Arriving:
 
 
 class StateTransfer:
-    """Brings the states of all `Plan.keepers` but the first to that one's rank. Nothing blocks: `poll` drives it.
+    """Transfer of the states of all `Plan.keepers` to the rank of the first one. Nothing blocks: `poll` advances it.
 
     Args:
-        comm: of all ranks of the job.
-        plan: who is who.
-        tag: of what a role gives.
+        comm: communicator of all ranks of the job.
+        plan: role assignment.
+        tag: returns the tag for the state of a role.
     """
 
     def __init__(self, comm: MPI.Comm, plan: Plan, tag: Callable[[int], int]) -> None:
         self._comm, self._plan, self._tag = comm, plan, tag
-        self._sends: list[tuple[MPI.Request, object]] = []  # and what they read
+        self._sends: list[tuple[MPI.Request, object]] = []  # with the memory that they read
         self._arriving: list[_Arriving] = []
         self._done: Callable[[list[NamedVectors] | None], None] | None = None
 
@@ -46,17 +46,18 @@ class StateTransfer:
         return bool(self._sends) or self._done is not None
 
     def give(self, role: int, state: NamedVectors) -> None:
-        """Begins to send what an owner keeps, which must not change until the next one is asked for."""
+        """Begins to send the state of an owner, which must not change until the next state is requested."""
         to, tag = self._plan.roles[self._plan.server].world_rank, self._tag(role)
         about = msgspec.msgpack.encode([(name, len(tensor)) for name, tensor in state.items()])
         for what in (about, *state.values()):
-            # Complete when it is being received: who ends before counts as dead, and so does what is on its way.
+            # Completes when the receiver has matched it. A rank that ends earlier counts as dead, and its messages are
+            # lost.
             self._sends.append((self._comm.Issend(what, to, tag), what))
 
     def gather(self, done: Callable[[list[NamedVectors] | None], None]) -> None:
-        """Begins to receive what the others keep; `done` is called with that, in the order of the parts.
+        """Begins to receive the states of the other owners. Calls `done` with them, in the order of the parts.
 
-        Or with None, if one of them dies meanwhile.
+        If one of them dies first, calls `done` with None.
         """
         others = self._plan.keepers[1:]
         self._arriving = [_Arriving(self._plan.roles[role].world_rank, self._tag(role)) for role in others]
@@ -64,7 +65,7 @@ class StateTransfer:
         self.poll()
 
     def poll(self) -> None:
-        """Goes on as far as it can."""
+        """Advances the transfer as far as possible without blocking."""
         self._sends = [(request, what) for request, what in self._sends if outcome(request) == "no"]
         if self._done is None:
             return
@@ -92,14 +93,14 @@ class StateTransfer:
         arriving.requests = [receive(tensor, arriving.rank, arriving.tag) for tensor in arriving.tensors.values()]
 
     def lose(self, ranks: Collection[int]) -> None:
-        """These ranks are no more; with one of those that give something, others may not come to give theirs."""
+        """Handles dead ranks. After the death of a sender the gathering fails, because other senders may never send."""
         done = self._done
         if done is not None and any(each.rank in ranks for each in self._arriving):
             self._done = None
             done(None)
 
     def finish(self) -> None:
-        """Waits for what is under way."""
+        """Waits for all pending transfers."""
         while self.busy:
             self.poll()
             time.sleep(1e-3)

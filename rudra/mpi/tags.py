@@ -1,8 +1,8 @@
-"""Tags of what ranks send each other on the job's communicator."""
+"""Tags of messages between ranks on the job's communicator."""
 
 FAILURE_TAG, CLOCK_TAG, REGROUP_TAG, STANDSTILL_TAG, FIRST_TAG = range(5)
-"""Of failures, of clocks, of who is gone and from where the others go on, of who waits, and what roles have first."""
+"""Tags of failures, clock readings, regrouping (dead ranks and new position) and waits, and the first tag of roles."""
 
 CONTROL, GRADIENTS, WEIGHTS, REDUCTIONS, AVERAGES, STATES, CHANNELS = range(7)
-"""Tags from the first on: of each role these channels. Tensors' once more each time that roles regroup, and for each
-place that a sender may have among the roles of its rank: what a role is to get of one comes of that one."""
+"""Channels of each role. Their tags begin at `FIRST_TAG`. A tensor's tag also depends on how often the roles have
+regrouped, and on its sender's place among the roles of its rank, so that a receive only matches its own sender."""

@@ -1,7 +1,7 @@
-"""Tensors between roles: which way each goes, under which tag, and what a role hears of it.
+"""Tensors between roles: the way and tag of each tensor, and the events that roles receive.
 
-A tensor to a neighbour stays where it is, and its place is sent. Another goes in a transfer that the rank's own thread
-polls (`rudra.mpi.transfers`), or a communication thread (`rudra.mpi.comm_threads`).
+A tensor for a neighbour stays in place, and only its `Place` is sent. Other tensors are transferred by the rank's own
+thread, which polls (`rudra.mpi.transfers`), or by a communication thread (`rudra.mpi.comm_threads`).
 """
 
 from collections import Counter
@@ -24,15 +24,15 @@ from rudra.mpi.transfers import Transfers, Wanted
 from topologies import Plan
 
 GENERATIONS = 3
-"""Of one tensor, at most, in place of copies: one that is made, and others that are still read."""
+"""Largest number of buffers for one tensor instead of copies: one that is written, and others that are still read."""
 
 
 class TensorTags:
     """The tags of tensors.
 
     Args:
-        plan: who is who; roles never change their ranks.
-        generation: gives how often this rank has regrouped.
+        plan: role assignment. Roles never change their ranks.
+        generation: returns how often this rank has regrouped.
     """
 
     def __init__(self, plan: Plan, generation: Callable[[], int]) -> None:
@@ -44,17 +44,17 @@ class TensorTags:
         self._roles, self._statistics, self._generation = len(plan.roles), plan.statistics, generation
 
     def tag(self, role: int, channel: int, sender: int | None = None) -> int:
-        """Of tensors for a role, which are never taken for those of before.
+        """Returns the tag of tensors for a role. It differs from all tags before the last regrouping.
 
         Args:
-            role: that receives.
-            channel: of the tensors.
-            sender: role that sends them; None: the first of its rank.
+            role: id of the receiving role.
+            channel: channel of the tensors.
+            sender: id of the sending role. None: the first role of its rank.
         """
         return self._tag(role, channel, 0 if sender is None else self._places[sender])
 
     def any_tag(self, role: int, channel: int) -> list[int]:
-        """All tags of tensors for a role, whoever sends them."""
+        """Returns all tags of tensors for a role, from any sender."""
         return [self._tag(role, channel, place) for place in range(self._most)]
 
     def _tag(self, role: int, channel: int, place: int) -> int:
@@ -66,16 +66,16 @@ class TensorTraffic:
     """The tensors that a rank sends and receives.
 
     Args:
-        comm: of all ranks.
-        plan: who is who.
-        executors: by role; hold the buffers.
-        tags: of tensors.
+        comm: communicator of all ranks.
+        plan: role assignment.
+        executors: role -> executor that holds the buffers.
+        tags: tags of tensors.
         arena: memory that neighbours read.
-        losses: which ranks have died.
-        halves: gradients travel as float16.
-        announce: gives a role here an event, in its turn.
-        wake: wakes a rank up that may go on now.
-        in_time: lets a callback do nothing once this rank has regrouped.
+        losses: ranks that have died.
+        halves: whether gradients travel as float16.
+        announce: appends an event for a role of this rank to the queue.
+        wake: wakes up a rank that may now continue.
+        in_time: wraps a callback, so that it does nothing after this rank has regrouped.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class TensorTraffic:
         self._announce, self._wake, self._in_time = announce, wake, in_time
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena)
         self._threads: dict[int, CommThread] = {}
-        self._writing: set[int] = set()  # communication threads that may still write what was abandoned
+        self._writing: set[int] = set()  # communication threads that may still write abandoned tensors
 
     def start_threads(self, post: Post, wait: Callable[[MPI.Request], object]) -> None:
-        """Carries transfers in two threads from now on: one pushes, one pulls."""
+        """Moves transfers to two threads from now on: one pushes, one pulls."""
         for channel, name in ((GRADIENTS, "push"), (WEIGHTS, "pull")):
             self._threads[channel] = CommThread(name, post, wait)
 
@@ -125,7 +125,7 @@ class TensorTraffic:
             self._transfers.send(start(), going)
 
     def receive(self, role: int, action: Receive) -> None:
-        """Lets a tensor for a role in."""
+        """Begins to receive a tensor for a role."""
         halves = self._halves and action.gradient
         source = None if action.source is None else self._plan.roles[action.source].world_rank
         channel = GRADIENTS if action.gradient else WEIGHTS
@@ -149,10 +149,10 @@ class TensorTraffic:
         self._transfers.receive(wanted)
 
     def _look_near(self, wanted: Wanted, *, gradient: bool) -> None:
-        """Whether neighbours alone may send what is wanted, and whether it is read in their memory.
+        """Sets whether only neighbours may send the wanted tensor, and whether it is read in their memory.
 
-        Gradients are, and so are weights by who computes with them as they are until newer ones have come, and hands
-        them on to nobody meanwhile.
+        Gradients are read there, unless they travel as float16. Weights are read there by a role that computes with
+        them unchanged until newer weights arrive, and that does not forward them.
         """
         if not (neighbours := self._arena.neighbours):
             return
@@ -163,24 +163,24 @@ class TensorTraffic:
         wanted.reads = not wanted.halves if gradient else keeps and self._executors[role].computes_in_place
 
     def withdraw(self, role: int, buffer: str) -> None:
-        """Takes a receive back, unless something is coming already, which then arrives as ever."""
+        """Cancels a receive, unless its tensor is already arriving. That tensor is then received as usual."""
         if self._transfers.withdraw(role, buffer):
             self._announce(role, ReceiveCancelled(buffer))
 
     def drop(self, role: int) -> None:
-        """Expects nothing of a role any more, and sends it nothing."""
+        """Stops all transfers from and to a role."""
         self._transfers.drop(role, self._plan.roles[role].world_rank)
 
     def lose(self, ranks: Collection[int]) -> None:
-        """Ranks have died."""
+        """Handles the transfers of dead ranks."""
         self._transfers.lose(ranks)
 
     def poll(self) -> None:
-        """Carries transfers on."""
+        """Advances transfers."""
         self._transfers.poll()
 
     def abandon(self, plan: Plan, roles: Collection[int]) -> None:
-        """Forgets what is under way between roles that regroup by another plan."""
+        """Abandons transfers between roles that regroup with another plan."""
         self._plan = plan
         going = self._transfers.abandon(roles, plan.statistics)
         for role in roles:
@@ -191,11 +191,11 @@ class TensorTraffic:
 
     @property
     def quiet(self) -> bool:
-        """Whether nothing that was abandoned can write into a buffer any more."""
+        """Whether no abandoned transfer can write into a buffer any more."""
         return self._transfers.quiet and not self._writing
 
     def close(self) -> None:
-        """Leaves nothing posted."""
+        """Cancels pending transfers and ends the threads."""
         self._transfers.close()
         for thread in self._threads.values():
             thread.close()

@@ -1,4 +1,4 @@
-"""Tensors under way that a rank's own thread carries, and what becomes of them when a rank dies."""
+"""Pending tensors that a rank's own thread transfers, and their handling after the death of a rank."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ from rudra.mpi.leases import PLACE_BYTES, Going, Leases, Place
 
 @dataclass(slots=True)
 class Wanted:
-    """A receive.
+    """A receive that a role has requested.
 
     Attributes:
-        role: who receives.
-        name: of the buffer.
-        source: rank; None: anybody.
-        tag: of the message.
-        halves: it comes as float16.
-        or_tags: under which it may come as well, from anybody.
-        part_of: it is part of a tensor, of or for this role, and comes bare; None: it is a whole one.
-        near: whoever may send it is a neighbour, and says only where it lies.
-        reads: it is read there, if it comes from a neighbour, and not copied.
+        role: id of the receiving role.
+        name: name of the buffer.
+        source: rank of the sender. None: any rank.
+        tag: tag of the message.
+        halves: whether the tensor arrives as float16.
+        or_tags: further tags that the tensor may have, from any rank.
+        part_of: id of the other role if only a part of the tensor arrives, without a message. None: a whole tensor.
+        near: whether every possible sender is a neighbour, which only sends the tensor's place.
+        reads: whether the tensor of a neighbour is read in place and not copied.
     """
 
     role: int
@@ -47,7 +47,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class _Coming:
-    """A receive that MPI knows of, into a buffer, or (None) of a place alone."""
+    """A receive that MPI has started, into a buffer, or only of a place if it has no buffer."""
 
     request: MPI.Request
     wanted: Wanted
@@ -57,23 +57,26 @@ class _Coming:
 
 
 class Transfers:
-    """Sends and receives, polled.
+    """Sends and receives that are polled.
 
-    As long as all ranks live, a receive from anybody is one request that is posted ahead. When one has died, such
-    requests are taken back. One that cannot be has matched a tensor: that of a living rank, which will come, or that
-    of the dead, which will not, and nothing tells which. So its memory is set aside, and used if the tensor comes;
-    meanwhile the role's buffer has other memory. From then on tensors from anybody are looked for and received of
-    whoever sent them, because a dead rank's may still be announced. So they are from the first where ranks have several
-    roles, whose tensors have tags of their own.
+    While all ranks live, a receive from any rank is one request, posted in advance. After a death such requests are
+    cancelled. A request that cannot be cancelled has matched a tensor. A living rank's tensor will arrive and a dead
+    rank's will not, but MPI does not report which rank it is. So the request's memory is set aside, and used if the
+    tensor arrives. Until then the role's buffer has other memory.
 
-    Neighbours (`rudra.mpi.arena`) send places in place of tensors, on the same ways.
+    After a death tensors from any rank are found by probes and received from their actual senders, because messages of
+    the dead rank may still be announced. If ranks have several roles, whose tensors have different tags, probes are
+    used from the start.
+
+    Neighbours (`rudra.mpi.arena`) send places instead of tensors, in the same ways.
 
     Args:
-        comm: of all ranks.
-        losses: which of them have died.
-        executors: by role; hold the buffers.
-        received: is told when a tensor has come, with the message that came with it unless that lies behind it.
-        sent: is told of a send when its buffer is free again, delivered or not.
+        comm: communicator of all ranks.
+        losses: ranks that have died.
+        executors: role -> executor that holds the buffers.
+        received: called when a tensor has arrived, with its message, or None if the message follows the tensor in the
+            buffer.
+        sent: called when the buffer of a send is free again, delivered or not.
         arena: memory that neighbours read.
     """
 
@@ -89,30 +92,30 @@ class Transfers:
         self._comm, self._losses, self._executors = comm, losses, executors
         self._received, self._sent = received, sent
         self._arena, self._leases = arena, Leases(arena)
-        self._told: list[tuple[MPI.Request, bytes]] = []  # places on their way
+        self._told: list[tuple[MPI.Request, bytes]] = []  # places that are being sent
         self._sends: list[tuple[MPI.Request, Going]] = []
-        self._forgotten: list[MPI.Request] = []  # of which nobody wants to know; their memory stays
-        self._ending: list[_Coming] = []  # as well, but into memory that is to be used again when they are over
+        self._forgotten: list[MPI.Request] = []  # abandoned requests; their memory must stay
+        self._ending: list[_Coming] = []  # also abandoned, but their memory will be used again after their end
         self._coming: list[_Coming] = []
         self._aside: list[_Coming] = []
         self._wanted: list[Wanted] = []
-        self._anew = 0  # how often all began anew
-        self._turn = 0  # which tag is looked for first, so that none waits for the others
+        self._anew = 0  # number of restarts
+        self._turn = 0  # first tag of the next probe, so that every tag gets its turn
 
     def send(self, request: MPI.Request, going: Going) -> None:
-        """Takes over a send."""
+        """Adds a send that was started elsewhere."""
         self._sends.append((request, going))
 
     def lend(self, going: Going, message: Message, to: int, tag: int, *, halves: bool, most: int) -> None:
-        """Tells a neighbour where a tensor lies.
+        """Sends a neighbour the place of a tensor.
 
         Args:
-            going: the send.
-            message: that belongs to it.
-            to: rank.
-            tag: of the message.
-            halves: it is read as float16.
-            most: buffers of the role that others may keep; more are copied.
+            going: send of the buffer.
+            message: message that belongs to the tensor.
+            to: rank of the receiver.
+            tag: tag of the message.
+            halves: whether the tensor is read as float16.
+            most: largest number of the role's buffers that others may keep. Further ones are copied.
         """
         executor = self._executors[going.role]
         array = executor.send(going.name, message, going.to, halves=halves, near=True)
@@ -123,7 +126,7 @@ class Transfers:
         self._told.append((self._comm.Isend(data, to, tag), data))
 
     def receive(self, wanted: Wanted) -> None:
-        """Lets a tensor in."""
+        """Begins to receive a tensor."""
         if wanted.source is None and (self._losses.dead or wanted.or_tags):
             self._wanted.append(wanted)
         else:
@@ -135,9 +138,9 @@ class Transfers:
         self._coming.append(_Coming(self._comm.Irecv(memory, source, wanted.tag), wanted, memory, buffer, MPI.Status()))
 
     def _room(self, wanted: Wanted) -> tuple[Any, Buffer | None]:
-        """Memory that what is wanted comes into, and whose that is."""
+        """Returns the memory that receives the tensor, and its buffer."""
         executor = self._executors[wanted.role]
-        joins = wanted.part_of is not None and not wanted.name.startswith(GRADIENT)  # others of the same tensor
+        joins = wanted.part_of is not None and not wanted.name.startswith(GRADIENT)  # with earlier parts
         if wanted.near:
             if not joins:
                 executor.release(wanted.name)
@@ -148,7 +151,7 @@ class Transfers:
         return buffer.half if wanted.halves else buffer.wire, buffer
 
     def _land(self, coming: _Coming) -> None:
-        """Takes in what has come."""
+        """Processes a tensor or place that has arrived."""
         wanted, source = coming.wanted, coming.status.Get_source()
         if source not in self._arena.neighbours:
             self._received(wanted, None)
@@ -173,22 +176,22 @@ class Transfers:
                 floats = self._arena.floats_at(*where)
                 executor.renew(wanted.name).vector[: len(floats)] = floats
             done()
-        if wanted.part_of is None:  # else who is told of the part counts it
+        if wanted.part_of is None:  # the receiver of a part counts it
             executor.buffer(wanted.name).version += 1
         self._received(wanted, message)
 
     def _give_back(self, owner: int, place: Place, anew: int) -> None:
-        if leases.CHECKED and anew == self._anew:  # else it was void before
+        if leases.CHECKED and anew == self._anew:  # otherwise it was void before
             place.check(self._arena.bytes_at(owner, place.offset, place.length))
         self._arena.say(owner, place.number, done=True)
 
     def poll(self) -> None:
-        """Reports what is over."""
+        """Reports transfers that are complete."""
         if self._sends:
             self._poll_sends()
         for going in self._leases.poll():
             self._sent(going)
-        if self._losses.dead:  # a role that is not told yet may lend to them still, and nobody would give it back
+        if self._losses.dead:  # an uninformed role may still lease buffers to them, which would never be released
             for going in self._leases.end(lambda lease: lease.reader in self._losses.dead):
                 self._sent(going)
         while self._told and outcome(self._told[0][0]) != "no":
@@ -222,7 +225,7 @@ class Transfers:
             self._coming.remove(coming)
             if what == "done":
                 self._land(coming)
-            elif coming.wanted.source is None:  # what it holds is void
+            elif coming.wanted.source is None:  # the buffer's content is void
                 self._wanted.append(coming.wanted)
 
     def _look_for_wanted(self) -> None:
@@ -239,7 +242,7 @@ class Transfers:
                 self._coming.append(_Coming(message.Irecv(memory), wanted, memory, buffer, MPI.Status()))
 
     def _matched(self, wanted: Wanted) -> MPI.Message | None:
-        """A tensor that has come, of whichever tag; those take turns."""
+        """Matches a tensor that has arrived, with any of its tags. The tags take turns."""
         tags = (wanted.tag, *wanted.or_tags)
         for turn in range(self._turn, self._turn + len(tags)):
             message = self._comm.Improbe(MPI.ANY_SOURCE, tags[turn % len(tags)])
@@ -249,7 +252,7 @@ class Transfers:
         return None
 
     def _served_aside(self, wanted: Wanted) -> bool:
-        """Gives the role a tensor that has come into memory which was set aside, if there is one."""
+        """Gives the role a tensor that has arrived in memory which was set aside, if there is one."""
         for coming in self._aside:
             if coming.wanted.tag == wanted.tag and outcome(coming.request, coming.status) == "done":
                 self._aside.remove(coming)
@@ -262,7 +265,7 @@ class Transfers:
         return False
 
     def withdraw(self, role: int, name: str) -> bool:
-        """Takes a receive back; False: something is coming, or has come already."""
+        """Cancels a receive, or returns False if its tensor is arriving or has arrived already."""
         for wanted in self._wanted:
             if (wanted.role, wanted.name) == (role, name):
                 self._wanted.remove(wanted)
@@ -273,7 +276,7 @@ class Transfers:
         return False
 
     def drop(self, to: int, rank: int) -> None:
-        """Forgets what is under way to a role and from its rank alone; what is half here has memory of its own."""
+        """Abandons transfers to a role, and receives from its rank. Buffers of unfinished receives get new memory."""
         for coming in [coming for coming in self._coming if coming.wanted.source == rank]:
             coming.request.Cancel()
             self._coming.remove(coming)
@@ -291,13 +294,13 @@ class Transfers:
         self._renew(coming)
 
     def _renew(self, coming: _Coming) -> None:
-        """Gives a buffer other memory: MPI may still write to what it has."""
+        """Gives a buffer other memory, because MPI may still write to the old memory."""
         if coming.buffer is not None:
             executor = self._executors[coming.wanted.role]
             executor.put(coming.wanted.name, executor.new_buffer(coming.wanted.name))
 
     def _cancelled(self, coming: _Coming) -> bool:
-        """Cancels a receive; False: it has matched. One that is over then is reported."""
+        """Cancels a receive and returns True, or returns False if it has matched. Reports it if it is complete."""
         coming.request.Cancel()
         what = outcome(coming.request, coming.status)
         if what == "no":
@@ -309,7 +312,7 @@ class Transfers:
         return False
 
     def lose(self, ranks: Collection[int]) -> None:
-        """Ranks have died: drops what was to come from them, and makes sure that nothing waits for it."""
+        """Handles dead ranks: drops receives from them, so that no role waits for those."""
         for coming in list(self._coming):
             wanted = coming.wanted
             if wanted.source is None:
@@ -328,11 +331,11 @@ class Transfers:
             self._forget(coming)
 
     def abandon(self, roles: Collection[int], but_to: int) -> list[Going]:
-        """Forgets what is under way to and from roles, but for what they send to one other; `quiet` says when nothing
-        of it writes any more.
+        """Abandons the transfers of roles, except sends to one other role. `quiet` reports when none can write any
+        more.
 
         Returns:
-            The sends that go on.
+            The sends that continue.
         """
         self._anew += 1
         self._wanted = [wanted for wanted in self._wanted if wanted.role not in roles]
@@ -342,7 +345,7 @@ class Transfers:
             coming.request.Cancel()
         self._forgotten += [request for request, going in self._sends if going.to != but_to]
         self._sends = [(request, going) for request, going in self._sends if going.to == but_to]
-        # Who reads what was lent may not have regrouped yet; what it makes of what it reads is dropped.
+        # The reader of a leased buffer may not have regrouped yet, but its result will be dropped.
         self._leases.end(lambda lease: lease.going.to != but_to)
         return [*(going for _, going in self._sends), *self._leases.to(but_to)]
 
@@ -351,7 +354,7 @@ class Transfers:
         return not self._ending
 
     def close(self) -> None:
-        """Leaves nothing posted."""
+        """Cancels pending receives, and completes the sends of places."""
         for coming in self._coming:
             coming.request.Cancel()
             self._losses.wait(coming.request)

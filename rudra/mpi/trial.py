@@ -1,6 +1,6 @@
-"""How fast the learners are, before training: all of them compute gradients at the same time, which nobody gets.
+"""Measures learner speed before training: all learners compute throw-away gradients at the same time.
 
-So what they take from each other is in it. Executors are made for this alone: what is measured leaves no trace.
+So the result includes how much they slow each other down. The executors exist only for this, and leave no trace.
 """
 
 import gc
@@ -19,28 +19,28 @@ from rudra.job.job import Job
 from topologies import Plan
 
 SPAN_S = 0.5
-"""How long all compute, at least."""
+"""Shortest time of the measurement, in seconds."""
 
 ROUNDS = 4
-"""Mini-batches of the slowest learner in that time, about."""
+"""Approximate number of mini-batches that the slowest learner computes in that time."""
 
 
 class Trial:
     """The learners of one rank, each with an equal part of a batch.
 
     Args:
-        job: whose shares are to be measured, resolved.
-        plan: who is who.
+        job: resolved job whose shares will be measured.
+        plan: role assignment.
         roles: ids of the rank's roles.
-        data: as far as they need it.
-        device: where they compute.
+        data: data that the learners need.
+        device: device for their computations.
 
     Attributes:
-        round_s: how long each learner's second mini-batch took, all together; the first one warms up.
-        seconds: role -> seconds for a mini-batch, when all have computed at the same time.
+        round_s: seconds for the second mini-batch of all learners here together. The first one warms up.
+        seconds: role -> seconds per mini-batch while all learners compute at the same time.
 
     Raises:
-        ConfigError: as of `make_executors`. What the user's own code raises comes through.
+        ConfigError: as in `make_executors`. Exceptions of the user's own code are not caught.
     """
 
     def __init__(self, job: Job, plan: Plan, roles: Sequence[int], data: Data | None, device: torch.device) -> None:
@@ -69,10 +69,10 @@ class Trial:
         self.round_s = sum(self._round(1).values())
 
     def measure(self, round_s: float) -> None:
-        """Computes for as long as all others do.
+        """Computes while all other learners compute.
 
         Args:
-            round_s: the longest of any rank's.
+            round_s: largest `round_s` of all ranks.
         """
         end, step = time.perf_counter() + max(SPAN_S, ROUNDS * round_s), 2
         taken: dict[int, list[float]] = {role: [] for role in self._learners}
@@ -80,11 +80,12 @@ class Trial:
             for role, seconds in self._round(step).items():
                 taken[role].append(seconds)
             step += 1
-        # Those of a rank compute one after the other, so that each takes as long as all of them.
+        # Learners of one rank compute one after the other, so the mini-batch of each takes as long as all of them
+        # together.
         self.seconds = {role: len(taken) * median(times) for role, times in taken.items()}
 
     def _round(self, step: int) -> dict[int, float]:
-        """One mini-batch of each learner here; how long they took."""
+        """Computes one mini-batch on each learner here, and returns role -> seconds."""
         found = {}
         for role, executor in self._learners.items():
             began = time.perf_counter()
@@ -93,8 +94,8 @@ class Trial:
         return found
 
     def close(self) -> None:
-        """Gives back what it took."""
+        """Closes the executors and frees their memory."""
         for executor in self._learners.values():
             executor.close()
         self._learners.clear()
-        gc.collect()  # models have cycles
+        gc.collect()  # models contain reference cycles
