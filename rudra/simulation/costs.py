@@ -263,7 +263,7 @@ class CostModel:
         return self._exchange_s(members, share, size_bytes) + adding_s * (k - 1) / k
 
     def _exchange_s(self, roles: Sequence[int], share: float, size_bytes: float) -> float:
-        """Returns the time of two phases in which roles send and receive a fraction `share` of a vector."""
+        """Returns the time of two phases; in each, roles send and receive a fraction `share` of a vector."""
         links = [self.link(a, b) for a, b in itertools.pairwise(roles)]
         if not links:
             return 0.0

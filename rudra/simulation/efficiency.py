@@ -121,7 +121,7 @@ class _Way(NamedTuple):
 
 
 def _exchange(model: CostModel, learner: int, server: int, size_bytes: int) -> tuple[float, float]:
-    """Returns the time of a single learner from its gradient to its new weights, and the cycle of a saturated server."""
+    """Returns the time of a single learner from gradient to new weights, and the cycle of a saturated server."""
     there, back = (_Way.of(model, *ends, size_bytes) for ends in ((learner, server), (server, learner)))
     handling_s = model.table.message_s + model.local_s(server).get(Update, 0.0)
     cycle_s = handling_s + back.seconds

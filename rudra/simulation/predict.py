@@ -82,8 +82,8 @@ class Prediction:
         mean_staleness: Mean staleness of the gradients.
         max_staleness: Maximum staleness of the gradients.
         shares: Fractions of the learners' time by activity (`records.TIMES`, without "_s"). They add up to 1.
-        loads: Load of the busiest server, "server" (handling messages, adding, updating), and of the busiest direction of any
-            link, "link", each as a fraction of the time.
+        loads: Load of the busiest server, "server" (handling messages, adding, updating), and of the busiest direction
+            of any link, "link", each as a fraction of the time.
         bound: Main limit of the rate: "compute", "server" or "link".
         bound_s: Time of an epoch if everything except `bound` took no time.
         guessed: Mini-batch sizes without a measured time, and how their time is estimated; empty if none.
@@ -237,7 +237,7 @@ def _evaluate(
     else:
         first, per_s = steady_rate(updates)
     began, ended = updates["time_s"][first], updates["time_s"][-1]
-    # The last gradients were pushed to no server, and took no time. With overlap, waiting may take no time.
+    # The last gradients got no answer, so they have no waiting time. With overlap every gradient may have none.
     answered = plan.overlapped | (sum(minibatches[name] for name in TIMES[1:]) > 0)
     steady = minibatches[(minibatches["time_s"] > began) & answered]
     times = {name.removesuffix("_s"): float(steady[name].sum()) for name in TIMES}

@@ -44,7 +44,7 @@ class SimulatedRegrouping:
         sim.network.abandon(plan.statistics)
         for actor in sim.actors.values():
             if not actor.halted and actor.role != plan.statistics:
-                handled = [actor.inbox.popleft()] if actor is by and actor.inbox else []  # the event that is being handled
+                handled = [actor.inbox.popleft()] if actor is by and actor.inbox else []  # the current event
                 keeps = actor.role in plan.owners
                 waiting = [event for event in actor.inbox if keeps and outlasts(event, plan.statistics)]
                 actor.inbox.clear()
@@ -64,7 +64,7 @@ class SimulatedRegrouping:
             sim.queue.later(time + sim.costs.table.latency_s, actor.take, actor, Started())
 
     def _still_counts(self, entry: Scheduled) -> bool:
-        """Returns whether a queue entry remains: it belongs to none of the roles, or an owner still needs it."""
+        """Returns whether a queue entry remains: it is not an event of a role, or an owner still needs it."""
         sim = self._sim
         statistics = sim.actors[sim.plan.statistics]
         _, _, what, whom, about = entry
@@ -72,4 +72,4 @@ class SimulatedRegrouping:
             return True
         if whom.role not in sim.plan.owners:
             return False
-        return bool(whom.inbox) if about is None else outlasts(about, statistics.role)  # None: the entry passes waiting events on
+        return bool(whom.inbox) if about is None else outlasts(about, statistics.role)  # None: it starts waiting events
