@@ -4,12 +4,12 @@
 `run-3.ckpt`, from the end of epoch 3, or `run-update120.ckpt`. The format is safetensors (a length, a header in JSON,
 the tensors), so other programs can read the tensors. Rudra's own data is in `__metadata__`:
 
- =========  ====================================================================================
- format     "rudra 1"
- state      JSON: position (`rudra.core.training_state.TrainingState`), job as resolved, attributes of the result
-            file that outlive a restart, and for each tensor its CRC-32
- crc32      of the text of `state`
- =========  ====================================================================================
+=========  ====================================================================================
+format     "rudra 1"
+state      JSON: position (`rudra.core.training_state.TrainingState`), job as resolved, attributes of the result
+           file that outlive a restart, and for each tensor its CRC-32
+crc32      of the text of `state`
+=========  ====================================================================================
 
 No content of such a file is executed. All of it is checked before anything is used.
 """
@@ -258,8 +258,8 @@ def read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
     """Reads and completely checks a checkpoint.
 
     Raises:
-        CheckpointError: The file is missing, truncated, damaged or of another format. The text offers the predecessor if
-            the predecessor is complete.
+        CheckpointError: The file is missing, truncated, damaged or of another format. The text offers the
+            predecessor if it is complete.
     """
     try:
         return _read(path)

@@ -100,7 +100,7 @@ class JobComparison(NamedTuple):
     Attributes:
         differences: Decisive keys that differ: key, value then, value now.
         unfit: Key, value then and value now, if the job cannot use all of the checkpoint; None if it can.
-        decided: Keys that the checkpoint sets in the job because results depend on them, except explicit devices and layers.
+        decided: Keys that the checkpoint sets in the job, as results depend on them; explicit devices and layers stay.
         still_different: Decisive keys that differ from the job with the keys of `decided`.
         as_long: Whether the keys that decide how long a run trains are equal.
         epochs: Number of epochs of the job.

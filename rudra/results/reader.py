@@ -3,10 +3,10 @@
 `rudra.results.writer` (`OBJECTS`) lists the content of a file, `rudra.core.records` its columns, and the page
 `docs/results.md` describes both. All numbers are little-endian. All strings are UTF-8 of fixed length.
 
-The writer always uses HDF5's single-writer, multiple-reader (SWMR) mode. In this mode neither data sets nor attributes
-can be added, so everything exists from the start, and variable data is in data sets. Flushed data survives a killed
-writer. The file of a killed or running writer opens only in SWMR mode. `open_results` handles this; `h5py.File(path,
-"r", swmr=True, locking=False)` is the manual way.
+The writer uses HDF5's single-writer, multiple-reader (SWMR) mode from the start. In this mode neither data sets nor
+attributes can be added, so all of them exist from the start, and variable data is in data sets. Flushed data survives
+a killed writer. The file of a killed or running writer opens only in SWMR mode: `open_results` does so, or by hand
+`h5py.File(path, "r", swmr=True, locking=False)`.
 """
 
 import ctypes

@@ -137,8 +137,8 @@ class _Thread:
     def spans(self, names: Sequence[str], marks: Sequence[int], about: dict[str, Any]) -> Iterator[TraceEvent]:
         """Yields spans that follow each other. Empty ones are left out, except the first.
 
-        Spans that would overlap earlier ones start at the earlier ones' end. Two updates may have started at one moment,
-        and the last digits of floats, or the clocks of two nodes, may disagree.
+        Spans that would overlap earlier ones start at the end of those. Two updates may have started at one moment, and
+        the last digits of floats, or the clocks of two nodes, may disagree.
 
         Args:
             names: Names of the spans.
