@@ -41,7 +41,7 @@ class Augmentation:
         """Returns the changed inputs as a new object.
 
         Args:
-            inputs: (count, C, H, W) float32 if images are cropped or flipped; anything for a callable.
+            inputs: (count, C, H, W) float32 if images are cropped or flipped, or anything for a callable.
             key: Key that determines the changes, together with the job.
         """
         if self._crop or self._flip:

@@ -30,7 +30,7 @@ LONGEST_S = 0.5
 TOLERANCE = 0.01
 
 Summary = tuple[int, float, float]
-"""CRC-32 of the whole numbers; root mean square of the other numbers, and their product with a fixed pattern."""
+"""CRC-32 of the whole numbers, root mean square of the other numbers, and their product with a fixed pattern."""
 
 
 class Fingerprint(NamedTuple):
@@ -38,8 +38,8 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         samples: Number of samples.
-        targets: Summary of each selected sample's targets; empty if two draws of a sample differ.
-        inputs: Summary of each selected sample's inputs; empty if two draws of a sample differ.
+        targets: Summary of each selected sample's targets, or empty if two draws of a sample differ.
+        inputs: Summary of each selected sample's inputs, or empty if two draws of a sample differ.
         repeats: Whether two draws of a sample were equal.
     """
 
@@ -49,7 +49,7 @@ class Fingerprint(NamedTuple):
     repeats: bool = True
 
     def difference(self, other: "Fingerprint") -> str:
-        """Describes the difference between two fingerprints; empty if they match."""
+        """Describes the difference between two fingerprints, or returns an empty string if they match."""
         if self.samples != other.samples:
             return f"{self.samples:,} samples, not {other.samples:,}"
         for name in ("targets", "inputs"):
@@ -99,7 +99,7 @@ def from_plain(found: Mapping[str, Any]) -> dict[str, Fingerprint]:
 
 
 def unrepeatable(found: Mapping[str, Fingerprint]) -> str:
-    """Returns why the samples of a run cannot be drawn again; empty if they can."""
+    """Returns why the samples of a run cannot be drawn again, or an empty string if they can."""
     names = [name for name, each in found.items() if not each.repeats]
     if not names:
         return ""

@@ -36,9 +36,9 @@ class DataInfo:
         name: Name of the data.
         training_samples: Number of training samples within the job's limit.
         test_samples: Number of test samples within the job's limit.
-        input_shape: Shape of one sample's input; for several inputs a tuple or dictionary of shapes.
+        input_shape: Shape of one sample's input, or for several inputs a tuple or dictionary of shapes.
         classes: Number of classes, of labels in a multi-label set, or of numbers in a regression's target.
-        example: Batch of one real sample, the same on all ranks; None if no samples were read.
+        example: Batch of one real sample, the same on all ranks, or None if no samples were read.
         sparse: Whether inputs are in compressed rows, torch's CSR tensors.
     """
 
@@ -52,7 +52,7 @@ class DataInfo:
 
     @property
     def sample(self) -> Batch:
-        """Returns a batch of one sample; without an example it has zeros: float32 inputs and an int64 label."""
+        """Returns a batch of one sample. Without an example it has zeros: float32 inputs and an int64 label."""
         if self.example is not None:
             return self.example
         inputs = nothing(1, *self.input_shape) if self.sparse else torch.zeros(1, *self.input_shape)
@@ -84,7 +84,7 @@ class Data(NamedTuple):
         training: Samples for learners.
         test: Samples for the statistics server.
         info: Description of the data.
-        validation: Samples of the user, or held out of the training set; evaluated like the test set.
+        validation: Samples of the user, or held out of the training set. They are evaluated like the test set.
     """
 
     training: Samples | None
@@ -112,7 +112,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
             mean for the test set, or a held-out part.
         test: Whether to load the test split, and the validation split.
         seed: Seed of the job, which selects held-out samples.
-        ignored: Label that the loss ignores; it may be outside the classes of the user's own datasets.
+        ignored: Label that the loss ignores. It may be outside the classes of the user's own datasets.
 
     Raises:
         ConfigError: The data set or an option does not exist, a test set is missing or given twice, or the number of
@@ -250,7 +250,7 @@ def _standard(
     Columns whose values float32 cannot distinguish keep their deviation of 0.
 
     Returns:
-        Mean, and the reciprocal of the deviation; each (columns,).
+        Mean, and the reciprocal of the deviation, each (columns,).
 
     Raises:
         ConfigError: The inputs are not a table of numbers.
@@ -379,8 +379,8 @@ def _classes(name: str, dataset: Any, target: Any, ignored: int | None) -> int:
 
 
 def _largest_label(labels: Any, ignored: int | None) -> int | None:
-    """Returns the largest label in a list, array or dictionary, except the ignored one; None if there are only names or
-    none."""
+    """Returns the largest label in a list, array or dictionary, except the ignored one. None: there are only names,
+    or none."""
     try:
         found = np.asarray(list(labels.values()) if isinstance(labels, Mapping) else labels)
         whole = found.dtype.kind in "iuf" and bool((found == np.floor(found)).all())

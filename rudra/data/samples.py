@@ -44,8 +44,8 @@ class Split(Dataset[Batch]):
     Args:
         inputs: Inputs (N, …).
         targets: Targets (N,) or (N, …).
-        mean: Mean to subtract from each input; float32, or float64 if deviations may be small relative to it; or None.
-        scale: Factor applied after subtraction, one for all or one for each number of an input; not used for tokens.
+        mean: Mean to subtract from each input: float32, float64 if deviations may be relatively small, or None.
+        scale: Factor applied after subtraction, one for all or for each number of an input. Not used for tokens.
         limit: Number of first samples to use.
         sparse: Whether inputs, which are then `Sparse`, stay sparse. They have no mean, and one scale.
     """

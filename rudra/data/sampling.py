@@ -108,7 +108,7 @@ class Sampler:
 
     def _pass(self, number: int) -> npt.NDArray[np.int32]:
         if number != self._cached:
-            # The generator advances the low half of the counter; the high half is the number of the pass.
+            # The generator advances the low half of the counter. The high half is the number of the pass.
             counter = number << 128
             bits = np.random.Philox(key=self.seed | self.stream << 64, counter=counter)
             self._permutation = np.argsort(bits.random_raw(self.population), kind="stable").astype(np.int32)

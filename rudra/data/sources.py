@@ -136,7 +136,7 @@ class TokenWindows:
         text: (characters,) unsigned integers: indices of characters in a vocabulary.
         length: Number T of characters in a row.
         offset: Start of row 0. Row i starts i·T later.
-        count: Number N of rows; by default as many as fit.
+        count: Number N of rows, by default as many as fit.
 
     Raises:
         ValueError: The text does not have `count` rows.
@@ -165,7 +165,7 @@ class Stored:
     Args:
         path: Path of the file.
         name: Name of the data set within the file.
-        sample_shape: Shape of one row, if it differs from the file's; it must have as many elements.
+        sample_shape: Shape of one row, if it differs from the file's. It must have as many elements.
         cache_bytes: Maximum bytes of decoded chunks to keep. The latest one is always kept.
 
     Raises:

@@ -26,11 +26,11 @@ class UserSplit:
 
     Args:
         dataset: Dataset with a length and items by number. `__getitems__` is used if available.
-        classes: Labels must be 0 … classes - 1; None: the targets are not labels.
+        classes: Labels must be 0 … classes - 1. None: the targets are not labels.
         ignored: Label that is also valid, because the loss ignores it.
         limit: Number of first samples to use.
         target: Entry of a dictionary that is the target.
-        collate: Function that makes a mini-batch of a list of items: a pair of inputs and targets, or a dictionary; by
+        collate: Function that makes a mini-batch of a list of items: a pair of inputs and targets, or a dictionary, by
             default torch's `default_collate`.
         name: "training" or "test", for error texts.
         ask: Function that draws samples from the dataset in the thread that made it.
@@ -140,7 +140,7 @@ class UserSplit:
 
 
 def _tensors_of(dataset: object) -> tuple[torch.Tensor, ...]:
-    """Returns inputs and targets of torch's own `TensorDataset`, whose items are drawn together; otherwise an empty
+    """Returns inputs and targets of torch's own `TensorDataset`, whose items are drawn together, otherwise an empty
     tuple."""
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2:
         return ()

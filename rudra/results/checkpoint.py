@@ -198,7 +198,7 @@ class CheckpointWriter:
         """Makes the saved file the current checkpoint. The checkpoint before it becomes its predecessor.
 
         Args:
-            keep: Name under which the checkpoint is also kept; empty: it is not kept.
+            keep: Name under which the checkpoint is also kept, or an empty string.
 
         Raises:
             OSError: The directory cannot be written, or the name belongs to another run.

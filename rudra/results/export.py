@@ -39,7 +39,7 @@ def export(results: Results, output: Path, epoch: int | Literal["best"] | None =
         results: Results of a run.
         output: Output file for `torch.load` (.pt) or for safetensors (.safetensors). In a .pt file tied names share one
             tensor. safetensors does not support ties, so each name has a copy.
-        epoch: One of `results.kept_epochs`, or "best"; by default the final weights.
+        epoch: One of `results.kept_epochs`, or "best". None: the final weights.
         force: Whether to replace an existing file.
 
     Returns:

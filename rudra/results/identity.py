@@ -99,8 +99,8 @@ class JobComparison(NamedTuple):
 
     Attributes:
         differences: Decisive keys that differ: key, value then, value now.
-        unfit: Key, value then and value now, if the job cannot use all of the checkpoint; None if it can.
-        decided: Keys that the checkpoint sets in the job, as results depend on them; explicit devices and layers stay.
+        unfit: Key, value then and value now, if the job cannot use all of the checkpoint, or None if it can.
+        decided: Keys that the checkpoint sets in the job, as results depend on them. Explicit devices and layers stay.
         still_different: Decisive keys that differ from the job with the keys of `decided`.
         as_long: Whether the keys that decide how long a run trains are equal.
         epochs: Number of epochs of the job.
@@ -141,7 +141,7 @@ def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
 
 
 def _unfit(ran: Tables, now: Tables) -> tuple[str, Any, Any] | None:
-    """Returns a key that prevents the use of all of a checkpoint: its name, value then, value now; None if there is
+    """Returns a key that prevents the use of all of a checkpoint: its name, value then, value now, or None if there is
     none."""
     learners = now["cluster"]["learners"]
     places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
@@ -196,7 +196,7 @@ def read_own(path: Path) -> SavedState:
 
 
 def _foreign(state: SavedState, weights: NDArray[np.float32] | None, results: Results) -> str:
-    """Returns why a checkpoint does not belong to a result file's run; empty if no difference is known."""
+    """Returns why a checkpoint does not belong to a result file's run, or an empty string if no difference is known."""
     runs = state.attributes.get("run"), results.attributes.get("run")
     if all(runs):
         return "" if runs[0] == runs[1] else f"their identities are {str(runs[0])[:8]}… and {str(runs[1])[:8]}…"
@@ -210,7 +210,7 @@ def _foreign(state: SavedState, weights: NDArray[np.float32] | None, results: Re
 
 
 def _different_weights(state: SavedState, weights: NDArray[np.float32] | None, results: Results) -> str:
-    """Returns why a checkpoint's weights do not match a result file; empty if they may match."""
+    """Returns why a checkpoint's weights do not match a result file, or an empty string if they may match."""
     update, digest = state.position.timestamp, 0
     for piece in results.pieces("updates"):
         digest = int(next(iter(piece["digest"][piece["timestamp"] == update]), digest))

@@ -39,7 +39,7 @@ class Progress:
         training_samples: Number of training samples per epoch.
         mode: "bar" for a terminal, "lines" (one for each finished epoch) for a batch log, or "quiet".
         columns: Width of the terminal, if `file` is a pipe to another process's terminal.
-        file: File to write to; by default stderr.
+        file: File to write to, by default stderr.
         begun: Number of samples that an earlier part of the run trained on.
     """
 
@@ -155,7 +155,7 @@ def headline(job: Job, training_samples: int) -> str:
 
 
 def too_few(job: Job, training_samples: int) -> str:
-    """Describes the effect of updates with more samples than an epoch has; empty if updates have fewer."""
+    """Describes the effect if updates have more samples than an epoch, or returns an empty string."""
     if job.scheduled:  # the last batch of such an epoch takes the remaining samples
         return ""
     size = job.training.minibatch_size

@@ -193,12 +193,12 @@ class Results:
 
     @property
     def averages(self) -> Rows:
-        """Table `/averages`: one row for each learner and average of replicas; empty unless learners average."""
+        """Table `/averages`: one row for each learner and average of replicas. Empty unless learners average."""
         return self._rows("averages")
 
     @property
     def stages(self) -> Rows:
-        """Table `/stages`: one row for each mini-batch of a stage server; empty unless layers are placed."""
+        """Table `/stages`: one row for each mini-batch of a stage server. Empty unless layers are placed."""
         return self._rows("stages")
 
     @property
@@ -208,12 +208,12 @@ class Results:
 
     @property
     def learners(self) -> Rows:
-        """Table `/learners`: one row for each learner, shape (λ,); empty until the run has ended."""
+        """Table `/learners`: one row for each learner, shape (λ,). Empty until the run has ended."""
         return self._read("learners")
 
     @property
     def totals(self) -> Rows:
-        """Table `/totals`: one row for the run, shape (1,); empty until the run has ended."""
+        """Table `/totals`: one row for the run, shape (1,). Empty until the run has ended."""
         return self._read("totals")
 
     @property
@@ -256,7 +256,7 @@ class Results:
 
     @property
     def weights(self) -> NDArray[np.float32] | None:
-        """Final weights as one vector, shape (elements,), float32; None if the run did not finish.
+        """Final weights as one vector, shape (elements,), float32, or None if the run did not finish.
 
         Raises:
             ResultsError: The weights do not match the checksum in the file.
@@ -279,7 +279,7 @@ class Results:
 
     @property
     def best_epoch(self) -> int | None:
-        """Number of the epoch with the best evaluation; None if no epoch was evaluated.
+        """Number of the epoch with the best evaluation, or None if no epoch was evaluated.
 
         The best evaluation has the best value of the metric in `training.target`. Without a target, it has the smallest
         test error, or the smallest test loss if the task has no error. Among equal evaluations the first one counts.
@@ -292,7 +292,7 @@ class Results:
         """Returns the weights at the end of an epoch as one vector, shape (elements,), float32.
 
         Args:
-            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
+            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`. None: the final weights.
 
         Raises:
             ResultsError: The file does not have these weights, or their checksum is wrong.
@@ -329,7 +329,7 @@ class Results:
         Tied names share one tensor. `tensors` gives NumPy arrays.
 
         Args:
-            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
+            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`. None: the final weights.
 
         Raises:
             ResultsError: The file does not have these weights, or their checksum is wrong.
@@ -345,7 +345,7 @@ class Results:
         NumPy lacks, such as bfloat16, are float32.
 
         Args:
-            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
+            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`. None: the final weights.
 
         Returns:
             One entry for each name in the model's `state_dict`, in torch's order: `name`, `tensor` (the first name of
@@ -393,8 +393,8 @@ class Results:
         - `time_to_target_s` and `target_epoch`: time and epoch when the target was reached
 
         Args:
-            target: Target such as `"accuracy >= 0.98"`; None: the job's `training.target`.
-            window: Number of evaluations whose median must reach the target; None: the job's `training.target_window`.
+            target: Target such as `"accuracy >= 0.98"`. None: the job's `training.target`.
+            window: Number of evaluations whose median must reach the target. None: the job's `training.target_window`.
 
         Returns:
             Name -> number, text, or list or table of numbers and texts. All values fit into JSON.

@@ -41,7 +41,7 @@ ACCOUNTED = ("samples", *TIMES)
 
 VERSIONED = ("rudra", "torch", "numpy", "mpi4py", "h5py")
 
-ATTRIBUTES = {  # root attribute of a result file -> its meaning; `docs/results.md` shows it
+ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs/results.md`
     "format_version": "version of this layout",
     "name": "name of the job",
     "job": "the job as it was run, with every default, as JSON",
@@ -95,8 +95,8 @@ class Recorder:
     Args:
         writer: Writer of the result file.
         progress: Progress display.
-        weights: Function that returns the floats of a role's buffer, for weights to write; None without tensors.
-        wall_clock: Whether events carry the time of day; if not, they are a simulation's events.
+        weights: Function that returns the floats of a role's buffer, for weights to write, or None without tensors.
+        wall_clock: Whether events carry the time of day, unlike a simulation's events.
         before: Learners' totals of an earlier part of the run, `records.LEARNER`.
         hooks: Hooks of the statistics server.
     """
@@ -185,12 +185,12 @@ def make_writer(
         size: Number of elements of the flat vector.
         initial_sha256: Hash of the weights that all learners start from.
         overwrite: Whether an existing file may be replaced.
-        plan: Roles and their ranks; by default the job's plan on one node.
+        plan: Roles and their ranks, by default the job's plan on one node.
         state_dict: Entries of the model's state dict.
         carried: Rows of an earlier part of the run.
         carried_weights: Stored epochs of the earlier part, and their weights.
         kept: Attributes of the earlier part that are kept.
-        signature: Result of `rudra.trust.signed`; None for a new run.
+        signature: Result of `rudra.trust.signed`, or None for a new run.
         about: Attributes that only the driver knows, and arguments of `attributes`.
     """
     plan = job.plan() if plan is None else plan
@@ -273,7 +273,7 @@ def arithmetic() -> dict[str, str]:
 
 
 def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
-    """Returns why a record of this job's gradients does not determine the weights bit for bit; None if it does.
+    """Returns why a record of this job's gradients does not determine the weights bit for bit, or None if it does.
 
     Args:
         job: Resolved job.

@@ -171,14 +171,14 @@ def _time_to_target(
 
 
 def tests(results: RunTables, split: str, epochs: int | None) -> dict[int, dict[str, float | None]]:
-    """Returns the evaluations of a split: epoch -> "loss", "error" and metrics; None for values that were not measured.
+    """Returns the evaluations of a split: epoch -> "loss", "error" and metrics.
 
-    Epochs that were not evaluated are missing.
+    Values that were not measured are None. Epochs that were not evaluated are missing.
 
     Args:
         results: Results of the run.
         split: "test" or "validation".
-        epochs: Number of first epochs to return; None: all.
+        epochs: Number of first epochs to return. None: all.
     """
     rows = results.epochs
     rows = rows if epochs is None else rows[rows["epoch"] <= epochs]
@@ -211,7 +211,7 @@ def _overlap(learners: NDArray[np.void]) -> float | None:
 
 
 def _workers(results: RunTables) -> list[dict[str, Any]]:
-    """Returns a description and totals of each worker that a coordinator assigned samples to; else an empty list.
+    """Returns a description and totals of each worker that a coordinator assigned samples to. Empty without coordinator.
 
     The share of busy time is given only if known. Batch sizes are sums over all threads of a worker.
     """

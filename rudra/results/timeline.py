@@ -31,7 +31,7 @@ def write_timeline(
 
     Args:
         results: Results of `rudra run` or `rudra simulate`.
-        output: JSON file; compressed if its name ends in .gz, which Perfetto also reads.
+        output: JSON file, compressed if its name ends in .gz, which Perfetto also reads.
         progress: Function called with the number of processed rows.
         force: Whether to replace an existing file.
 

@@ -185,7 +185,7 @@ class ResultsWriter:
         carried: Rows that start the file, from an earlier part of the same run. The file of that part is replaced as
             with `overwrite`.
         carried_weights: Stored epochs of the earlier part, and their weights.
-        state_dict: Entries of the model's state dict; by default the tensors of the layout.
+        state_dict: Entries of the model's state dict, by default the tensors of the layout.
 
     Raises:
         ResultsError: The file exists or cannot be created, or (in any method) cannot be written.
@@ -217,7 +217,7 @@ class ResultsWriter:
         self._flush_s = flush_s if swmr else max(flush_s, _STEP_S)
         self._flushed_at = -np.inf
         self._pending = {kind: bytearray() for kind in GROWING}
-        self._kept: list[int] = []  # epochs in the order of their places; 0 is a free place
+        self._kept: list[int] = []  # epochs in the order of their places, with 0 for a free place
         self._written = dict.fromkeys(DATASETS, 0)
         self._state = np.zeros(1, STATE)
         self._state["status"] = b"running"
@@ -301,7 +301,7 @@ class ResultsWriter:
         Args:
             totals: Totals of the run, `records.TOTALS`, shape () or (1,).
             learners: Totals of the learners, `records.LEARNER`, shape (λ,).
-            weights: Final flat weights, shape (size,), float32; only read. None if the run had no tensors.
+            weights: Final flat weights, shape (size,), float32, which are only read. None if the run had no tensors.
             sha256: Hexadecimal digest of the little-endian bytes of `weights`.
         """
         if weights is not None:

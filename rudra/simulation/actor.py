@@ -40,7 +40,7 @@ class Actor:
         posted: Posted receives, in order.
         offered: Tensors without a buffer, by sender, in order of arrival: weights, gradients.
         routes: Routes to other roles, by role.
-        turns: Mini-batches that learners on this rank requested, the current one first; shared by these learners.
+        turns: Mini-batches that learners on this rank requested, the current one first. The learners share this deque.
     """
 
     __slots__ = (

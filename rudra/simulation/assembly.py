@@ -82,7 +82,7 @@ def assemble(
         training_samples: Number of training samples per epoch.
         size_bytes: Size of a gradient or the weights on the wire.
         position: State at the start of training.
-        save: See `Simulation`; likewise `check`.
+        save: See `Simulation`.
         check: Function called after every event.
         placed: How the model is divided between learners and a stage server.
         beside: Simulation of the main job, if this one is a background job.

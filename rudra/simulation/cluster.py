@@ -39,10 +39,10 @@ class SimulatedCluster:
         info: Description of the data.
         layout: Layout of the flat vector.
         size: Number of elements of the flat vector.
-        initial_sha256: SHA-256 of the initial weights; empty without weights.
-        state_dict: Entries of the model's state dict; empty without weights.
-        weights: Function that returns the floats of a role's buffer; None without weights.
-        executors: Executors by role; empty without tensors.
+        initial_sha256: SHA-256 of the initial weights, or empty without weights.
+        state_dict: Entries of the model's state dict, or empty without weights.
+        weights: Function that returns the floats of a role's buffer, or None without weights.
+        executors: Executors by role, or empty without tensors.
         placed: How the model is divided between learners and a stage server.
         step_bytes: Bytes of tensors that one step of all learners sends if layers are placed.
     """

@@ -256,7 +256,7 @@ class Case(NamedTuple):
     real: bool = False
 
     def job(self) -> Job:
-        """Returns the case's job, without tensors; raises ConfigError."""
+        """Returns the case's job, without tensors. Raises ConfigError."""
         training = {"epochs": 4, "minibatch_size": SAMPLES, "evaluate": True}
         run = Job(training=training, **self.tables).resolved()
         run.plan(nodes_of(run))
@@ -296,7 +296,7 @@ TOPOLOGY_CASES: tuple[dict[str, Any], ...] = (
 
 
 def cases_of(protocol: dict[str, Any], topology: dict[str, Any] | None) -> Iterator[Case]:
-    """Yields the cases of a protocol on a topology; without a topology, those with servers or replicas that suit it."""
+    """Yields the cases of a protocol on a topology. Without one, yields its cases with suitable servers or replicas."""
     rule = {"protocol": {"modulation": "none", **protocol}}
     where = "" if topology is None else f", {_words(topology)}"
     on = {} if topology is None else {"topology": topology}

@@ -4,7 +4,7 @@ The time of a computation depends on μ, on other computations on the node, and 
 tensor also occupies the sender's outgoing and the receiver's incoming port, so a server's link serialises tensors from
 many learners. A server handles one message after the other.
 
-Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ); Omnivore §4 (hardware efficiency).
+Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ). Omnivore §4 (hardware efficiency).
 """
 
 import itertools
@@ -79,7 +79,7 @@ class Pace(NamedTuple):
 
 
 def paces_of(job: Job, plan: Plan) -> dict[int, Pace]:
-    """Returns the pace of each learner's role if a coordinator assigns samples; otherwise an empty dict."""
+    """Returns the pace of each learner's role if a coordinator assigns samples, otherwise an empty dict."""
     if not plan.scheduled:
         return {}
     protocol = Hogbatch.of(job.make_protocol(plan))
@@ -108,7 +108,7 @@ class CostModel:
         paces: Paces by learner, as passed in.
         node: Node of every role.
         compute_s: Mean duration of a mini-batch, for every learner's role.
-        guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them; empty if none.
+        guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them. Empty if it lists all.
         pieces: Fraction of that duration that each kind of a learner's computation takes.
     """
 
@@ -130,7 +130,7 @@ class CostModel:
             RunFirstStage: (1 - placed.back) / 3,
             BackpropFirstStage: (1 - placed.back) * 2 / 3,
         }
-        self.pieces[ComputeEvaluationPart] = 1 / 3  # of a worker's first batch; the training clock is stopped meanwhile
+        self.pieces[ComputeEvaluationPart] = 1 / 3  # first batch of a worker, with the training clock stopped
         self._conclude_s = placed.back * at(table.compute_s, minibatch_size) if plan.stage is not None else 0.0
         node = list(plan.nodes(near=table.servers_on_first_node))
         for place, owner in enumerate((*plan.owners, *plan.stages[1:])):
@@ -263,7 +263,7 @@ class CostModel:
         return self._exchange_s(members, share, size_bytes) + adding_s * (k - 1) / k
 
     def _exchange_s(self, roles: Sequence[int], share: float, size_bytes: float) -> float:
-        """Returns the time of two phases; in each, roles send and receive a fraction `share` of a vector."""
+        """Returns the time of two phases. In each, roles send and receive a fraction `share` of a vector."""
         links = [self.link(a, b) for a, b in itertools.pairwise(roles)]
         if not links:
             return 0.0
@@ -287,7 +287,7 @@ def expected_shares(job: Job, plan: Plan) -> tuple[float, ...]:
 
 
 def guessed(compute_s: float | Mapping[int, float], sizes: Collection[int]) -> str:
-    """Names the mini-batch sizes that `compute_s` does not list, and how `at` estimates them; empty if none."""
+    """Describes mini-batch sizes that `compute_s` does not list, and their estimates. Empty if it lists all sizes."""
     if not isinstance(compute_s, Mapping):
         return ""
     known = sorted(compute_s)

@@ -53,7 +53,7 @@ from rudra.simulation.timing_only import Tensors
 from topologies import Plan
 
 Check = Callable[[Machine, States, Event], None]
-"""Check that tests run on a machine after each event; it gets the machine's previous state and the event."""
+"""Check that tests run on a machine after each event. It gets the machine's previous state and the event."""
 
 
 class RowSink(Protocol):
@@ -79,7 +79,7 @@ class Simulation:
         gradient_share: Size of a gradient on the wire, as a fraction of `size_bytes`.
         make: Function that makes a role's machine for a restart, if roles may be lost or the job changes.
         price: Function that gives the cost model at a training state, if costs change.
-        save: Function called with a role and its `Save`, to store its part of a checkpoint; None: store nothing.
+        save: Function called with a role and its `Save`, to store its part of a checkpoint. None: store nothing.
         check: Function called after every event.
         beside: Simulation of the main job, if this one is a background job. Both share time and the machines' links.
 

@@ -35,7 +35,7 @@ class Network:
     Attributes:
         plan: Roles and their ranks.
         ports: Ports of the machines.
-        links: Links that several tensors cross at the same time; None if tensors cross in turns.
+        links: Links that several tensors cross at the same time, or None if tensors cross in turns.
     """
 
     def __init__(

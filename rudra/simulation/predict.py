@@ -75,7 +75,7 @@ class Prediction:
 
     Attributes:
         job: Resolved job with its cost file read.
-        costs: Origin of the costs; None if they are not measured.
+        costs: Origin of the costs, or None if they are not measured.
         updates: Number of simulated updates.
         epoch_s: Duration of an epoch.
         samples_per_s: Rate of all learners together.
@@ -86,7 +86,7 @@ class Prediction:
             of any link, "link", each as a fraction of the time.
         bound: Main limit of the rate: "compute", "server" or "link".
         bound_s: Time of an epoch if everything except `bound` took no time.
-        guessed: Mini-batch sizes without a measured time, and how their time is estimated; empty if none.
+        guessed: Mini-batch sizes without a measured time, and how their time is estimated. Empty if there are none.
         efficiency: Time per iteration by Omnivore's model, if the model covers the job.
         workers: Rate, share of the updates and utilisation of each worker, for protocol hogbatch.
     """
@@ -134,8 +134,8 @@ def predict(
 
     Args:
         job: Job with its number of learners. `[simulation]` gives the costs.
-        samples: Number of samples per epoch; by default the size of the training set.
-        updates: Number of updates to simulate; by default as many as a steady rate needs.
+        samples: Number of samples per epoch, by default the size of the training set.
+        updates: Number of updates to simulate, by default as many as a steady rate needs.
         known: Outline of the job, if already known.
 
     Raises:

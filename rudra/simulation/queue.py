@@ -16,7 +16,7 @@ _LAST = 1 << 58  # first number of entries that come last among entries of the s
 
 
 def owner(entry: Scheduled) -> object:
-    """Returns the object whose method an entry calls; None for a function."""
+    """Returns the object whose method an entry calls, or None for a function."""
     return getattr(entry[2], "__self__", None)
 
 

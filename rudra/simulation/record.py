@@ -22,7 +22,7 @@ class Difference(NamedTuple):
     """First place where a replay differs from the record.
 
     Attributes:
-        update: Timestamp of the first update that differs; 0 for the initial weights.
+        update: Timestamp of the first update that differs, or 0 for the initial weights.
         text: Description of the difference.
     """
 

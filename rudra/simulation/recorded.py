@@ -38,7 +38,7 @@ def simulate(
         resolved: Job with its plan.
         path: Path of the result file.
         overwrite: Whether an existing file may be replaced.
-        measured: Origin of the job's costs; None if they are not measured.
+        measured: Origin of the job's costs, or None if they are not measured.
         progress: Keyword arguments `mode` and `columns` of the progress bar.
 
     Raises:

@@ -25,7 +25,7 @@ class SimulatedRegrouping:
     Args:
         simulation: Simulation of the roles.
         make: Function that makes a role's machine for a restart.
-        price: Function that gives the cost model at a training state; None if costs do not change.
+        price: Function that gives the cost model at a training state, or None if costs do not change.
     """
 
     def __init__(

@@ -93,7 +93,7 @@ class Rehearsal:
         memory: Kind of role -> approximate bytes that its rank will take, with Python and torch.
         data_bytes: Bytes of the data, stored once on every node.
         crossed: Bytes per mini-batch of a learner that has only the first layers.
-        unrepeatable: Reason why the samples cannot be drawn again; empty if they can.
+        unrepeatable: Reason why the samples cannot be drawn again, or empty if they can.
     """
 
     parameters: int
@@ -275,8 +275,8 @@ class _Counted(TimingOnly):
 
 
 def memory_bytes(name: str) -> int:
-    """Returns the memory of this process as Linux counts it: "VmRSS" is current, "VmHWM" is the peak; 0 if
-    unavailable."""
+    """Returns the memory of this process as Linux counts it: "VmRSS" is current, "VmHWM" is the peak.
+    Returns 0 if unavailable."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024

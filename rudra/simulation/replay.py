@@ -52,8 +52,8 @@ class Replayed:
         recorded: Number of updates in the result file.
         status: Status of the recorded run: `"finished"`, `"failed"`, `"interrupted"` or `"running"`.
         weights_sha256: SHA-256 of the weights after the last repeated update.
-        difference: First difference from the record, with `update` (its timestamp) and `text`; None if there is none.
-        note: Reason why the replay stopped before the end of the record; empty if it did not.
+        difference: First difference from the record, with `update` (its timestamp) and `text`, or None.
+        note: Reason why the replay stopped before the end of the record, or empty if it did not.
     """
 
     updates: int
@@ -96,8 +96,8 @@ def replay(
         path: Result file of a run or a simulation.
         job: Job that was run. It is needed only if the job named Python objects, which a file cannot hold. If it is
             given, no code that the file names is imported.
-        until: Update after which to stop and write the weights; 0: before the first update; None: repeat everything.
-        output: Path for the weights of `until`, a state dict that `torch.load` reads; None: named after the result file
+        until: Update after which to stop and write the weights. 0: before the first update. None: repeat everything.
+        output: Path for the weights of `until`, a state dict that `torch.load` reads. None: named after the result file
             and the update.
         overrides: Changes of `data.path` or `training.warm_start`, the only keys that a replay may change. Each is a
             text `table.key=value`.

@@ -184,7 +184,7 @@ class ReplayDriver:
     def _made(self) -> int:
         """Returns the number of updates that all roles have made, if there is no server."""
         if not isinstance(self._stage, StageServer) or isinstance(self._stage, AsRecorded):
-            return self._ledger.timestamp  # all roles; or the stage server has a clock of its own
+            return self._ledger.timestamp  # all roles, or the stage server has a clock of its own
         return min(self._ledger.timestamp, self._stage.timestamp)
 
     def _apply(self, place: int) -> int:

@@ -64,7 +64,7 @@ class ThroughStage:
     Args:
         simulation: Simulation of the stage server.
         tensors: Carries out the roles' actions on tensors.
-        rows: Rows of `/stages`, which give the order; None: each mini-batch runs when its gradient is needed.
+        rows: Rows of `/stages`, which give the order. None: each mini-batch runs when its gradient is needed.
         role: Role of each learner, by the learner's number.
         begin: Function that gives a learner the weights of a timestamp, and returns the work of a mini-batch.
         returned: Function that returns the stage server's latest answer to a learner's role.

@@ -47,7 +47,7 @@ class RealTensors:
 
     Args:
         executors: Executors by role id.
-        poison: Whether to overwrite with NaN what a role must not read; used in tests.
+        poison: Whether to overwrite with NaN data that a role must not read. Tests use it.
         halves: Whether gradients are sent as float16.
 
     Attributes:
@@ -102,7 +102,7 @@ class RealTensors:
             self._hold((role, buffer), self._new(role, buffer))
 
     def sha256(self, role: int, buffer: str) -> str:
-        """Returns the hexadecimal SHA-256 of a buffer's floats; for an owner of some layers, of all initial weights."""
+        """Returns the hexadecimal SHA-256 of a buffer, or for an owner of some layers, of all initial weights."""
         if isinstance(self._executors[role], PieceExecutor):
             return self._executors[role].sha256(buffer)
         held = self._held((role, buffer))

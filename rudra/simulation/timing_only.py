@@ -42,7 +42,7 @@ class Tensors(Protocol):
     """Operations on tensors that the simulator needs. The first eight may be None if they have nothing to do.
 
     `lent` and `sent` mark start and end of a transfer, while a buffer must not change. `posted` marks its content as
-    undefined. `planned` freezes the inputs of a long action. `lost` removes a role. `regroup` drops a role's work; a
+    undefined. `planned` freezes the inputs of a long action. `lost` removes a role. `regroup` drops a role's work. A
     role that updates weights itself then takes over their owner's weights. `perform` carries out a local action that
     took `seconds`, and returns its result. Kinds of actions in `idle` have no result. `executors` are the roles'
     executors, if any.

@@ -94,7 +94,7 @@ class _Rows:
     Attributes:
         lines: (N,) int64: line of each row.
         starts: (N + 1,) int64: row i has the elements starts[i] … starts[i + 1] - 1.
-        columns: (elements,) int64; float64 before the check.
+        columns: (elements,) int64, or float64 before the check.
         values: (elements,) float64.
         sparse: Whether rows may leave out elements that are 0 or the first name.
     """
@@ -156,7 +156,7 @@ def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 
 def _files(path: Path, options: ArffOptions) -> dict[str, Path]:
-    """Returns training and test file; no test file if none is named or found."""
+    """Returns the training file, and the test file if one is named or found."""
     directory = path if os.path.isdir(path) else path.parent
     found = {"train": [path], "test": list[Path]()}
     if directory == path:
@@ -345,7 +345,7 @@ def _check(rows: _Rows, layout: _Layout, file: Path) -> None:
 
 
 def _row(text: bytes, layout: _Layout, sparse: bool) -> NDArray[np.float64]:
-    """Parses the values of a row; for a sparse row, index and value of each element that is not 0.
+    """Parses the values of a row. For a sparse row, it parses index and value of each element that is not 0.
 
     Raises:
         ValueError: The row is not in this format.

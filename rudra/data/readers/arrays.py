@@ -157,7 +157,7 @@ def _arrays(table: DataTable, options: NpzOptions, file: _File, wanted: Collecti
 
 
 def _pair(options: NpzOptions, file: _File, split: str) -> _Pair | None:
-    """Returns a split's arrays; None if neither is present, and neither is required."""
+    """Returns a split's arrays, or None if neither is present, and neither is required."""
     keys = {f"x_{split}", f"y_{split}"}
     names = {key: getattr(options, key) for key in sorted(keys)}
     needed = split == "train" or keys & options.model_fields_set or set(names.values()) & set(file.names)

@@ -87,8 +87,8 @@ class Arrays:
         input_shape: Shape of one sample.
         classes: Number of outputs of the model for a target.
         scale: Factor of the inputs if the job gives none.
-        density: Fraction of the inputs' numbers that is stored, if the others are 0; None: all are stored.
-        counts: Split -> number of samples, whether the split was read or not; no entry for a missing test set.
+        density: Fraction of the inputs' numbers that is stored, if the others are 0. None: all are stored.
+        counts: Split -> number of samples, whether the split was read or not. A missing test set has no entry.
         pairs: Split -> inputs and targets, for splits that were read.
     """
 

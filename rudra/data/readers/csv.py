@@ -57,7 +57,7 @@ class _Layout:
     """Roles of the columns of a file.
 
     Attributes:
-        names: Names of all columns; their indices if there is no header.
+        names: Names of all columns, or their indices if there is no header.
         header: Whether the first line has the names.
         numeric: Indices of the columns of numbers.
         named: Indices of the columns of names, which may include the target.

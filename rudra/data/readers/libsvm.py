@@ -40,7 +40,7 @@ class _Rows:
 
     Attributes:
         labels: (labels,) float64: labels of all rows, one after the other.
-        label_counts: (N,) int64: number of labels of each row; 1, unless rows may have several.
+        label_counts: (N,) int64: number of labels of each row, which is 1 unless rows may have several.
         lengths: (N,) int64: number of elements of each row.
         columns: (elements,) int32: indices as in the file, ascending in each row.
         values: (elements,) float32.
@@ -105,7 +105,7 @@ def _number_columns(found: dict[str, _Rows], files: dict[str, Path], options: Li
 def _number_classes(
     table: DataTable, found: dict[str, _Rows], files: dict[str, Path], several: bool
 ) -> tuple[int, dict[str, Source]]:
-    """Returns the number of classes, and the class of each row; with several labels per row, 0 or 1 for each class."""
+    """Returns the number of classes, and each row's class (with several labels per row, 0 or 1 for each class)."""
     known = np.unique(found["train"].labels)
     if not len(known):
         raise DataError(f"{files['train']}: no line has a label")
