@@ -63,8 +63,7 @@ _BLOCK = 1 << 20  # numbers to process at a time
 
 
 def in_memory(samples: Samples | None) -> bool:
-    """Returns whether samples are drawn without files or user code, in less time than handing over to an input
-    thread."""
+    """Returns whether samples are drawn without files or user code, faster than a hand-over to an input thread."""
     while isinstance(samples, Subset):
         samples = samples.samples
     return isinstance(samples, Split) and samples.inputs.in_memory and samples.targets.in_memory
@@ -379,8 +378,7 @@ def _classes(name: str, dataset: Any, target: Any, ignored: int | None) -> int:
 
 
 def _largest_label(labels: Any, ignored: int | None) -> int | None:
-    """Returns the largest label in a list, array or dictionary, except the ignored one. None: there are only names,
-    or none."""
+    """Returns the largest label in a list, array or dictionary, except the ignored one. None: no whole numbers."""
     try:
         found = np.asarray(list(labels.values()) if isinstance(labels, Mapping) else labels)
         whole = found.dtype.kind in "iuf" and bool((found == np.floor(found)).all())

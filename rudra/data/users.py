@@ -140,8 +140,7 @@ class UserSplit:
 
 
 def _tensors_of(dataset: object) -> tuple[torch.Tensor, ...]:
-    """Returns inputs and targets of torch's own `TensorDataset`, whose items are drawn together, otherwise an empty
-    tuple."""
+    """Returns inputs and targets of torch's `TensorDataset`, whose items are drawn together. Empty for other sets."""
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2:
         return ()
     return dataset.tensors if all(tensor.layout is torch.strided for tensor in dataset.tensors) else ()

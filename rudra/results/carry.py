@@ -104,7 +104,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
             yield piece[piece["epoch"] <= position.epoch]
 
     def events() -> Iterator[Rows]:
-        lowered = 0  # number of drops, as those after the checkpoint will be recorded again
+        lowered = 0  # rate drops, of which those after the checkpoint will be recorded again
         for piece in upto("events"):
             plateau = piece["kind"] == b"plateau"
             yield piece[~plateau | (np.cumsum(plateau) + lowered <= len(position.lowered))]

@@ -141,8 +141,7 @@ def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
 
 
 def _unfit(ran: Tables, now: Tables) -> tuple[str, Any, Any] | None:
-    """Returns a key that prevents the use of all of a checkpoint: its name, value then, value now, or None if there is
-    none."""
+    """Returns a key that prevents full use of a checkpoint: its name, value then, value now. None: no key does."""
     learners = now["cluster"]["learners"]
     places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
     places += [("optimizer", key) for key in ("name", "momentum_form", "options", "groups")]

@@ -337,8 +337,7 @@ def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
 
 
 def _workers_table(summary: dict[str, Any]) -> list[list[str]]:
-    """Returns a table of workers that a coordinator assigned samples to. If there are many, workers of one kind share a
-    row."""
+    """Returns a table of workers that a coordinator assigned samples to. Many workers are grouped by kind."""
     workers = summary["workers"]
     rows = [(str(worker["learner"]), [worker]) for worker in workers]
     if len(workers) > 8:

@@ -104,8 +104,7 @@ def rate_text(base: float, factor: float, modulation: str) -> str:
 def _rates(
     base: float | None, attributes: dict[str, Any], updates: NDArray[np.void], epochs: NDArray[np.void]
 ) -> dict[str, Any]:
-    """Returns α0, the factor that the protocol applies at staleness 0, the highest rate, and the rate at the last
-    epoch's end."""
+    """Returns α0, the protocol's modulation of α0 at staleness 0, the highest rate, and the last epoch's final rate."""
     factor = attributes.get("rate_factor")  # missing in older files
     all_, ends = (rows["learning_rate"][np.isfinite(rows["learning_rate"])] for rows in (updates, epochs))
     return {
@@ -211,7 +210,7 @@ def _overlap(learners: NDArray[np.void]) -> float | None:
 
 
 def _workers(results: RunTables) -> list[dict[str, Any]]:
-    """Returns a description and totals of each worker that a coordinator assigned samples to. Empty without coordinator.
+    """Returns a description and totals of each worker that a coordinator assigned samples to. Otherwise empty.
 
     The share of busy time is given only if known. Batch sizes are sums over all threads of a worker.
     """

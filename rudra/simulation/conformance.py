@@ -82,8 +82,7 @@ def check_updates(run: Job, rows: TrialRows) -> None:
 
 
 def check_epochs(rows: TrialRows) -> None:
-    """Checks that an epoch's means are over the gradients of its updates, and absent if an update ended several
-    epochs."""
+    """Checks that an epoch's means are over its updates' gradients, or absent if an update ended several epochs."""
     gradients, updates = rows["gradients"], rows["updates"]
     of = updates["epoch"][gradients["update"] - 1]
     assert 1 <= updates["epoch"].min() <= updates["epoch"].max() <= len(rows["epochs"])

@@ -346,8 +346,8 @@ def _exponential(source: random.Random, width: float) -> float:
 
 
 def _memoryless(source: random.Random, width: float) -> float:
-    """Draws a factor with mean 1 for any width. It is memoryless, as elapsed time says nothing of the rest
-    (omnivore.txt §IV-C, A2)."""
+    """Draws a factor with mean 1 for any width. The remaining time does not depend on the elapsed time (omnivore.txt
+    §IV-C, A2)."""
     return -math.log(1.0 - source.random())
 
 

@@ -88,8 +88,7 @@ class SharedLinks:
             flow.left = max(0.0, flow.left - flow.rate * elapsed)
 
     def _divide(self) -> None:
-        """Assigns max-min fair rates: repeatedly divides the port with the smallest remaining rate per flow among its
-        flows."""
+        """Sets max-min fair rates. Repeatedly takes the port with the least rate per flow, and fixes its flows' rates."""
         self._change += 1
         if not self._flows:
             return

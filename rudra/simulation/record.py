@@ -95,8 +95,8 @@ class RecordedRun:
             self._cut(min(next(unknown, self.updates_count + 1) - 1, self.updates_count))
 
     def _stop_where_none_can_follow(self, events: Rows, plan: Plan) -> None:
-        """Cuts the record where a replay cannot follow: after dead roles return in a restart, after losses in a tree,
-        and after a change of the plan."""
+        """Cuts the record where a replay cannot follow: at a restart with roles that had died, a loss in a tree, or a
+        change of the plan."""
         first = self.losses[0]
         again = events[np.isin(events["kind"], [b"restart", b"branch"]) & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]

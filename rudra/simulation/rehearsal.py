@@ -275,8 +275,7 @@ class _Counted(TimingOnly):
 
 
 def memory_bytes(name: str) -> int:
-    """Returns the memory of this process as Linux counts it: "VmRSS" is current, "VmHWM" is the peak.
-    Returns 0 if unavailable."""
+    """Returns a memory counter of Linux for this process, "VmRSS" (current) or "VmHWM" (peak), or 0 if unavailable."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024

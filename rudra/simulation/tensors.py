@@ -195,8 +195,7 @@ class RealTensors:
         self._unsent = gradient
 
     def _forget_stale(self, weights: RoleBuffer) -> None:
-        """Drops a plain learner's old weights. It asks for newer weights after each gradient, and gets them if there
-        are any."""
+        """Drops a plain learner's old weights. It requests newer weights after each gradient."""
         if self._learner(weights[0]).pushes_at_once and not any(
             role in self._servers for role, _ in self._holders[self._held(weights)]
         ):
