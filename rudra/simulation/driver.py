@@ -1,5 +1,4 @@
-"""Simulator of a cluster: runs the same roles in one process and virtual time, with real gradients or without
-gradients.
+"""Simulator of a cluster: runs the same roles in one process and virtual time, with or without real gradients.
 
 A queue of events (`rudra.simulation.queue`) drives the roles. Their messages go through a simulated network
 (`rudra.simulation.network`). Real gradients are computed at the virtual time when they would be ready. A cost model
@@ -163,8 +162,7 @@ class Simulation:
             Faults(self, seed)
 
     def _share_ranks(self) -> None:
-        """Lets the learners of a rank compute one after another. It changes nothing if each learner has its own
-        rank."""
+        """Lets the learners of a rank compute one after another. No effect if each has its own rank."""
         learners = [self.actors[role] for role in self.plan.learners if role in self.actors]
         ranks = [self.plan.roles[actor.role].world_rank for actor in learners]
         if len(set(ranks)) < len(ranks):
@@ -272,8 +270,7 @@ class Simulation:
             do[type(action)](actor, action, now)
 
     def _handle_busily(self, actor: Actor, event: Event) -> None:
-        """Passes an event to a server. It spends the time of a message, and starts the resulting actions after that
-        time."""
+        """Passes an event to a server. It takes the time of a message, and then starts the resulting actions."""
         now = self.queue.now
         actions = actor.handle(event, now)
         if actor.message_s and type(event) is Received:
@@ -284,8 +281,7 @@ class Simulation:
             do[type(action)](actor, action, time if time > now else now)
 
     def _work(self, actor: Actor, time: float, seconds: float) -> None:
-        """Marks a server as busy. If cores are short, the server takes them from the learners that compute on its
-        node."""
+        """Marks a server as busy. If cores are short, it takes them from the learners on its node."""
         actor.busy_until = time + seconds
         if actor.neighbours:
             busy = [a for a in actor.neighbours if a.computing]

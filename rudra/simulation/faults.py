@@ -3,8 +3,8 @@
 A dead role receives and sends nothing. Its computation ends, as do all transfers of tensors to it and from it, and
 their ports are free again. Learners that share a rank die together. Control messages that a dead role had already sent
 still arrive. All other roles notice a death at the same moment, after a delay. Receives that the dead role had begun to
-fill are then posted again, and receives for its tensors only are removed. Every role gets `Lost`, and every role that
-was sending it a tensor gets `Sent`. All of this changes the simulation's queue and network from outside, so a
+fill are then posted again, and receives that only this role could fill are removed. Every role gets `Lost`, and every
+role that was sending it a tensor gets `Sent`. All of this changes the simulation's queue and network from outside, so a
 simulation without faults has no extra cost.
 """
 
@@ -117,7 +117,7 @@ class Faults:
             self._forget(dead)
 
     def _with(self, actor: Actor) -> list[Actor]:
-        """Returns the roles that die with a role: the other learners on a learner's rank."""
+        """Returns the roles that die together with a role, including itself: all learners on a learner's rank."""
         roles = self._sim.plan.roles
         if not roles[actor.role].kind_traits.trains:
             return [actor]

@@ -88,7 +88,8 @@ class SharedLinks:
             flow.left = max(0.0, flow.left - flow.rate * elapsed)
 
     def _divide(self) -> None:
-        """Sets max-min fair rates. Repeatedly takes the port with the least rate per flow, and fixes its flows' rates."""
+        """Sets max-min fair rates: repeatedly takes the port with the least rate per flow, and fixes the rates of its
+        flows."""
         self._change += 1
         if not self._flows:
             return

@@ -109,8 +109,7 @@ class Network:
                 return
 
     def reduce(self, actor: Actor, action: Reduce, time: float) -> None:
-        """Adds a role to a collective. It starts with its last member, and occupies the members' ports until it
-        ends."""
+        """Adds a role to a collective. It starts with its last member, and occupies all members' ports."""
         key = (action.group, action.sequence)
         here = self._reductions.setdefault(key, {})
         here[actor.role] = action
@@ -305,8 +304,7 @@ class Network:
         return route
 
     def _free_ports(self, route: Route, send: Send, end: float) -> None:
-        """Frees ports if the ended transfer was their last. Transfers that already wait behind others keep their
-        times."""
+        """Frees ports if the ended transfer was their last. Transfers that already wait keep their times."""
         seconds = route.transfer_s * (self._gradient_share if send.message.kind in GRADIENTS else 1.0)
         for port in (route.out, route.into, *route.blocking):
             if port.free_at == end:
