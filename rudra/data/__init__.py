@@ -1,1 +1,1 @@
-"""Samples: where they are read from, and who draws which."""
+"""Samples: their sources, and their order for each learner."""

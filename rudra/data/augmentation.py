@@ -1,4 +1,4 @@
-"""Random changes to training images: part of the deterministic drawing of samples, a pure function of a key."""
+"""Random changes to training images: part of the deterministic drawing of samples, and a pure function of a key."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +14,13 @@ from rudra.plugins import choose
 
 
 class Augmentation:
-    """What happens to a mini-batch's inputs before they are learned.
+    """Changes to the inputs of a mini-batch before training.
 
     Args:
-        table: of the job.
+        table: Augmentation table of the job.
 
     Raises:
-        ConfigError: the user's callable is not there.
+        ConfigError: The user's callable does not exist.
     """
 
     def __init__(self, table: AugmentTable) -> None:
@@ -34,21 +34,21 @@ class Augmentation:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing happens."""
+        """Whether there are no changes."""
         return not (self._crop or self._flip or self._own)
 
     def __call__(self, inputs: Any, key: int) -> Any:
-        """The changed inputs, fresh.
+        """Returns the changed inputs as a new object.
 
         Args:
-            inputs: (count, C, H, W) float32 where images are cropped or flipped; anything for a callable.
-            key: decides, together with the job, what happens.
+            inputs: (count, C, H, W) float32 if images are cropped or flipped, or anything for a callable.
+            key: Key that determines the changes, together with the job.
         """
         if self._crop or self._flip:
             if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4:
                 shape = tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else "of several tensors"
                 raise ConfigError(f"[augment] crop, flip: for images (channels, height, width), not inputs {shape}")
-            images, inputs = inputs, torch.empty_like(inputs)  # torch's memory, because it is aligned always alike
+            images, inputs = inputs, torch.empty_like(inputs)  # torch's memory always has the same alignment
             _shift(images.numpy(), inputs.numpy(), self._crop, self._flip, key)
         if self._own is not None:
             inputs = self._own(inputs, torch.Generator().manual_seed(key))
@@ -56,7 +56,7 @@ class Augmentation:
 
 
 def _shift(images: npt.NDArray[np.float32], result: npt.NDArray[np.float32], crop: int, flip: bool, key: int) -> None:
-    """Moves images by up to `crop` pixels each way, with zeros behind the edges, and mirrors half of them."""
+    """Shifts images by up to `crop` pixels in each direction, fills with zeros, and mirrors half of the images."""
     count, _, height, width = images.shape
     draws = np.random.Philox(key=key).random_raw(3 * count).reshape(count, 3)
     downs, rights = ((draws[:, place] >> np.uint64(32)) * np.uint64(2 * crop + 1) >> np.uint64(32) for place in (0, 1))

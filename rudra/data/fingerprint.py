@@ -1,8 +1,8 @@
-"""Fingerprints of data: they tell whether two processes, or two runs, have the same samples.
+"""Fingerprints of data, which show whether two processes, or two runs, have the same samples.
 
-A fingerprint has the number of samples, and a summary of a fixed choice of them. Whole numbers (labels, tokens) are
+A fingerprint has the number of samples, and a summary of a fixed selection of them. Whole numbers (labels, tokens) are
 compared exactly. Floating-point numbers are compared with a tolerance, because processors and image libraries round
-differently. A difference in samples that are not among the chosen ones is not noticed.
+differently. A difference in other samples is not noticed.
 """
 
 import time
@@ -22,25 +22,25 @@ from rudra.data.trees import mapped
 from rudra.data.users import UserSplit
 
 ITEMS, TWICE = 32, 8
-"""Samples that are summarised, and how many of them are drawn twice."""
+"""Number of samples in a summary, and how many of them are drawn twice."""
 
 LONGEST_S = 0.5
-"""After this time no further sample is drawn; two fingerprints are compared as far as both go."""
+"""Seconds after which no further sample is drawn. Fingerprints are compared for samples that both have."""
 
 TOLERANCE = 0.01
 
 Summary = tuple[int, float, float]
-"""CRC-32 of the whole numbers; root mean square of the others, and their product with a fixed pattern."""
+"""CRC-32 of the whole numbers, root mean square of the other numbers, and their product with a fixed pattern."""
 
 
 class Fingerprint(NamedTuple):
-    """What is known of a split.
+    """Fingerprint of a split.
 
     Attributes:
-        samples: that there are.
-        targets: a summary for each chosen sample; empty where two draws of a sample differ.
-        inputs: likewise.
-        repeats: whether two draws of a sample gave the same.
+        samples: Number of samples.
+        targets: Summary of each selected sample's targets, or empty if two draws of a sample differ.
+        inputs: Summary of each selected sample's inputs, or empty if two draws of a sample differ.
+        repeats: Whether two draws of a sample were equal.
     """
 
     samples: int
@@ -49,7 +49,7 @@ class Fingerprint(NamedTuple):
     repeats: bool = True
 
     def difference(self, other: "Fingerprint") -> str:
-        """What differs between two; empty if nothing does."""
+        """Describes the difference between two fingerprints, or returns an empty string if they match."""
         if self.samples != other.samples:
             return f"{self.samples:,} samples, not {other.samples:,}"
         for name in ("targets", "inputs"):
@@ -60,32 +60,32 @@ class Fingerprint(NamedTuple):
 
 
 def fingerprints(data: Data) -> dict[str, Fingerprint]:
-    """Those of the splits that are there, by "training", "validation" and "test"."""
+    """Returns the fingerprints of the available splits, by "training", "validation" and "test"."""
     splits = {"training": data.training, "validation": data.validation, "test": data.test}
     return {name: fingerprint(samples) for name, samples in splits.items() if samples is not None}
 
 
 def fingerprint(samples: Samples) -> Fingerprint:
-    """That of a split. The global random generators are as before afterwards."""
+    """Returns the fingerprint of a split. The states of the global random generators are unchanged afterwards."""
     count = min(ITEMS, len(samples))
-    order = np.argsort(np.random.Philox(key=0).random_raw(count), kind="stable")  # the first few are spread, too
+    order = np.argsort(np.random.Philox(key=0).random_raw(count), kind="stable")  # the first few are also spread
     chosen = (np.linspace(0, len(samples) - 1, count).astype(np.int64)[order]).tolist()
     targets, inputs = _summaries(samples, chosen)
     if not _is_users(samples):
         return Fingerprint(len(samples), targets, inputs)
     again = _summaries(samples, chosen[:TWICE])
     pairs = zip((targets, inputs), again, strict=True)
-    same = [all(a == b for a, b in zip(*pair, strict=False)) for pair in pairs]  # as far as both had the time
+    same = [all(a == b for a, b in zip(*pair, strict=False)) for pair in pairs]  # of samples drawn in time twice
     return Fingerprint(len(samples), targets if same[0] else (), inputs if same[1] else (), all(same))
 
 
 def plain(found: Mapping[str, Fingerprint]) -> dict[str, Any]:
-    """Fingerprints as JSON has them."""
+    """Returns fingerprints as JSON values."""
     return {name: each._asdict() for name, each in found.items()}
 
 
 def from_plain(found: Mapping[str, Any]) -> dict[str, Fingerprint]:
-    """Those that `plain` gave; what cannot be one is left out."""
+    """Returns the fingerprints from values of `plain`, without invalid ones."""
     made = {}
     for name, each in found.items():
         try:
@@ -99,7 +99,7 @@ def from_plain(found: Mapping[str, Any]) -> dict[str, Fingerprint]:
 
 
 def unrepeatable(found: Mapping[str, Fingerprint]) -> str:
-    """Why the samples of a run cannot be drawn again; empty if they can."""
+    """Returns why the samples of a run cannot be drawn again, or an empty string if they can."""
     names = [name for name, each in found.items() if not each.repeats]
     if not names:
         return ""
@@ -108,7 +108,7 @@ def unrepeatable(found: Mapping[str, Fingerprint]) -> str:
 
 
 REPEATABLE = "this run cannot be replayed; valid: torch's, NumPy's or Python's own"
-"""What a warning says behind that: a consequence, and which generators Rudra seeds."""
+"""Rest of the warning: the consequence, and the generators that Rudra seeds."""
 
 
 def _is_users(samples: Samples) -> bool:
@@ -118,7 +118,8 @@ def _is_users(samples: Samples) -> bool:
 
 
 def _summaries(samples: Samples, chosen: list[int]) -> tuple[tuple[Summary, ...], tuple[Summary, ...]]:
-    """Of targets and inputs. A sample that cannot be drawn ends them; whoever needs it says why."""
+    """Returns summaries of targets and inputs, up to the first sample that cannot be drawn. Its later use reports the
+    error."""
     targets, inputs = list[Summary](), list[Summary]()
     end = time.monotonic() + LONGEST_S
     with seeded(0):

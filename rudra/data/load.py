@@ -1,7 +1,7 @@
-"""Training and test samples: what a mini-batch is made of, and where the samples come from.
+"""Training and test samples: the content of mini-batches, and the origin of samples.
 
-`load` gives a job's data: one of the sets that Rudra reads itself (`rudra.data.readers`), or the user's own datasets.
-Every split answers `batch(indices)` in the same way, and two calls with the same indices give the same bits.
+`load` returns a job's data: a set that Rudra reads itself (`rudra.data.readers`), or the user's own datasets. Every
+split has `batch(indices)`, and two calls with the same indices give bitwise identical results.
 """
 
 import copy
@@ -30,16 +30,16 @@ from rudra.plugins import call, choose
 
 @dataclass(frozen=True, slots=True)
 class DataInfo:
-    """What a job's data looks like, known to ranks that read none of it.
+    """Description of a job's data, known also to ranks that do not read it.
 
     Attributes:
-        name: of the data.
-        training_samples: with the job's limit applied, as is the next.
-        test_samples: likewise.
-        input_shape: of one sample; of several inputs a tuple or dictionary of shapes.
-        classes: that there are; labels of a multi-label set, numbers of a regression's target.
-        example: a batch of one real sample, the same on all ranks; None where no samples were read.
-        sparse: inputs are in compressed rows, torch's CSR tensors.
+        name: Name of the data.
+        training_samples: Number of training samples within the job's limit.
+        test_samples: Number of test samples within the job's limit.
+        input_shape: Shape of one sample's input, or for several inputs a tuple or dictionary of shapes.
+        classes: Number of classes, of labels in a multi-label set, or of numbers in a regression's target.
+        example: Batch of one real sample, the same on all ranks, or None if no samples were read.
+        sparse: Whether inputs are in compressed rows, torch's CSR tensors.
     """
 
     name: str
@@ -52,38 +52,38 @@ class DataInfo:
 
     @property
     def sample(self) -> Batch:
-        """A batch of one sample; without an example it has zeros: float32 inputs and an int64 label."""
+        """Returns a batch of one sample. Without an example it has zeros: float32 inputs and an int64 label."""
         if self.example is not None:
             return self.example
         inputs = nothing(1, *self.input_shape) if self.sparse else torch.zeros(1, *self.input_shape)
         return inputs, torch.zeros(1, dtype=torch.int64)
 
 
-_BLOCK = 1 << 20  # numbers that are looked at together
+_BLOCK = 1 << 20  # numbers to process at a time
 
 
 def in_memory(samples: Samples | None) -> bool:
-    """Whether samples are drawn without files or the user's code: in less time than an input thread's hand-over."""
+    """Returns whether samples are drawn without files or user code, faster than a hand-over to an input thread."""
     while isinstance(samples, Subset):
         samples = samples.samples
     return isinstance(samples, Split) and samples.inputs.in_memory and samples.targets.in_memory
 
 
 def asked_at_once(samples: Samples) -> bool:
-    """Whether samples must be drawn in the thread that learns, so that no input thread can prepare them."""
+    """Returns whether samples must be drawn in the training thread, so that no input thread can prepare them."""
     while isinstance(samples, Subset):
         samples = samples.samples
     return samples.random or (isinstance(samples, UserSplit) and samples.ask is at_once)
 
 
 class Data(NamedTuple):
-    """A job's data, as far as it was asked for.
+    """Data of a job, as far as requested.
 
     Attributes:
-        training: drawn by learners.
-        test: the statistics server's.
-        info: what all of it is like.
-        validation: the user's, or held out of the training set; tested as the test set is.
+        training: Samples for learners.
+        test: Samples for the statistics server.
+        info: Description of the data.
+        validation: Samples of the user, or held out of the training set. They are evaluated like the test set.
     """
 
     training: Samples | None
@@ -92,31 +92,31 @@ class Data(NamedTuple):
     validation: Samples | None = None
 
     def part(self, *, train: bool, test: bool) -> "Data":
-        """What learners or the statistics server, or both, need of it."""
+        """Returns the parts of the data for learners, the statistics server, or both."""
         validation = self.validation if test else None
         return Data(self.training if train else None, self.test if test else None, self.info, validation)
 
     @property
     def tests(self) -> dict[str, Samples]:
-        """What the statistics server tests weights on."""
+        """Returns the samples for evaluations, by split."""
         return {n: s for n, s in (("test", self.test), ("validation", self.validation)) if s is not None}
 
 
 def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int = 0, ignored: int | None = None) -> Data:
-    """A job's data.
+    """Loads a job's data.
 
     Args:
-        table: which data, where, and how much of it.
-        train: give the training split; without it no more is read than the description, the test's mean or a part that
-            is held out needs.
-        test: give the test split, and that for validation.
-        seed: of the job; chooses what is held out.
-        ignored: label that the loss ignores; it may be outside the classes of the user's own datasets.
+        table: Data table of the job.
+        train: Whether to load the training split. If not, it is read only for the description, the
+            mean for the test set, or a held-out part.
+        test: Whether to load the test split, and the validation split.
+        seed: Seed of the job, which selects held-out samples.
+        ignored: Label that the loss ignores. It may be outside the classes of the user's own datasets.
 
     Raises:
-        ConfigError: no such data set, an option that it does not have, a test set that is missing or there twice, or
-            the user's datasets do not tell the number of classes.
-        DataError: a file is missing, damaged, or its labels are out of range.
+        ConfigError: The data set or an option does not exist, a test set is missing or given twice, or the number of
+            classes of the user's datasets is unknown.
+        DataError: A file is missing or damaged, or its labels are out of range.
     """
     if isinstance(table.name, str) and ":" not in table.name:
         reader = choose("[data] name", table.name, READERS)
@@ -137,7 +137,7 @@ def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, see
     asked = {split for split, given in zip(SPLITS, (train, test), strict=True) if given}
     if test and table.validation_split is not None:
         asked.add("train")
-    # What the test needs of the training set.
+    # parts of the training set that evaluation needs
     of_training = table.test_split is not None or table.standardise or table.subtract_mean is not False
     arrays = reader(table, {"train", *asked} if test and of_training else asked)
     if table.classes not in (None, arrays.classes):
@@ -170,16 +170,16 @@ def _load_shipped(table: DataTable, reader: Reader, train: bool, test: bool, see
 
 
 def _example(samples: Samples) -> Batch:
-    """The first sample as a batch; drawn alike on all ranks where drawing it is random."""
+    """Returns the first sample as a batch. If drawing is random, it is the same on all ranks."""
     with seeded(0):
         return samples.batch(np.zeros(1, np.int64))
 
 
 def _stays_sparse(table: DataTable, arrays: Arrays) -> bool:
-    """Whether mini-batches are sparse, as the data are.
+    """Returns whether mini-batches are sparse, like the data.
 
     Raises:
-        ConfigError: they are to be, and cannot.
+        ConfigError: The job requires sparse mini-batches, but the data do not allow them.
     """
     if table.sparse == "auto":
         return arrays.density is not None and arrays.density <= DENSEST and not table.standardise
@@ -191,11 +191,12 @@ def _stays_sparse(table: DataTable, arrays: Arrays) -> bool:
 
 
 def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """How many samples a job uses of each split, and which: of the split, or of the training set with `test_split`.
+    """Returns the number of samples of each split, and their indices in the split (with `test_split`, in the training
+    set).
 
     Raises:
-        ConfigError: there is no test set, or `test_split` would be a second one.
-        DataError: a split is empty.
+        ConfigError: There is no test set, or `test_split` would make a second one.
+        DataError: A split is empty.
     """
     where = table.path or f"[data] {table.name}"
     limits = {"train": table.train_limit, "test": table.test_limit}
@@ -214,7 +215,7 @@ def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int
 
 
 def _has_mean(table: DataTable, inputs: Source) -> bool:
-    """Whether the mean is subtracted. Raises ConfigError where it cannot be."""
+    """Returns whether the mean is subtracted. Raises ConfigError if it cannot be."""
     dense = isinstance(inputs, Dense) and not are_tokens(inputs.shape, inputs.dtype)
     if table.subtract_mean is None:
         return dense and inputs.dtype == np.uint8 and len(inputs.shape) > 2
@@ -231,7 +232,8 @@ def _has_mean(table: DataTable, inputs: Source) -> bool:
 
 
 def _mean(inputs: Source, chosen: Any) -> npt.NDArray[np.float32]:
-    """Mean of the chosen inputs; of bytes from exact sums, so that it depends on neither order nor blocks."""
+    """Returns the mean of the chosen inputs. Sums of bytes are exact, so the mean depends on neither order nor
+    blocks."""
     assert isinstance(inputs, Dense)
     values = inputs.array[chosen]
     total = values.sum(axis=0, dtype=np.int64 if inputs.dtype == np.uint8 else np.float64)
@@ -242,15 +244,15 @@ def _mean(inputs: Source, chosen: Any) -> npt.NDArray[np.float32]:
 def _standard(
     table: DataTable, inputs: Source, chosen: Any, seed: int
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:
-    """What gives the chosen inputs, but those that are held out for validation, the mean 0 and the deviation 1.
+    """Returns mean and factor that standardise the chosen inputs, without samples held out for validation.
 
-    Columns whose values float32 cannot tell apart keep the deviation that they have, which is 0.
+    Columns whose values float32 cannot distinguish keep their deviation of 0.
 
     Returns:
-        Mean, and one over the deviation; each (columns,).
+        Mean, and the reciprocal of the deviation, each (columns,).
 
     Raises:
-        ConfigError: the inputs are no table of numbers.
+        ConfigError: The inputs are not a table of numbers.
     """
     if are_tokens(inputs.shape, inputs.dtype) or len(inputs.shape) != 2:
         what = "tokens" if are_tokens(inputs.shape, inputs.dtype) else f"arrays of shape {inputs.shape[1:]}"
@@ -263,7 +265,7 @@ def _standard(
     rows.sort()
     step = max(1, _BLOCK // inputs.shape[1])
     mean, squares = np.zeros((2, inputs.shape[1]))
-    for first in range(0, len(rows), step):  # of blocks, so that files are read once and in order
+    for first in range(0, len(rows), step):  # in blocks, so that files are read once and in order
         block = inputs.rows(rows[first : first + step]).astype(np.float64)
         own = block.mean(axis=0)
         share = len(block) / (first + len(block))
@@ -276,7 +278,7 @@ def _standard(
 
 
 def _load_own(table: DataTable, seed: int, ignored: int | None) -> Data:
-    """The user's own datasets, made and asked in the data thread; or here, if they were given as objects made here."""
+    """Loads the user's own datasets in the data thread, or here if they were given as objects made here."""
     try:
         return in_data_thread(_load_users, table, seed, ignored, in_data_thread)
     except Exception:
@@ -327,9 +329,9 @@ def _load_users(table: DataTable, seed: int, ignored: int | None, ask: Ask) -> D
 
 
 def _as_tested(training: Any, test: Any) -> Any:
-    """The training set as samples of it are tested: with the attribute `transform` of the test set, if both have one.
+    """Returns the training set with the test set's attribute `transform`, for evaluation, if both sets have one.
 
-    Only sets of one class are known to mean the same by it.
+    This is done only for sets of one class, because they give the attribute the same meaning.
     """
     if type(training) is not type(test) or "transform" not in getattr(training, "__dict__", {}):
         return training
@@ -339,7 +341,7 @@ def _as_tested(training: Any, test: Any) -> Any:
 
 
 def _collate(table: DataTable) -> Callable[[list[Any]], Any] | None:
-    """The user's own way to make a mini-batch of items."""
+    """Returns the user's own function that makes a mini-batch of items."""
     made = choose("[data] collate", table.collate, {})
     if made is not None and not callable(made):
         raise ConfigError(f"[data] collate: {table.collate} is a {type(made).__name__} and cannot be called")
@@ -347,19 +349,20 @@ def _collate(table: DataTable) -> Callable[[list[Any]], Any] | None:
 
 
 def _users_pair(table: DataTable) -> tuple[str, Any]:
-    """A name for messages, and what the user gave: a pair of datasets, if it is right."""
+    """Returns a name for messages, and the user's value if it is a valid pair of datasets."""
     if not isinstance(table.name, str) and not callable(table.name):
         return "datasets given in code", table.name
     made = choose("[data] name", table.name, {})
     name = table.name if isinstance(table.name, str) else getattr(table.name, "__qualname__", repr(table.name))
     if not callable(made):
         return name, made
-    with seeded(0):  # data that is drawn at random is the same on every node, whatever the job's seed
+    with seeded(0):  # random data is the same on every node, whatever the job's seed
         return name, call(made, f"[data] {name}", table.options, {} if table.path is None else {"path": table.path})
 
 
 def _classes(name: str, dataset: Any, target: Any, ignored: int | None) -> int:
-    """Number of classes, from what datasets commonly tell about themselves; of numbers in a target that is no label."""
+    """Returns the number of classes from common attributes of datasets, or the number of values in a target without
+    labels."""
     if trees.first(target).dtype != torch.int64:
         return int(trees.first(target)[0].numel())
     told = getattr(dataset, "classes", None)
@@ -375,11 +378,11 @@ def _classes(name: str, dataset: Any, target: Any, ignored: int | None) -> int:
 
 
 def _largest_label(labels: Any, ignored: int | None) -> int | None:
-    """Of labels in a list, an array or a dictionary, without the ignored one; None if there are none, or are names."""
+    """Returns the largest label in a list, array or dictionary, except the ignored one. None: no whole numbers."""
     try:
         found = np.asarray(list(labels.values()) if isinstance(labels, Mapping) else labels)
         whole = found.dtype.kind in "iuf" and bool((found == np.floor(found)).all())
-    except (TypeError, ValueError, RuntimeError):  # such as rows of several lengths
+    except (TypeError, ValueError, RuntimeError):  # such as rows of different lengths
         return None
     found = found if ignored is None else found[found != ignored]
     return int(found.max()) if whole and found.size else None

@@ -7,12 +7,12 @@ from torch.utils.data import Dataset
 
 
 class Noise(Dataset[tuple[torch.Tensor, int]]):
-    """A data set of noise with 10 classes, of any length, in the memory of a few samples.
+    """Data set of noise with 10 classes, of any length, in the memory of a few samples.
 
     Args:
-        shape: shape of one sample.
-        samples: length of the data set.
-        pool: number of different samples, which repeat.
+        shape: Shape of one sample.
+        samples: Length of the data set.
+        pool: Number of different samples, which repeat.
     """
 
     def __init__(self, shape: Sequence[int], samples: int, pool: int) -> None:

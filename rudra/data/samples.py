@@ -1,4 +1,4 @@
-"""Samples by number: those of a data set that Rudra reads, and parts of others."""
+"""Samples by number: splits of a data set that Rudra reads, and subsets of any samples."""
 
 from typing import Any, Protocol
 
@@ -11,14 +11,14 @@ from rudra.data.sources import Source, Sparse, are_tokens
 from rudra.data.sparse import rows_of
 
 Batch = tuple[Any, Any]
-"""Inputs and targets: tensors whose first dimension is the sample's, or tuples and dictionaries of such."""
+"""Inputs and targets: tensors whose first dimension is the sample, or tuples and dictionaries of such tensors."""
 
 
 class Samples(Protocol):
-    """A split, as learners and the statistics server use it.
+    """Split, as learners and the statistics server use it.
 
     Attributes:
-        random: whether drawing a sample draws random numbers, too, from the generators that everybody uses.
+        random: Whether drawing a sample also draws random numbers, from the global generators.
     """
 
     @property
@@ -27,27 +27,27 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """Inputs (count, *input_shape) and targets (count, …) of the given samples, fresh and contiguous.
+        """Returns inputs (count, *input_shape) and targets (count, …) of the given samples, newly made and contiguous.
 
-        Inputs are float32, or int64 where they are tokens; those that stay sparse are a CSR tensor with int32 indices.
-        Those of a user's dataset may also be boolean or complex64. Targets are (count,) int64 where they are class
+        Inputs are float32, or int64 if they are tokens. Inputs that stay sparse are a CSR tensor with int32 indices.
+        Inputs of a user's dataset may also be boolean or complex64. Targets are (count,) int64 if they are class
         labels.
         """
 
 
 class Split(Dataset[Batch]):
-    """Samples of a data set that Rudra reads, converted when they are drawn.
+    """Samples of a data set that Rudra reads, converted when drawn.
 
     Inputs that are tokens (`are_tokens`) become int64, and all other inputs float32. Targets that are whole numbers
     become int64, and all others float32.
 
     Args:
-        inputs: (N, …).
-        targets: (N,) or (N, …).
-        mean: of one input, subtracted from each; float32, or float64 where deviations may be small beside it; or None.
-        scale: factor on the inputs after that, one or one for each number of an input; not on tokens.
-        limit: use only the first samples.
-        sparse: inputs, which are `Sparse` then, stay so; they have no mean, and one scale.
+        inputs: Inputs (N, …).
+        targets: Targets (N,) or (N, …).
+        mean: Mean to subtract from each input: float32, float64 if deviations may be relatively small, or None.
+        scale: Factor applied after subtraction, one for all or for each number of an input. Not used for tokens.
+        limit: Number of first samples to use.
+        sparse: Whether inputs, which are then `Sparse`, stay sparse. They have no mean, and one scale.
     """
 
     random = False
@@ -86,8 +86,9 @@ class Split(Dataset[Batch]):
         rows = self.inputs.rows(indices)
         if self._tokens:
             return torch.from_numpy(rows.astype(np.int64, copy=False)), labels
-        # NumPy, because this runs in the input thread: it lets go of the GIL as torch does, but starts no second team
-        # of worker threads beside those of the learner's gradient. torch's memory, because it is aligned always alike.
+        # NumPy, because this runs in the input thread: NumPy releases the GIL as torch does, but starts no second team
+        # of threads in competition with the learner's gradient. The memory is torch's, because its alignment is always
+        # the same.
         inputs = torch.empty(rows.shape, dtype=torch.float32)
         converted = inputs.numpy()
         if self.mean is not None:
@@ -106,11 +107,11 @@ class Split(Dataset[Batch]):
 
 
 class Subset(Dataset[Batch]):
-    """Some of other samples, which it does not copy.
+    """Subset of other samples, without copies.
 
     Args:
-        samples: those.
-        indices: (count,) int64: which of them, in their new order.
+        samples: Samples to select from.
+        indices: (count,) int64: selected samples, in their new order.
     """
 
     def __init__(self, samples: Samples, indices: npt.NDArray[np.int64]) -> None:

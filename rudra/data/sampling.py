@@ -1,6 +1,6 @@
-"""Which samples a learner draws: pure functions of keys, so that any run, resume or replay draws the same.
+"""Order of samples that learners draw: pure functions of keys, so any run, resume or replay draws the same samples.
 
-Only raw generator output is used: NumPy guarantees those streams across its versions, and nothing above them.
+Only raw generator output is used. NumPy guarantees these streams across its versions, but no derived functions.
 """
 
 import random
@@ -16,14 +16,14 @@ from rudra.errors import DataError
 _MASK = 2**64 - 1
 
 TEST_SPLIT, VALIDATION_SPLIT = -1, -2
-"""What samples are held out for."""
+"""Purposes of held-out samples."""
 
 
 def mix(*values: int) -> int:
     """Mixes integers into one key, for generators that take a single seed.
 
     Args:
-        values: any integers, for example (seed, learner, step); their order matters.
+        values: Any integers, for example (seed, learner, step). Their order matters.
 
     Returns:
         63 bits that look random and depend on every value.
@@ -38,7 +38,7 @@ def mix(*values: int) -> int:
 
 
 def seed_all(key: int) -> None:
-    """Seeds the generators from which the user's own code commonly draws: Python's, NumPy's and torch's."""
+    """Seeds the generators that the user's own code commonly uses: Python's, NumPy's and torch's."""
     import torch
 
     random.seed(key)
@@ -47,7 +47,7 @@ def seed_all(key: int) -> None:
 
 
 def random_states() -> tuple[Any, ...]:
-    """Of the same generators, to compare with others."""
+    """Returns the states of the same generators, for comparisons."""
     import torch
 
     numpy: Any = np.random.get_state(legacy=True)
@@ -56,7 +56,7 @@ def random_states() -> tuple[Any, ...]:
 
 @contextmanager
 def seeded(key: int) -> Iterator[None]:
-    """Seeds the same generators for a while; afterwards they are as they were before."""
+    """Seeds the same generators for a context, and restores their states afterwards."""
     import torch
 
     python, numpy, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -70,15 +70,15 @@ def seeded(key: int) -> Iterator[None]:
 
 
 class Sampler:
-    """One learner's endless walk through the training set, in a new random order on each pass.
+    """Endless sequence of one learner's samples: the training set in a new random order on each pass.
 
     Args:
-        seed: of the job.
-        stream: the learner's number.
-        population: samples in the training set, below 2**31.
+        seed: Seed of the job.
+        stream: Number of the learner.
+        population: Number of samples in the training set, below 2**31.
 
     Raises:
-        DataError: there is no sample to draw.
+        DataError: There are no samples to draw.
     """
 
     def __init__(self, seed: int, stream: int, population: int) -> None:
@@ -91,9 +91,9 @@ class Sampler:
         self._permutation = np.empty(0, np.int32)
 
     def indices(self, first: int, count: int) -> npt.NDArray[np.int64]:
-        """The samples at positions `first` to `first + count - 1` of the walk.
+        """Returns the samples at positions `first` to `first + count - 1` of the sequence.
 
-        However a walk is cut into calls, and in whatever order they come, the sequence is the same.
+        The sequence does not depend on the sizes or the order of calls.
 
         Returns:
             (count,) int64, owned by the caller.
@@ -108,7 +108,7 @@ class Sampler:
 
     def _pass(self, number: int) -> npt.NDArray[np.int32]:
         if number != self._cached:
-            # The low half of the counter is left to the generator, which advances it; the high half names the pass.
+            # The generator advances the low half of the counter. The high half is the number of the pass.
             counter = number << 128
             bits = np.random.Philox(key=self.seed | self.stream << 64, counter=counter)
             self._permutation = np.argsort(bits.random_raw(self.population), kind="stable").astype(np.int32)
@@ -119,19 +119,19 @@ class Sampler:
 def hold_out(
     seed: int, purpose: int, population: int, fraction: float
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Parts a set at random.
+    """Splits a set at random.
 
     Args:
-        seed: of the job.
+        seed: Seed of the job.
         purpose: `TEST_SPLIT` or `VALIDATION_SPLIT`, which are drawn independently.
-        population: samples in the set.
-        fraction: of them that is held out, rounded to whole ones: at least one, and not all.
+        population: Number of samples in the set.
+        fraction: Fraction of held-out samples. Their number is rounded, to at least one and not all.
 
     Returns:
-        The samples that stay and those held out, each ascending.
+        Remaining and held-out samples, each ascending.
 
     Raises:
-        DataError: there are fewer than two.
+        DataError: There are fewer than two samples.
     """
     if population < 2:
         raise DataError(f"cannot hold samples out of {population}; there must be 2 at least")

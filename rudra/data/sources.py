@@ -1,7 +1,7 @@
-"""Where samples lie: arrays in memory or in files, of which any rows can be had.
+"""Sources of samples: arrays in memory or in files, with access to any rows.
 
-A `Source` is one array of a data set. What it gives are fresh arrays, the same for the same indices whenever, by
-whatever thread and in whatever order they are asked for. Sources can be pickled: those of files by the files' names.
+A `Source` is one array of a data set. It returns new arrays, and the same rows for the same indices at any time, in any
+thread and in any order of calls. Sources can be pickled. Those of files are pickled as the files' names.
 """
 
 import math
@@ -24,17 +24,17 @@ from rudra.files import DENSEST
 Rows = NDArray[Any]
 Indices = NDArray[np.int64]
 
-_BLOCK_BYTES = 1 << 20  # that are read at a time where a file has no chunks
-_BILINEAR = 2  # Pillow's number for it
+_BLOCK_BYTES = 1 << 20  # bytes to read at a time if a file has no chunks
+_BILINEAR = 2  # Pillow's constant
 
 
 class Source(Protocol):
-    """One array of a data set, wherever it lies.
+    """One array of a data set, in memory or in a file.
 
     Attributes:
-        shape: (N, …).
-        dtype: of the rows.
-        in_memory: whether rows are had without reading a file.
+        shape: Shape (N, …) of the array.
+        dtype: Type of the rows.
+        in_memory: Whether rows are available without reading a file.
     """
 
     @property
@@ -47,36 +47,36 @@ class Source(Protocol):
     def in_memory(self) -> bool: ...
 
     def rows(self, indices: Indices) -> Rows:
-        """Rows (count, …), fresh and contiguous.
+        """Returns rows (count, …), newly made and contiguous.
 
         Args:
-            indices: (count,) int64 in 0 … N - 1, in any order; one may come several times.
+            indices: (count,) int64 in 0 … N - 1, in any order, with duplicates.
 
         Raises:
-            DataError: a file cannot be read.
+            DataError: A file cannot be read.
         """
 
 
 def are_tokens(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
-    """Whether inputs (N, …) are numbers of tokens, not to be calculated with.
+    """Returns whether inputs (N, …) are numbers of tokens, which are not used in arithmetic.
 
-    Whole numbers are tokens in rows of one dimension, unless they are bytes. In rows of more dimensions they are the
-    pixels of pictures.
+    Whole numbers are tokens if rows have one dimension, unless they are bytes. If rows have more dimensions, whole
+    numbers are pixels of images.
     """
     return dtype.kind in "iu" and dtype != np.uint8 and len(shape) == 2
 
 
 class Dense:
-    """An array in memory.
+    """Array in memory.
 
     Args:
-        array: (N, …) numbers; kept, not copied.
+        array: Numbers (N, …), which are not copied.
     """
 
     in_memory = True
 
     def __init__(self, array: Rows) -> None:
-        self.array = np.asarray(array)  # a memmap would make its rows memmaps
+        self.array = np.asarray(array)  # rows of a memmap would be memmaps
         self.shape, self.dtype = self.array.shape, self.array.dtype
 
     def rows(self, indices: Indices) -> Rows:
@@ -84,13 +84,13 @@ class Dense:
 
 
 class Sparse:
-    """A matrix of which most is 0, in compressed rows (CSR); rows become dense when they are drawn.
+    """Matrix with mostly zeros, in compressed rows (CSR). Rows become dense when drawn.
 
     Args:
         values: (stored,) float32.
         columns: (stored,) int32 in 0 … width - 1, each at most once in a row.
         starts: (N + 1,) int64: row i holds the elements starts[i] … starts[i + 1] - 1.
-        width: columns of the matrix.
+        width: Number of columns of the matrix.
     """
 
     in_memory = True
@@ -104,7 +104,7 @@ class Sparse:
 
     @property
     def density(self) -> float:
-        """The share of its numbers that is stored."""
+        """Fraction of the matrix's numbers that is stored."""
         return len(self.values) / max(1, math.prod(self.shape))
 
     def rows(self, indices: Indices) -> Rows:
@@ -115,14 +115,14 @@ class Sparse:
         return result
 
     def compressed(self, indices: Indices) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.float32]]:
-        """The same rows as they are stored: where each starts and the last ends, columns, and values; all fresh."""
+        """Returns the rows in stored form: their starts and the last end, columns, and values, all newly made."""
         lengths, stored = self._stored(indices)
         starts = np.zeros(len(indices) + 1, np.int32)
         np.cumsum(lengths, out=starts[1:])
         return starts, self.columns[stored], self.values[stored]
 
     def _stored(self, indices: Indices) -> tuple[Indices, Indices]:
-        """How many elements each row has, and the places of all of them."""
+        """Returns the number of elements of each row, and the indices of all elements."""
         first = self.starts[indices]
         lengths = self.starts[indices + 1] - first
         ends = np.cumsum(lengths)
@@ -130,16 +130,16 @@ class Sparse:
 
 
 class TokenWindows:
-    """Pieces of one length out of a text, one after the other.
+    """Windows of equal length in a text, one after the other.
 
     Args:
-        text: (characters,) unsigned integers: numbers of characters in a vocabulary.
-        length: T, characters of a row.
-        offset: where row 0 begins; row i begins i·T later.
-        count: N, rows; by default as many as there are whole ones.
+        text: (characters,) unsigned integers: indices of characters in a vocabulary.
+        length: Number T of characters in a row.
+        offset: Start of row 0. Row i starts i·T later.
+        count: Number N of rows, by default as many as fit.
 
     Raises:
-        ValueError: the text has not so many rows.
+        ValueError: The text does not have `count` rows.
     """
 
     in_memory = True
@@ -157,19 +157,19 @@ class TokenWindows:
 
 
 class Stored:
-    """A data set of an HDF5 file, read when its rows are drawn. Any thread may draw.
+    """Data set of an HDF5 file, read when its rows are drawn. Any thread may draw.
 
-    One that is neither chunked nor compressed is mapped into memory. Of others, what a batch needs of a chunk is taken
-    out of it at once, and the chunks that were decoded last are kept.
+    A data set that is neither chunked nor compressed is mapped into memory. From other data sets, each chunk is decoded
+    once per batch, and the latest decoded chunks are kept.
 
     Args:
-        path: of the file.
-        name: of the data set, within it.
-        sample_shape: of one row, if it is not the file's; as many elements.
-        cache_bytes: how much of decoded chunks to keep; the last one is kept in any case.
+        path: Path of the file.
+        name: Name of the data set within the file.
+        sample_shape: Shape of one row, if it differs from the file's. It must have as many elements.
+        cache_bytes: Maximum bytes of decoded chunks to keep. The latest one is always kept.
 
     Raises:
-        DataError: no such file or data set; it holds no numbers, or none of its own; the file is damaged.
+        DataError: The file or data set does not exist, holds no numbers or refers to other files, or is damaged.
     """
 
     in_memory = False
@@ -181,23 +181,23 @@ class Stored:
         self._where = f"{path}: {name}"
         self._lock = threading.Lock()
         self._blocks: OrderedDict[int, Rows] = OrderedDict()
-        self._room = cache_bytes  # less what the blocks take
+        self._room = cache_bytes  # minus the bytes of the blocks
         try:
             self._data, self._mapped = self._opened(path, name)
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{self._where}: cannot be read, perhaps damaged: {one_line(error)}") from None
         chunks = self._data.chunks if self._mapped is None else None
         stored = self._data.shape
-        self.dtype: np.dtype[Any] = np.dtype(self._data.dtype.str)  # without what h5py notes in it
+        self.dtype: np.dtype[Any] = np.dtype(self._data.dtype.str)  # without metadata of h5py
         self.shape: tuple[int, ...] = stored if sample_shape is None else (stored[0], *sample_shape)
         row_bytes = self.dtype.itemsize * math.prod(stored[1:])
         self._step: int = chunks[0] if chunks else max(1, _BLOCK_BYTES // max(1, row_bytes))
 
     def _opened(self, path: Path, name: str) -> tuple[Any, Rows | None]:
-        """The data set, and its array if it can be mapped."""
-        import h5py  # most jobs do without, and it takes time
+        """Returns the data set, and its array if it can be mapped."""
+        import h5py  # most jobs do not need this slow import
 
-        file = h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # what was decoded is kept here
+        file = h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)  # this object caches decoded chunks
         found = file.get(name)
         if not isinstance(found, h5py.Dataset):
             raise DataError(f"{self._where}: there is no such data set")
@@ -228,7 +228,7 @@ class Stored:
         return result.reshape(len(indices), *self.shape[1:])
 
     def _block(self, number: int) -> Rows:
-        """The rows of one chunk, decoded."""
+        """Returns the decoded rows of one chunk."""
         block = self._blocks.pop(number, None)
         if block is None:
             first = number * self._step
@@ -253,10 +253,10 @@ def _reopened(path: Path, name: str, sample_shape: tuple[int, ...] | None, cache
 
 
 def data_sets(path: Path) -> list[str]:
-    """Names of the data sets of an HDF5 file.
+    """Returns the names of the data sets in an HDF5 file.
 
     Raises:
-        DataError: it is none, or damaged.
+        DataError: The file is not an HDF5 file, or is damaged.
     """
     import h5py
 
@@ -270,14 +270,14 @@ def data_sets(path: Path) -> list[str]:
 
 
 class Images:
-    """Pictures in files, decoded when they are drawn.
+    """Images in files, decoded when drawn.
 
-    The middle square of each becomes size x size pixels: its shorter side is scaled, and the longer one is cropped.
+    The middle square of each image becomes size x size pixels: the shorter side is scaled, the longer one is cropped.
 
     Args:
-        files: paths of JPEG, PNG and other files that Pillow reads.
-        size: of the pictures that are made.
-        threads: that decode at a time; Pillow lets go of the GIL.
+        files: Paths of JPEG, PNG and other files that Pillow reads.
+        size: Width and height of the resulting images.
+        threads: Number of threads that decode in parallel. Pillow releases the GIL.
     """
 
     in_memory = False
@@ -297,16 +297,16 @@ class Images:
         return result
 
     def _decoded(self, index: int) -> Rows:
-        """Pixels (size, size, 3)."""
+        """Returns the pixels (size, size, 3)."""
         wanted = (self.size, self.size)
         with picture(self.files[index]) as image:
             if image.mode[0] in "IF":
                 raise ValueError(f"its pixels are {image.mode}, not 8 bits")
-            image.draft(None, wanted)  # a JPEG decodes faster to a half, a quarter … of its size
+            image.draft(None, wanted)  # a JPEG decodes faster at a half, a quarter … of its size
             width, height = image.size
             side = min(image.size)
             left, top = (width - side) // 2, (height - side) // 2
-            # A palette may have transparent colours, of which Pillow warns if they go straight to RGB.
+            # A palette may have transparent colours, and Pillow warns about a direct conversion to RGB.
             colours = image.convert("RGBA" if image.mode == "P" else "RGB").convert("RGB")
             box = (left, top, left + side, top + side)
             return np.asarray(colours.resize(wanted, resample=_BILINEAR, box=box))
@@ -317,17 +317,17 @@ class Images:
 
 @contextmanager
 def picture(file: str) -> Iterator[Any]:
-    """An image file, opened by Pillow.
+    """Opens an image file with Pillow.
 
     Raises:
-        DataError: it is none, or damaged, now or in what is done with it.
+        DataError: The file is not an image, or is damaged, as found here or in the context.
     """
     from PIL import Image
 
     try:
-        if not os.path.isfile(file):  # a pipe would be waited for
+        if not os.path.isfile(file):  # opening a pipe would block
             raise ValueError("no such file")
         with Image.open(file) as image:
             yield image
-    except Exception as error:  # decoders raise almost anything
+    except Exception as error:  # decoders may raise any exception
         raise DataError(f"{file}: cannot be decoded, perhaps damaged: {one_line(error)}") from None

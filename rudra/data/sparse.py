@@ -1,4 +1,4 @@
-"""Inputs of which most is 0: mini-batches as torch's CSR tensors, and what torch itself cannot do with those."""
+"""Sparse inputs: mini-batches as torch's CSR tensors, with operations that torch does not have for them."""
 
 import warnings
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 DENSEST = 0.1
-"""Of which more is stored, rows stay dense where the job leaves it open: dense products are so much faster."""
+"""Largest density of inputs that stay sparse by default. Above it, dense products are much faster."""
 
 _CHANGING = "Sparse CSR tensor support is in beta state"
 
@@ -18,13 +18,13 @@ _CHANGING = "Sparse CSR tensor support is in beta state"
 def rows_of(
     starts: NDArray[np.int32], columns: NDArray[np.int32], values: NDArray[np.float32], width: int
 ) -> torch.Tensor:
-    """A mini-batch in compressed rows, of memory that is kept.
+    """Returns a mini-batch in compressed rows. It refers to the arrays without copying.
 
     Args:
         starts: (count + 1,) int32: row i has the elements starts[i] … starts[i + 1] - 1.
         columns: (stored,) int32, each at most once in a row.
         values: (stored,) float32.
-        width: columns that there are.
+        width: Number of columns.
     """
     return _made(torch.from_numpy(starts), torch.from_numpy(columns), torch.from_numpy(values), width)
 
@@ -35,7 +35,7 @@ def _made(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, wid
 
 
 def _warn_now() -> None:
-    """torch says once in a process that such tensors may change; nobody who runs a job can do anything about it."""
+    """Triggers and hides torch's one warning per process that such tensors may change, as users cannot act on it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", _CHANGING)
         _made(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), 1)
@@ -45,19 +45,19 @@ _warn_now()
 
 
 def is_sparse(tensor: Any) -> bool:
-    """Whether it is a tensor in compressed rows."""
+    """Returns whether a value is a tensor in compressed rows."""
     return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_csr
 
 
 def bytes_of(tensor: torch.Tensor) -> int:
-    """Memory of what is stored, and of where."""
+    """Returns the bytes of the stored values and their indices."""
     if not is_sparse(tensor):
         return tensor.nbytes
     return sum(part.nbytes for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()))
 
 
 def split(tensor: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
-    """Its rows, so many at a time, of which there is a whole number."""
+    """Splits a tensor into pieces of `size` rows. The number of rows must be a multiple of `size`."""
     if not is_sparse(tensor):
         return torch.split(tensor, size)
     starts, columns, values = tensor.crow_indices(), tensor.col_indices(), tensor.values()
@@ -69,7 +69,7 @@ def split(tensor: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
 
 
 def stretch(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Its rows from the first one to before the last one; no copy of the values."""
+    """Returns the rows from `first` to before `last`, without a copy of the values."""
     if not is_sparse(tensor):
         return tensor[first:last]
     starts, columns, values = tensor.crow_indices(), tensor.col_indices(), tensor.values()
@@ -78,7 +78,7 @@ def stretch(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of all, one after the other."""
+    """Concatenates the rows of all tensors."""
     if not is_sparse(tensors[0]):
         return torch.cat(list(tensors))
     columns, values = (torch.cat([getattr(t, part)() for t in tensors]) for part in ("col_indices", "values"))
@@ -88,13 +88,13 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def nothing(count: int, width: int) -> torch.Tensor:
-    """So many rows in which nothing is stored."""
+    """Returns `count` rows without stored elements."""
     empty = torch.zeros(0, dtype=torch.int32)
     return _made(torch.zeros(count + 1, dtype=torch.int32), empty, torch.zeros(0), width)
 
 
 def finite_rows(tensor: torch.Tensor) -> NDArray[np.bool_]:
-    """Of any tensor: in which rows all numbers are finite, (count,)."""
+    """Returns for any tensor which rows have only finite numbers, (count,)."""
     if not is_sparse(tensor):
         found: NDArray[np.bool_] = tensor.isfinite().reshape(len(tensor), -1).all(1).numpy(force=True)
         return found

@@ -1,7 +1,7 @@
-"""The thread in which the user's own datasets are made and asked for samples.
+"""Thread that makes the user's own datasets and draws their samples.
 
-Some objects may be used only in the thread that made them: SQLite's connections, for example. Every other thread asks
-this one, an input thread too, so that the next mini-batches are still prepared while a learner computes.
+Some objects may be used only in the thread that made them, for example SQLite's connections. Every other thread sends
+its calls to this thread. Input threads do so too, so the next mini-batches are prepared while a learner computes.
 """
 
 import os
@@ -17,13 +17,13 @@ _Asked = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Ask(Protocol):
-    """Calls a function with its arguments, in some thread, and returns what it returns."""
+    """Callable that calls a function with its arguments in some thread, and returns the result."""
 
     def __call__(self, function: Callable[..., T], /, *args: Any) -> T: ...
 
 
 class _DataThread:
-    """The thread and its queue of calls."""
+    """Thread and its queue of calls."""
 
     def __init__(self) -> None:
         self._asked: SimpleQueue[_Asked] = SimpleQueue()
@@ -42,9 +42,9 @@ class _DataThread:
             future, function, args = self._asked.get()
             try:
                 future.set_result(function(*args))
-            except BaseException as error:  # the thread that asked raises it
+            except BaseException as error:  # the calling thread raises it
                 future.set_exception(error)
-            del future, function, args  # while this thread waits it holds no data
+            del future, function, args  # holds no data while waiting
 
 
 _lock = threading.Lock()
@@ -52,7 +52,7 @@ _thread: _DataThread | None = None
 
 
 def _forget() -> None:
-    """A forked process has no threads."""
+    """Removes the thread in a forked process, which has no threads."""
     global _lock, _thread
     _lock, _thread = threading.Lock(), None
 
@@ -64,7 +64,7 @@ def in_data_thread(function: Callable[..., T], /, *args: Any) -> T:
     """Calls a function in the data thread of this process, and waits for its result.
 
     Raises:
-        BaseException: what the function raises.
+        BaseException: Exception of the function.
     """
     global _thread
     with _lock:
@@ -73,5 +73,5 @@ def in_data_thread(function: Callable[..., T], /, *args: Any) -> T:
 
 
 def at_once(function: Callable[..., T], /, *args: Any) -> T:
-    """Calls a function in the thread that asks, for objects that were made there."""
+    """Calls a function in the calling thread, for objects that were made there."""
     return function(*args)

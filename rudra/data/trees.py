@@ -1,4 +1,4 @@
-"""Several tensors as one: tuples, lists and dictionaries of them, however deep."""
+"""Nested tuples, lists and dictionaries of tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """The same structure, with what the function makes of each tensor, and of those in its place in other trees."""
+    """Applies a function to each tensor, with the tensors at its place in other trees. Returns the same structure."""
     if isinstance(tree, Mapping):
         return {key: mapped(function, value, *(other[key] for other in others)) for key, value in tree.items()}
     if isinstance(tree, Sequence) and not isinstance(tree, str):
@@ -16,12 +16,12 @@ def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def moved(tree: Any, device: torch.device) -> Any:
-    """The tensors on a device."""
+    """Returns the tensors on a device."""
     return tree.to(device) if isinstance(tree, torch.Tensor) else mapped(lambda tensor: tensor.to(device), tree)
 
 
 def as_tensor(value: Any) -> Any:
-    """A list of numbers, as job files and Hugging Face's sets have it, is one tensor; anything else stays as it is."""
+    """Converts a list of numbers, as in job files and Hugging Face's sets, to a tensor. Other values are unchanged."""
     first = value
     while isinstance(first, list) and first:
         first = first[0]
@@ -29,14 +29,14 @@ def as_tensor(value: Any) -> Any:
 
 
 def first(tree: Any) -> Any:
-    """The first tensor."""
+    """Returns the first tensor."""
     while not isinstance(tree, torch.Tensor):
         tree = next(iter(tree.values() if isinstance(tree, Mapping) else tree))
     return tree
 
 
 def named(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors, with a name for people, such as `input['mask']`."""
+    """Yields all tensors, with names for users such as `input['mask']`."""
     if isinstance(tree, torch.Tensor):
         yield name, tree
         return
@@ -45,13 +45,13 @@ def named(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def called(module: Callable[..., Any], inputs: Any) -> Any:
-    """The output of a model: of one tensor, of several in order, or of several by name."""
+    """Returns the output of a model for one tensor, several in order, or several by name."""
     args, keywords = arguments(inputs)
     return module(*args, **keywords)
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a model is called with."""
+    """Returns the arguments of a model's call."""
     if isinstance(inputs, dict):
         return (), inputs
     return (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs), {}

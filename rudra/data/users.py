@@ -1,4 +1,4 @@
-"""The user's own datasets: their items, their collate function, and what makes a valid mini-batch of them."""
+"""The user's own datasets, their items and collate function, and checks of their mini-batches."""
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
@@ -16,30 +16,30 @@ from rudra.data.trees import as_tensor, mapped
 from rudra.errors import ConfigError, DataError
 
 TARGETS = ("label", "labels", "target", "targets")
-"""What the target is called in items that are dictionaries, unless the job says."""
+"""Names of the target in items that are dictionaries, unless the job gives one."""
 
 
 class UserSplit:
-    """The user's own map-style dataset: items are pairs (input, target), or dictionaries with the target among them.
+    """The user's own map-style dataset. Items are pairs (input, target), or dictionaries with the target as an entry.
 
-    An input or target may be a tensor, an array, a number, or a tuple or dictionary of such.
+    An input or target may be a tensor, an array, a number, or a tuple or dictionary of these.
 
     Args:
-        dataset: has a length, and gives items by number; `__getitems__` is used where it is offered.
-        classes: labels must be 0 … classes - 1; None: they are no labels.
-        ignored: label that is also valid, because the loss ignores it.
-        limit: use only the first samples.
-        target: which entry of a dictionary is the target.
-        collate: makes a mini-batch of a list of items: a pair of inputs and targets, or a dictionary; torch's
-            `default_collate` where there is none.
+        dataset: Dataset with a length and items by number. `__getitems__` is used if available.
+        classes: Labels must be 0 … classes - 1. None: the targets are not labels.
+        ignored: Label that is also valid, because the loss ignores it.
+        limit: Number of first samples to use.
+        target: Entry of a dictionary that is the target.
+        collate: Function that makes a mini-batch of a list of items: a pair of inputs and targets, or a dictionary, by
+            default torch's `default_collate`.
         name: "training" or "test", for error texts.
-        ask: has the dataset draw samples, in the thread that made it.
+        ask: Function that draws samples from the dataset in the thread that made it.
 
     Attributes:
-        random: whether drawing a sample draws random numbers, too, as random cropping does.
+        random: Whether drawing a sample also draws random numbers, for example for random cropping.
 
     Raises:
-        ConfigError: it is no such dataset.
+        ConfigError: The object is not such a dataset.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class UserSplit:
         return self.length
 
     def batch(self, indices: npt.NDArray[np.int64]) -> Batch:
-        """As `Samples.batch`.
+        """Draws a mini-batch as `Samples.batch` does.
 
         Raises:
-            DataError: an item is no pair of an input and a target, or a label is out of range.
+            DataError: An item is not a pair of an input and a target, or a label is out of range.
         """
         return self._batch(indices) if self._tensors else self.ask(self._batch, indices)
 
@@ -101,7 +101,7 @@ class UserSplit:
         return inputs, target
 
     def _drawn(self, wanted: list[int]) -> Any:
-        """The items, or what the user makes of them; what his code raises comes through."""
+        """Returns the items, or the collated batch. Exceptions of the user's code are passed on."""
         many = getattr(self.dataset, "__getitems__", None)
         items = list(many(wanted)) if many is not None else [self.dataset[index] for index in wanted]
         return items if self._collate is None else self._collate(items)
@@ -119,7 +119,7 @@ class UserSplit:
         raise DataError(f"{self.name} sample {wanted[0]} is not a pair (input, target)")
 
     def _check_counts(self, batch: Any, wanted: list[int]) -> None:
-        """Raises DataError naming the first tensor whose first dimension is not the sample's."""
+        """Raises DataError that names the first tensor whose first dimension is not the number of samples."""
         for name, tensor in trees.named(batch):
             if tensor.shape[:1] != (len(wanted),):
                 given = f"{name} of shape {tuple(tensor.shape)} for {len(wanted)} samples"
@@ -129,7 +129,7 @@ class UserSplit:
     def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:
         assert self.classes is not None
         outside = labels >= self.classes
-        if labels.dim() == 1:  # in sequences, what is below 0 is not learned
+        if labels.dim() == 1:  # in sequences, negative labels are ignored
             outside |= labels < 0
         if self._ignored is not None:
             outside &= labels != self._ignored
@@ -140,17 +140,18 @@ class UserSplit:
 
 
 def _tensors_of(dataset: object) -> tuple[torch.Tensor, ...]:
-    """Inputs and targets of torch's own set of tensors, of which items are taken together; else nothing."""
+    """Returns inputs and targets of torch's `TensorDataset`, whose items are drawn together. Empty for other sets."""
     if type(dataset) is not TensorDataset or len(dataset.tensors) != 2:
         return ()
     return dataset.tensors if all(tensor.layout is torch.strided for tensor in dataset.tensors) else ()
 
 
 def _input(tensor: Any) -> torch.Tensor:
-    """What a model gets of the user's tensor.
+    """Converts a user's tensor to an input of a model.
 
-    Booleans and complex numbers stay such, because masks and signals lose their meaning as other numbers. Pictures in
-    whole numbers of 8 or 16 bits and floating-point numbers become float32, other whole numbers, such as tokens, int64.
+    Booleans and complex numbers keep their types, because masks and signals lose their meaning as other numbers. Images
+    in whole numbers of 8 or 16 bits and floating-point numbers become float32. Other whole numbers, such as tokens,
+    become int64.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{str(tensor)[:30]!r} is not a number")
@@ -165,7 +166,8 @@ def _input(tensor: Any) -> torch.Tensor:
 
 
 def _target(tensor: Any) -> torch.Tensor:
-    """What a task gets of the user's tensor: bytes, booleans and floating-point numbers as float32, others as int64."""
+    """Converts a user's tensor to a target of a task: bytes, booleans and floating-point numbers to float32, others to
+    int64."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{str(tensor)[:30]!r} is not a number")
     if tensor.is_complex():

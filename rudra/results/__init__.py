@@ -1,1 +1,1 @@
-"""The HDF5 file of a run: written, read, summed up, exported."""
+"""HDF5 result files: reading, writing, summaries and export."""

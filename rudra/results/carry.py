@@ -1,4 +1,4 @@
-"""The rows of a run that a resumed run, or a branch, begins its result file with."""
+"""Rows of an earlier run that start the result file of a resumed run or a branch."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -18,17 +18,18 @@ from rudra.results.reader import Results
 from topologies import Plan
 
 KEPT = ("initial_weights_sha256", "started")
-"""Attributes of the result file that a restart does not change. What cannot be replayed stays so, too."""
+"""Attributes of the result file that a restart keeps. If the first part cannot be replayed, neither can the whole
+run."""
 
 
 class Carried(NamedTuple):
-    """What the result file of a resumed run begins with.
+    """Initial content of a resumed run's result file.
 
     Attributes:
-        rows: of each table.
-        weights: of epochs that are kept, with their numbers.
-        attributes: that stay.
-        learners: account of the learners, as far as rows tell it: `records.LEARNER`.
+        rows: Rows of each table.
+        weights: Numbers and weights of stored epochs.
+        attributes: Attributes that are kept.
+        learners: Totals of the learners, as far as rows contain them: `records.LEARNER`.
     """
 
     rows: dict[TableName, Iterable[Rows]]
@@ -38,12 +39,12 @@ class Carried(NamedTuple):
 
 
 def moved(before: Plan, job: Job, plan: Plan) -> str:
-    """Why a run that goes on elsewhere cannot be replayed as a whole; or nothing.
+    """Returns why a resumed run cannot be replayed as a whole, or an empty string.
 
     Args:
-        before: who was who so far.
-        job: resolved.
-        plan: who is who now.
+        before: Plan of the earlier part.
+        job: Resolved job.
+        plan: Current plan.
     """
     if all(its_plan.reduction != "nodes" for _, _, its_plan in parts(job, plan)):
         return ""
@@ -55,16 +56,16 @@ def moved(before: Plan, job: Job, plan: Plan) -> str:
 
 
 def carried(results: Results, position: TrainingState, replanned: str = "", branched: bool = False) -> Carried:
-    """The rows of a run up to a checkpoint, read piece by piece while they are written again.
+    """Returns the rows of a run up to a checkpoint. They are read in pieces while the new file is written.
 
     Args:
-        results: of the run; stays open until that has been done.
-        position: of the checkpoint.
-        replanned: why it could not be replayed, or nothing.
-        branched: another run goes on with them.
+        results: Results of the run, which must stay open until all rows are read.
+        position: Training state of the checkpoint.
+        replanned: Reason why the run cannot be replayed, or an empty string.
+        branched: Whether another run continues from the rows.
 
     Raises:
-        ResultsError: rows are missing.
+        ResultsError: Rows are missing.
     """
     steps = np.array(position.steps)
     learners = np.zeros(len(steps), LEARNER)
@@ -103,7 +104,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
             yield piece[piece["epoch"] <= position.epoch]
 
     def events() -> Iterator[Rows]:
-        lowered = 0  # those that the checkpoint does not know are told again
+        lowered = 0  # rate drops, of which those after the checkpoint will be recorded again
         for piece in upto("events"):
             plateau = piece["kind"] == b"plateau"
             yield piece[~plateau | (np.cumsum(plateau) + lowered <= len(position.lowered))]

@@ -1,8 +1,8 @@
-"""Checkpoint files: weights, optimiser state and where training stands, beside the results and written atomically.
+"""Checkpoint files: weights, optimiser state and training state, stored next to the results and written atomically.
 
-`run.h5` has `run.ckpt` and, of the time before, `run.previous.ckpt`; those that are kept are `run-3.ckpt`, of the end
-of epoch 3, or `run-update120.ckpt`, and outlast the run. The format is that of safetensors (a length, a header in JSON,
-the tensors), so other programs can read the tensors; what is Rudra's stands in `__metadata__`:
+`run.h5` has the checkpoint `run.ckpt` and its predecessor `run.previous.ckpt`. Checkpoints that outlast the run are
+`run-3.ckpt`, from the end of epoch 3, or `run-update120.ckpt`. The format is safetensors (a length, a header in JSON,
+the tensors), so other programs can read the tensors. Rudra's own data is in `__metadata__`:
 
 =========  ====================================================================================
 format     "rudra 1"
@@ -11,7 +11,7 @@ state      JSON: position (`rudra.core.training_state.TrainingState`), job as re
 crc32      of the text of `state`
 =========  ====================================================================================
 
-Nothing in such a file is executed. Every bit of it is checked before anything is used.
+No content of such a file is executed. All of it is checked before anything is used.
 """
 
 import errno
@@ -42,22 +42,22 @@ from rudra.results.safetensors import LENGTH, Tensor, entry, write
 FORMAT = "rudra 1"
 SUFFIX, PREVIOUS = ".ckpt", ".previous.ckpt"
 SPARE = 4 << 20
-"""Bytes that a checkpoint must leave free beside the final weights: without a checkpoint a run continues, without room
-for its results it fails."""
+"""Bytes that a checkpoint must leave free in addition to the final weights. A run continues without a checkpoint, but
+fails without space for its results."""
 
 _KEPT = re.compile(r"(.+)-(?:update)?[0-9]+")
-_LONGEST_HEADER = 100_000_000  # bytes, as safetensors has it
+_LONGEST_HEADER = 100_000_000  # bytes, as in safetensors
 
 
 class SavedState(NamedTuple):
-    """What a checkpoint holds beside its tensors.
+    """Content of a checkpoint, except its tensors.
 
     Attributes:
-        path: of the file.
-        position: where training stands.
-        job: as resolved: table -> key -> value.
-        attributes: of the result file.
-        signed_job: the job exactly as the file has it, for its signature.
+        path: Path of the file.
+        position: Training state of the checkpoint.
+        job: Resolved job: table -> key -> value.
+        attributes: Attributes of the result file.
+        signed_job: Job exactly as stored in the file, for its signature.
     """
 
     path: Path
@@ -68,12 +68,13 @@ class SavedState(NamedTuple):
 
 
 def path_of(results: Path) -> Path:
-    """The checkpoint of a result file."""
+    """Returns the path of a result file's checkpoint."""
     return results.with_suffix(SUFFIX)
 
 
 def results_of(path: Path) -> Path:
-    """The result file of a checkpoint, be it the last one, its predecessor, or one that is kept."""
+    """Returns the path of a checkpoint's result file. The checkpoint may be the latest, its predecessor, or a kept
+    one."""
     plain = path.with_name(path.name.removesuffix(SUFFIX).removesuffix(".previous") + ".h5")
     kept = _KEPT.fullmatch(plain.stem)
     if kept is None or plain.is_file():
@@ -83,27 +84,27 @@ def results_of(path: Path) -> Path:
 
 
 def kept_of(path: Path, name: str) -> Path:
-    """The checkpoint of that name that is kept beside a run's checkpoint."""
+    """Returns the path of the kept checkpoint of a name, next to the run's checkpoint."""
     return path.with_name(f"{path.name.removesuffix(SUFFIX)}-{name}{SUFFIX}")
 
 
 def is_kept(path: Path) -> bool:
-    """Whether a checkpoint is one that a run has kept beside its last one."""
+    """Returns whether a checkpoint is kept in addition to the latest one and its predecessor."""
     return path.name not in {path_of(of := results_of(path)).name, previous_of(path_of(of)).name}
 
 
 def previous_of(path: Path) -> Path:
-    """The checkpoint before a checkpoint."""
+    """Returns the path of a checkpoint's predecessor."""
     return path.with_name(path.name.removesuffix(SUFFIX) + PREVIOUS)
 
 
 def _saved_of(path: Path) -> Path:
-    """What is to become the checkpoint."""
+    """Returns the path of a new checkpoint before its commit."""
     return path.with_name(f".{path.name}.saved")
 
 
 def discard(path: Path, *, kept: bool = False) -> None:
-    """Removes a checkpoint and whatever is beside it; those that are kept only if asked to."""
+    """Removes a checkpoint and its accompanying files. Kept checkpoints are removed only if `kept` is set."""
     beside = path.parent.glob(f"{glob.escape(path.stem)}-*{SUFFIX}") if kept else ()
     mine = [each for each in beside if results_of(each) == results_of(path)]
     for each in (_saved_of(path), previous_of(path), path, *mine):
@@ -112,20 +113,20 @@ def discard(path: Path, *, kept: bool = False) -> None:
 
 
 def discard_piece(path: Path) -> None:
-    """Removes what is there of a checkpoint whose writer ended meanwhile."""
+    """Removes the incomplete checkpoint of a writer that has ended."""
     with suppress(OSError):
         _saved_of(path).unlink(missing_ok=True)
 
 
 def step_back(path: Path) -> None:
-    """Makes a checkpoint that was kept the one to resume from: what came later is to be done again."""
+    """Makes a kept checkpoint the one to resume from. Later training will be repeated."""
     last = path_of(results_of(path))
     discard(last)
     _link(path, last)
 
 
 def _link(path: Path, to: Path) -> None:
-    """Gives a file a second name; where a file system has no links, a copy."""
+    """Gives a file a second name, or copies it if the file system has no links."""
     to.unlink(missing_ok=True)
     try:
         os.link(path, to)
@@ -134,7 +135,7 @@ def _link(path: Path, to: Path) -> None:
 
 
 def how_to_resume(output: Path) -> str:
-    """For people: where a run that ended can go on."""
+    """Describes for users how to resume a run that ended."""
     path = path_of(output)
     if not path.is_file():
         return f"it had no checkpoint yet; results so far: {output}" if output.is_file() else "it had no results yet"
@@ -142,29 +143,29 @@ def how_to_resume(output: Path) -> str:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run; its methods may be called in a thread beside the training.
+    """Writer of one run's checkpoints. A background thread may call its methods.
 
     Args:
-        path: of the checkpoint.
-        job: as resolved: table -> key -> value.
-        attributes: of the result file, as far as they outlive a restart.
+        path: Path of the checkpoint.
+        job: Resolved job: table -> key -> value.
+        attributes: Attributes of the result file that outlive a restart.
     """
 
     def __init__(self, path: Path, job: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
         self.path = path
         self._about = {"job": job, "attributes": attributes}
         self._saved = _saved_of(path)
-        self._held: int | None = None  # what was saved and is not committed yet
+        self._held: int | None = None  # file that is saved but not yet committed
 
     def save(self, position: TrainingState, tensors: NamedVectors) -> None:
-        """Writes a checkpoint beside the one that counts.
+        """Writes a checkpoint next to the current one.
 
         Args:
-            position: where training stands.
-            tensors: one-dimensional, contiguous float32; not modified meanwhile.
+            position: Training state of the checkpoint.
+            tensors: One-dimensional, contiguous float32 tensors, which must not change during the call.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: The file cannot be written.
         """
         crcs = {name: zlib.crc32(tensor.data) for name, tensor in tensors.items()}
         state = json.dumps({"position": msgspec.to_builtins(position), "crc32": crcs, **self._about})
@@ -178,11 +179,11 @@ class CheckpointWriter:
         self.release()
         try:
             with self._saved.open("wb") as file:
-                self._held = os.dup(file.fileno())  # a file that is open is no leftover of a run that was killed
+                self._held = os.dup(file.fileno())  # an open file is not a leftover of a killed run
                 write(file, {name: Tensor("F32", tensor.shape, tensor) for name, tensor in tensors.items()}, metadata)
                 file.flush()
                 os.fsync(file.fileno())
-        except BaseException:  # what there is of it takes the room that the results need
+        except BaseException:  # an incomplete file takes space that the results need
             self._saved.unlink(missing_ok=True)
             self.release()
             raise
@@ -194,13 +195,13 @@ class CheckpointWriter:
             self._held = None
 
     def commit(self, keep: str = "") -> None:
-        """Lets what was saved take the place of the one before, which stays as its predecessor.
+        """Makes the saved file the current checkpoint. The checkpoint before it becomes its predecessor.
 
         Args:
-            keep: it is kept under this name, too; empty: it is not.
+            keep: Name under which the checkpoint is also kept, or an empty string.
 
         Raises:
-            OSError: the directory cannot be written, or that name is of another run.
+            OSError: The directory cannot be written, or the name belongs to another run.
         """
         if keep:
             kept = kept_of(self.path, keep)
@@ -209,7 +210,7 @@ class CheckpointWriter:
             _link(self._saved, kept)
         if self.path.exists():
             previous = previous_of(self.path)
-            try:  # at every moment a checkpoint goes by the first name
+            try:  # the first name refers to a checkpoint at every moment
                 previous.unlink(missing_ok=True)
                 os.link(self.path, previous)
             except OSError:  # a file system without links
@@ -219,16 +220,16 @@ class CheckpointWriter:
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
-        """Removes what there is."""
+        """Removes the checkpoint and its accompanying files."""
         discard(self.path)
 
     def discard_previous(self) -> None:
-        """Removes the checkpoint before the last one."""
+        """Removes the predecessor of the checkpoint."""
         previous_of(self.path).unlink(missing_ok=True)
 
 
 def _possible(position: TrainingState, job: Mapping[str, Any]) -> bool:
-    """Whether a run of this job could stand there."""
+    """Returns whether a run of this job can be at this training state."""
     counts = [position.timestamp, position.epoch, position.samples, position.applied, position.epoch_gradients]
     counts += [position.epoch_samples, *position.steps, *position.lowered]
     tables = all(possible(name, keys) for name, keys in job.items())
@@ -239,12 +240,12 @@ def _possible(position: TrainingState, job: Mapping[str, Any]) -> bool:
 
 
 def _entry(start: int, end: int) -> dict[str, Any]:
-    """What the header says of a tensor."""
+    """Returns the header's entry for a tensor."""
     return entry("F32", [(end - start) // 4], start, end)
 
 
 def sync_directory(path: Path) -> None:
-    """Brings a directory's names to the disk, where the file system can."""
+    """Flushes a directory's names to disk, if the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -254,11 +255,11 @@ def sync_directory(path: Path) -> None:
 
 
 def read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
-    """A checkpoint, completely checked.
+    """Reads and completely checks a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, truncated, damaged or of another format; the text offers the one before, if
-            that is whole.
+        CheckpointError: The file is missing, truncated, damaged or of another format. The text offers the
+            predecessor if it is complete.
     """
     try:
         return _read(path)
@@ -276,7 +277,7 @@ def read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
 
 def _read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a pipe would be waited for
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # opening a pipe would block
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise CheckpointError(f"{path}: is not a file; valid: a checkpoint, FILE.ckpt")
@@ -298,7 +299,7 @@ def _read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
 
 
 def _header(path: Path, length: bytes, read_bytes: Any, size: int) -> tuple[dict[str, Any], int]:
-    """The header, and where the tensors begin."""
+    """Returns the header, and the offset of the tensors."""
     count = LENGTH.unpack(length)[0] if len(length) == LENGTH.size else size
     first = LENGTH.size + count
     if count <= _LONGEST_HEADER and first <= size:
@@ -310,7 +311,7 @@ def _header(path: Path, length: bytes, read_bytes: Any, size: int) -> tuple[dict
 
 
 def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[SavedState, dict[str, tuple[int, int, int]]]:
-    """What a header says: the state, and for each tensor begin, end and checksum."""
+    """Returns the state from a header, and start, end and checksum of each tensor."""
     metadata = header["__metadata__"]
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     if (version := metadata.get("format")) != FORMAT:

@@ -1,4 +1,4 @@
-"""The weights of a run as a file for torch or for safetensors: what `rudra export` writes."""
+"""Export of a run's weights to a file for torch or safetensors, for `rudra export`."""
 
 from pathlib import Path
 from typing import Literal
@@ -33,20 +33,20 @@ _DTYPES = {
 
 
 def export(results: Results, output: Path, epoch: int | Literal["best"] | None = None, *, force: bool = False) -> int:
-    """Writes what the model's `load_state_dict` takes, in the model's own types.
+    """Writes the tensors that the model's `load_state_dict` expects, in the model's own types.
 
     Args:
-        results: of a run.
-        output: for `torch.load` (.pt), where tied names are one tensor, or for safetensors (.safetensors), which has
-            no such thing: there each name has a copy.
-        epoch: one of `results.kept_epochs`, or "best"; by default the final weights.
-        force: replace an existing file.
+        results: Results of a run.
+        output: Output file for `torch.load` (.pt) or for safetensors (.safetensors). In a .pt file tied names share one
+            tensor. safetensors does not support ties, so each name has a copy.
+        epoch: One of `results.kept_epochs`, or "best". None: the final weights.
+        force: Whether to replace an existing file.
 
     Returns:
-        How many names there are.
+        Number of names.
 
     Raises:
-        RudraError: no such weights, no such format, a type that the format does not have, or no place for the file.
+        RudraError: The weights or the format do not exist, the format lacks a type, or the file cannot be written.
     """
     if output.suffix not in SUFFIXES:
         raise ConfigError(f"{output}: the suffix must say the format; valid: {', '.join(SUFFIXES)}")
@@ -65,17 +65,17 @@ def save(tensors: dict[str, torch.Tensor], output: Path) -> None:
     """Writes a file for `torch.load`.
 
     Raises:
-        ResultsError: it cannot be written.
+        ResultsError: The file cannot be written.
     """
     with written(output) as file:
         try:
             torch.save(tensors, file)
-        except RuntimeError as error:  # with which torch hides that of the file
+        except RuntimeError as error:  # torch raises it instead of the file's error
             raise OSError(f"torch.save failed ({error}); is there room?") from None
 
 
 def _parts(tensors: dict[str, torch.Tensor], output: Path) -> dict[str, safetensors.Tensor]:
-    """The tensors as safetensors has them, in its order."""
+    """Returns the tensors in the form and order of safetensors."""
     parts = {}
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
         if tensor.dtype not in _DTYPES:

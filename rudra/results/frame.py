@@ -1,4 +1,4 @@
-"""Tables of a result file for pandas."""
+"""Tables of a result file as pandas data frames."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Which checkpoint, result file and job belong together, and in what they differ.
+"""Checks that a checkpoint, a result file and a job belong together, and lists their differences.
 
-A job is compared by its tables as plain values, which `Job.to_json` gives and every file holds.
+Jobs are compared by their tables as plain values, which `Job.to_json` gives and every file holds.
 """
 
 import json
@@ -20,16 +20,16 @@ from rudra.results.checkpoint import SavedState
 from rudra.results.reader import Results, open_results
 
 Tables = Mapping[str, Any]
-"""A job as plain values: table -> key -> value."""
+"""Job as plain values: table -> key -> value."""
 
 _INDIFFERENT = ("name", "simulation", "fault_tolerance", "results", "hooks", "study")
-"""Parts of a job that do not change the weights."""
+"""Tables and keys of a job that do not change the weights."""
 
 DECISIVE_LISTS = ("changes",)
-"""Lists of tables that change the weights; each is compared as a whole."""
+"""Lists of tables that change the weights. Each list is compared as a whole."""
 
 DECISIVE = tuple(name for name in Job.model_fields if name not in (*_INDIFFERENT, *DECISIVE_LISTS))
-"""Tables that change the weights, except for the keys of `RESUME_MAY_CHANGE`."""
+"""Tables that change the weights, except the keys of `RESUME_MAY_CHANGE`."""
 
 RESUME_MAY_CHANGE = (
     "data.path",
@@ -48,7 +48,7 @@ LENGTH = (
     "training.stop_at_target",
     "training.patience",
 )
-"""These decide how long it trains, and may change, too."""
+"""Keys that decide how long a run trains. They may also change."""
 
 
 def tables_of(job: Job) -> dict[str, Any]:
@@ -58,13 +58,13 @@ def tables_of(job: Job) -> dict[str, Any]:
 
 
 def decisive(job: Tables) -> dict[str, Any]:
-    """Returns the `DECISIVE` tables of a job that a file holds; a key that is younger than the file has its default."""
+    """Returns the `DECISIVE` tables of a job from a file. Keys that are newer than the file get their defaults."""
     whole = completed(job)
     return {table: whole[table] for table in DECISIVE}
 
 
 def completed(job: Tables) -> dict[str, Any]:
-    """Adds the defaults of keys that are younger than the file to the tables of its job."""
+    """Adds the defaults of keys that are newer than the file to the tables of its job."""
     return _with_defaults(job, tables_of(Job()))
 
 
@@ -78,15 +78,15 @@ def _with_defaults(keys: Tables, defaults: Tables) -> dict[str, Any]:
 
 
 def differences(then: Tables, now: Tables) -> list[tuple[str, Any, Any]]:
-    """Lists the decisive keys in which a job differs from that of a run: key, value then, value now."""
+    """Lists the decisive keys that differ between a run's job and the current one: key, value then, value now."""
     found, ran = [], decisive(then)
     by_rule = now["placement"]["cut"] in PLACEMENT_RULES
     for table in DECISIVE:
         for key, value in now[table].items():
             name, before = f"{table}.{key}", ran[table][key]
-            measured = key == "shares" and value == "auto" and before  # then, whatever they came to
+            measured = key == "shares" and value == "auto" and before  # the run stored its measured shares
             open_ = table == "cluster" and (value is None or key == "device" or measured)
-            chosen = name == "placement.cut" and by_rule  # then, whichever layer or none
+            chosen = name == "placement.cut" and by_rule  # the run stored the chosen layer, or none
             chosen |= name == "training.gradients" and value == "auto"
             if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_ and not chosen:
                 found.append((name, before, value))
@@ -95,15 +95,15 @@ def differences(then: Tables, now: Tables) -> list[tuple[str, Any, Any]]:
 
 
 class JobComparison(NamedTuple):
-    """A job, compared with that of a checkpoint.
+    """Comparison of a job with a checkpoint's job.
 
     Attributes:
-        differences: decisive keys that differ: key, value then, value now.
-        unfit: key for which a run of the job cannot begin with all of the checkpoint, with its values; None: it can.
-        decided: what the checkpoint decides of the job: what bits depend on, but no device or layer that the job names.
-        still_different: as `differences`, of the job with what is decided.
-        as_long: whether the keys are the same that say how long a run trains.
-        epochs: of the job.
+        differences: Decisive keys that differ: key, value then, value now.
+        unfit: Key, value then and value now, if the job cannot use all of the checkpoint, or None if it can.
+        decided: Keys that the checkpoint sets in the job, as results depend on them. Explicit devices and layers stay.
+        still_different: Decisive keys that differ from the job with the keys of `decided`.
+        as_long: Whether the keys that decide how long a run trains are equal.
+        epochs: Number of epochs of the job.
     """
 
     differences: list[tuple[str, Any, Any]]
@@ -115,11 +115,11 @@ class JobComparison(NamedTuple):
 
 
 def compare(then: Tables, now: Tables) -> JobComparison:
-    """Compares the job of a checkpoint with the job that is to run.
+    """Compares the job of a checkpoint with the job to run.
 
     Args:
-        then: tables of the checkpoint's job.
-        now: tables of the other one.
+        then: Tables of the checkpoint's job.
+        now: Tables of the job to run.
     """
     ran = decisive(then)
     decided = _decided(ran, now)
@@ -141,7 +141,7 @@ def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
 
 
 def _unfit(ran: Tables, now: Tables) -> tuple[str, Any, Any] | None:
-    """A key of a job for which a checkpoint of another one cannot be used whole: its name, value then, value now."""
+    """Returns a key that prevents full use of a checkpoint: its name, value then, value now. None: no key does."""
     learners = now["cluster"]["learners"]
     places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
     places += [("optimizer", key) for key in ("name", "momentum_form", "options", "groups")]
@@ -155,12 +155,12 @@ def _unfit(ran: Tables, now: Tables) -> tuple[str, Any, Any] | None:
 
 
 def source(given: Path) -> Path:
-    """The checkpoint that a user means by a checkpoint or a result file."""
+    """Returns the checkpoint for a path of a checkpoint or a result file."""
     return given if given.suffix == checkpoint.SUFFIX else checkpoint.path_of(given)
 
 
 def finished(output: Path) -> bool:
-    """Whether a result file holds a finished run; an empty one, of a reserved name, does not."""
+    """Returns whether a result file holds a finished run. An empty file with a reserved name does not."""
     if not output.is_file() or not output.stat().st_size:
         return False
     with open_results(output) as results:
@@ -168,7 +168,7 @@ def finished(output: Path) -> bool:
 
 
 def replaceable(output: Path, job: Tables) -> bool:
-    """Whether a result file is empty, or is of this job and ended before its first checkpoint."""
+    """Returns whether a result file is empty, or belongs to this job and ended before its first checkpoint."""
     try:
         if output.is_file() and not output.stat().st_size:
             return True
@@ -179,10 +179,10 @@ def replaceable(output: Path, job: Tables) -> bool:
 
 
 def read_own(path: Path) -> SavedState:
-    """Reads a checkpoint, if it is of the run whose result file is beside it.
+    """Reads a checkpoint, if it belongs to the run of the result file next to it.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another run.
+        CheckpointError: The file is missing, damaged, or belongs to another run.
     """
     state, tensors = checkpoint.read(path)
     beside = checkpoint.results_of(path)
@@ -195,7 +195,7 @@ def read_own(path: Path) -> SavedState:
 
 
 def _foreign(state: SavedState, weights: NDArray[np.float32] | None, results: Results) -> str:
-    """Why a checkpoint is not of the run of a result file; empty if it is, as far as the two tell."""
+    """Returns why a checkpoint does not belong to a result file's run, or an empty string if no difference is known."""
     runs = state.attributes.get("run"), results.attributes.get("run")
     if all(runs):
         return "" if runs[0] == runs[1] else f"their identities are {str(runs[0])[:8]}… and {str(runs[1])[:8]}…"
@@ -209,13 +209,13 @@ def _foreign(state: SavedState, weights: NDArray[np.float32] | None, results: Re
 
 
 def _different_weights(state: SavedState, weights: NDArray[np.float32] | None, results: Results) -> str:
-    """Why a checkpoint is not of a result file by its weights; empty if it may be."""
+    """Returns why a checkpoint's weights do not match a result file, or an empty string if they may match."""
     update, digest = state.position.timestamp, 0
     for piece in results.pieces("updates"):
         digest = int(next(iter(piece["digest"][piece["timestamp"] == update]), digest))
     if weights is None or not digest or digest == digest_of(weights[sample(update, len(weights))].tobytes()):
         return ""
     plan = results.plan()
-    if state.job.get("changes") or plan.parted or plan.window or plan.averaging:  # other digests
+    if state.job.get("changes") or plan.parted or plan.window or plan.averaging:  # such runs have other digests
         return ""
     return f"the weights of update {update} differ"

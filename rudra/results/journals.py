@@ -1,4 +1,4 @@
-"""Hooks that come with Rudra: what a run measures, as a CSV file or for TensorBoard."""
+"""Included hooks: measurements of a run as a CSV file or for TensorBoard."""
 
 import csv as csv_format
 import io
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _Journal(NamedTuple):
-    """A CSV file as this process left it."""
+    """State of a CSV file after this process wrote to it."""
 
     size: int
     columns: list[str]
@@ -24,18 +24,18 @@ class _Journal(NamedTuple):
 
 _journals: dict[Path, _Journal] = {}
 _writers: dict[str, tuple[int, Any]] = {}
-"""Directory -> the step that was written last, and torch's `SummaryWriter`."""
+"""Directory -> last written step, and torch's `SummaryWriter`."""
 
 
 def csv(moment: "Moment", file: str = "{job}-{role}-{at}.csv") -> None:
-    """Appends a line to a CSV file: what the moment has in numbers and texts.
+    """Appends a line to a CSV file with the numbers and texts of the moment.
 
-    Lines of the same moment or of later ones, from before a resume or of a run before, give way to it.
+    It replaces lines of the same or later moments that were written before a resume or by an earlier run.
 
     Args:
-        moment: any.
-        file: `{job}`, `{output}` (the result file's name without suffix), `{role}` and `{at}` are replaced;
-            roles that share a file get in each other's way.
+        moment: Any moment.
+        file: File name. `{job}`, `{output}` (the result file's name without suffix), `{role}` and `{at}` are
+            replaced. Roles must not share a file.
     """
     path, (key, number), values = Path(_named(file, moment)), _number(moment), _values(moment)
     before = _journals.get(path)
@@ -47,7 +47,7 @@ def csv(moment: "Moment", file: str = "{job}-{role}-{at}.csv") -> None:
     else:
         rows, columns = _earlier(path, key, number)
         columns += [name for name in values if name not in columns]
-        with suppress(OSError):  # whoever writes there says what is wrong
+        with suppress(OSError):  # writing the file will report the error
             path.parent.mkdir(parents=True, exist_ok=True)
         with written(path) as stream:
             lines = io.TextIOWrapper(stream, "utf-8", newline="")
@@ -59,18 +59,18 @@ def csv(moment: "Moment", file: str = "{job}-{role}-{at}.csv") -> None:
 
 
 def tensorboard(moment: "Moment", directory: str = "tensorboard/{job}-{role}") -> None:
-    """Writes what the moment has in numbers for TensorBoard, as `epoch/test_error` and the like.
+    """Writes the numbers of the moment for TensorBoard, with names such as `epoch/test_error`.
 
     Args:
-        moment: any.
-        directory: to be shown by `tensorboard --logdir`; of the names as in `csv`.
+        moment: Any moment.
+        directory: Directory for `tensorboard --logdir`. Names are replaced as in `csv`.
     """
     from torch.utils.tensorboard import SummaryWriter
 
     place, (_, number) = _named(directory, moment), _number(moment)
     place = f"{place}/{moment.at}"
     last, writer = _writers.get(place, (number, None))
-    if writer is None or last >= number:  # what is there of this step and of later ones is done again
+    if writer is None or last >= number:  # this step and later ones are repeated
         if writer is not None:
             writer.close()
         writer = SummaryWriter(place, purge_step=number)
@@ -89,9 +89,9 @@ def _named(text: str, moment: "Moment") -> str:
 
 
 def _number(moment: "Moment") -> tuple[str, int]:
-    """What moments of this kind are numbered by, and the number of this one."""
+    """Returns the key that numbers moments of this kind, and the number of this moment."""
     key = "epoch" if moment.at == "epoch" else "timestamp"
-    if moment.at == "update" and moment.learning_rate is None:  # of a learner that does not update weights
+    if moment.at == "update" and moment.learning_rate is None:  # a learner that does not update weights
         key = "step"
     return key, getattr(moment, key) or 0
 
@@ -104,7 +104,7 @@ def _values(moment: "Moment") -> dict[str, Any]:
 
 
 def _earlier(path: Path, key: str, number: int) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Rows of a file before a moment, and its columns; rows that are not whole count for nothing."""
+    """Returns the rows of a file before a moment, and the file's columns. Incomplete rows are ignored."""
     if not path.exists():
         return [], []
     with path.open(newline="", encoding="utf-8") as lines:

@@ -1,4 +1,4 @@
-"""Who was who in a run: a plan as rows of its result file, and back."""
+"""Conversion of a plan to rows of the result file, and back."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _OPTIONAL = ("parent", "source", "group")
 
 
 def rows_of(plan: Plan) -> Rows:
-    """One row for each role, by id."""
+    """Returns one row for each role, by id."""
     rows = np.zeros(len(plan.roles), ROLE)
     for row, role in zip(rows, plan.roles, strict=True):
         for name in ROLE.names or ():
@@ -22,14 +22,14 @@ def rows_of(plan: Plan) -> Rows:
 
 
 def about(plan: Plan) -> dict[str, Any]:
-    """What the rows do not tell."""
+    """Returns the attributes of a plan that its rows do not contain."""
     flags = {"overlapped": plan.overlapped, "averaging": plan.averaging, "scheduled": plan.scheduled}
     added = {"reduction": plan.reduction, "sharing": plan.sharing}
     return {"records": plan.max_gradients_per_message, **flags, **added}
 
 
 def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
-    """The plan that `rows_of` and `about` were given."""
+    """Returns the plan from the results of `rows_of` and `about`."""
     roles = []
     for row in rows:
         fields = {name: row[name].item() for name in ROLE.names or ()}
@@ -40,7 +40,7 @@ def plan_of(rows: Rows, attributes: dict[str, Any]) -> Plan:
         max_gradients_per_message=attributes["records"],
         overlapped=bool(attributes["overlapped"]),
         reduction=attributes["reduction"],
-        averaging=bool(attributes.get("averaging", False)),  # files up to format 7 do not have it
-        sharing=attributes.get("sharing", "nothing"),  # likewise
-        scheduled=bool(attributes.get("scheduled", False)),  # likewise
+        averaging=bool(attributes.get("averaging", False)),  # missing in files up to format 7
+        sharing=attributes.get("sharing", "nothing"),  # missing in files up to format 7
+        scheduled=bool(attributes.get("scheduled", False)),  # missing in files up to format 7
     )

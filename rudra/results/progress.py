@@ -1,4 +1,4 @@
-"""What a person sees of a run: one bar (or a line for each epoch) while it lasts, a table at its end."""
+"""Progress display for users: a bar (or a line for each epoch) during a run, and a table at its end."""
 
 import math
 import os
@@ -28,19 +28,19 @@ class Bar(tqdm):  # type: ignore[misc]
     monitor_interval = 0  # no thread that redraws; `Progress` does
 
 
-Bar.set_lock(threading.RLock())  # tqdm's own is shared between processes and needs semaphores of the system
+Bar.set_lock(threading.RLock())  # tqdm's own lock is shared between processes and needs system semaphores
 
 
 class Progress:
-    """Shows how far a run is. Cheap enough to be told of every update.
+    """Progress display of a run. Calling it for every update is cheap.
 
     Args:
-        job: resolved.
-        training_samples: samples in one epoch.
+        job: Resolved job.
+        training_samples: Number of training samples per epoch.
         mode: "bar" for a terminal, "lines" (one for each finished epoch) for a batch log, or "quiet".
-        columns: width of the terminal, where `file` cannot tell because it is a pipe to somebody else's.
-        file: where to write; by default stderr.
-        begun: samples that an earlier part of the run was trained on.
+        columns: Width of the terminal, if `file` is a pipe to another process's terminal.
+        file: File to write to, by default stderr.
+        begun: Number of samples that an earlier part of the run trained on.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Progress:
         self._samples = begun
         self._rate = 0.0
         self._epoch = 0
-        self._staleness = 0.0  # summed over the gradients of this epoch
+        self._staleness = 0.0  # sum over the gradients of this epoch
         self._gradients = 0
         self._tested = ""
         self._drawn = -np.inf
@@ -79,7 +79,7 @@ class Progress:
             )
 
     def updates(self, rows: NDArray[np.void]) -> None:
-        """Takes note of updates, `records.UPDATE`, in order."""
+        """Counts updates, `records.UPDATE`, in order."""
         if not len(rows) or self._mode != "bar":
             return
         last = rows[-1]
@@ -94,7 +94,7 @@ class Progress:
         self._draw()
 
     def epochs(self, rows: NDArray[np.void]) -> None:
-        """Takes note of finished epochs, `records.EPOCH`."""
+        """Counts finished epochs, `records.EPOCH`, and prints them."""
         for row in rows:
             self._tested = tested(row)
             if self._mode == "lines":
@@ -115,7 +115,7 @@ class Progress:
             self._bar = None
 
     def _say(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # the launcher is gone, and will have this rank ended
+        with suppress(BrokenPipeError):  # the launcher has ended, and this rank will be stopped
             print(line, file=self._file, flush=True)
 
     def _draw(self, force: bool = False) -> None:
@@ -129,7 +129,7 @@ class Progress:
         self._bar.refresh()
 
     def _facts(self) -> str:
-        """As many facts as fit beside a short bar, the most important first."""
+        """Returns as many facts as fit next to a short bar, the most important first."""
         facts = [self._tested] if self._tested else []
         if self._gradients:
             facts.append(f"staleness {self._staleness / self._gradients:.2f}")
@@ -145,7 +145,7 @@ class Progress:
 
 
 def headline(job: Job, training_samples: int) -> str:
-    """What a run is, before it begins; with the rate that its protocol makes of α0."""
+    """Describes a run before its start, with the learning rate that its protocol derives from α0."""
     protocol, table = job.make_protocol(), job.training
     label = protocol_label({"protocol": named(job.protocol.name), "n": protocol.n})
     factor = protocol.modulation.rate_factor(0.0)
@@ -155,8 +155,8 @@ def headline(job: Job, training_samples: int) -> str:
 
 
 def too_few(job: Job, training_samples: int) -> str:
-    """What follows where an update takes more samples than an epoch has; empty where it does not."""
-    if job.scheduled:  # whose last batch takes what is left
+    """Describes the effect if updates have more samples than an epoch, or returns an empty string."""
+    if job.scheduled:  # the last batch of such an epoch takes the remaining samples
         return ""
     size = job.training.minibatch_size
     each = job.gradients_per_update(job.plan()) * size
@@ -167,7 +167,7 @@ def too_few(job: Job, training_samples: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `0.42 s`, `12.3 s`, `3:25 min`, `2:03:20 h`."""
+    """Formats seconds for users: `0.42 s`, `12.3 s`, `3:25 min`, `2:03:20 h`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s" if seconds >= 9.995 else f"{seconds:.2f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -175,12 +175,12 @@ def duration(seconds: float) -> str:
 
 
 def shown(value: float | None, form: str) -> str:
-    """A number for people, or a dash where there is none."""
+    """Formats a number for users, or a dash if there is none."""
     return "–" if value is None or not math.isfinite(value) else format(value, form)
 
 
 def summary_table(summary: dict[str, Any]) -> str:
-    """The end of a run, or `rudra show`, as short tables; takes `Results.summary()`."""
+    """Returns short tables for the end of a run or for `rudra show`, from `Results.summary()`."""
     facts = [(name, text) for name, text in _facts(summary) if text]
     width = max(len(name) for name, _ in facts)
     lines = [_title(summary), "", *(f"  {name:<{width}}  {text}" for name, text in facts)]
@@ -191,7 +191,7 @@ def summary_table(summary: dict[str, Any]) -> str:
 
 
 def tested(row: np.void) -> str:
-    """What the test of an epoch came to, in short."""
+    """Returns the main result of an epoch's evaluation."""
     if not row["evaluated"]:
         return "not tested" if np.isfinite(row["mean_staleness"]) else "no update of its own"
     error = row["test_error"]
@@ -234,7 +234,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """What the tests came to."""
+    """Returns the results of the evaluations."""
     found = []
     for split in ("test", "validation"):
         for name, form in (("error", ".2%"), ("loss", ".4f")):
@@ -259,12 +259,12 @@ def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rate(summary: dict[str, Any]) -> str:
-    """What the protocol made of α0, and where that led."""
+    """Returns the learning rate that the protocol derived from α0, and its later values."""
     first, most, last = (summary[f"{which}learning_rate"] for which in ("", "highest_", "last_"))
     if first is None:
         return ""
     text = rate_text(summary["base_learning_rate"], summary["rate_factor"], summary["modulation"])
-    text += f", {most:.4g} at most" if most is not None and most > 1.001 * first else ""  # as schedulers may have it
+    text += f", {most:.4g} at most" if most is not None and most > 1.001 * first else ""  # schedulers may raise it
     return text if last is None or math.isclose(first, last, rel_tol=1e-3) else f"{text}, {last:.4g} at the end"
 
 
@@ -281,11 +281,11 @@ def _target(summary: dict[str, Any]) -> str:
 _TESTED = {"test_error": ".2%", "test_loss": ".4f", "validation_error": ".2%"}
 _TRAINED = {"train_error": ".2%", "train_loss": ".4f"}
 _METRICS = 3
-"""Of a test's metrics, as many have a column of their own."""
+"""Number of an evaluation's metrics that have a column of their own."""
 
 
 def is_share(metric: str) -> bool:
-    """Whether one of Rudra's metrics is a share, which is written as the errors are."""
+    """Returns whether one of Rudra's metrics is a fraction, which is formatted as a percentage like errors."""
     return metric == "top5_error" or metric.startswith("precision@")
 
 
@@ -337,7 +337,7 @@ def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
 
 
 def _workers_table(summary: dict[str, Any]) -> list[list[str]]:
-    """Of workers to whom samples were dealt out; of many, those of a kind together."""
+    """Returns a table of workers that a coordinator assigned samples to. Many workers are grouped by kind."""
     workers = summary["workers"]
     rows = [(str(worker["learner"]), [worker]) for worker in workers]
     if len(workers) > 8:

@@ -1,12 +1,12 @@
-"""Result files: one HDF5 file for each run, readable while it is written.
+"""Reader of result files: one HDF5 file for each run, readable during the run.
 
-What is in a file stands in `rudra.results.writer` (`OBJECTS`), with its columns in `rudra.core.records`, and on the
-page `docs/results.md`. All numbers are little-endian, all strings of fixed length, UTF-8.
+`rudra.results.writer` (`OBJECTS`) lists the content of a file, `rudra.core.records` its columns, and the page
+`docs/results.md` describes both. All numbers are little-endian. All strings are UTF-8 of fixed length.
 
-The writer is in HDF5's single-writer, multiple-reader mode from the first moment, in which neither data sets nor
-attributes can be added: so everything exists from the start, and what changes lives in data sets. What was
-flushed survives a killed writer. Such a file, like one that is still written, opens in SWMR mode only:
-`open_results` takes care of that, `h5py.File(path, "r", swmr=True, locking=False)` does it by hand.
+The writer uses HDF5's single-writer, multiple-reader (SWMR) mode from the start. In this mode neither data sets nor
+attributes can be added, so all of them exist from the start, and variable data is in data sets. Flushed data survives
+a killed writer. The file of a killed or running writer opens only in SWMR mode: `open_results` does so, or by hand
+`h5py.File(path, "r", swmr=True, locking=False)`.
 """
 
 import ctypes
@@ -53,7 +53,8 @@ __all__ = [
     "open_results",
 ]
 
-# HDF5 doubles its pause after each of (by default) 100 attempts to read damaged metadata in SWMR mode: for ever.
+# HDF5 doubles its pause after each of (by default) 100 attempts to read damaged metadata in SWMR mode, so practically
+# never ends.
 _READ_ATTEMPTS = 28
 
 
@@ -61,11 +62,11 @@ class LayoutEntry(NamedTuple):
     """One tensor in a vector of weights: the elements from `offset` up to `offset + size`.
 
     Attributes:
-        name: name of the tensor in the model.
+        name: Name of the tensor in the model.
         kind: `"parameter"`, `"buffer"`, or `"counter"`: a whole number such as BatchNorm's count of mini-batches.
-        shape: shape of the tensor.
-        offset: index of the tensor's first element in the vector.
-        size: number of the tensor's elements.
+        shape: Shape of the tensor.
+        offset: Index of the tensor's first element in the vector.
+        size: Number of the tensor's elements.
     """
 
     name: str
@@ -76,34 +77,34 @@ class LayoutEntry(NamedTuple):
 
 
 READABLE = tuple(range(5, FORMAT_VERSION + 1))
-"""Versions of the format."""
+"""Versions of the format that can be read."""
 
 
 def open_results(path: str | Path) -> "Results":
     """Opens a result file: a complete one, one that a run is writing, or one whose run was killed.
 
     Args:
-        path: of the result file.
+        path: Path of the result file.
 
     Returns:
-        The results; close them, or use `with`.
+        Results of the run. Close them, or use `with`.
 
     Raises:
-        ResultsError: there is no such file, it is damaged, or it is not a result file.
+        ResultsError: The file does not exist, is damaged, or is not a result file.
     """
     return Results(Path(path))
 
 
 class Results:
-    """The contents of a result file. `rudra.open_results`, `rudra.run` and `rudra.simulate` return it.
+    """Contents of a result file. `rudra.open_results`, `rudra.run` and `rudra.simulate` return it.
 
     Tables are structured NumPy arrays: `results.epochs["test_error"]` is a column. `docs/results.md` lists the columns
-    of each table, with units. While a run writes the file, each access reads the rows that are there by then.
+    of each table, with units. While a run writes the file, each access reads all rows in the file at that time.
 
     Attributes:
-        path: path of the file.
-        live: whether the file was open for writing when it was opened here: its run goes on, or was killed.
-        attributes: what was fixed when the run started, such as `"protocol"` or `"learners"`: name -> value.
+        path: Path of the file.
+        live: Whether the file was open for writing when this object opened it: its run continues, or was killed.
+        attributes: Values that were fixed when the run started, such as `"protocol"` or `"learners"`: name -> value.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,8 +143,8 @@ class Results:
     def refresh(self) -> None:
         """Opens the file again, unless it is `live`.
 
-        Needed to follow a run on a network file system: its file is complete between any two flushes, and a reader sees
-        new rows only where it opens the file anew.
+        Call it to follow a run on a network file system. The file is complete between any two flushes, and a reader
+        sees new rows only after opening the file again.
         """
         if not self.live:
             self._file.close()
@@ -162,7 +163,7 @@ class Results:
 
     @property
     def gradients(self) -> Rows:
-        """Table `/gradients`: one row for each gradient that was applied, in order of application."""
+        """Table `/gradients`: one row for each applied gradient, in order of application."""
         return self._rows("gradients")
 
     @property
@@ -172,47 +173,47 @@ class Results:
 
     @property
     def minibatches(self) -> Rows:
-        """Table `/minibatches`: one row for each mini-batch of a learner, in the order in which they were reported."""
+        """Table `/minibatches`: one row for each mini-batch of a learner, in order of its report."""
         return self._rows("minibatches")
 
     @property
     def epochs(self) -> Rows:
-        """Table `/epochs`: one row for each epoch that has ended, in order."""
+        """Table `/epochs`: one row for each finished epoch, in order."""
         return self._rows("epochs")
 
     @property
     def metrics(self) -> Rows:
-        """Table `/metrics`: one row for each metric of each test beside loss and error, in order of epochs."""
+        """Table `/metrics`: one row for each metric of each evaluation, except loss and error, in order of epochs."""
         return self._rows("metrics")
 
     @property
     def events(self) -> Rows:
-        """Table `/events`: one row for each checkpoint, restart, lost rank, …, in the order in which they happened."""
+        """Table `/events`: one row for each checkpoint, restart, lost rank, …, in order of time."""
         return self._rows("events")
 
     @property
     def averages(self) -> Rows:
-        """Table `/averages`: one row for each learner and average of replicas; none unless learners average."""
+        """Table `/averages`: one row for each learner and average of replicas. Empty unless learners average."""
         return self._rows("averages")
 
     @property
     def stages(self) -> Rows:
-        """Table `/stages`: one row for each mini-batch of a stage server; none unless layers are placed."""
+        """Table `/stages`: one row for each mini-batch of a stage server. Empty unless layers are placed."""
         return self._rows("stages")
 
     @property
     def roles(self) -> Rows:
-        """Table `/roles`: one row for each role; the number of its row is the role's id."""
+        """Table `/roles`: one row for each role. The row's index is the role's id."""
         return self._read("roles")
 
     @property
     def learners(self) -> Rows:
-        """Table `/learners`: one row for each learner, shape (λ,); no rows until the run has ended."""
+        """Table `/learners`: one row for each learner, shape (λ,). Empty until the run has ended."""
         return self._read("learners")
 
     @property
     def totals(self) -> Rows:
-        """Table `/totals`: one row for the run, shape (1,); no rows until the run has ended."""
+        """Table `/totals`: one row for the run, shape (1,). Empty until the run has ended."""
         return self._read("totals")
 
     @property
@@ -223,12 +224,13 @@ class Results:
 
     @property
     def status(self) -> str:
-        """`"running"`, `"finished"`, `"failed"` or `"interrupted"`. A run that was killed stays `"running"`."""
+        """Status of the run: `"running"`, `"finished"`, `"failed"` or `"interrupted"`. A killed run stays
+        `"running"`."""
         return str(self.state["status"])
 
     @property
     def layout(self) -> tuple[LayoutEntry, ...]:
-        """Which elements of `weights` belong to which tensor of the model."""
+        """Layout of `weights`: the elements of each tensor of the model."""
         rows = self._read("weights/layout")
         with self._reading():
             return tuple(
@@ -243,10 +245,10 @@ class Results:
             )
 
     def plan(self) -> Plan:
-        """The roles of the run, and which of them exchanged gradients and weights.
+        """Returns the roles of the run, and their exchanges of gradients and weights.
 
         Raises:
-            ResultsError: the file is damaged.
+            ResultsError: The file is damaged.
         """
         rows = self.roles
         with self._reading():
@@ -254,10 +256,10 @@ class Results:
 
     @property
     def weights(self) -> NDArray[np.float32] | None:
-        """The final weights as one vector, shape (elements,), float32; None if the run did not finish.
+        """Final weights as one vector, shape (elements,), float32, or None if the run did not finish.
 
         Raises:
-            ResultsError: the weights do not have the checksum that the file gives.
+            ResultsError: The weights do not match the checksum in the file.
         """
         digest = self.state["weights_sha256"]
         if not digest:
@@ -269,7 +271,7 @@ class Results:
 
     @property
     def kept_epochs(self) -> tuple[int, ...]:
-        """Numbers of the epochs whose weights are in the file, ascending; the last epoch of a finished run is one."""
+        """Numbers of epochs whose weights are in the file, ascending. They include the last epoch of a finished run."""
         rows = self.epochs
         hashed = set(rows["epoch"][rows["weights_sha256"] != b""].tolist())
         kept = tuple(sorted(epoch for epoch in self._read("weights/kept").tolist() if epoch in hashed))
@@ -277,23 +279,23 @@ class Results:
 
     @property
     def best_epoch(self) -> int | None:
-        """Number of the epoch with the best test; None where no epoch was tested.
+        """Number of the epoch with the best evaluation, or None if no epoch was evaluated.
 
-        The best test is that with the best value of the metric in `training.target`; without a target, that with the
-        smallest test error, or the smallest test loss where the task knows no error. The first of equal tests counts.
+        The best evaluation has the best value of the metric in `training.target`. Without a target, it has the smallest
+        test error, or the smallest test loss if the task has no error. Among equal evaluations the first one counts.
         With `results.keep_best` only epochs whose weights are in the file count.
         """
         among = self.kept_epochs if self.job.get("results", {}).get("keep_best") else None
         return best_epoch(self, among)
 
     def weights_of(self, epoch: int | Literal["best"] | None = None) -> NDArray[np.float32]:
-        """The weights at the end of an epoch as one vector, shape (elements,), float32.
+        """Returns the weights at the end of an epoch as one vector, shape (elements,), float32.
 
         Args:
-            epoch: one of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
+            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`. None: the final weights.
 
         Raises:
-            ResultsError: the file does not have these weights, or their checksum is wrong.
+            ResultsError: The file does not have these weights, or their checksum is wrong.
         """
         kept = self.kept_epochs
         if epoch == "best":
@@ -321,36 +323,36 @@ class Results:
         return weights
 
     def state_dict(self, epoch: int | Literal["best"] | None = None) -> "dict[str, torch.Tensor]":
-        """What the model's `load_state_dict` takes: name -> tensor, in the model's own shapes and types.
+        """Returns the argument for the model's `load_state_dict`: name -> tensor, in the model's own shapes and types.
 
-        What is not trained (frozen parameters, integer buffers that are no counters) is as it was at the start. Tied
-        names are one tensor. `tensors` gives NumPy arrays.
+        Tensors that are not trained (frozen parameters, integer buffers except counters) have their initial values.
+        Tied names share one tensor. `tensors` gives NumPy arrays.
 
         Args:
-            epoch: one of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
+            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`. None: the final weights.
 
         Raises:
-            ResultsError: the file does not have these weights, or their checksum is wrong.
+            ResultsError: The file does not have these weights, or their checksum is wrong.
         """
-        from rudra.results.tensors import tensors_of  # torch, for which other readers need not wait
+        from rudra.results.tensors import tensors_of  # imports torch, which other readers do not need
 
         return tensors_of(self.tensors(epoch), self.path)
 
     def tensors(self, epoch: int | Literal["best"] | None = None) -> tuple[StateEntry, ...]:
-        """The entries of `state_dict(epoch)` with NumPy arrays in place of tensors.
+        """Returns the entries of `state_dict(epoch)` with NumPy arrays instead of tensors.
 
-        Arrays of trained tensors are views of `weights_of(epoch)`. Counters such as BatchNorm's are int64; types that
+        Arrays of trained tensors are views of `weights_of(epoch)`. Counters such as BatchNorm's are int64. Types that
         NumPy lacks, such as bfloat16, are float32.
 
         Args:
-            epoch: one of `kept_epochs`, or `"best"` for `best_epoch`; None: the final weights.
+            epoch: One of `kept_epochs`, or `"best"` for `best_epoch`. None: the final weights.
 
         Returns:
             One entry for each name in the model's `state_dict`, in torch's order: `name`, `tensor` (the first name of
             the tensor), `dtype` (torch's name of the type) and `value` (the array).
 
         Raises:
-            ResultsError: the file does not have these weights, or their checksum is wrong.
+            ResultsError: The file does not have these weights, or their checksum is wrong.
         """
         weights, layout = self.weights_of(epoch), self.layout
         rows, file_bytes = self._read("weights/names"), self.path.stat().st_size
@@ -365,44 +367,47 @@ class Results:
             return tuple(each._replace(value=values[each.tensor]) for each in named)
 
     def frame(self, table: str) -> Any:
-        """A table as a `pandas.DataFrame`, with bytes decoded to texts.
+        """Returns a table as a `pandas.DataFrame`, with bytes decoded to texts.
 
         Args:
-            table: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`, `"averages"`,
-                `"stages"`, `"roles"` or `"learners"`.
+            table: One of `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`,
+                `"averages"`, `"stages"`, `"roles"` or `"learners"`.
 
         Raises:
-            ConfigError: there is no such table, or pandas is not installed.
+            ConfigError: The table does not exist, or pandas is not installed.
         """
         from rudra.results.frame import frame
 
         return frame(self, table)
 
     def summary(self, target: str | None = None, window: int | None = None) -> dict[str, Any]:
-        """The figures of the run, as `rudra show --json` prints them. None stands for what is not known (yet).
+        """Returns the figures of the run, as `rudra show --json` prints them. None means not known (yet).
 
-        Among them are `status`, `updates`, `samples`, `wall_time_s` (seconds of training) and `samples_per_s`;
-        `test_error`, `test_loss`, `train_error`, `train_loss` and `epoch_end_s`, each a list with one entry for each
-        epoch; `final_test_error`, that of the last epoch that was tested; `metrics`, split -> name -> such a list;
-        `mean_staleness`, `max_staleness` and `staleness_histogram` (how many applied gradients had σ = 0, 1, …);
-        `time_to_target_s` and `target_epoch`, which say when the target was reached.
+        They include:
+
+        - `status`, `updates`, `samples`, `wall_time_s` (seconds of training) and `samples_per_s`
+        - `test_error`, `test_loss`, `train_error`, `train_loss` and `epoch_end_s`: lists with one entry for each epoch
+        - `final_test_error`: test error of the last evaluated epoch
+        - `metrics`: split -> name -> list with one entry for each epoch
+        - `mean_staleness`, `max_staleness` and `staleness_histogram` (number of applied gradients with σ = 0, 1, …)
+        - `time_to_target_s` and `target_epoch`: time and epoch when the target was reached
 
         Args:
-            target: such as `"accuracy >= 0.98"`; None: the job's `training.target`.
-            window: number of tests whose median must reach the target; None: the job's `training.target_window`.
+            target: Target such as `"accuracy >= 0.98"`. None: the job's `training.target`.
+            window: Number of evaluations whose median must reach the target. None: the job's `training.target_window`.
 
         Returns:
-            Name -> number, text, or list or table of them, all of which fit into JSON.
+            Name -> number, text, or list or table of numbers and texts. All values fit into JSON.
 
         Raises:
-            ConfigError: the target is not understood, or the tests of the run do not measure it.
+            ConfigError: The target is not valid, or the evaluations of the run do not measure it.
         """
         return summarise(self, target, window)
 
     def applied_samples(self) -> int:
-        """About how many samples the updates have applied so far: as if all had as many as the last one.
+        """Estimates the current number of applied samples, as if all updates had as many as the last one.
 
-        Reads one row, and so is cheap enough to be asked often while a run goes on.
+        It reads one row, so it is cheap enough to call often during a run.
         """
         with self._reading():
             dataset = self._file["updates"]
@@ -412,13 +417,13 @@ class Results:
             return count * int(dataset[count - 1]["samples"]) if count else 0
 
     def pieces(self, name: TableName, rows: int = 1 << 15, start: int = 0) -> Iterator[Rows]:
-        """The rows of a table in pieces, for runs whose tables do not fit into memory.
+        """Yields the rows of a table in pieces, for runs whose tables do not fit into memory.
 
         Args:
-            name: `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`,
+            name: One of `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`,
                 `"averages"` or `"stages"`.
-            rows: most rows of a piece.
-            start: row to begin with.
+            rows: Maximum number of rows of a piece.
+            start: Index of the first row.
         """
         for first in range(start, self._length(name), rows):
             with self._reading():
@@ -435,7 +440,8 @@ class Results:
             return len(self._file[name])
 
     def _rows(self, name: TableName) -> Rows:
-        """Rows without those at the end that a cut-off file has room for but no content: all have samples."""
+        """Returns the rows without empty rows at the end, which a truncated file may have. All valid rows have
+        samples."""
         rows = self._read(name)
         filled = np.flatnonzero(_filled(rows))
         return rows[: filled[-1] + 1 if filled.size else 0]
@@ -455,12 +461,13 @@ class Results:
         if wanted is not None and values.dtype != wanted:
             values = self._completed(name, values, wanted)
         found = validation.rows(name, values, self.attributes.get("learners"))
-        if name == "updates" and self.attributes["format_version"] == 5:  # where the first epoch was 0
+        if name == "updates" and self.attributes["format_version"] == 5:  # format 5 counts epochs from 0
             found["epoch"] += 1
         return found
 
     def _completed(self, name: str, values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Rows of an older format (`validation.older`) with all columns; times that were not told apart are 0."""
+        """Returns rows of an older format (`validation.older`) with all columns. Times that it did not separate are
+        0."""
         found = np.zeros(values.shape, dtype)
         for column in {*(values.dtype.names or ())} & {*(dtype.names or ())}:
             found[column] = values[column]
@@ -475,27 +482,27 @@ class Results:
             yield
         except ResultsError:
             raise
-        except Exception as error:  # HDF5 and NumPy raise almost anything where a file is damaged
+        except Exception as error:  # HDF5 and NumPy raise almost any error if a file is damaged
             raise ResultsError(f"{self.path}: damaged or closed: {reason_of(error)}") from None
 
 
 def _filled(rows: Rows) -> NDArray[np.bool_]:
-    """Which rows have a content."""
+    """Returns which rows have content."""
     told = {EVENT: "kind", METRIC: "name", AVERAGE: "timestamp", STAGE: "timestamp"}.get(rows.dtype, "samples")
     filled: NDArray[np.bool_] = rows[told] != np.zeros((), rows.dtype[told])
     return filled
 
 
 def _listed(epochs: Sequence[int]) -> str:
-    """Epochs for people; of many the first and the last ones."""
+    """Formats epochs for users. If there are many, only the first and the last ones are named."""
     shown = [str(epoch) for epoch in epochs]
     return ", ".join(shown if len(shown) < 20 else [*shown[:10], "…", *shown[-5:]]) or "none"
 
 
 def _open(path: Path) -> tuple[h5py.File, bool]:
-    """Opens for reading; the second value says that no writer has closed the file."""
+    """Opens a file for reading. The second value says whether no writer has closed the file."""
     try:
-        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe would be waited for
+        if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # opening a pipe would block
             raise ResultsError(f"{path}: not a result file of Rudra")
         with path.open("rb") as file:
             head = file.read(12)
@@ -516,7 +523,7 @@ def _open_swmr(path: Path) -> h5py.File:
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     access.set_file_locking(False, True)
-    set_attempts = ctypes.CDLL(h5py.h5p.__file__).H5Pset_metadata_read_attempts  # which h5py does not offer
+    set_attempts = ctypes.CDLL(h5py.h5p.__file__).H5Pset_metadata_read_attempts  # h5py does not offer this function
     set_attempts.argtypes = [ctypes.c_int64, ctypes.c_uint]
     set_attempts(access.id, _READ_ATTEMPTS)
     flags = h5py.h5f.ACC_RDONLY | h5py.h5f.ACC_SWMR_READ
@@ -524,7 +531,7 @@ def _open_swmr(path: Path) -> h5py.File:
 
 
 def _decoded(value: Any) -> Any:
-    """A plain Python value of what HDF5 gave back."""
+    """Returns a plain Python value for a value from HDF5."""
     array = np.asarray(value)
     if array.dtype.kind != "S":
         return array.tolist()

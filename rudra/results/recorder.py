@@ -1,4 +1,4 @@
-"""Where the statistics server's rows go: the result file and the progress bar, for both drivers."""
+"""Recorder of the statistics server's rows in the result file and the progress bar, for both drivers."""
 
 import json
 import platform
@@ -37,11 +37,11 @@ from rudra.trust import new_run, signed
 from topologies import Plan
 
 ACCOUNTED = ("samples", *TIMES)
-"""Columns of a learner's account to which an earlier part of the run contributes."""
+"""Columns of a learner's totals that include an earlier part of the run."""
 
 VERSIONED = ("rudra", "torch", "numpy", "mpi4py", "h5py")
 
-ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results.md` shows it
+ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs/results.md`
     "format_version": "version of this layout",
     "name": "name of the job",
     "job": "the job as it was run, with every default, as JSON",
@@ -90,15 +90,15 @@ ATTRIBUTES = {  # root attribute of a result file -> what it says; `docs/results
 
 
 class Recorder:
-    """Writes what the statistics server records, and shows it.
+    """Recorder that writes the statistics server's rows, and shows them.
 
     Args:
-        writer: of the result file.
-        progress: the bar.
-        weights: gives the floats of a buffer of a role, for weights to write; None where there are no tensors.
-        wall_clock: events carry the time of day; else they are those of a simulation.
-        before: the learners' account of an earlier part of the run, `records.LEARNER`.
-        hooks: of the statistics server.
+        writer: Writer of the result file.
+        progress: Progress display.
+        weights: Function that returns the floats of a role's buffer, for weights to write, or None without tensors.
+        wall_clock: Whether events carry the time of day, unlike a simulation's events.
+        before: Learners' totals of an earlier part of the run, `records.LEARNER`.
+        hooks: Hooks of the statistics server.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Recorder:
             self._writer.keep(action.epoch, weights, action.instead_of)
 
     def sync(self) -> None:
-        """Brings everything recorded so far to the disk."""
+        """Flushes everything recorded to disk."""
         self._writer.sync()
 
     def idle(self) -> None:
-        """Lets rows that wait reach the file; to be called when there is nothing else to do."""
+        """Writes pending rows to the file. Call it when there is nothing else to do."""
         self._writer.flush()
 
     def finish(self, role: int, action: Finish) -> None:
@@ -176,22 +176,22 @@ def make_writer(
     signature: Mapping[str, str] | None = None,
     **about: Any,
 ) -> ResultsWriter:
-    """The result file of a resolved job, with everything in it that is known before the first gradient.
+    """Creates the result file of a resolved job, with everything that is known before the first gradient.
 
     Args:
-        path: of the file.
-        job: resolved.
-        layout: what the flat vector holds.
-        size: of that vector.
-        initial_sha256: hash of the weights that all learners start from.
-        overwrite: whether an existing file may be replaced.
-        plan: who is who; by default as the job says, on one node.
-        state_dict: what that of the model lists.
-        carried: rows of an earlier part of the run.
-        carried_weights: epochs that were kept in that part, and their weights.
-        kept: attributes of that part which stay.
-        signature: what `rudra.trust.signed` returned; None: this is a new run.
-        about: attributes that only the driver knows, and those that `attributes` takes.
+        path: Path of the file.
+        job: Resolved job.
+        layout: Layout of the flat vector.
+        size: Number of elements of the flat vector.
+        initial_sha256: Hash of the weights that all learners start from.
+        overwrite: Whether an existing file may be replaced.
+        plan: Roles and their ranks, by default the job's plan on one node.
+        state_dict: Entries of the model's state dict.
+        carried: Rows of an earlier part of the run.
+        carried_weights: Stored epochs of the earlier part, and their weights.
+        kept: Attributes of the earlier part that are kept.
+        signature: Result of `rudra.trust.signed`, or None for a new run.
+        about: Attributes that only the driver knows, and arguments of `attributes`.
     """
     plan = job.plan() if plan is None else plan
     known = {**attributes(job, plan=plan, **about), "initial_weights_sha256": initial_sha256}
@@ -221,15 +221,15 @@ def make_writer(
 def attributes(
     job: Job, *, plan: Plan, driver: str, training_samples: int, classes: int, **extra: Any
 ) -> dict[str, Any]:
-    """What the result file says of the run as a whole.
+    """Returns the attributes that describe the run as a whole.
 
     Args:
-        job: resolved.
-        plan: who is who.
+        job: Resolved job.
+        plan: Roles and their ranks.
         driver: "mpi" or "simulation".
-        training_samples: size of the training set.
-        classes: of the data.
-        extra: what only the driver knows, or knows better.
+        training_samples: Size of the training set.
+        classes: Number of classes in the data.
+        extra: Attributes that only the driver knows, or knows better.
     """
     protocol = job.make_protocol(plan)
     obstacles = (not_replayable(part, its_plan, driver) for _, part, its_plan in parts(job, plan))
@@ -267,17 +267,17 @@ def attributes(
 
 
 def arithmetic() -> dict[str, str]:
-    """What of this machine may decide the last bit of a result."""
+    """Returns properties of this machine that may change the last bits of a result."""
     versions = {f"{name}_version": _version(name) for name in ("rudra", "torch", "numpy")}
     return {**versions, "processor": processor(), "cpu_capability": torch.backends.cpu.get_cpu_capability()}
 
 
 def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
-    """Why a record of this job's gradients will not determine the weights bit for bit; None if it does.
+    """Returns why a record of this job's gradients does not determine the weights bit for bit, or None if it does.
 
     Args:
-        job: resolved.
-        plan: who is who.
+        job: Resolved job.
+        plan: Roles and their ranks.
         driver: "mpi" or "simulation".
     """
     if not job.make_protocol(plan).replayable:
@@ -300,7 +300,7 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
 
 
 def python_objects(job: Job) -> list[str]:
-    """Keys of the job whose values cannot be found again by the names that its JSON gives them."""
+    """Returns keys of the job whose values cannot be found again by their names in its JSON."""
     found = []
     with_names = ("model", "data", "augment", "task", "optimizer", "protocol", "topology")
     tables: dict[str, Any] = {table: getattr(job, table) for table in with_names}

@@ -1,4 +1,4 @@
-"""The container of safetensors: eight bytes with the length of a header, the header in JSON, and the tensors."""
+"""File format of safetensors: eight bytes with the length of the header, the header in JSON, and the tensors."""
 
 import json
 import struct
@@ -12,12 +12,12 @@ _ALIGNED = 64
 
 
 class Tensor(NamedTuple):
-    """What the file holds of a tensor.
+    """Tensor in a file.
 
     Attributes:
-        dtype: as safetensors calls it, such as "F32".
-        shape: of the tensor.
-        data: its bytes, contiguous; of any type.
+        dtype: Name of the type in safetensors, such as "F32".
+        shape: Shape of the tensor.
+        data: Bytes of the tensor as a contiguous array of any type.
     """
 
     dtype: str
@@ -26,12 +26,12 @@ class Tensor(NamedTuple):
 
 
 def entry(dtype: str, shape: Sequence[int], start: int, end: int) -> dict[str, Any]:
-    """What the header says of a tensor whose bytes are those from `start` to `end`."""
+    """Returns the header's entry for a tensor whose bytes are at `start` to `end`."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
 
 
 def write(file: IO[bytes], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors one after the other; readers want those first whose numbers have most bytes."""
+    """Writes tensors one after the other. Readers expect the types with the largest elements first."""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():

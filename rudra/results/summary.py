@@ -1,4 +1,4 @@
-"""A run in numbers: what `rudra show --json` prints, and the name of its protocol for people."""
+"""Summary of a run in numbers, for `rudra show --json`, and the name of its protocol for users."""
 
 import math
 from collections.abc import Collection
@@ -85,27 +85,27 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
 
 
 def _changes(results: RunTables) -> list[str]:
-    """What of the job has changed so far, and when."""
+    """Returns the changes of the job, with their times."""
     events = results.events
     return [printable(text.decode("utf-8", "replace")) for text in events["text"][events["kind"] == b"change"]]
 
 
 def protocol_label(summary: dict[str, Any]) -> str:
-    """The protocol as the paper writes it, such as `2-softsync`."""
+    """Returns the protocol's name as in the paper, such as `2-softsync`."""
     name = str(summary["protocol"] or "unknown protocol")
     return rule_of(name).label(name, summary["n"])
 
 
 def rate_text(base: float, factor: float, modulation: str) -> str:
-    """A learning rate, and what the protocol made it of, such as `0.025 = α0 x 0.5 (modulation sqrt)`."""
+    """Returns a learning rate and its derivation, such as `0.025 = α0 x 0.5 (modulation sqrt)`."""
     return f"{base * factor:.4g} = α0 x {factor:.4g} (modulation {modulation})"
 
 
 def _rates(
     base: float | None, attributes: dict[str, Any], updates: NDArray[np.void], epochs: NDArray[np.void]
 ) -> dict[str, Any]:
-    """α0; what the protocol makes of it before anything is stale; the highest rate; that of the last epoch's end."""
-    factor = attributes.get("rate_factor")  # which older files lack
+    """Returns α0, the protocol's modulation of α0 at staleness 0, the highest rate, and the last epoch's final rate."""
+    factor = attributes.get("rate_factor")  # missing in older files
     all_, ends = (rows["learning_rate"][np.isfinite(rows["learning_rate"])] for rows in (updates, epochs))
     return {
         "base_learning_rate": base,
@@ -118,13 +118,13 @@ def _rates(
 
 
 def _numbers(rows: NDArray[np.void], name: str) -> list[float | None]:
-    """A column for JSON, which knows no NaN; errors and losses of the test count only where it was made."""
+    """Returns a column for JSON, which has no NaN. Errors and losses of epochs without an evaluation are None."""
     valid = rows["evaluated"] != 0 if name.startswith(("test_", "validation_")) else np.ones(len(rows), bool)
     return [float(x) if ok and math.isfinite(x) else None for x, ok in zip(rows[name], valid, strict=True)]
 
 
 def _metrics(rows: NDArray[np.void], epochs: NDArray[np.int32]) -> dict[str, dict[str, list[float | None]]]:
-    """Split -> metric -> its value in each epoch."""
+    """Returns split -> metric -> value in each epoch."""
     found: dict[str, dict[str, list[float | None]]] = {}
     places = {int(epoch): place for place, epoch in enumerate(epochs)}
     for epoch, _, split, name, value in rows.tolist():
@@ -136,14 +136,15 @@ def _metrics(rows: NDArray[np.void], epochs: NDArray[np.int32]) -> dict[str, dic
 
 
 def _untested(job: dict[str, Any], epochs: NDArray[np.void]) -> int:
-    """Epochs with updates of their own that went untested, because the test before was still under way."""
+    """Counts epochs with updates of their own that were not evaluated, because the previous evaluation was still
+    running."""
     if not job.get("training", {}).get("evaluate", True):
         return 0
     return int(((epochs["evaluated"] == 0) & np.isfinite(epochs["mean_staleness"])).sum())
 
 
 def _check_target(target: str, results: RunTables) -> None:
-    """Raises ConfigError where the tests of a run, if there were any, do not tell what a target is about."""
+    """Raises ConfigError if the run's evaluations, if any, do not measure the target's metric."""
     epochs = results.epochs
     measured: dict[str, list[str]] = {}
     for split, name in ((split, name) for split in ("test", "validation") for name in ("loss", "error")):
@@ -159,7 +160,7 @@ def _check_target(target: str, results: RunTables) -> None:
 def _time_to_target(
     target: str | None, window: int, epochs: NDArray[np.void], metrics: dict[str, dict[str, list[float | None]]]
 ) -> dict[str, Any]:
-    """When the target was reached, if it was: seconds of training, and the epoch."""
+    """Returns the seconds of training and the epoch when the target was reached, or None for both."""
     if target is not None:
         watch = Watch(Target.parse(target), window)
         for epoch, scores in zip(epochs, _tests(watch.target.split, epochs, metrics), strict=True):
@@ -169,14 +170,14 @@ def _time_to_target(
 
 
 def tests(results: RunTables, split: str, epochs: int | None) -> dict[int, dict[str, float | None]]:
-    """What the tests of a split measured: epoch -> "loss", "error" and metrics; None where that was not measured.
+    """Returns the evaluations of a split: epoch -> "loss", "error" and metrics.
 
-    Epochs that were not tested are not there.
+    Values that were not measured are None. Epochs that were not evaluated are missing.
 
     Args:
-        results: of the run.
+        results: Results of the run.
         split: "test" or "validation".
-        epochs: the first ones alone; None: all.
+        epochs: Number of first epochs to return. None: all.
     """
     rows = results.epochs
     rows = rows if epochs is None else rows[rows["epoch"] <= epochs]
@@ -202,16 +203,16 @@ def _tests(
 
 
 def _overlap(learners: NDArray[np.void]) -> float | None:
-    """Share of their time in which learners compute, beside pushing, waiting and pulling (Rudra, Table 1)."""
+    """Returns the fraction of time that learners compute instead of pushing, waiting and pulling (Rudra, Table 1)."""
     compute_s, *rest_s = (float(learners[name].sum()) for name in TIMES)
     whole_s = compute_s + sum(rest_s)
     return compute_s / whole_s if whole_s > 0 else None
 
 
 def _workers(results: RunTables) -> list[dict[str, Any]]:
-    """Where a coordinator dealt the samples out: what each worker was, took and did; the busy share once it is known.
+    """Returns a description and totals of each worker that a coordinator assigned samples to. Otherwise empty.
 
-    Batches are those of all threads of a worker.
+    The share of busy time is given only if known. Batch sizes are sums over all threads of a worker.
     """
     learners, gradients = results.attributes.get("learners"), results.gradients
     if not results.attributes.get("scheduled") or not learners:
@@ -231,13 +232,14 @@ def _workers(results: RunTables) -> list[dict[str, Any]]:
 
 
 def _time_s(results: RunTables) -> float:
-    """Seconds of training so far."""
+    """Returns the current seconds of training."""
     updates, totals = results.updates, results.totals
     return float(totals[0]["time_s"]) if len(totals) else float(updates["time_s"][-1]) if len(updates) else 0.0
 
 
 def _times(row: np.void, time_s: float) -> dict[str, Any]:
-    """Where a learner's time went: seconds, and shares of the run's training time; the rest is Rudra's own."""
+    """Returns where a learner's time went: seconds, and shares of the run's training time. The rest is Rudra's
+    overhead."""
     times = {name: float(row[name]) for name in TIMES}
     whole = max(time_s, sum(times.values()))
     shares = {name.removesuffix("_s") + "_share": (t / whole if whole > 0 else None) for name, t in times.items()}

@@ -1,4 +1,4 @@
-"""What a summary needs of a run's results."""
+"""Interface of a run's results for summaries."""
 
 from typing import Any, Protocol
 
@@ -6,11 +6,11 @@ from rudra.core.messages import Rows
 
 
 class RunTables(Protocol):
-    """The tables of a result file, as `rudra.results.reader` reads them.
+    """Tables of a result file, as `rudra.results.reader` reads them.
 
     Attributes:
-        attributes: of the file.
-        live: the file was open for writing.
+        attributes: Attributes of the file.
+        live: Whether the file was open for writing.
     """
 
     attributes: dict[str, Any]

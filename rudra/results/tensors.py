@@ -1,4 +1,4 @@
-"""A result file's tensors, each in the type that the model has."""
+"""Tensors of a result file in the types of the model."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,17 +12,17 @@ from rudra.errors import ResultsError
 
 
 def tensors_of(named: Sequence[StateEntry], path: Path) -> dict[str, torch.Tensor]:
-    """A result file's tensors by their names, each in the model's type and in memory of its own; tied ones are one.
+    """Returns a result file's tensors by name, in the model's types and in their own memory. Tied names share a tensor.
 
     Raises:
-        ResultsError: a value is no tensor of that type.
+        ResultsError: A value is not a tensor of its type.
     """
     own = {each.tensor: _tensor(each, path) for each in named}
     return {each.name: own[each.tensor] for each in named}
 
 
 def _tensor(named: StateEntry, path: Path) -> torch.Tensor:
-    """A tensor of its own, in the model's type."""
+    """Returns a copy as a tensor of the model's type."""
     dtype = getattr(torch, named.dtype, None)
     with suppress(TypeError, ValueError):  # types that torch does not have
         tensor = torch.from_numpy(np.array(named.value))

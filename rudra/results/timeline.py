@@ -1,7 +1,7 @@
-"""A run as a timeline: the Trace Event Format of Chrome, which https://ui.perfetto.dev shows.
+"""Timeline of a run in the Trace Event Format of Chrome, which https://ui.perfetto.dev shows.
 
-One process for each rank, one thread for each role in it. Times are microseconds since the server started training, on
-one clock. Rows are read and written piece by piece, so a long run needs no more memory than a short one.
+Each rank is a process, and each of its roles a thread. Times are microseconds since the server started training, on one
+clock. Rows are read and written piece by piece, so a long run needs no more memory than a short one.
 """
 
 import gzip
@@ -27,19 +27,19 @@ Times = NDArray[np.float64]
 def write_timeline(
     results: Results, output: Path, progress: Callable[[int], object] = lambda rows: None, *, force: bool = False
 ) -> int:
-    """Writes the timeline of a run; it may still go on.
+    """Writes the timeline of a run, which may still be running.
 
     Args:
-        results: of `rudra run` or `rudra simulate`.
-        output: JSON file; compressed if its name ends in .gz, which Perfetto reads too.
-        progress: told of how many rows were done.
-        force: replace an existing file.
+        results: Results of `rudra run` or `rudra simulate`.
+        output: JSON file, compressed if its name ends in .gz, which Perfetto also reads.
+        progress: Function called with the number of processed rows.
+        force: Whether to replace an existing file.
 
     Returns:
         Number of events.
 
     Raises:
-        ResultsError: the file exists or cannot be written, or the run's is damaged.
+        ResultsError: The file exists or cannot be written, or the run's file is damaged.
     """
     check_output(output, force)
     about = {name: results.attributes[name] for name in ("name", "driver", "protocol", "learners", "started")}
@@ -62,7 +62,7 @@ _SPANS = tuple(name.removesuffix("_s") for name in TIMES)
 
 
 def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> Iterator[TraceEvent]:
-    """Names of ranks and roles, and then what each role did; within a role in the order of time, without overlap."""
+    """Yields names of ranks and roles, and then the spans of each role, in order of time and without overlap."""
     threads = {id_: _Thread(role.world_rank, id_) for id_, role in enumerate(plan.roles)}
     yield from _names(plan)
     learners = plan.learners
@@ -93,7 +93,7 @@ def events(results: Results, plan: Plan, progress: Callable[[int], object]) -> I
 def _stages(
     results: Results, plan: Plan, threads: Mapping[int, "_Thread"], progress: Callable[[int], object]
 ) -> Iterator[TraceEvent]:
-    """Mini-batches at the stage server, with an arrow from their learner when they had come, and back when done."""
+    """Yields mini-batches at the stage server, with an arrow from their learner on arrival, and back when done."""
     assert plan.stage is not None
     names = ("learner", "step", "timestamp", "front", "staleness", "wait_s")
     number = 0
@@ -116,7 +116,7 @@ def _stages(
 
 
 def _by_update(pieces: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
-    """The rows in pieces that each have whole updates."""
+    """Splits rows into pieces of whole updates."""
     left: NDArray[np.void] | None = None
     for piece in pieces:
         rows = piece if left is None else np.concatenate([left, piece])
@@ -128,22 +128,22 @@ def _by_update(pieces: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]
 
 
 class _Thread:
-    """The timeline of one role."""
+    """Timeline of one role."""
 
     def __init__(self, rank: int, role: int) -> None:
         self.place = {"pid": rank, "tid": role}
         self._end = 0
 
     def spans(self, names: Sequence[str], marks: Sequence[int], about: dict[str, Any]) -> Iterator[TraceEvent]:
-        """Spans that follow each other, without the empty ones but the first.
+        """Yields spans that follow each other. Empty ones are left out, except the first.
 
-        They begin where those before ended, if they would overlap: two updates may have been taken up at one moment,
-        and the last digits of a float, or clocks of two nodes, may disagree.
+        Spans that would overlap earlier ones start at the end of those. Two updates may have started at one moment, and
+        the last digits of floats, or the clocks of two nodes, may disagree.
 
         Args:
-            names: of the spans.
-            marks: where each begins, and the last ends, in nanoseconds.
-            about: what is told of them.
+            names: Names of the spans.
+            marks: Starts of all spans, and the end of the last one, in nanoseconds.
+            about: Arguments to show with the spans.
         """
         late = max(0, self._end - marks[0])
         for name, begin, end in zip(names, marks, marks[1:], strict=False):
@@ -154,7 +154,7 @@ class _Thread:
 
 
 def _moments(began_s: Times, *spans_s: Times) -> list[list[int]]:
-    """For each row, in nanoseconds, the beginning and the ends of the spans that follow each other from there."""
+    """Returns for each row, in nanoseconds, the start and the ends of consecutive spans."""
     moments = np.cumsum(np.stack([began_s, *spans_s]), axis=0).T
     rounded: list[list[int]] = np.rint(moments * 1e9).astype(np.int64).tolist()
     return rounded
@@ -171,6 +171,6 @@ def _names(plan: Plan) -> Iterator[TraceEvent]:
 
 
 def _finite(value: Any) -> float | None:
-    """For JSON, which knows neither NaN nor infinity."""
+    """Returns a number for JSON, which has neither NaN nor infinity."""
     number: float = value.item()
     return number if math.isfinite(number) else None

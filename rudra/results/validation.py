@@ -1,6 +1,6 @@
-"""What must hold in a result file before anyone relies on it.
+"""Validation of a result file before its content is used.
 
-HDF5 guards its own structures by checksums, but neither rows nor attributes; and a file may be anybody's.
+HDF5 protects its own structures by checksums, but neither rows nor attributes. A file may also come from anyone.
 """
 
 import json
@@ -44,14 +44,14 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
 }
 _STATUS = {"running", "finished", "failed", "interrupted"}
 _OR_NONE = {"parent", "source", "node", "group", "role", "update", "timestamp"}  # columns that may be -1
-_UNBOUNDED = {"loss", "train_loss", "test_loss", "validation_loss", "value"}  # of a run that diverged
+_UNBOUNDED = {"loss", "train_loss", "test_loss", "validation_loss", "value"}  # large in a run that diverged
 _OR_NAN = {"mean_staleness", "evaluation_began_s", "evaluation_s", "errors", "distance", "correction"}
 _MOST_STALE = 1 << 20
 _DEEPEST = 500  # levels of a tree of roles
 
 
 class Known(dict[str, Any]):
-    """What a file says of its run; it says so where something is asked for that it does not tell."""
+    """Attributes or tables in a result file. A missing one raises an error that names it."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, what: str) -> None:
         super().__init__(values)
@@ -62,7 +62,8 @@ class Known(dict[str, Any]):
 
 
 def plain_attributes(found: h5py.AttributeManager) -> None:
-    """Raises ValueError unless all attributes are texts and numbers: HDF5 would take others' bytes for addresses."""
+    """Raises ValueError unless all attributes are texts and numbers. HDF5 would read other types' bytes as
+    addresses."""
     for name in found:
         dtype = found.get_id(name).dtype
         if dtype.kind not in "biufS" and h5py.check_string_dtype(dtype) is None:
@@ -70,7 +71,7 @@ def plain_attributes(found: h5py.AttributeManager) -> None:
 
 
 def attributes(values: Mapping[str, Any], path: Path) -> Known:
-    """The root attributes, if they are of the right types."""
+    """Returns the root attributes, if they have the right types."""
     for name, kind in _ATTRIBUTES.items():
         value = values.get(name)
         right = value is None or isinstance(value, kind)
@@ -82,7 +83,7 @@ def attributes(values: Mapping[str, Any], path: Path) -> Known:
 
 
 def job(text: str, path: Path) -> Known:
-    """The job as resolved: table -> key -> value."""
+    """Returns the job as resolved: table -> key -> value."""
     try:
         tables = json.loads(text)
     except (ValueError, RecursionError):
@@ -99,7 +100,7 @@ def job(text: str, path: Path) -> Known:
 
 
 def dataset(found: object, name: str) -> None:
-    """Raises ValueError unless this is the data set of that name."""
+    """Raises ValueError unless `found` is the data set of this name."""
     if not isinstance(found, h5py.Dataset) or found.is_virtual or found.external:
         raise ValueError(f"/{name} is not a plain data set")
     wanted = DTYPES.get(name)
@@ -111,24 +112,24 @@ def dataset(found: object, name: str) -> None:
 
 
 _NEWER = {
-    "minibatches": {"reduce_s", "update_s"},  # in format 5 a reduction counted as a push, an update as a pull
+    "minibatches": {"reduce_s", "update_s"},  # in format 5 reductions counted as pushes, and updates as pulls
     "learners": {"reduce_s", "update_s"},
-    "gradients": {"first", "stream"},  # up to format 6 every learner drew a stream of its own
+    "gradients": {"first", "stream"},  # up to format 6 every learner drew its own stream
 }
-"""Columns that older files lack."""
+"""Columns that are missing in older files."""
 
 
 _ABSENT = {"averages": 8, "stages": 9}
-"""Data sets that older files lack, and the format from which they are there."""
+"""Data sets that are missing in older files, and the first format with them."""
 
 
 def lacking(version: int) -> frozenset[str]:
-    """Data sets that files of a format do not have."""
+    """Returns the data sets that files of a format do not have."""
     return frozenset(name for name, since in _ABSENT.items() if version < since)
 
 
 def older(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Of a table's rows in files of older formats."""
+    """Returns the type of a table's rows in files of older formats."""
     columns = [(column, dtype[column]) for column in dtype.names or () if column not in _NEWER.get(name, ())]
     if name == "gradients":
         columns.append(("pad", np.dtype("<i4")))
@@ -136,16 +137,16 @@ def older(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def fits(claimed: int, name: str, file_bytes: int) -> None:
-    """Raises ValueError where what is to be read has more bytes than its file can hold."""
+    """Raises ValueError if the data to read has more bytes than its file can hold."""
     if claimed > DENSEST * file_bytes:
         raise ValueError(f"/{name} claims {claimed:,} bytes, in a file of {file_bytes:,}")
 
 
 def fixed(file: h5py.File, tensor: str, file_bytes: int) -> NDArray[Any]:
-    """A tensor that is not trained.
+    """Reads a tensor that is not trained.
 
     Raises:
-        ValueError: it is not there, or is no plain array of numbers.
+        ValueError: The tensor is missing, or is not a plain array of numbers.
     """
     name = f"weights/fixed/{key(tensor)}"
     link = file.get(name, getlink=True)
@@ -159,10 +160,10 @@ def fixed(file: h5py.File, tensor: str, file_bytes: int) -> NDArray[Any]:
 
 
 def rows(name: str, values: Rows, learners: int | None) -> Rows:
-    """The rows of a table, if all numbers can be what they are said to be.
+    """Returns the rows of a table, if all numbers are in their valid ranges.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: A number is out of range.
     """
     for column in values.dtype.names or ():
         found = values[column]
@@ -170,7 +171,7 @@ def rows(name: str, values: Rows, learners: int | None) -> Rows:
             wrong = (found < (-1 if column in _OR_NONE else 0)) | (found >= 2**53)
             if column == "staleness":
                 wrong |= found > max(_MOST_STALE, len(found))
-            if column == "learner" and learners is not None and name != "gradients":  # where a replay finds it out
+            if column == "learner" and learners is not None and name != "gradients":  # a replay finds it there
                 wrong |= found >= learners
         elif found.dtype.kind == "f" and column not in _UNBOUNDED:
             most = 1.0 if "_error" in column else 1e12
@@ -191,10 +192,10 @@ def rows(name: str, values: Rows, learners: int | None) -> Rows:
 
 
 def plan(found: Plan, learners: int) -> Plan:
-    """A plan that was read, if it can be one.
+    """Returns a plan read from a file, if it is valid.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: The plan is not valid.
     """
     kinds = [role.kind for role in found.roles]
     trains = sum(KINDS[kind].trains for kind in kinds if kind in KINDS)
@@ -213,7 +214,7 @@ def plan(found: Plan, learners: int) -> Plan:
 
 
 def _exchange(found: Plan) -> None:
-    """Raises ValueError where a role lacks somebody to exchange gradients and weights with."""
+    """Raises ValueError if a role has no partner to exchange gradients and weights with."""
     for id_, role in enumerate(found.roles):
         if not role.kind_traits.trains:
             continue
@@ -221,7 +222,7 @@ def _exchange(found: Plan) -> None:
             raise ValueError(f"/roles: {role.name} has no {'parent' if role.parent is None else 'source of weights'}")
         for other in (role.parent, found.weight_source(role)):
             if other == id_ or (other is not None and not 0 <= other < len(found.roles)):
-                break  # `_climb` says so
+                break  # `_climb` reports it
             if other is not None and found.roles[other].kind_traits.tests:
                 raise ValueError(f"/roles: {role.name} exchanges with the statistics server")
     grouped = {role.group is not None for role in found.roles if role.kind_traits.trains}
@@ -230,7 +231,7 @@ def _exchange(found: Plan) -> None:
 
 
 def _climb(above: Sequence[int | None]) -> None:
-    """Raises ValueError where the way up from a role does not end."""
+    """Raises ValueError if the path from a role to the root does not end."""
     depth: dict[int | None, int] = {None: 0}
     for start in range(len(above)):
         way: list[int] = []
@@ -239,7 +240,7 @@ def _climb(above: Sequence[int | None]) -> None:
             if at is None or not 0 <= at < len(above) or len(way) > _DEEPEST:
                 raise ValueError(f"/roles: the way up from role {start} does not end")
             way.append(at)
-            depth[at] = _DEEPEST + 1  # until its way up is known: whoever comes here again goes round in a circle
+            depth[at] = _DEEPEST + 1  # until its path is known: reaching it again means a cycle
             at = above[at]
         for id_ in reversed(way):
             depth[id_] = depth[at] + 1

@@ -1,4 +1,4 @@
-"""The weights that a run begins with, if they are another run's."""
+"""Initial weights of a run that come from another run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,21 +15,21 @@ from rudra.results.writer import EntryLike
 
 
 def shapes(layout: Sequence[EntryLike]) -> list[list[Any]]:
-    """Name and shape of each tensor of a model, for the checkpoint."""
+    """Returns name and shape of each tensor of a model, for the checkpoint."""
     return [[entry.name, list(entry.shape)] for entry in layout]
 
 
 def final_weights(path: Path, layout: Sequence[Entry]) -> npt.NDArray[np.float32]:
-    """The last weights of a run, or those of a checkpoint, (size,).
+    """Reads the last weights of a run, or a checkpoint's weights, (size,).
 
     Args:
-        path: its result file, or the checkpoint.
-        layout: of the model that they are for.
+        path: Result file or checkpoint of the other run.
+        layout: Layout of the model for the weights.
 
     Raises:
-        ConfigError: they are another model's, or there are none.
-        ResultsError: the result file is none, or damaged.
-        CheckpointError: likewise of a checkpoint.
+        ConfigError: The weights belong to another model, or do not exist.
+        ResultsError: The result file does not exist, or is damaged.
+        CheckpointError: The checkpoint does not exist, or is damaged.
     """
     theirs: list[list[Any]] | None
     if path.suffix == checkpoint.SUFFIX:

@@ -1,4 +1,4 @@
-"""The one writer of a result file, and what is in one: `OBJECTS`, which `docs/results.md` shows."""
+"""Writer of a result file, and the file's data sets: `OBJECTS`, which `docs/results.md` shows."""
 
 import fcntl
 import itertools
@@ -58,7 +58,7 @@ STATE = table(
     ("weights_sha256", "S64", "SHA-256 of the final weights; empty until they are in the file"),
     ("flushed_s", "<f8", "wall clock of the last flush, in seconds since 1970"),
 )
-OBJECTS = {  # data set -> what there is a row of, and what it holds
+OBJECTS = {  # data set -> meaning of a row, content
     "gradients": ("gradient that was applied", "which gradients made which update, in order of application"),
     "updates": ("update", "learning rate, staleness and time of each update"),
     "minibatches": ("mini-batch", "training loss and times of each learner; empty without `results.minibatches`"),
@@ -84,17 +84,17 @@ OBJECTS = {  # data set -> what there is a row of, and what it holds
 }
 DATASETS = tuple(name for name in OBJECTS if name != "weights/fixed")
 _SILENT_S = 30.0
-"""A writer that has written nothing for so long is gone, though a file server may keep the locks of a lost node."""
+"""A writer that has not written for this time has ended, though a file server may keep the locks of a lost node."""
 
 _STEP_S = 5.0
-"""Shortest time between two flushes of a file that must be opened for each."""
+"""Minimum time between two flushes of a file that must be opened for each flush."""
 
 _CHUNK_ROWS = 1024
 _CHUNK_WEIGHTS = 1 << 20
 
 
 class EntryLike(Protocol):
-    """What a flat model says of one tensor in its vector."""
+    """Entry of a flat model's layout for one tensor."""
 
     @property
     def name(self) -> str: ...
@@ -109,10 +109,10 @@ class EntryLike(Protocol):
 
 
 def default_output(job_name: str, directory: Path = Path(), now: datetime | None = None) -> Path:
-    """Reserves a name made of job and time: creates an empty file, so that no other run gets this name.
+    """Reserves a file name made of job and time. It creates an empty file, so that no other run gets this name.
 
     Raises:
-        ResultsError: the file cannot be created.
+        ResultsError: The file cannot be created.
     """
     safe_name = re.sub(r"[^\w.-]+", "-", job_name)
     stem = f"{safe_name}-{now or datetime.now():%Y%m%d-%H%M%S}"
@@ -130,7 +130,7 @@ def default_output(job_name: str, directory: Path = Path(), now: datetime | None
 
 @contextmanager
 def default_outputs(job_name: str) -> Iterator[Callable[[], Path]]:
-    """Gives `default_output` of a job, and removes at the end what it created if no run has written to it."""
+    """Yields `default_output` for a job, and at the end removes files that it created and no run has written to."""
     reserved: list[Path] = []
 
     def reserve() -> Path:
@@ -152,10 +152,10 @@ def remove_if_empty(path: Path) -> None:
 
 
 def checked_name(path: Path) -> Path:
-    """A name for a result file.
+    """Returns a valid name for a result file.
 
     Raises:
-        ConfigError: it does not end as those do; checkpoints and pictures go by what is before that.
+        ConfigError: The suffix is not `.h5`. Names of checkpoints and images derive from the stem.
     """
     if path.suffix != ".h5":
         raise ConfigError(f"{path}: is not a name for a result file; valid: {path.stem or 'FILE'}.h5")
@@ -163,32 +163,32 @@ def checked_name(path: Path) -> Path:
 
 
 class ResultsWriter:
-    """The one writer of a result file.
+    """Only writer of a result file.
 
-    Rows are gathered in memory and handed to the operating system every `flush_s`. After `finish`, `fail` or
-    `close` the file is closed. All methods belong to one thread.
+    Rows are collected in memory and passed to the operating system every `flush_s`. After `finish`, `fail` or
+    `close` the file is closed. All methods must be called from one thread.
 
-    HDF5's single-writer, multiple-reader mode needs a file system on which a reader sees writes in the order in which
-    they were made. Without it the file is opened, extended and closed again, less often, and whole in between.
+    HDF5's single-writer, multiple-reader mode needs a file system that shows writes to readers in their original order.
+    Without it the file is opened, extended and closed for each flush, less often, and is complete in between.
 
     Args:
-        path: the file to make.
-        attributes: what goes into the root attributes: texts, numbers, lists of either; None is left out.
-        layout: the tensors of the flat weights.
-        size: elements of the flat weights.
+        path: Path of the file to create.
+        attributes: Root attributes: texts, numbers, or lists of either. None is left out.
+        layout: Tensors of the flat weights.
+        size: Number of elements of the flat weights.
         learners: λ.
-        flush_s: rows stay in memory for this long, and then until the next `append` or `flush`.
-        roles: who is who, `records.ROLE`.
-        overwrite: replace an existing file as soon as the new one is complete. A reader that has the old one open
-            keeps it.
-        swmr: whether the file system is good for that mode.
-        carried: rows that the file begins with, from an earlier part of the same run, whose file it replaces as
-            `overwrite` does.
-        carried_weights: epochs that were kept in that part, and their weights.
-        state_dict: what that of the model lists; by default what is in the layout.
+        flush_s: Seconds that rows stay in memory before the next `append` or `flush` writes them.
+        roles: Roles of the run, `records.ROLE`.
+        overwrite: Whether to replace an existing file as soon as the new one is complete. Readers of the old file keep
+            it.
+        swmr: Whether the file system supports that mode.
+        carried: Rows that start the file, from an earlier part of the same run. The file of that part is replaced as
+            with `overwrite`.
+        carried_weights: Stored epochs of the earlier part, and their weights.
+        state_dict: Entries of the model's state dict, by default the tensors of the layout.
 
     Raises:
-        ResultsError: the file exists, cannot be made, or (by any method) cannot be written.
+        ResultsError: The file exists or cannot be created, or (in any method) cannot be written.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class ResultsWriter:
     ) -> None:
         replaces = overwrite or carried is not None
         check_output(path, replaces)
-        with _alone(path):  # nobody else writes it
+        with _alone(path):  # no other process writes it
             self._held = ExitStack()
         self.path = path
         made = path.with_name(f".{path.stem}.new.h5") if replaces else path
@@ -217,7 +217,7 @@ class ResultsWriter:
         self._flush_s = flush_s if swmr else max(flush_s, _STEP_S)
         self._flushed_at = -np.inf
         self._pending = {kind: bytearray() for kind in GROWING}
-        self._kept: list[int] = []  # epochs, in the order of their places; 0: a free one
+        self._kept: list[int] = []  # epochs in the order of their places, with 0 for a free place
         self._written = dict.fromkeys(DATASETS, 0)
         self._state = np.zeros(1, STATE)
         self._state["status"] = b"running"
@@ -229,7 +229,7 @@ class ResultsWriter:
             raise ResultsError(f"{path}: cannot create: {reason_of(error)}") from None
         try:
             with self._guarded():
-                # All stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
+                # All data sets stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
                 self._datasets = _create(self._file, attributes, layout, size, learners, roles, state_dict)
                 if swmr:
                     self._file.swmr_mode = True
@@ -251,20 +251,20 @@ class ResultsWriter:
             raise
 
     def append(self, kind: TableName, rows: Rows) -> None:
-        """Takes a copy of rows of `GROWING[kind]`, shape (rows,), and flushes if it is time."""
+        """Copies rows of `GROWING[kind]`, shape (rows,), and flushes if due."""
         if rows.dtype != GROWING[kind]:
             raise TypeError(f"rows of {kind} have another dtype: {rows.dtype}")
         self._pending[kind] += rows.tobytes()
         self.flush()
 
     def flush(self, now: float | None = None, *, force: bool = False) -> None:
-        """Hands what was appended to the operating system, if `flush_s` has passed since the last time.
+        """Passes appended rows to the operating system, if `flush_s` has passed since the last flush.
 
-        Worth a call now and then where nothing is appended: the file also says when it was flushed.
+        Call it now and then even without new rows: the file also records the time of the last flush.
 
         Args:
-            now: `time.monotonic()`, where the caller has it at hand.
-            force: do it at once.
+            now: Value of `time.monotonic()`, if the caller already has it.
+            force: Whether to flush at once.
         """
         now = time.monotonic() if now is None else now
         due = now - self._flushed_at >= self._flush_s and (self._swmr or any(self._pending.values()))
@@ -273,21 +273,21 @@ class ResultsWriter:
                 self._flush(now)
 
     def keep(self, epoch: int, weights: NDArray[np.float32], instead_of: Sequence[int] = ()) -> None:
-        """Writes the weights of an epoch's end, shape (size,), float32; they are only read.
+        """Writes the weights at an epoch's end, shape (size,), float32. They are only read.
 
-        The place of epochs that they are kept instead of is free then, for the next ones.
+        The places of the epochs in `instead_of` become free for later epochs.
         """
         with self._writing():
             self._keep(epoch, weights, instead_of)
 
     def sync(self) -> None:
-        """Brings everything that was appended to the disk."""
+        """Flushes everything appended to disk."""
         with self._writing():
             self._flush(time.monotonic())
             self._to_disk()
 
     def note(self, status: Status, reason: str) -> None:
-        """Brings everything to the disk, and how the run has ended if this should be the last word of it."""
+        """Flushes everything to disk, with the end of the run in case nothing else is written after it."""
         if not self._ended:
             self._state["status"], self._state["reason"] = status.encode(), reason.encode()
             self.sync()
@@ -296,13 +296,13 @@ class ResultsWriter:
         os.fsync(self._file.id.get_vfd_handle())
 
     def finish(self, totals: Rows, learners: Rows, weights: NDArray[np.float32] | None, sha256: str = "") -> None:
-        """Writes the closing account of a complete run and closes the file.
+        """Writes the totals of a complete run and closes the file.
 
         Args:
-            totals: `records.TOTALS`, shape () or (1,).
-            learners: `records.LEARNER`, shape (λ,).
-            weights: final flat weights, shape (size,), float32; only read. None where the run had no tensors.
-            sha256: hex digest of the little-endian bytes of `weights`.
+            totals: Totals of the run, `records.TOTALS`, shape () or (1,).
+            learners: Totals of the learners, `records.LEARNER`, shape (λ,).
+            weights: Final flat weights, shape (size,), float32, which are only read. None if the run had no tensors.
+            sha256: Hexadecimal digest of the little-endian bytes of `weights`.
         """
         if weights is not None:
             with self._writing():
@@ -313,15 +313,15 @@ class ResultsWriter:
         self._end("finished", "", totals, learners)
 
     def fail(self, status: Status, reason: str, totals: Rows | None = None, learners: Rows | None = None) -> None:
-        """Writes all rows there are, and why the run ended early, and closes the file.
+        """Writes all rows and the reason why the run ended early, and closes the file.
 
-        Does nothing if the file is closed already, be it because it could not be written.
+        It does nothing if the file is already closed, for example because it could not be written.
         """
         if not self._ended:
             self._end(status, reason, totals, learners)
 
     def close(self) -> None:
-        """Closes the file. A run that was neither finished nor failed then counts as failed."""
+        """Closes the file. If the run neither finished nor failed, it is marked as failed."""
         self.fail("failed", "the run ended without a result")
 
     def __enter__(self) -> Self:
@@ -391,9 +391,9 @@ class ResultsWriter:
         self._written[name] = end
 
     def _abandon(self) -> None:
-        """Leaves the file as it is on the disk, like that of a killed writer.
+        """Leaves the file on disk as it is, like the file of a killed writer.
 
-        HDF5 would try to write what it still holds whenever it is touched, and crash; so let it write into the void.
+        HDF5 would try to write its pending data at any later access, and crash. So its writes go to `/dev/null`.
         """
         self._ended = True
         if self._file:
@@ -405,12 +405,12 @@ class ResultsWriter:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """The file is open, and what goes wrong with it is told in one line."""
+        """Opens the file if necessary, and reports errors in one line."""
         with self._guarded():
             if self._swmr or self._ended:
                 yield
                 return
-            self._file = h5py.File(self.path, "r+", libver="latest", locking=False)  # readers must not keep it shut
+            self._file = h5py.File(self.path, "r+", libver="latest", locking=False)  # readers must not prevent writing
             self._datasets = {name: self._file[name] for name in DATASETS}
             yield
             self._file.close()
@@ -422,19 +422,19 @@ class ResultsWriter:
         except (OSError, RuntimeError, ValueError) as error:
             self._abandon()
             failure = ResultsError(f"{self.path}: cannot write: {reason_of(error)}")
-            failure.exit_code = 1  # the run's failure, not the user's mistake
+            failure.exit_code = 1  # the run failed, but not by a user's mistake
             raise failure from None
 
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Holds a file against other runs; not by `flock`, which readers have.
+    """Locks a file against other runs. It does not use `flock`, because readers do.
 
     Raises:
-        ResultsError: another run is writing it.
+        ResultsError: Another run is writing the file.
     """
     with ExitStack() as stack:
-        with suppress(OSError):  # it may not be written, or the file system has no locks
+        with suppress(OSError):  # the file may be read-only, or the file system has no locks
             file = stack.enter_context(path.open("r+b"))
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -453,7 +453,7 @@ def _create(
     roles: Rows | None,
     state_dict: Sequence[StateEntry],
 ) -> dict[str, h5py.Dataset]:
-    """Makes everything that the file will ever have; the data sets are open."""
+    """Creates everything that the file will ever contain, and returns the open data sets."""
     for name, value in {"format_version": FORMAT_VERSION, **attributes}.items():
         if value is not None:
             file.attrs.create(name, _encoded(value))
@@ -463,7 +463,7 @@ def _create(
         for name, dtype, chunk in [*tables, ("learners", LEARNER, learners), ("totals", TOTALS, 1)]
     }
     made["state"] = file.create_dataset("state", (1,), STATE, chunks=(1,), maxshape=(None,))
-    # Only chunked data sets that could grow may be written in SWMR mode; their chunks take no space before.
+    # Only chunked, resizable data sets may be written in SWMR mode. Their chunks take no space until written.
     chunk = max(1, min(size, _CHUNK_WEIGHTS))
     for name, shape, dtype, chunks, most in (
         ("final", (size,), "<f4", (chunk,), (None,)),
@@ -487,12 +487,12 @@ def _create(
     return made
 
 
-NAMES = {  # column of /weights/names -> what it means
+NAMES = {  # column of /weights/names -> its meaning
     "name": "name in the `state_dict`",
     "tensor": "name of the tensor in `/weights/layout` or `/weights/fixed`; tied names have the same one",
     "dtype": "torch's name of the tensor's type, such as `float32`",
 }
-LAYOUT = {  # column of /weights/layout -> what it means
+LAYOUT = {  # column of /weights/layout -> its meaning
     "name": "name of the tensor in the model",
     "kind": "`parameter`, `buffer` or `counter` (a whole number, such as BatchNorm's count of mini-batches)",
     "dimensions": "number of dimensions of the tensor",
@@ -524,7 +524,7 @@ def _layout_rows(layout: Sequence[EntryLike]) -> Rows:
 
 
 def _encoded(value: Any) -> NDArray[Any]:
-    """Texts as strings of fixed length: strings of variable length do not survive a killed writer."""
+    """Returns texts as strings of fixed length. Strings of variable length do not survive a killed writer."""
     array = np.asarray(value)
     if array.dtype.kind != "U":
         return array
@@ -533,7 +533,7 @@ def _encoded(value: Any) -> NDArray[Any]:
 
 
 def reason_of(error: Exception) -> str:
-    """The cause within HDF5's text, on one line."""
+    """Returns the cause in HDF5's error text, on one line."""
     text = " ".join(str(error).split())
     found = re.search(r"error message = '([^']*)'", text) or re.search(r"\((.*)\)$", text)
     return found[1] if found else text or type(error).__name__

@@ -1,1 +1,1 @@
-"""The driver in virtual time, and what only it needs."""
+"""The simulation driver, which runs roles in virtual time, and its parts."""

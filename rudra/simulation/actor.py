@@ -12,35 +12,35 @@ from rudra.simulation.costs import Link
 from rudra.simulation.links import Port, Ports
 
 Offer = tuple["Route", Send, float]
-"""A tensor on its way, and when it comes."""
+"""A tensor that is ready to be sent, and the virtual time when it arrives."""
 
 
 class Actor:
-    """A role's machine, and what the simulator has to know of it.
+    """A role's machine with its state in the simulation.
 
     Args:
-        role: id in the plan.
-        machine: of the role.
-        serves: it takes the messages of many, one at a time.
-        message_s: how long each of these takes it.
-        seed: of the simulation.
+        role: Id of the role in the plan.
+        machine: State machine of the role.
+        serves: Whether the role handles messages from many roles, one at a time.
+        message_s: Seconds that the role needs for each of these messages.
+        seed: Seed of the simulation.
 
     Attributes:
-        handle: gives an event to the machine.
-        take: takes an event in, now or when the role is free.
-        random: its own luck.
-        busy_until: virtual time in seconds.
-        halted: it has ended, or died.
-        compute_s: seconds of the next mini-batch.
-        local_s: seconds of its other local actions; those that are not there take no time.
-        computing: a mini-batch is under way.
-        delay_s: what a server on the node has taken from that computation.
-        neighbours: those that compute on a server's node, where cores may be short.
-        inbox: what came while the role was busy.
-        posted: receives, in order.
-        offered: tensors without a buffer, by sender, as they came: weights, gradients.
-        routes: to others, by role.
-        turns: mini-batches that the learners of its rank want computed, the one under way first; they share it.
+        handle: Function that passes an event to the machine.
+        take: Function that accepts an event, now or when the role is free.
+        random: Random generator of this role.
+        busy_until: Virtual time in seconds until which the role is busy.
+        halted: Whether the role has ended or died.
+        compute_s: Function that draws the seconds of the next mini-batch.
+        local_s: Seconds of each other local action. An action that is missing here takes no time.
+        computing: Whether a mini-batch is being computed.
+        delay_s: Seconds that a server on the same node has taken from the current computation.
+        neighbours: Learners on a server's node, where cores may be short.
+        inbox: Events that arrived while the role was busy.
+        posted: Posted receives, in order.
+        offered: Tensors without a buffer, by sender, in order of arrival: weights, gradients.
+        routes: Routes to other roles, by role.
+        turns: Mini-batches that learners on this rank requested, the current one first. The learners share this deque.
     """
 
     __slots__ = (
@@ -79,14 +79,14 @@ class Actor:
         self.neighbours: list[Actor] = []
         self.inbox: deque[Event] = deque()
         self.posted: list[Receive] = []
-        # Gradients of many: a dict would be slow to find its first key.
+        # A server gets gradients from many senders, and a dict would be slow to find its first key.
         self.offered: tuple[dict[int, list[Offer]], ...] = ({}, OrderedDict() if serves else {})
         self.routes: dict[int, Route] = {}
         self.turns: deque[tuple[Actor, Compute | RunFirstStage | BackpropFirstStage]] = deque()
 
 
 class Route:
-    """From one role to another; control messages do not overtake each other on it."""
+    """Route from one role to another. Control messages on it do not overtake each other."""
 
     __slots__ = (
         "between",
@@ -110,6 +110,6 @@ class Route:
         of = ports if self.between else own
         self.out = of.setdefault(("out", *link.out), Port(rate))
         self.into = of.setdefault(("into", *link.into), Port(rate))
-        # Of servers whose calls block, both ways are one.
+        # A server with blocking calls has one port for both directions.
         self.blocking = [own.setdefault(("both", *end), Port(rate)) for end in link.blocking]
         self.delivered_at = 0.0

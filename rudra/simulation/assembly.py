@@ -1,4 +1,4 @@
-"""Puts a job's roles into virtual time."""
+"""Assembly of a job's roles into a simulation."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,12 +27,12 @@ from topologies import Plan
 def machines_of(
     phases: Phases, training_samples: int, position: TrainingState = BEGINNING
 ) -> tuple[dict[int, Machine], Make]:
-    """The state machines of all roles, and what makes others for another beginning.
+    """Returns the state machines of all roles, and a function that makes a machine for another starting state.
 
     Args:
-        phases: of the run.
-        training_samples: of one epoch.
-        position: where training begins.
+        phases: Phases of the run.
+        training_samples: Number of training samples per epoch.
+        position: State at the start of training.
     """
 
     def make(role: int, plan: Plan, position: TrainingState) -> Machine:
@@ -43,7 +43,8 @@ def machines_of(
 
 
 def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> Callable[[TrainingState], CostModel]:
-    """What gives the durations in the part of a run that a position is in; a tensor has so many bytes on the wire."""
+    """Returns a function that gives the cost model at a training state. `size_bytes` is the size of a tensor on the
+    wire."""
     known: dict[int, CostModel] = {}
 
     def price(position: TrainingState) -> CostModel:
@@ -71,23 +72,23 @@ def assemble(
     placed: Placed | None = None,
     beside: Simulation | None = None,
 ) -> Simulation:
-    """A simulation of a job, ready to run, with the jobs beside it.
+    """Returns a simulation of a job, ready to run, with its background jobs.
 
     Args:
-        job: resolved, with its costs read in.
-        plan: who is who at first.
-        tensors: what computes.
-        recorder: what takes the statistics server's rows.
-        training_samples: of one epoch.
-        size_bytes: of a gradient or the weights on the wire.
-        position: where training begins.
-        save: see `Simulation`, as is the next.
-        check: called after every event.
-        placed: the pieces of a model of which a stage server has the last layers.
-        beside: the simulation that this one is beside.
+        job: Resolved job with its cost file read.
+        plan: Initial plan.
+        tensors: Tensors of all roles.
+        recorder: Receiver of the statistics server's rows.
+        training_samples: Number of training samples per epoch.
+        size_bytes: Size of a gradient or the weights on the wire.
+        position: State at the start of training.
+        save: See `Simulation`.
+        check: Function called after every event.
+        placed: How the model is divided between learners and a stage server.
+        beside: Simulation of the main job, if this one is a background job.
 
     Raises:
-        ConfigError: the job's schedule gives no rates, or a job beside it is none.
+        ConfigError: The job's schedule gives no rates, or a background job is invalid.
     """
     phases = phases_of(job, plan, training_samples)
     machines, make = machines_of(phases, training_samples, position)
@@ -118,7 +119,7 @@ def assemble(
 
 
 def _put_beside(simulation: Simulation, job: Job) -> None:
-    """Has the roles of another job begin when these do, on the same machines."""
+    """Starts the roles of a background job together with the main job, on the same machines."""
     plan = job.plan(nodes_of(job))
     cluster = without_tensors(job)
     assemble(

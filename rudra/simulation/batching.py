@@ -15,13 +15,13 @@ from rudra.errors import ConfigError
 from rudra.simulation.tensors import RealTensors
 
 _MAPPED_SAMPLES = 1024
-"""Samples for which vmap computes gradients at a time: more are no faster, and need much memory."""
+"""Number of samples per call of vmap. More samples are no faster and need much memory."""
 
 
 class BigBatchTensors(RealTensors):
-    """One gradient for all learners: that of the mean over all their samples, which is what an update takes.
+    """One gradient for all learners: the gradient of the mean over all their samples, as an update needs it.
 
-    Only where an update takes one gradient of every learner, all of them at the same weights.
+    It requires that an update takes one gradient from every learner, all computed from the same weights.
     """
 
     def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
@@ -52,13 +52,13 @@ class BigBatchTensors(RealTensors):
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Accumulate) and action.into != action.gradient:
             into, gradient = (self._held((role, name)) for name in (action.into, action.gradient))
-            if into is gradient:  # the mean of equals, which changes no bit
+            if into is gradient:  # the mean of equal gradients is bitwise identical to each
                 return None
         return super().perform(role, action, seconds)
 
 
 class VmapTensors(RealTensors):
-    """When one gradient is due, those of all learners that are computing are computed with it, by `torch.func.vmap`."""
+    """Gradients of all computing learners, computed together by `torch.func.vmap` when the first one is due."""
 
     def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
         super().__init__(executors, halves=halves)

@@ -1,4 +1,4 @@
-"""Jobs beside a job: they take their part of the links of machines that all of them use, and leave nothing else behind.
+"""Background jobs. They use links of the same machines as the main job, and have no other effect on it.
 
 Source: Park et al., RALP, §3 and §6.4, where eight jobs share eight machines.
 """
@@ -11,20 +11,20 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 
 ENDLESS = 1 << 50
-"""Samples of an epoch that is never over."""
+"""Samples of an epoch that never ends."""
 
 
 def job_beside(job: Job, number: int) -> Job:
-    """A job that trains beside a job, without data, tests and an end of its own.
+    """Returns a background job, without data and evaluation, that never ends by itself.
 
     Args:
-        job: resolved, with its costs read in.
-        number: of its table in `[simulation] beside`, from 0.
+        job: Resolved job with its cost file read.
+        number: Index of its table in `[simulation] beside`, from 0.
 
     Raises:
-        ConfigError: it is none, or links have turns.
+        ConfigError: The table is not a valid job, or links are used in turns.
     """
-    if job.simulation.sharing != "equal":  # which a preset may say
+    if job.simulation.sharing != "equal":  # a preset may set another value
         raise ConfigError("jobs share the links of machines; valid with sharing = 'equal'")
     tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in job.simulation.beside[number].items():
@@ -37,14 +37,14 @@ def job_beside(job: Job, number: int) -> Job:
 
 
 def _default(job: Job, table: str, name: str) -> Any:
-    """The value of a key that no job gives."""
+    """Returns the default value of a key."""
     kind: Any = type(getattr(job, table, job))
     field = kind.model_fields.get(name)
     return None if field is None else field.get_default(call_default_factory=True)
 
 
 class Unrecorded:
-    """Where rows go that nobody reads."""
+    """Recorder that discards all rows."""
 
     def record(self, action: Record) -> None: ...
     def keep(self, role: int, action: StoreEpochWeights) -> None: ...

@@ -1,4 +1,4 @@
-"""The executors of all roles of a simulation, and what they share."""
+"""Executors of all roles of a simulation, and the data that they share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,19 +32,19 @@ from topologies import Plan
 
 @dataclass(frozen=True, slots=True)
 class SimulatedCluster:
-    """What a simulation needs of a job beside its roles.
+    """Executors, tensors and sizes that a simulation needs in addition to its roles.
 
     Attributes:
-        tensors: do what roles want done with tensors.
-        info: what the data is like.
-        layout: of the flat vector.
-        size: of that vector, in elements.
-        initial_sha256: of the weights at the start; empty where there are none.
-        state_dict: what that of the model lists; empty where there are no weights.
-        weights: gives the floats of a buffer of a role; None where there are none.
-        executors: by role; without tensors there are none.
-        placed: the pieces of a model of which a stage server has the last layers.
-        step_bytes: of tensors that a step of all learners sends then.
+        tensors: Carries out the roles' actions on tensors.
+        info: Description of the data.
+        layout: Layout of the flat vector.
+        size: Number of elements of the flat vector.
+        initial_sha256: SHA-256 of the initial weights, or empty without weights.
+        state_dict: Entries of the model's state dict, or empty without weights.
+        weights: Function that returns the floats of a role's buffer, or None without weights.
+        executors: Executors by role, or empty without tensors.
+        placed: How the model is divided between learners and a stage server.
+        step_bytes: Bytes of tensors that one step of all learners sends if layers are placed.
     """
 
     tensors: Tensors
@@ -64,14 +64,13 @@ def make_cluster(job: Job, plan: Plan, data: Data, device: torch.device) -> Simu
     """Builds the model and the executors of all roles.
 
     Args:
-        job: settled.
-        plan: who is who.
-        data: of the job.
-        device: on which tensors are computed.
+        job: Settled job.
+        plan: Roles and their ranks.
+        data: Data of the job.
+        device: Device for the computations.
 
     Raises:
-        RudraError: the model does not fit the data, or the job asks for batches that its protocol or model do not
-            allow.
+        RudraError: The model does not fit the data, or its protocol or model does not allow the job's batches.
     """
     info, roles = data.info, tuple(range(len(plan.roles)))
     alone = job.simulation.batching == "none"
@@ -96,18 +95,18 @@ def make_cluster(job: Job, plan: Plan, data: Data, device: torch.device) -> Simu
 
 
 def without_tensors(job: Job) -> SimulatedCluster:
-    """Finds out how large data and model are, without executors: where only time counts.
+    """Finds the sizes of data and model without making executors, for simulations that only measure time.
 
     Args:
-        job: resolved.
+        job: Resolved job.
 
     Raises:
-        ConfigError: there is no such model, or it does not fit the data.
-        DataError: files are missing that would tell.
+        ConfigError: The model does not exist, or does not fit the data.
+        DataError: Files are missing that would give the sizes.
     """
     info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
     try:
-        with torch.device("meta"):  # shapes alone
+        with torch.device("meta"):  # only shapes
             flat = FlatModel(models.build(job.model, info, job.training.seed))
     except Exception:  # a factory that needs real tensors
         flat = FlatModel(models.build(job.model, info, job.training.seed))

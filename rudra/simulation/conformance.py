@@ -1,9 +1,10 @@
-"""What must hold for every protocol and every topology, and the cases in which `rudra check` looks whether it does.
+"""Invariants of every protocol and every topology, and the cases that `rudra check` runs to verify them.
 
-A case is a small job in virtual time and without tensors, with learners of unlike speed. The laws: no gradient is lost
-or counted twice, clocks only grow, an update has as many gradients as the protocol says, times add up, every run ends.
-A run that is resumed in the middle continues in the state of its checkpoint, and its updates have as many gradients as
-those of a run that never stopped. Where no learner's pace decides what is computed, its weights have the same bits.
+A case is a small job in virtual time and without tensors, with learners of different speed. The invariants: no gradient
+is lost or counted twice, clocks only advance, an update has as many gradients as the protocol requires, times add up,
+and every run ends. A run that is resumed in the middle continues in the state of its checkpoint, and its updates have
+as many gradients as in a run that never stopped. If the result does not depend on the learners' speed, the final
+weights of the resumed run are bitwise identical.
 """
 
 import traceback
@@ -27,14 +28,14 @@ from topologies.kinds import LEARNER
 
 SAMPLES = 4
 TRAINING_SAMPLES = 90
-"""Of one epoch of a case."""
+"""Number of training samples per epoch of a case."""
 
 REAL: dict[str, Any] = {
     "model": {"name": "mlp", "options": {"hidden": [4]}},
     "data": {"name": "digits", "train_limit": TRAINING_SAMPLES},
     "training": {"epochs": 2, "evaluate": False},
 }
-"""What a case computes where it has tensors."""
+"""Job tables of a case that computes real gradients."""
 
 NOISY = {
     "compute_s": 0.02,
@@ -48,17 +49,18 @@ NOISY = {
 
 
 def check_updates(run: Job, rows: TrialRows) -> None:
-    """Of how many gradients an update is made, and in which order they stand there.
+    """Checks the number and the order of the gradients of each update.
 
-    With one server it is exactly c of them. A tree brings several at a time, so it may be more, but by less than what
-    one message carries. With compute groups it is exactly c gradients of whole groups, each in group_rank order.
+    With one server it is exactly c of them. A server of a tree sends several at a time, so an update may have more than
+    c, but the excess is less than one message carries. With compute groups an update has exactly c gradients of whole
+    groups, each group in group_rank order.
     """
     plan = run.plan(nodes_of(run))
     rule, gradients, sizes = run.make_protocol(plan), rows["gradients"], rows["updates"]["gradients"]
     c = rule.gradients_per_update
     assert len(gradients) == sizes.sum()
     assert np.array_equal(gradients["update"], np.repeat(np.arange(1, len(sizes) + 1), sizes))
-    if protocols.own_update_due(rule):  # how many it wants is its own affair
+    if protocols.own_update_due(rule):  # such a rule decides by itself how many it needs
         return
     if plan.groups:
         members = [[plan.roles[role].index for role in group] for group in plan.groups]
@@ -80,7 +82,7 @@ def check_updates(run: Job, rows: TrialRows) -> None:
 
 
 def check_epochs(rows: TrialRows) -> None:
-    """An epoch's means are over the gradients of its updates; it has none where an update ended several epochs."""
+    """Checks that an epoch's means are over its updates' gradients, or absent if an update ended several epochs."""
     gradients, updates = rows["gradients"], rows["updates"]
     of = updates["epoch"][gradients["update"] - 1]
     assert 1 <= updates["epoch"].min() <= updates["epoch"].max() <= len(rows["epochs"])
@@ -96,14 +98,14 @@ def check_epochs(rows: TrialRows) -> None:
 
 
 def carried(plan: Plan, role: int, c: int) -> int:
-    """For how many gradients one message of a role may stand: it waits until it has enough, and then has a few more."""
+    """Returns the largest number of gradients in one message. A role waits until it has enough, then may have more."""
     if plan.roles[role].kind == LEARNER:
         return 1
     return min(plan.learners_below(role), c) - 1 + max(carried(plan, child, c) for child in plan.children[role])
 
 
 def check(run: Job, rows: TrialRows, samples: int) -> None:
-    """The laws of counting and of the clock."""
+    """Checks the invariants of counting and of the clock."""
     totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
     assert rows.learners is not None
     assert totals["pushed"] == rows.learners["pushed"].sum() == totals["applied"] + totals["discarded"]
@@ -134,7 +136,7 @@ def check(run: Job, rows: TrialRows, samples: int) -> None:
     check_times(run, rows)
     for learner in range(run.learners):
         mine = gradients[gradients["learner"] == learner]
-        period = run.make_protocol().period  # of which the last step counts
+        period = run.make_protocol().period  # only its last step is recorded
         assert np.array_equal(mine["step"], np.arange(period - 1, period * len(mine), period))
         assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
     for learner in rows.learners:
@@ -145,7 +147,7 @@ def check(run: Job, rows: TrialRows, samples: int) -> None:
 
 
 def check_times(run: Job, rows: TrialRows) -> None:
-    """Mini-batches of a learner follow each other without a gap, and add up to its account."""
+    """Checks that a learner's mini-batches follow each other without a gap, and add up to its totals."""
     minibatches = rows["minibatches"]
     assert rows.learners is not None
     for learner, account in enumerate(rows.learners):
@@ -159,7 +161,7 @@ def check_times(run: Job, rows: TrialRows) -> None:
 
 
 def check_stages(run: Job, rows: TrialRows) -> None:
-    """The stage server computes and updates with the same weights, and with those of a whole group's batch."""
+    """Checks that the stage server computes and updates with the same weights, and with a whole group's batch."""
     stages, gradients = rows["stages"], rows["gradients"]
     plan = run.plan(nodes_of(run))
     assert not stages["staleness"].any()
@@ -178,7 +180,7 @@ def check_stages(run: Job, rows: TrialRows) -> None:
 
 
 def saving(run: Job, samples: int) -> tuple[TrialRows, list[TrainingState]]:
-    """Runs a job without tensors that saves after every update: what is written, and the books of each checkpoint."""
+    """Runs a job without tensors that saves after every update. Returns its rows, and the state of each checkpoint."""
     plan, saved = run.plan(nodes_of(run)), list[TrainingState]()
 
     def save(role: int, action: Save) -> None:
@@ -189,17 +191,17 @@ def saving(run: Job, samples: int) -> tuple[TrialRows, list[TrainingState]]:
 
 
 def check_resumed(run: Job, whole: TrialRows, middle: TrainingState, samples: int) -> None:
-    """A run that is resumed loses no gradient, applies none twice, and makes updates of the same sizes.
+    """Checks that a resumed run loses no gradient, applies none twice, and makes updates of the same sizes.
 
     Args:
-        run: what was run.
-        whole: what was written when it was not stopped.
-        middle: the books of one of its checkpoints.
-        samples: of one epoch.
+        run: Job that was run.
+        whole: Rows of the run that was not stopped.
+        middle: State of one of its checkpoints.
+        samples: Number of training samples per epoch.
     """
     plan = run.plan(nodes_of(run))
     rest = timing(run, samples, position=middle)
-    if "updates" not in rest.tables:  # the middle is the end
+    if "updates" not in rest.tables:  # the checkpoint is the end of the run
         return
     before = whole["gradients"][whole["gradients"]["update"] <= middle.timestamp]
     gradients = np.concatenate([before, rest["gradients"]])
@@ -222,7 +224,7 @@ def check_resumed(run: Job, whole: TrialRows, middle: TrainingState, samples: in
 
 
 def check_bits(run: Job) -> None:
-    """A run of real gradients that is resumed from its middle has the weights of one that was not stopped."""
+    """Checks that a run of real gradients, resumed from its middle, has the weights of a run that was not stopped."""
     whole = train(run.with_(results={"checkpoint_every": "1 update"}))
     if whole.saved:
         middle = whole.saved[(len(whole.saved) - 1) // 2]
@@ -232,7 +234,7 @@ def check_bits(run: Job) -> None:
 
 
 def determined(run: Job) -> bool:
-    """Whether nobody's pace decides what a run computes: all learners wait for each other."""
+    """Returns whether the result does not depend on the learners' speed: all learners wait for each other."""
     rule = run.make_protocol(run.plan(nodes_of(run)))
     if rule.averages:
         return not run.topology.options.get("server")
@@ -240,12 +242,12 @@ def determined(run: Job) -> bool:
 
 
 class Case(NamedTuple):
-    """A small job that must follow the laws, or be refused in one line.
+    """A small job that must satisfy the invariants, or be refused in one line.
 
     Attributes:
-        name: for people.
-        tables: of the job, beside those that all cases have.
-        real: it is also run with tensors.
+        name: Name to display.
+        tables: Tables of the job, in addition to the tables that all cases share.
+        real: Whether the case is also run with tensors.
     """
 
     name: str
@@ -253,25 +255,25 @@ class Case(NamedTuple):
     real: bool = False
 
     def job(self) -> Job:
-        """Its job, without tensors; raises ConfigError."""
+        """Returns the case's job, without tensors. Raises ConfigError."""
         training = {"epochs": 4, "minibatch_size": SAMPLES, "evaluate": True}
         run = Job(training=training, **self.tables).resolved()
         run.plan(nodes_of(run))
         return run
 
     def real_job(self) -> Job:
-        """Its job, with a small network and few samples."""
+        """Returns the case's job, with a small network and few samples."""
         run = self.job()
         return run.with_(**REAL, cluster={"threads_per_rank": 1})
 
 
 class CaseOutcome(NamedTuple):
-    """What came of a case.
+    """Outcome of a case.
 
     Attributes:
-        case: its name.
+        case: Name of the case.
         status: `"ok"`, `"refused"` or `"FAILED"`.
-        text: why, where it is not ok.
+        text: Reason if the status is not ok.
     """
 
     case: str
@@ -289,11 +291,11 @@ TOPOLOGY_CASES: tuple[dict[str, Any], ...] = (
     {"name": "replicas", "options": {"groups": 2}},
     {"name": "hierarchical", "options": {"blocks": 3}},
 )
-"""Topologies on which a protocol is checked."""
+"""Topologies for the checks of a protocol."""
 
 
 def cases_of(protocol: dict[str, Any], topology: dict[str, Any] | None) -> Iterator[Case]:
-    """The cases of a protocol on a topology; without one, those with servers or replicas that it has by itself."""
+    """Yields the cases of a protocol on a topology. Without one, yields its cases with suitable servers or replicas."""
     rule = {"protocol": {"modulation": "none", **protocol}}
     where = "" if topology is None else f", {_words(topology)}"
     on = {} if topology is None else {"topology": topology}
@@ -323,20 +325,20 @@ def cases_of(protocol: dict[str, Any], topology: dict[str, Any] | None) -> Itera
 
 
 def cases(target: str, tables: dict[str, dict[str, Any]]) -> Iterator[Case]:
-    """The cases of a user's class: a protocol, a rule of averaging, or a topology.
+    """Yields the cases of a user's class: a protocol, an averaging rule, or a topology.
 
     Args:
         target: `module:name`.
-        tables: keys of `[protocol]` and `[topology]` beside the name.
+        tables: Keys of `[protocol]` and `[topology]` in addition to the name.
 
     Raises:
-        ConfigError: it is none of them.
+        ConfigError: The class is neither a protocol, an averaging rule nor a topology.
     """
     found: Any = plugins.resolve(target)
     if callable(getattr(found, "plan", None)):
         topology = {**tables.get("topology", {}), "name": target}
         for name in protocols.shipped():
-            if not protocols.rule_of(name).schedules:  # which has laws of its own
+            if not protocols.rule_of(name).schedules:  # such a rule has invariants of its own
                 yield from cases_of({"name": name}, topology)
         return
     if not (isinstance(found, type) and issubclass(found, protocols.Protocol)):
@@ -349,7 +351,7 @@ def cases(target: str, tables: dict[str, dict[str, Any]]) -> Iterator[Case]:
 
 
 def outcome(case: Case) -> CaseOutcome:
-    """Runs a case, and looks whether the laws hold."""
+    """Runs a case, and checks the invariants."""
     try:
         run = case.job()
     except ConfigError as error:
@@ -359,14 +361,14 @@ def outcome(case: Case) -> CaseOutcome:
         check(run, rows, TRAINING_SAMPLES)
         if run.placement.given:
             check_stages(run, rows)
-        if saved:  # else it had but one update
+        if saved:  # otherwise the run had only one update
             check_resumed(run, rows, saved[(len(saved) - 1) // 2], TRAINING_SAMPLES)
         if case.real and determined(run):
             check_bits(case.real_job())
     except AssertionError as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         return CaseOutcome(case.name, "FAILED", f"{error or place.line} ({place.name}, line {place.lineno})")
-    except Exception as error:  # the user's own code raises what it likes
+    except Exception as error:  # the user's own code may raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         return CaseOutcome(case.name, "FAILED", f"{what} ({place.filename}:{place.lineno})")

@@ -1,10 +1,10 @@
-"""What things cost in virtual time: one model for the simulator and for predictions.
+"""Durations in virtual time: one cost model for the simulator and for predictions.
 
-Computing takes a time that depends on μ, on who else computes on the node, and on luck; a message takes latency; a
-tensor also occupies the sender's way out and the receiver's way in, so that a server's link serialises what many
-learners send it; and a server handles one message after the other.
+The time of a computation depends on μ, on other computations on the node, and on chance. A message takes latency. A
+tensor also occupies the sender's outgoing and the receiver's incoming port, so a server's link serialises tensors from
+many learners. A server handles one message after the other.
 
-Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ); Omnivore §4 (hardware efficiency).
+Source: Rudra §3.3 (contention at one receiver) and §5.2 (GEMM at small μ). Omnivore §4 (hardware efficiency).
 """
 
 import itertools
@@ -43,14 +43,14 @@ from topologies.kinds import ELSEWHERE
 
 
 class Link(NamedTuple):
-    """The way from one role to another.
+    """Link from one role to another.
 
     Attributes:
-        latency_s: of every message.
-        seconds_per_byte: of a tensor.
-        out: name of the port that a tensor occupies where it leaves.
-        into: and where it arrives.
-        blocking: ends that move one tensor at a time, be it in or out.
+        latency_s: Latency of every message in seconds.
+        seconds_per_byte: Transfer time of a tensor, in seconds per byte.
+        out: Name of the port that a tensor occupies at the sender.
+        into: Name of the port that a tensor occupies at the receiver.
+        blocking: Ends that move only one tensor at a time, in or out.
     """
 
     latency_s: float
@@ -61,12 +61,12 @@ class Link(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How long a worker takes for parts of batches, which have any size.
+    """Time that a worker takes for parts of batches, which may have any size.
 
     Attributes:
-        compute_s: of one thread, as `at` takes it.
-        threads: that compute at once, so that parts, which come one after another, take so much less.
-        size: of the first part.
+        compute_s: Computation time on one thread, as `at` accepts it.
+        threads: Number of threads that compute in parallel. They divide the time of a part.
+        size: Number of samples of the first part.
     """
 
     compute_s: float | Mapping[int, float]
@@ -74,12 +74,12 @@ class Pace(NamedTuple):
     size: int
 
     def seconds(self, samples: int) -> float:
-        """For a part of so many samples."""
+        """Returns the seconds for a part of `samples` samples."""
         return at(self.compute_s, samples) / self.threads
 
 
 def paces_of(job: Job, plan: Plan) -> dict[int, Pace]:
-    """The pace of each learner's role, where a coordinator deals samples out to them; else nothing."""
+    """Returns the pace of each learner's role if a coordinator assigns samples, otherwise an empty dict."""
     if not plan.scheduled:
         return {}
     protocol = Hogbatch.of(job.make_protocol(plan))
@@ -96,20 +96,20 @@ class CostModel:
     """Durations in one cluster.
 
     Args:
-        table: with its cost file read in (`load`).
-        plan: who is who.
+        table: Simulation table with its cost file read (`load`).
+        plan: Roles and their ranks.
         minibatch_size: μ.
-        shares: of the learners (`rudra.core.work.portion`).
-        size_bytes: of the weights, and of a gradient, in memory.
-        placed: the pieces of a model of which a stage server has the last layers.
-        paces: of learners whose batches have any size; `compute_s` is that of their first one.
+        shares: The learners' shares (`rudra.core.work.portion`).
+        size_bytes: Size of the weights, and of a gradient, in memory.
+        placed: How the model is divided between learners and a stage server.
+        paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
 
     Attributes:
-        paces: as given.
-        node: of every role.
-        compute_s: mean duration of a mini-batch, for every learner's role.
-        guessed: of which mini-batch sizes nobody has measured `compute_s`, and what stands for it; or nothing.
-        pieces: the part of that duration that each kind of computation of a learner takes.
+        paces: Paces by learner, as passed in.
+        node: Node of every role.
+        compute_s: Mean duration of a mini-batch, for every learner's role.
+        guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them. Empty if it lists all.
+        pieces: Fraction of that duration that each kind of a learner's computation takes.
     """
 
     def __init__(
@@ -130,13 +130,11 @@ class CostModel:
             RunFirstStage: (1 - placed.back) / 3,
             BackpropFirstStage: (1 - placed.back) * 2 / 3,
         }
-        self.pieces[ComputeEvaluationPart] = (
-            1 / 3
-        )  # of a worker's first batch; the clock of the training stands still meanwhile
+        self.pieces[ComputeEvaluationPart] = 1 / 3  # first batch of a worker, with the training clock stopped
         self._conclude_s = placed.back * at(table.compute_s, minibatch_size) if plan.stage is not None else 0.0
         node = list(plan.nodes(near=table.servers_on_first_node))
         for place, owner in enumerate((*plan.owners, *plan.stages[1:])):
-            if node[owner] == ELSEWHERE:  # each has a node, and a link, of its own
+            if node[owner] == ELSEWHERE:  # each server has a node and a link of its own
                 node[owner] -= place
         self.node = _on_machines(node, table.machines) if table.machines else tuple(node)
         self.compute_s = self._compute_times(minibatch_size, shares)
@@ -144,20 +142,22 @@ class CostModel:
             Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
             Update: _affine(table.update_s, table.update_s_per_byte),
             StepReplica: _affine(table.update_s, table.update_s_per_byte),
-            TrainInPlace: _affine(table.update_s, table.update_s_per_byte),  # its update
+            TrainInPlace: _affine(table.update_s, table.update_s_per_byte),  # the time of its update
             PullReplica: _affine(0.0, table.copy_s_per_byte),
             Copy: _affine(0.0, table.copy_s_per_byte),
             Evaluate: _affine(table.evaluation_s, None),
         }
-        self._local_s_of: dict[float, dict[type[ExecutorAction], float]] = {}  # by the part of the weights
+        self._local_s_of: dict[float, dict[type[ExecutorAction], float]] = {}  # by the fraction of the weights
 
     def local_seconds(self, kind: type[ExecutorAction]) -> float:
-        """How long a local action on whole vectors takes; a computation has its own (`computation`)."""
+        """Returns the seconds of a local action on whole vectors. Computations have their own duration
+        (`computation`)."""
         fixed_s, per_byte_s = self._local_s.get(kind, _NOTHING)
         return fixed_s + per_byte_s * self.size_bytes
 
     def local_s(self, role: int) -> dict[type[ExecutorAction], float]:
-        """How long each local action of a role takes, of whatever it holds; those that are not here take no time."""
+        """Returns the seconds of each local action of a role on its part of the weights. Missing actions take no
+        time."""
         part = self.part(role)
         if part not in self._local_s_of:
             taken = {kind: self.local_seconds(kind) * part for kind in self._local_s}
@@ -169,7 +169,7 @@ class CostModel:
         return self._local_s_of[part] | {kind: seconds for kind, seconds in own.items() if seconds}
 
     def part(self, role: int) -> float:
-        """How much of the weights, and of each gradient, a role holds, or sends and gets."""
+        """Returns the fraction of the weights, and of each gradient, that a role holds, or sends and receives."""
         if self.plan.stage is not None:
             front = self._placed.front
             if role == self.plan.statistics or role in self.plan.stages:
@@ -179,11 +179,11 @@ class CostModel:
         return front / len(self.plan.front_owners) if role in self.plan.front_owners else front
 
     def travelling(self, sender: int, receiver: int) -> float:
-        """How much travels when one of two roles sends the other a tensor, compared with the weights."""
+        """Returns the size of a tensor sent between two roles, as a fraction of the weights."""
         ends = {sender, receiver}
         if not ends.isdisjoint(self.plan.stages) and not ends.isdisjoint(self.plan.learners):
             return self._placed.crossing
-        # All that goes to an owner of weights, or comes from it, is its part of a tensor.
+        # An owner of weights sends and receives only its part of a tensor.
         return min(self.part(sender), self.part(receiver))
 
     def _compute_times(self, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, float]:
@@ -197,7 +197,7 @@ class CostModel:
             own_s = {role: alone_s[counts[role]] for role in plan.learners}
             self.guessed = guessed(table.compute_s, alone_s)
         computers = {plan.roles[role].world_rank: self.node[role] for role in plan.learners}
-        on_node = Counter(computers.values())  # those of a rank take turns, so they are as one
+        on_node = Counter(computers.values())  # learners of one rank take turns, so they count once
         return {
             role: own_s[role]
             * (1 + table.node_slowdown * (on_node[self.node[role]] - 1))
@@ -206,7 +206,7 @@ class CostModel:
         }
 
     def computation(self, role: int, source: random.Random) -> Callable[[], float]:
-        """What gives the duration of each mini-batch of a learner, in seconds."""
+        """Returns a function that draws the duration in seconds of each mini-batch of a learner."""
         table, mean_s = self.table, self.compute_s[role]
         width = table.learner_jitter.get(self.plan.roles[role].index, table.jitter)
         draw, uniform = _DISTRIBUTIONS[table.distribution], source.random
@@ -219,12 +219,12 @@ class CostModel:
         return lambda: mean_s * draw(source, width)
 
     def relative(self, role: int, samples: int) -> float:
-        """How much longer a learner takes for so many samples than `compute_s` says."""
+        """Returns the time of a learner for `samples` samples, as a multiple of `compute_s`."""
         pace = self.paces.get(role)
         return 1.0 if pace is None else pace.seconds(samples) / pace.seconds(pace.size)
 
     def link(self, sender: int, receiver: int) -> Link:
-        """The way from one role to another: a node's link between nodes, a role's own copying inside one."""
+        """Returns the link between two roles: the node's link between nodes, the role's own copying within one node."""
         table, here, there = self.table, self.node[sender], self.node[receiver]
         # With learners that overlap, pushes and pulls have threads of their own (§3.3).
         ends = (sender, receiver) if table.blocking_servers and not self.plan.overlapped else ()
@@ -236,9 +236,10 @@ class CostModel:
         return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver), blocking)
 
     def reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
-        """Time in which a compute group adds up its gradients: slices are exchanged and added, then gathered.
+        """Returns the time of a compute group's all-reduce: slices are exchanged and added, then gathered.
 
-        By nodes, those of a node do so among themselves, and then each node once with the others; and so do groups.
+        If gradients are added up by nodes, the members on a node do so first, and then each node once with the other
+        nodes. Sums by group work the same way.
         """
         k = len(members)
         if k == 1:
@@ -251,17 +252,18 @@ class CostModel:
             counts, parts = [*map(len, sums)], len(sums)
             most = max(counts)
             within = [members[place] for place in max(sums, key=len)]
-            # Through the link of a node of m go a sum for each slice of others, and its own slices for each other node.
+            # The link of a node of m carries one sum for each slice of other nodes, and its own slices to each other
+            # node.
             between = max(max(k - count, count * (parts - 1)) for count in counts) / k
             seconds = self._exchange_s(within, (most - 1) / most, size_bytes)
             seconds += self._exchange_s([members[of[0]] for of in sums], between, size_bytes)
             return seconds + adding_s * ((most - 1) / most + (parts - 1) / k)
-        if len(on_node) > 1:  # those of a node share its link
+        if len(on_node) > 1:  # members on one node share its link
             share = max(count * (k - count) for count in on_node.values()) / k
         return self._exchange_s(members, share, size_bytes) + adding_s * (k - 1) / k
 
     def _exchange_s(self, roles: Sequence[int], share: float, size_bytes: float) -> float:
-        """Time in which roles send, and get, such a share of a vector in each of two phases."""
+        """Returns the time of two phases. In each, roles send and receive a fraction `share` of a vector."""
         links = [self.link(a, b) for a, b in itertools.pairwise(roles)]
         if not links:
             return 0.0
@@ -270,11 +272,11 @@ class CostModel:
 
 
 def expected_shares(job: Job, plan: Plan) -> tuple[float, ...]:
-    """Shares in proportion to the learners' speeds, as the costs tell them.
+    """Returns shares in proportion to the learners' speeds according to the costs.
 
     Args:
-        job: resolved, with its costs read in.
-        plan: who is who.
+        job: Resolved job with its cost file read.
+        plan: Roles and their ranks.
     """
     size = job.training.minibatch_size
     compute_s = CostModel(job.simulation, plan, size, job.cluster.parts).compute_s
@@ -285,7 +287,7 @@ def expected_shares(job: Job, plan: Plan) -> tuple[float, ...]:
 
 
 def guessed(compute_s: float | Mapping[int, float], sizes: Collection[int]) -> str:
-    """Which of these mini-batch sizes are none that `compute_s` has, and what `at` goes by instead; or nothing."""
+    """Describes mini-batch sizes that `compute_s` does not list, and their estimates. Empty if it lists all sizes."""
     if not isinstance(compute_s, Mapping):
         return ""
     known = sorted(compute_s)
@@ -303,14 +305,14 @@ def guessed(compute_s: float | Mapping[int, float], sizes: Collection[int]) -> s
 
 
 def _on_machines(nodes: Sequence[int], machines: Sequence[int]) -> tuple[int, ...]:
-    """The machine of each role.
+    """Returns the machine of each role.
 
     Args:
-        nodes: of the roles; those that servers have of their own are -1, -2 and so on.
-        machines: of the nodes, theirs at the end.
+        nodes: Nodes of the roles. Nodes used only by servers are -1, -2 and so on.
+        machines: Machines of the nodes, with the servers' nodes at the end.
 
     Raises:
-        ConfigError: there are more or fewer nodes.
+        ConfigError: The number of machines differs from the number of nodes.
     """
     learning, own = max(nodes) + 1, -min(0, *nodes)
     if len(machines) != learning + own:
@@ -325,7 +327,7 @@ _NOTHING = (0.0, 0.0)
 
 
 def _affine(seconds: float, per_byte_s: float | None) -> tuple[float, float]:
-    """Seconds, and seconds per byte."""
+    """Returns fixed seconds, and seconds per byte."""
     return (seconds, 0.0) if per_byte_s is None else (0.0, per_byte_s)
 
 
@@ -334,17 +336,18 @@ def _uniform(source: random.Random, width: float) -> float:
 
 
 def _lognormal(source: random.Random, width: float) -> float:
-    """Median 1."""
+    """Draws a factor with median 1."""
     return math.exp(source.gauss(0.0, width))
 
 
 def _exponential(source: random.Random, width: float) -> float:
-    """Never faster than 1; slower by `width` on average."""
+    """Draws a factor of at least 1, with mean 1 + `width`."""
     return 1.0 - width * math.log(1.0 - source.random())
 
 
 def _memoryless(source: random.Random, width: float) -> float:
-    """Mean 1, whatever the width: how long it has taken says nothing of how long it will (omnivore.txt §IV-C, A2)."""
+    """Draws a factor with mean 1 for any width. The remaining time does not depend on the elapsed time (omnivore.txt
+    §IV-C, A2)."""
     return -math.log(1.0 - source.random())
 
 

@@ -1,8 +1,8 @@
-"""The simulator: the same roles in one process and virtual time, with real gradients or with none.
+"""Simulator of a cluster: runs the same roles in one process and virtual time, with or without real gradients.
 
-A queue of events (`rudra.simulation.queue`) drives the roles; what they send each other goes through a network
-(`rudra.simulation.network`). Gradients are computed for real, at the virtual moment at which they would be ready; how
-long that and everything else takes comes from a cost model (`rudra.simulation.costs`).
+A queue of events (`rudra.simulation.queue`) drives the roles. Their messages go through a simulated network
+(`rudra.simulation.network`). Real gradients are computed at the virtual time when they would be ready. A cost model
+(`rudra.simulation.costs`) gives all durations.
 """
 
 import gc
@@ -52,11 +52,11 @@ from rudra.simulation.timing_only import Tensors
 from topologies import Plan
 
 Check = Callable[[Machine, States, Event], None]
-"""What tests do with a machine after each event: its state before, and the event."""
+"""Check that tests run on a machine after each event. It gets the machine's previous state and the event."""
 
 
 class RowSink(Protocol):
-    """Where the statistics server's rows go."""
+    """Receiver of the statistics server's rows."""
 
     def record(self, action: Record) -> None: ...
     def keep(self, role: int, action: StoreEpochWeights) -> None: ...
@@ -65,30 +65,30 @@ class RowSink(Protocol):
 
 
 class Simulation:
-    """A whole cluster in one process.
+    """Simulation of a whole cluster in one process.
 
     Args:
-        plan: who is who.
-        machines: every role of the plan, by id.
-        tensors: does what roles want done with tensors.
-        recorder: where results go.
-        costs: durations.
-        size_bytes: of one tensor on the wire.
-        seed: of everything random in the costs.
-        gradient_share: size of a gradient on the wire, as a fraction of that.
-        make: a role's machine for a new beginning, where roles may be lost or the job changes.
-        price: what things cost from a position on, where that changes.
-        save: called with a role and its `Save`, to keep what a checkpoint holds; by default nothing is kept.
-        check: called after every event.
-        beside: another simulation, with whose roles these share time and the links of machines.
+        plan: Roles and their ranks.
+        machines: Machine of every role of the plan, by id.
+        tensors: Carries out the roles' actions on tensors.
+        recorder: Receiver of the results.
+        costs: Durations.
+        size_bytes: Size of one tensor on the wire.
+        seed: Seed of all random durations.
+        gradient_share: Size of a gradient on the wire, as a fraction of `size_bytes`.
+        make: Function that makes a role's machine for a restart, if roles may be lost or the job changes.
+        price: Function that gives the cost model at a training state, if costs change.
+        save: Function called with a role and its `Save`, to store its part of a checkpoint. None: store nothing.
+        check: Function called after every event.
+        beside: Simulation of the main job, if this one is a background job. Both share time and the machines' links.
 
     Attributes:
-        plan: who is who.
-        queue: of what is to happen.
-        network: between the roles.
-        actors: the roles.
-        do: what carries out each kind of action, when; others may put theirs in place of it.
-        code: the exit code that the roles agreed on: 0, or `EXIT_STOPPED` and the like of a run that was stopped.
+        plan: Roles and their ranks.
+        queue: Future events.
+        network: Network between the roles.
+        actors: Actors by role.
+        do: Function that carries out each kind of action at a given time. Callers may replace functions.
+        code: Exit code that the roles agreed on: 0, or a code like `EXIT_STOPPED` for a run that was stopped.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Simulation:
             serves = plan.roles[role].kind_traits.serves
             message_s = costs.table.message_s if serves else 0.0
             actor = self.actors[role] = Actor(role, machine, serves=serves, message_s=message_s, seed=seed)
-            actor.take = self._take if serves else self._handle  # others are never busy
+            actor.take = self._take if serves else self._handle  # other roles are never busy
             actor.handle = self.handler(machine)
             actor.local_s = costs.local_s(role)
             if role in costs.compute_s:
@@ -162,7 +162,7 @@ class Simulation:
             Faults(self, seed)
 
     def _share_ranks(self) -> None:
-        """Has the learners of a rank compute one after another; where none shares one, this changes nothing."""
+        """Lets the learners of a rank compute one after another. No effect if each has its own rank."""
         learners = [self.actors[role] for role in self.plan.learners if role in self.actors]
         ranks = [self.plan.roles[actor.role].world_rank for actor in learners]
         if len(set(ranks)) < len(ranks):
@@ -174,23 +174,21 @@ class Simulation:
 
     @property
     def now(self) -> float:
-        """Virtual time in seconds."""
+        """Current virtual time in seconds."""
         return self.queue.now
 
     def run(self) -> float:
-        """Runs until every role has halted; simulations beside it are then given up.
+        """Runs until every role has halted, then abandons the simulations of background jobs.
 
         Returns:
             The virtual time at the end, in seconds.
 
         Raises:
-            RunError: a role failed, or all wait for each other.
+            RunError: A role failed, or all roles wait for each other.
         """
         self.start()
         thresholds = gc.get_threshold()
-        if (
-            self.tensors.lent is None
-        ):  # only tensors might be worth the search for cycles, which takes a seventh of the time
+        if self.tensors.lent is None:  # searching for cycles takes a seventh of the time, and pays only with tensors
             gc.set_threshold(100_000, *thresholds[1:])
         try:
             self.queue.run()
@@ -202,7 +200,7 @@ class Simulation:
         return self.queue.now
 
     def handler(self, machine: Machine) -> Callable[[Event, float], list[Action]]:
-        """What gives events to a machine."""
+        """Returns the function that passes events to a machine."""
         return _checked(machine, self._check) if self._check else machine.handle
 
     def start(self) -> None:
@@ -214,35 +212,35 @@ class Simulation:
             other.start()
 
     def tick(self, actor: Actor, _: None) -> None:
-        """Lets a role know that time passes, and again after a while."""
+        """Notifies a role that time has passed, and schedules the next notification."""
         actor.take(actor, Tick())
         tick_s = actor.machine.tick_s
-        # As long as something else happens: else all wait for each other, and it would never end.
+        # Only as long as other events are due: if all roles wait for each other, the ticks would never end.
         if tick_s is not None and not actor.halted and self.queue.has(lambda entry: type(owner(entry)) is not Faults):
             self._later(self.queue.now + tick_s, self.tick, actor, None)
 
     def stop_at(self, time: float) -> None:
-        """Asks the run to stop in order at a moment."""
+        """Requests an orderly stop of the run at a virtual time."""
         actor = self.actors[self.plan.server]
         self._later(time, actor.take, actor, Stopped())
 
     def tell(self, role: int, event: Event) -> None:
-        """Has a role take an event at once."""
+        """Passes an event to a role at once."""
         self._handle(self.actors[role], event)
 
     def follow(self, plan: Plan) -> None:
-        """From now on this is who is who."""
+        """Adopts a new plan."""
         self.plan = self.network.plan = plan
 
     def pay(self, costs: CostModel) -> None:
-        """From now on computations take as long as this says."""
+        """Uses another cost model from now on."""
         if costs is not self.costs:
             self.costs = costs
             for role in costs.compute_s:
                 self.actors[role].compute_s = costs.computation(role, self.actors[role].random)
 
     def stretch(self, actor: Actor, factor: float) -> None:
-        """What is left of the computation under way takes so much longer."""
+        """Multiplies the remaining time of the current computation by `factor`."""
         self.queue.stretch(lambda entry: entry[3] is actor and entry[2] == self._over, factor)
 
     # Events to roles: one at a time, and none while a role is busy.
@@ -256,7 +254,7 @@ class Simulation:
             self._handle_busily(actor, event)
 
     def _take_next(self, actor: Actor, _: None) -> None:
-        """Hands over what waits in the inbox, one event at a time, when the role is free."""
+        """Passes events from the inbox to a role that is free, one at a time."""
         inbox = actor.inbox
         while actor.busy_until <= self.queue.now:
             self._handle_busily(actor, inbox[0])
@@ -272,7 +270,7 @@ class Simulation:
             do[type(action)](actor, action, now)
 
     def _handle_busily(self, actor: Actor, event: Event) -> None:
-        """The same for a server: it has the time of a message to spend, and begins what follows when that is over."""
+        """Passes an event to a server. It takes the time of a message, and then starts the resulting actions."""
         now = self.queue.now
         actions = actor.handle(event, now)
         if actor.message_s and type(event) is Received:
@@ -283,7 +281,7 @@ class Simulation:
             do[type(action)](actor, action, time if time > now else now)
 
     def _work(self, actor: Actor, time: float, seconds: float) -> None:
-        """A server is busy; where cores are short, it takes them from the learners that compute on its node."""
+        """Marks a server as busy. If cores are short, it takes them from the learners on its node."""
         actor.busy_until = time + seconds
         if actor.neighbours:
             busy = [a for a in actor.neighbours if a.computing]
@@ -294,7 +292,7 @@ class Simulation:
     # Actions of roles.
 
     def _perform(self, actor: Actor, action: ExecutorAction, time: float) -> None:
-        """Short work: done at once, and what comes of it is known when its time is over."""
+        """Carries out a short action at once. Its result is available when the action's time is over."""
         seconds = actor.local_s.get(type(action), 0.0)
         event = self._performed(actor.role, action, seconds)
         if seconds:
@@ -304,7 +302,7 @@ class Simulation:
             self._later(time, actor.take, actor, event)
 
     def _begin(self, actor: Actor, action: ExecutorAction, time: float) -> None:
-        """Long work: done when its time is over."""
+        """Starts a long action, which is carried out when its time is over."""
         if self._planned:
             self._planned(actor.role, action)
         actor.computing = True
@@ -316,7 +314,7 @@ class Simulation:
         elif kind in self._pieces:
             seconds = actor.compute_s() * self._pieces[kind]
         else:
-            seconds, time = actor.local_s.get(kind, 0.0), max(time, actor.busy_until)  # behind an update, for example
+            seconds, time = actor.local_s.get(kind, 0.0), max(time, actor.busy_until)  # after an update, for example
         heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
 
     def _end(self, actor: Actor, action: ExecutorAction) -> None:
@@ -329,7 +327,7 @@ class Simulation:
         if event is not None:
             self._handle(actor, event)
 
-    # The same for learners that share a rank: one mini-batch after the other, in the order in which they are asked for.
+    # The same for learners that share a rank: one mini-batch after another, in the order of their requests.
 
     def _begin_in_turn(self, actor: Actor, action: Compute | RunFirstStage | BackpropFirstStage, time: float) -> None:
         actor.turns.append((actor, action))
@@ -346,11 +344,11 @@ class Simulation:
     def _save(self, actor: Actor, action: Save, time: float) -> None:
         if self._saver is not None:
             self._saver(actor.role, action)
-        if actor.role == self.plan.server:  # which writes what all that keep something have
+        if actor.role == self.plan.server:  # the server writes the parts of all roles that store something
             self._soon(actor, Saved(action.position.timestamp))
 
     def _soon(self, actor: Actor, event: Event) -> None:
-        """Once the role is free."""
+        """Passes an event to a role as soon as the role is free."""
         self._later(max(self.queue.now, actor.busy_until), actor.take, actor, event)
 
     def _fail(self, actor: Actor, action: Fail, time: float) -> None:

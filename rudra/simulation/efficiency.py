@@ -1,17 +1,18 @@
-"""Hardware efficiency: the time per iteration of g compute groups by Omnivore's model, in the terms of our costs.
+"""Hardware efficiency: time per iteration of g compute groups by Omnivore's model, in terms of Rudra's costs.
 
-An iteration is one gradient of one group. While a group of k machines computes convolutions, t_conv(k), others may;
-but one server at a time does what comes behind them, t_fc, for one group:
+An iteration is one gradient of one group. A group of k machines computes convolutions for t_conv(k), in parallel with
+other groups. One server computes the layers after the convolutions in t_fc, for one group at a time:
 
     HE(g) = max(t_fc, (t_conv(k) + t_fc) / g)
 
-Merged, that server is the stage server, which has the last layers. Unmerged, each group computes these itself, and
-gets all weights from the parameter server: the time of an iteration is again that of a lone group, divided by g.
+If the layers are merged, this server is the stage server, which has the last layers. If they are not merged, each group
+computes the last layers itself, and gets all weights from the parameter server. The time of an iteration is then again
+the time of a single group, divided by g.
 
-The paper's server does one thing at a time. Ours take in and send tensors while they compute, so one that is saturated
-has an iteration done after t_busy, which is shorter than t_fc; and in both cases a saturated parameter server bounds
-the rate, too, of which the paper says nothing. A parameter server does not update while it sends: weights under way
-must not change.
+The paper's server does one thing at a time. Rudra's servers receive and send tensors while they compute, so a saturated
+server completes an iteration after t_busy, which is shorter than t_fc. In both cases a saturated parameter server also
+bounds the rate, which the paper does not consider. A parameter server does not update while it sends, because weights
+in transfer must not change.
 
 Source: omnivore.txt §IV-B and appendix D-D1.
 """
@@ -28,12 +29,12 @@ from topologies import Plan
 
 
 class Times(NamedTuple):
-    """What the model needs, in seconds.
+    """Inputs of the model, in seconds.
 
     Attributes:
-        compute_s: t_conv(k), unmerged with t_fc': an iteration of a group without the server.
-        server_s: t_fc: what the server adds to the iteration of a lone group.
-        busy_s: t_busy: from one iteration to the next where a server is saturated.
+        compute_s: t_conv(k), or with t_fc' if not merged: time of a group's iteration without the server.
+        server_s: t_fc: time that the server adds to the iteration of a single group.
+        busy_s: t_busy: time between two iterations if a server is saturated.
     """
 
     compute_s: float
@@ -41,32 +42,32 @@ class Times(NamedTuple):
     busy_s: float
 
     def iteration_s(self, groups: int) -> float:
-        """HE(g)."""
+        """Returns HE(g)."""
         return max(self.busy_s, (self.compute_s + self.server_s) / groups)
 
 
 def convolutions_s(machines: int, compute_s: float, network_s: float, *, overlapped: bool = True) -> float:
-    """t_conv(k): a batch is divided by k machines, and each of them exchanges the weights of the convolutions.
+    """Returns t_conv(k): k machines divide a batch, and each of them exchanges the weights of the convolutions.
 
     Args:
-        machines: k of a group.
-        compute_s: T_cc, of one machine for a whole batch.
-        network_s: T_nc, of the exchange of one machine.
-        overlapped: machines compute while they exchange, as the paper has it; ours wait, except on `adv*`.
+        machines: Number k of machines in a group.
+        compute_s: T_cc, time of one machine for a whole batch.
+        network_s: T_nc, time of one machine's exchange.
+        overlapped: Whether machines compute while they exchange, as in the paper. In Rudra they wait, except on `adv*`.
     """
     computing_s, exchanging_s = compute_s / machines, network_s * machines
     return max(computing_s, exchanging_s) if overlapped else computing_s + exchanging_s
 
 
 def merged(model: CostModel, size_bytes: int) -> Times:
-    """The times of groups, or of learners without groups, whose last layers a stage server has.
+    """Returns the times of groups, or of learners without groups, whose last layers are at a stage server.
 
-    The parts of a group's batch come one after the other through the server's link, are then computed one after the
-    other, and the last one goes back.
+    The parts of a group's batch pass through the server's link one after the other, and are computed one after the
+    other. Then the last one is sent back.
 
     Args:
-        model: what things cost.
-        size_bytes: of a gradient on the wire.
+        model: Cost model of the job.
+        size_bytes: Size of a gradient on the wire.
     """
     plan, stage = model.plan, model.plan.stage
     assert stage is not None
@@ -88,7 +89,8 @@ def merged(model: CostModel, size_bytes: int) -> Times:
 
 
 def unmerged(model: CostModel, size_bytes: int) -> Times:
-    """The times of groups, or of learners without groups, that have all layers; arguments as for `merged`."""
+    """Returns the times of groups, or of learners without groups, that have all layers. Arguments are as for
+    `merged`."""
     plan = model.plan
     members = plan.groups[0] if plan.groups else plan.learners[:1]
     first = members[0]
@@ -101,7 +103,7 @@ def unmerged(model: CostModel, size_bytes: int) -> Times:
 
 
 class _Way(NamedTuple):
-    """What a tensor takes from one role to another, and whether that keeps others from going the other way."""
+    """Time of a tensor from one role to another, and whether its transfer blocks the opposite direction."""
 
     latency_s: float
     transfer_s: float
@@ -119,7 +121,7 @@ class _Way(NamedTuple):
 
 
 def _exchange(model: CostModel, learner: int, server: int, size_bytes: int) -> tuple[float, float]:
-    """What a lone learner takes from its gradient to its new weights, and how long a saturated server does."""
+    """Returns the time of a single learner from gradient to new weights, and the cycle of a saturated server."""
     there, back = (_Way.of(model, *ends, size_bytes) for ends in ((learner, server), (server, learner)))
     handling_s = model.table.message_s + model.local_s(server).get(Update, 0.0)
     cycle_s = handling_s + back.seconds
@@ -128,7 +130,7 @@ def _exchange(model: CostModel, learner: int, server: int, size_bytes: int) -> t
 
 
 def handed_on_s(plan: Plan, way_s: float) -> float:
-    """When the last of a group begins to compute, after its first member has the weights: each hands on first."""
+    """Returns the delay between the first and the last start of a group's members: each forwards the weights first."""
     if not plan.groups:
         return 0.0
     has = {plan.groups[0][0]: 0.0}
@@ -141,14 +143,14 @@ def handed_on_s(plan: Plan, way_s: float) -> float:
 
 
 class Efficiency(NamedTuple):
-    """A job's groups by the model, and in virtual time.
+    """Efficiency of a job's groups by the model, and in virtual time.
 
     Attributes:
-        groups: g.
-        group_size: k.
-        merged: the model's times, if a stage server has the last layers.
-        unmerged: those of the job in which none has.
-        simulated_s: per iteration.
+        groups: Number g of groups.
+        group_size: Number k of machines per group.
+        merged: Times of the model if a stage server has the last layers.
+        unmerged: Times of the model if no stage server has the last layers.
+        simulated_s: Seconds per iteration in virtual time.
     """
 
     groups: int
@@ -158,7 +160,7 @@ class Efficiency(NamedTuple):
     simulated_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """In numbers that fit into JSON."""
+        """Returns the numbers as values that fit into JSON."""
         kinds = {"merged": self.merged, "unmerged": self.unmerged}
         told = {
             name: {**times._asdict(), "iteration_s": times.iteration_s(self.groups)}
@@ -169,16 +171,16 @@ class Efficiency(NamedTuple):
 
 
 def efficiency(job: Job, model: CostModel, size_bytes: int, samples_per_s: float) -> Efficiency | None:
-    """What the model says of a job.
+    """Evaluates the model for a job.
 
     Args:
-        job: resolved, with its costs read in.
-        model: what things cost in it.
-        size_bytes: of a gradient on the wire.
-        samples_per_s: in virtual time.
+        job: Resolved job with its cost file read.
+        model: Cost model of the job.
+        size_bytes: Size of a gradient on the wire.
+        samples_per_s: Rate in virtual time.
 
     Returns:
-        None: it is not about such a job, but of groups that update one parameter server one at a time.
+        None if the model does not cover the job. It covers groups that update one parameter server one at a time.
     """
     plan = model.plan
     firsts = [members[0] for members in plan.groups] or plan.learners
@@ -202,7 +204,7 @@ def efficiency(job: Job, model: CostModel, size_bytes: int, samples_per_s: float
 
 
 def as_text(found: Sequence[Efficiency]) -> str:
-    """A table with one row for each."""
+    """Returns a table with one row per job."""
     placed = all(one.merged for one in found)
     own = ("t_conv, s", "t_fc, s", "merged, s") if placed else ("t_conv + t_fc, s", "server, s")
     report = Report(["g", "k", *own[:2], "busy, s", *own[2:], "unmerged, s", "simulated, s"])

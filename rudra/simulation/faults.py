@@ -1,11 +1,11 @@
-"""Learners and tree servers that die, and learners that slow down, in virtual time (`[simulation] faults`).
+"""Faults in virtual time (`[simulation] faults`): learners and servers of a tree that die, and learners that slow down.
 
-A role that dies is told nothing and tells nothing: its computation ends, and with it all tensors under way to it and
-from it, whose ports are free again; learners that share a rank die together. Control messages that it had sent still
-arrive. The others notice after a while, all at one moment: receives into which the dead had begun to send are posted
-anew, those that were for it alone are gone, everybody gets `Lost`, and who was sending it something gets `Sent`.
-
-Everything is done to what is in the simulation's queue and network, so that a simulation without faults pays nothing.
+A dead role receives and sends nothing. Its computation ends, as do all transfers of tensors to it and from it, and
+their ports are free again. Learners that share a rank die together. Control messages that a dead role had already sent
+still arrive. All other roles notice a death at the same moment, after a delay. Receives that the dead role had begun to
+fill are then posted again, and receives that only this role could fill are removed. Every role gets `Lost`, and every
+role that was sending it a tensor gets `Sent`. All of this changes the simulation's queue and network from outside, so a
+simulation without faults has no extra cost.
 """
 
 import random
@@ -23,11 +23,11 @@ from topologies.kinds import LEARNER, TREE_SERVER
 
 
 class Faults:
-    """What goes wrong in a simulation.
+    """Faults of a simulation.
 
     Args:
-        simulation: before it starts.
-        seed: of random times.
+        simulation: Simulation before it starts.
+        seed: Seed of random times.
     """
 
     def __init__(self, simulation: RunningSimulation, seed: int) -> None:
@@ -35,8 +35,8 @@ class Faults:
         self._queue, self._network = simulation.queue, simulation.network
         self._detection_s = simulation.costs.table.detection_s
         self._running = len(self._actors)
-        self._noticed: dict[int, float] = {}  # role -> when the others notice that it has died
-        # Role -> how long it computes as a rule, and the factors of the slow-downs that it is in.
+        self._noticed: dict[int, float] = {}  # role -> time when the others notice its death
+        # Role -> its usual computation time, and the factors of its current slow-downs.
         self._slowed: dict[int, tuple[Callable[[], float], list[float]]] = {}
         self._halt_as_ever, self._regroup_as_ever = simulation.do[Halt], simulation.do[Reconfigure]
         simulation.do |= {Halt: self._halt, Reconfigure: self._regroup, DeclareLost: self._drop}
@@ -63,7 +63,7 @@ class Faults:
         self._gone()
 
     def _gone(self) -> None:
-        """One role less; after the last one nothing can go wrong any more, and no time passes for it."""
+        """Counts a halted role. After the last one no more faults occur."""
         self._running -= 1
         if not self._running:
             self._queue.remove(lambda entry: owner(entry) is self)
@@ -86,7 +86,7 @@ class Faults:
         self._queue.later(self._queue.now + fault.for_s, self._recover, actor, what)
 
     def _slow_down(self, actor: Actor, factors: list[float]) -> None:
-        """From now on its computations take so many times as long as ever."""
+        """Multiplies the time of the learner's computations by the factors from now on."""
         as_ever = self._sim.costs.computation(actor.role, actor.random)
         self._slowed[actor.role] = as_ever, factors
         actor.compute_s = partial(_times, as_ever, factors)
@@ -100,7 +100,7 @@ class Faults:
             actor.compute_s = as_ever
             del self._slowed[actor.role]
         self._sim.stretch(actor, 1 / fault.factor)
-        # Only as long as something else happens: else all wait for each other, and it would never end.
+        # Only as long as other events are due: if all roles wait for each other, the faults would never end.
         if source is not None and self._queue.has(lambda entry: owner(entry) is not self):
             self._slow_later(actor, fault, source)
 
@@ -117,7 +117,7 @@ class Faults:
             self._forget(dead)
 
     def _with(self, actor: Actor) -> list[Actor]:
-        """Who dies with a role: a learner's rank has others, perhaps."""
+        """Returns the roles that die together with a role, including itself: all learners on a learner's rank."""
         roles = self._sim.plan.roles
         if not roles[actor.role].kind_traits.trains:
             return [actor]
@@ -125,7 +125,7 @@ class Faults:
         return [self._actors[i] for i, role in enumerate(roles) if role.kind_traits.trains and role.world_rank == rank]
 
     def _drop(self, by: Actor, action: DeclareLost, time: float) -> None:
-        """Here who is dropped does nothing any more, which only those that dropped it notice."""
+        """Ends a role that another role has declared lost. Only the roles that declared it lost notice."""
         actor = self._actors[action.role]
         if not actor.halted:
             unsent, _ = self._end(actor, time)
@@ -135,9 +135,9 @@ class Faults:
         self._queue.later(time, by.take, by, Lost(action.role))
 
     def _end(self, actor: Actor, noticed: float) -> tuple[list[tuple[Actor, Send]], list[tuple[Actor, Receive]]]:
-        """A role is no more, nor is what is under way to it and from it (`Network.cut`).
+        """Ends a role, and the transfers to it and from it (`Network.cut`).
 
-        Tensors for it are given back when that is noticed.
+        Buffers of tensors for this role are returned to their senders when its death is noticed.
         """
         self._noticed[actor.role] = noticed
         self._sim.do[Send] = self._send
@@ -153,7 +153,7 @@ class Faults:
         self._gone()
 
     def _notice(self, dead: Actor, again: list[tuple[Actor, Receive]]) -> None:
-        """The others learn of a death."""
+        """Notifies the other roles of a death."""
         for actor, receive in again:
             if not actor.halted:
                 self._network.receive(actor, receive, self._queue.now)
@@ -162,10 +162,10 @@ class Faults:
                 actor.posted = [receive for receive in actor.posted if receive.source != dead.role]
                 actor.take(actor, Lost(dead.role))
 
-    # Where all begin anew (`rudra.simulation.regrouping`).
+    # Restarts of all roles (`rudra.simulation.regrouping`).
 
     def _regroup(self, by: Actor, action: Reconfigure, time: float) -> None:
-        """Gives back what was on its way to the dead; who is slow stays so."""
+        """Returns the buffers of tensors for dead roles. Slow learners stay slow."""
         statistics = action.plan.statistics
 
         def abandoned(entry: Scheduled) -> bool:
@@ -181,7 +181,7 @@ class Faults:
 
     def _send(self, actor: Actor, action: Send, time: float) -> None:
         noticed = self._noticed.get(action.to)
-        if noticed is None or action.buffer is None:  # control messages are lost on the dead
+        if noticed is None or action.buffer is None:  # control messages to a dead role are lost
             self._network.send(actor, action, time)
             return
         self._network.lend(actor, action)
@@ -192,7 +192,7 @@ class Faults:
             self._queue.later(time, self._return, sender, send)
 
     def _return(self, actor: Actor, send: Send) -> None:
-        """A tensor that nobody takes any more is its sender's again."""
+        """Returns the buffer of a tensor for a dead role to its sender."""
         assert send.buffer is not None
         self._network.give_back(actor, send)
         actor.take(actor, Sent(send.buffer, send.to))

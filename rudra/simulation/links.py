@@ -1,8 +1,8 @@
-"""Links of machines in virtual time: which tensor crosses them when.
+"""Links of machines in virtual time: when each tensor crosses them.
 
-In turns, a tensor has both of its ends' links to itself, and waits for that (`Port.free_at`). Shared, all cross at
-once, and divide the links between them as fairly as can be: nobody could get more without another, who has as little,
-getting less (max-min fairness), which is about what many streams of TCP or RDMA come to.
+If links are used in turns, a tensor occupies the links at both of its ends, and waits until they are free
+(`Port.free_at`). If links are shared, all tensors cross at once with max-min fair rates: no tensor could get more
+unless another with an equal or smaller rate got less. Many streams of TCP or RDMA share a link in about this way.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ class Port:
     """One direction of a link.
 
     Args:
-        bytes_per_s: that it carries.
+        bytes_per_s: Bandwidth of the port.
 
     Attributes:
-        bytes_per_s: that it carries.
-        free_at: in turns, when it carries nothing any more.
+        bytes_per_s: Bandwidth of the port.
+        free_at: Time when the port is free again, if links are used in turns.
     """
 
     __slots__ = ("bytes_per_s", "free_at")
@@ -28,11 +28,11 @@ class Port:
 
 
 Ports = dict[tuple[str, str, int], Port]
-"""By direction, and what they are the ports of: a machine, or a role."""
+"""Ports by direction and owner, which is a machine or a role."""
 
 
 class _Flow:
-    """A tensor that crosses two ports, at a rate that changes, and what is to be called when it has come."""
+    """Tensor that crosses two ports at a variable rate, with the function to call when it has arrived."""
 
     __slots__ = ("done", "left", "ports", "rate")
 
@@ -41,26 +41,26 @@ class _Flow:
 
 
 class SharedLinks:
-    """What crosses links at the same time.
+    """Links that several tensors cross at the same time.
 
     Args:
-        queue: of the simulation.
+        queue: Event queue of the simulation.
     """
 
     def __init__(self, queue: EventQueue) -> None:
         self._queue = queue
         self._flows: list[_Flow] = []
-        self._since = 0.0  # what is left of the flows is as of then
-        self._change = 0  # a number: an end that was foreseen before the latest one is none
+        self._since = 0.0  # time of the last update of the flows' remaining bytes
+        self._change = 0  # version number: ends that were predicted before the latest change are ignored
 
     def send(self, time: float, ports: tuple[Port, Port], size_bytes: float, done: tuple[Call, Any, Any]) -> None:
-        """Has a tensor cross two ports.
+        """Sends a tensor across two ports.
 
         Args:
-            time: from when on, at the earliest now.
-            ports: where it leaves and where it arrives.
-            size_bytes: of the tensor.
-            done: what is called when it has come, with its two arguments.
+            time: Start time, not in the past.
+            ports: Port at the sender and port at the receiver.
+            size_bytes: Size of the tensor.
+            done: Function to call on arrival, with its two arguments.
         """
         self._queue.at(time, self._begin, _Flow(ports, size_bytes, done), None)
 
@@ -82,13 +82,14 @@ class SharedLinks:
         self._divide()
 
     def _go_on(self) -> None:
-        """Lets the time that has passed count."""
+        """Subtracts the bytes that have crossed since the last change."""
         elapsed, self._since = self._queue.now - self._since, self._queue.now
         for flow in self._flows:
             flow.left = max(0.0, flow.left - flow.rate * elapsed)
 
     def _divide(self) -> None:
-        """Gives each flow its rate: again and again all those of the port on which each gets least, what is left."""
+        """Sets max-min fair rates: repeatedly takes the port with the least rate per flow, and fixes the rates of its
+        flows."""
         self._change += 1
         if not self._flows:
             return

@@ -1,7 +1,7 @@
-"""The network in virtual time: control messages, tensors that occupy ports, and collectives.
+"""Network in virtual time: control messages, tensors that occupy ports, and collectives.
 
-A transfer of a tensor waits until the receiver has posted a buffer, as MPI's rendezvous does, and until both ends'
-ports are free. How long everything takes comes from a cost model (`rudra.simulation.costs`).
+A transfer of a tensor waits until the receiver has posted a buffer, as MPI's rendezvous does, and until the ports at
+both ends are free. A cost model (`rudra.simulation.costs`) gives all durations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,21 +21,21 @@ from topologies import Plan
 
 
 class Network:
-    """What is under way between roles.
+    """Network between roles.
 
     Args:
-        queue: of the simulation.
-        actors: by role.
-        costs: durations.
-        tensors: told what happens to them.
-        size_bytes: of one tensor on the wire.
-        gradient_share: size of a gradient on the wire, as a fraction of that.
-        beside: the network of another job on the same machines.
+        queue: Event queue of the simulation.
+        actors: Actors by role.
+        costs: Durations.
+        tensors: Object to notify of transfers.
+        size_bytes: Size of one tensor on the wire.
+        gradient_share: Size of a gradient on the wire, as a fraction of `size_bytes`.
+        beside: Network of another job on the same machines.
 
     Attributes:
-        plan: who is who.
-        ports: of the machines.
-        links: what crosses them at the same time, where they are shared; None: tensors cross in turns.
+        plan: Roles and their ranks.
+        ports: Ports of the machines.
+        links: Links that several tensors cross at the same time, or None if tensors cross in turns.
     """
 
     def __init__(
@@ -54,17 +54,17 @@ class Network:
         self._lent, self._transferred, self._sent = tensors.lent, tensors.transfer, tensors.sent
         self._posted, self._reducer = tensors.posted, tensors.reduce
         self._size_bytes, self._gradient_share = size_bytes, gradient_share
-        # Where all latencies are alike, tensors arrive in the order in which they are sent: that needs no event.
+        # If all latencies are equal, tensors arrive in the order of their sends, and need no event.
         self._latency_jitter_s = costs.table.latency_jitter_s
         latencies = {costs.table.latency_s, costs.table.local_latency_s} - {None}
         self._in_order = not self._latency_jitter_s and len(latencies) == 1
         self.ports: Ports = {} if beside is None else beside.ports
-        self._own: Ports = {}  # of roles
+        self._own: Ports = {}  # ports of roles
         shared = beside.links if beside is not None else SharedLinks(queue)
         self.links: SharedLinks | None = shared if costs.table.sharing == "equal" else None
         self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
 
-    # What roles do.
+    # Actions of roles.
 
     def send(self, actor: Actor, action: Send, time: float) -> None:
         route = actor.routes.get(action.to) or self._route(actor, action.to)
@@ -105,11 +105,11 @@ class Network:
             if receive.buffer == action.buffer:
                 del actor.posted[place]
                 event = ReceiveCancelled(action.buffer)
-                self._queue.later(self._queue.now, actor.take, actor, event)  # before a loss seen from now on
+                self._queue.later(self._queue.now, actor.take, actor, event)  # before any loss noticed from now on
                 return
 
     def reduce(self, actor: Actor, action: Reduce, time: float) -> None:
-        """A collective begins when its last member comes, and occupies the members' ports until it is over."""
+        """Adds a role to a collective. It starts with its last member, and occupies all members' ports."""
         key = (action.group, action.sequence)
         here = self._reductions.setdefault(key, {})
         here[actor.role] = action
@@ -131,9 +131,10 @@ class Network:
         self._queue.at(end, *about)
 
     def _share(self, routes: Sequence[Route], time: float, seconds: float, about: tuple[Call, Any, Any]) -> None:
-        """A collective crosses its members' links beside what else does; alone it takes so many seconds.
+        """Sends a collective across its members' links in parallel with other transfers. Without them it takes
+        `seconds`.
 
-        What goes from each machine to the next one is as if it filled these links.
+        Its traffic from each machine to the next one is modelled as if it could fill these links.
         """
         assert self.links is not None
         ends = [(route.out, route.into, route.bytes_per_s) for route in routes if route.between]
@@ -155,7 +156,7 @@ class Network:
         for out, into, rate in ends:
             self.links.send(time, (out, into), seconds * rate, (arrived, left, about))
 
-    # What follows.
+    # Steps of a transfer.
 
     def _route(self, actor: Actor, to: int) -> Route:
         link = self._costs.link(actor.role, to)
@@ -164,7 +165,7 @@ class Network:
         return route
 
     def _offer(self, receiver: Actor, offer: Offer) -> None:
-        """A tensor has come to its receiver's door."""
+        """Handles the arrival of a tensor at its receiver."""
         route, send, arrival = offer
         source, gradient = route.sender.role, send.message.kind in GRADIENTS
         for place, receive in enumerate(receiver.posted):
@@ -179,7 +180,7 @@ class Network:
             offered[source] = [offer]
 
     def _transfer(self, route: Route, send: Send, receive: Receive, time: float) -> None:
-        """Occupies both ports, from when both are free, or crosses them beside what else does."""
+        """Starts a transfer when both ports are free, or at once if links are shared."""
         out, into = route.out, route.into
         if self.links is not None:
             seconds = route.transfer_s * (self._gradient_share if send.message.kind in GRADIENTS else 1.0)
@@ -209,7 +210,7 @@ class Network:
         message = message.with_own_rows()
         machine = sender.machine
         receiver.take(receiver, Received(message, receive.buffer))
-        if sender.machine is machine:  # else all begin anew with what has come
+        if sender.machine is machine:  # otherwise the sender has restarted
             sender.take(sender, Sent(buffer, receiver.role))
 
     def _reduced(self, members: Sequence[int], reductions: dict[int, Reduce]) -> None:
@@ -222,27 +223,27 @@ class Network:
             actor = self._actors[role]
             self._queue.later(self._queue.now, actor.take, actor, event)
 
-    # What is lost.
+    # Losses.
 
     def lend(self, actor: Actor, send: Send) -> None:
-        """A tensor is its sender's no more, although it goes nowhere yet."""
+        """Marks a tensor's buffer as in use, although its transfer has not started."""
         if self._lent is not None and send.buffer is not None:
             self._lent(actor.role, send.buffer)
 
     def give_back(self, actor: Actor, send: Send) -> None:
-        """A tensor will not be sent, and is its sender's again, who is not told."""
+        """Gives a tensor whose transfer is cancelled back to its sender, without notifying the sender's role."""
         if self._sent is not None and send.buffer is not None:
             self._sent(actor.role, send.buffer)
 
     def carries(self, entry: Scheduled) -> bool:
-        """Whether an entry of the queue is a tensor on its way."""
+        """Returns whether an entry of the queue is a transfer of a tensor."""
         return entry[2] in (self._deliver, self._offer)
 
     def cut(self, actor: Actor) -> tuple[list[tuple[Actor, Send]], list[tuple[Actor, Receive]]]:
-        """Ends all that is under way to a role and from it.
+        """Ends all transfers to a role and from it.
 
         Returns:
-            What others were sending to it, and the receives from anybody into which it was sending.
+            Tensors that others were sending to it, and receives from any sender that it had begun to fill.
         """
         role = actor.role
         unsent = [(route.sender, send) for of in actor.offered for offers in of.values() for route, send, _ in offers]
@@ -274,7 +275,7 @@ class Network:
         return unsent, again
 
     def abandon(self, statistics: int) -> None:
-        """Ends all that is under way but to one role and from it; tensors are their senders' again."""
+        """Ends all transfers except to and from one role, and returns the tensors to their senders."""
         keeps = self._actors[statistics]
 
         def abandoned(entry: Scheduled) -> bool:
@@ -303,7 +304,7 @@ class Network:
         return route
 
     def _free_ports(self, route: Route, send: Send, end: float) -> None:
-        """Lets ports go on which a transfer was the last; what waits behind others keeps its time."""
+        """Frees ports if the ended transfer was their last. Transfers that already wait keep their times."""
         seconds = route.transfer_s * (self._gradient_share if send.message.kind in GRADIENTS else 1.0)
         for port in (route.out, route.into, *route.blocking):
             if port.free_at == end:

@@ -1,7 +1,7 @@
-"""What a job would cost before anybody pays for it: its roles in virtual time, without tensors and without its data.
+"""Predictions of a job's cost before it runs: its roles run in virtual time, without tensors and without data.
 
-Only as many updates are simulated as a steady rate needs; an epoch's time follows from that rate. Tests of the weights,
-start and end are left out: they are off the training path, or do not grow with the epoch.
+The simulation covers only as many updates as a steady rate needs, and an epoch's time follows from this rate. It omits
+evaluations, start and end: they are off the training path, or do not grow with the epoch.
 """
 
 import math
@@ -43,25 +43,25 @@ from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
 
 ROUNDS = 24
-"""Mini-batches of each learner that are simulated at least."""
+"""Minimum number of mini-batches to simulate per learner."""
 
 GRADIENTS = 2000
 UPDATES = 40
-"""That are simulated at least, both."""
+"""Minimum number of updates, and of gradients, to simulate."""
 
 EPOCHS = 4
-"""That are simulated, where a coordinator deals samples out."""
+"""Number of epochs to simulate if a coordinator assigns samples."""
 
-_WARM = 0.25  # of the updates: they do not count
+_WARM = 0.25  # initial fraction of the updates, which is not counted
 
 
 class Outline(NamedTuple):
-    """What the costs of a job depend on, beside the job itself.
+    """Properties that a job's costs depend on, in addition to the job itself.
 
     Attributes:
-        training_samples: of one epoch.
-        size_bytes: of a gradient or the weights on the wire.
-        placed: the pieces of a model of which a stage server has the last layers.
+        training_samples: Number of training samples per epoch.
+        size_bytes: Size of a gradient or the weights on the wire.
+        placed: How the model is divided between learners and a stage server.
     """
 
     training_samples: int
@@ -71,24 +71,24 @@ class Outline(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one job would do.
+    """Prediction for one job.
 
     Attributes:
-        job: resolved, with its costs read in.
-        costs: where they come from; None: nobody has measured them.
-        updates: that were simulated.
-        epoch_s: duration of an epoch.
-        samples_per_s: all learners together.
-        mean_staleness: of the gradients.
-        max_staleness: likewise.
-        shares: of the learners' time, by what took it (`records.TIMES`, without "_s"); they add up to 1.
-        loads: of the busiest server: "server" (handling messages, adding, updating), and of the busiest way of any
-            link: "link", each as a fraction of the time.
-        bound: what limits the rate most: "compute", "server" or "link".
-        bound_s: an epoch's time if everything else were free.
-        guessed: of which mini-batch sizes nobody has measured how long they take, and what stands for it; or nothing.
-        efficiency: time per iteration by Omnivore's model, where that is about such a job.
-        workers: of protocol hogbatch: what each does in a second, its share of the updates, how busy it is.
+        job: Resolved job with its cost file read.
+        costs: Origin of the costs, or None if they are not measured.
+        updates: Number of simulated updates.
+        epoch_s: Duration of an epoch.
+        samples_per_s: Rate of all learners together.
+        mean_staleness: Mean staleness of the gradients.
+        max_staleness: Maximum staleness of the gradients.
+        shares: Fractions of the learners' time by activity (`records.TIMES`, without "_s"). They add up to 1.
+        loads: Load of the busiest server, "server" (handling messages, adding, updating), and of the busiest direction
+            of any link, "link", each as a fraction of the time.
+        bound: Main limit of the rate: "compute", "server" or "link".
+        bound_s: Time of an epoch if everything except `bound` took no time.
+        guessed: Mini-batch sizes without a measured time, and how their time is estimated. Empty if there are none.
+        efficiency: Time per iteration by Omnivore's model, if the model covers the job.
+        workers: Rate, share of the updates and utilisation of each worker, for protocol hogbatch.
     """
 
     job: Job
@@ -107,7 +107,7 @@ class Prediction:
     workers: tuple[dict[str, Any], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """In numbers and texts that fit into JSON; the job by its learners."""
+        """Returns numbers and texts that fit into JSON, with the number of learners in place of the job."""
         left_out = {"job", "efficiency"} if self.workers else {"job", "efficiency", "workers"}
         fields = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
         model = {"efficiency": self.efficiency.as_dict()} if self.efficiency else {}
@@ -115,11 +115,11 @@ class Prediction:
 
 
 def outline(job: Job) -> Outline:
-    """Finds the size of a job's data and model, reading little of the one and allocating nothing of the other.
+    """Finds the size of a job's data and model. It reads little of the data, and allocates no memory for the model.
 
     Raises:
-        ConfigError: there is no such model, or it does not fit the data.
-        DataError: files are missing that would tell.
+        ConfigError: The model does not exist, or does not fit the data.
+        DataError: Files are missing that would give the sizes.
     """
     cluster = without_tensors(job)
     return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1), cluster.placed)
@@ -128,18 +128,18 @@ def outline(job: Job) -> Outline:
 def predict(
     job: Job, *, samples: int | None = None, updates: int | None = None, known: Outline | None = None
 ) -> Prediction:
-    """Predicts the time of an epoch, and where it goes, as long as nothing goes wrong: `faults` do not count.
+    """Predicts the time of an epoch and its parts for a run without failures: `faults` are ignored.
 
-    Of a job that changes, it is its first part that is predicted; `Job.at` gives the others.
+    For a job that changes during the run, this predicts its first part. `Job.at` gives the other parts.
 
     Args:
-        job: with its number of learners; `[simulation]` says what things cost.
-        samples: of one epoch; by default as many as the training set has.
-        updates: how many to simulate; by default as many as a steady rate needs.
-        known: the job's outline, where that is known already.
+        job: Job with its number of learners. `[simulation]` gives the costs.
+        samples: Number of samples per epoch, by default the size of the training set.
+        updates: Number of updates to simulate, by default as many as a steady rate needs.
+        known: Outline of the job, if already known.
 
     Raises:
-        RudraError: a mistake in the job.
+        RudraError: The job has a mistake.
     """
     if job.scheduled and updates is not None:
         raise ConfigError("--updates: under protocol hogbatch whole epochs are simulated; valid: none")
@@ -165,7 +165,7 @@ def predict(
 
 
 def _timed(job: Job) -> Job:
-    """The first part of a job, with all that decides how long an epoch takes, and nothing else."""
+    """Returns the first part of a job, reduced to everything that affects the duration of an epoch."""
     return (
         job.at(0)
         .without_tests()
@@ -185,11 +185,11 @@ def _enough(job: Job, per_update: int) -> int:
 
 
 class _Meter(TimingOnly):
-    """Counts what servers and links have to do, from the first gradient to the last update.
+    """Counter of the work of servers and links, from the first gradient to the last update.
 
     Attributes:
-        transfers: (sender, receiver) -> tensors.
-        done: role and kind of local action -> how often, of those that keep a server busy.
+        transfers: (sender, receiver) -> number of tensors.
+        done: (role, kind of local action) -> number of actions, for actions that keep a server busy.
     """
 
     idle: Collection[type[ExecutorAction]] = ()
@@ -212,7 +212,7 @@ class _Meter(TimingOnly):
 
 
 class KeptRows:
-    """Keeps what the statistics server records, in memory."""
+    """Recorder that keeps the statistics server's rows in memory."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[npt.NDArray[Any]]] = {}
@@ -237,7 +237,7 @@ def _evaluate(
     else:
         first, per_s = steady_rate(updates)
     began, ended = updates["time_s"][first], updates["time_s"][-1]
-    # Those at the end were pushed to nobody, which takes no time; with overlap nothing has to take any.
+    # The last gradients got no answer, so they have no waiting time. With overlap every gradient may have none.
     answered = plan.overlapped | (sum(minibatches[name] for name in TIMES[1:]) > 0)
     steady = minibatches[(minibatches["time_s"] > began) & answered]
     times = {name.removesuffix("_s"): float(steady[name].sum()) for name in TIMES}
@@ -274,7 +274,8 @@ def _evaluate(
 
 
 def _epochs_rate(epochs: npt.NDArray[Any], updates: npt.NDArray[Any]) -> tuple[int, float]:
-    """As `steady_rate`, of whole epochs: all but the first, which begins with the first sizes of batches."""
+    """Computes the rate as `steady_rate` does, from whole epochs except the first, which starts with initial batch
+    sizes."""
     if len(epochs) == 1:
         return 0, float(epochs["samples"][0] / epochs["time_s"][0])
     first = int(np.searchsorted(updates["timestamp"], epochs["timestamp"][0]))
@@ -283,7 +284,7 @@ def _epochs_rate(epochs: npt.NDArray[Any], updates: npt.NDArray[Any]) -> tuple[i
 
 
 def _workers(job: Job, minibatches: npt.NDArray[Any], elapsed: float) -> tuple[dict[str, Any], ...]:
-    """What each worker did in so many seconds, of its rows."""
+    """Returns what each worker did in `elapsed` seconds, computed from its rows."""
     found = []
     for learner, table in enumerate(job.hogbatch.team(job.learners)):
         mine = minibatches[minibatches["learner"] == learner]
@@ -303,10 +304,10 @@ def _workers(job: Job, minibatches: npt.NDArray[Any], elapsed: float) -> tuple[d
 
 
 def steady_rate(updates: npt.NDArray[Any]) -> tuple[int, float]:
-    """Samples per second of a run, from its `records.UPDATE`, and the update from which on they are counted.
+    """Returns a run's samples per second, from its `records.UPDATE` rows, and the first update that is counted.
 
     Raises:
-        ConfigError: too few updates.
+        ConfigError: There are too few updates.
     """
     if len(updates) < 2:
         raise ConfigError(f"{len(updates)} updates tell no rate; at least 2 are needed")
@@ -316,7 +317,7 @@ def steady_rate(updates: npt.NDArray[Any]) -> tuple[int, float]:
 
 
 def _mean_s(minibatches: npt.NDArray[Any], learners: Sequence[int]) -> float:
-    """How long a mini-batch of learners takes that share a rank: those that overlap in time took turns."""
+    """Returns the mean time of a mini-batch of learners on one rank. Mini-batches that overlap in time took turns."""
     mine = minibatches[np.isin(minibatches["learner"], learners)]
     if not len(mine):
         return math.inf
@@ -326,7 +327,7 @@ def _mean_s(minibatches: npt.NDArray[Any], learners: Sequence[int]) -> float:
 
 
 def _server_s(plan: Plan, model: CostModel, meter: _Meter, size_bytes: int) -> dict[str, float]:
-    """Seconds that the busiest server and the busiest way of a link were occupied."""
+    """Returns the seconds that the busiest server and the busiest direction of a link were occupied."""
     table = model.table
     ways: defaultdict[object, float] = defaultdict(float)
     handling: defaultdict[int, float] = defaultdict(float)
@@ -352,7 +353,7 @@ def _workers_text(prediction: Prediction) -> str:
 
 
 def as_text(predictions: Sequence[Prediction]) -> str:
-    """A table with one row for each prediction; they differ in λ."""
+    """Returns a table with one row for each prediction. Predictions differ in λ."""
     kinds = [kind for kind in predictions[0].shares if any(p.shares[kind] for p in predictions)]
     columns = ["λ", "s/epoch", "speed-up", "samples/s", "staleness", "at most", *kinds]
     report = Report([*columns, "server", "link", "bound, s/epoch"])

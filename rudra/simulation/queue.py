@@ -1,6 +1,6 @@
-"""What is to happen in virtual time, in order: by time, then by priority, then as it was asked for.
+"""Queue of future events in virtual time, ordered by time, then by priority, then by insertion.
 
-So a simulation is deterministic, ties included.
+This order makes a simulation deterministic, even if events have the same time.
 """
 
 from collections.abc import Callable
@@ -10,24 +10,24 @@ from typing import Any
 
 Call = Callable[[Any, Any], None]
 Scheduled = tuple[float, int, Call, Any, Any]
-"""When, a number that orders what happens then, and what: a function with its two arguments."""
+"""Entry of the queue: time, a number that orders entries of the same time, and a function with its two arguments."""
 
-_LAST = 1 << 58  # where the numbers begin of what comes last among things of one moment
+_LAST = 1 << 58  # first number of entries that come last among entries of the same time
 
 
 def owner(entry: Scheduled) -> object:
-    """The object whose method is to be called; None: it is a function."""
+    """Returns the object whose method an entry calls, or None for a function."""
     return getattr(entry[2], "__self__", None)
 
 
 class EventQueue:
-    """What is to happen.
+    """Future events.
 
     Attributes:
-        now: virtual time in seconds.
-        heap: of entries; what happens all the time is pushed there without a call in between.
-        first: numbers for ends of transfers and computations, which come first among what happens at one moment.
-        last: numbers for events for roles, which come after those.
+        now: Virtual time in seconds.
+        heap: Heap of entries. Frequent callers push entries directly, without a call of a method.
+        first: Numbers for ends of transfers and computations, which come first among entries of the same time.
+        last: Numbers for events for roles, which come after `first` among entries of the same time.
     """
 
     __slots__ = ("first", "heap", "last", "now")
@@ -38,31 +38,31 @@ class EventQueue:
         self.first, self.last = count(), count(_LAST)
 
     def at(self, time: float, what: Call, whom: Any, about: Any) -> None:
-        """The end of a transfer or of a computation."""
+        """Schedules the end of a transfer or of a computation."""
         heappush(self.heap, (time, next(self.first), what, whom, about))
 
     def later(self, time: float, what: Call, whom: Any, about: Any) -> None:
-        """An event for a role."""
+        """Schedules an event for a role."""
         heappush(self.heap, (time, next(self.last), what, whom, about))
 
     def step(self) -> None:
-        """Lets happen what is next."""
+        """Runs the next entry."""
         self.now, _, what, whom, about = heappop(self.heap)
         what(whom, about)
 
     def run(self) -> None:
-        """Lets happen whatever there is, and what follows from it."""
+        """Runs all entries, including entries added while it runs."""
         heap = self.heap
         while heap:
             self.now, _, what, whom, about = heappop(heap)
             what(whom, about)
 
     def has(self, wanted: Callable[[Scheduled], bool]) -> bool:
-        """Whether such a thing is to happen."""
+        """Returns whether the queue has such an entry."""
         return any(map(wanted, self.heap))
 
     def remove(self, wanted: Callable[[Scheduled], bool]) -> list[Scheduled]:
-        """Lets some things not happen; returns them, in order."""
+        """Removes such entries, and returns them in order."""
         removed: list[Scheduled] = []
         kept: list[Scheduled] = []
         for entry in sorted(self.heap):
@@ -71,7 +71,8 @@ class EventQueue:
         return removed
 
     def stretch(self, wanted: Callable[[Scheduled], bool], factor: float) -> None:
-        """The time until such things happen becomes so much longer; they keep their places among those of a moment."""
+        """Multiplies the remaining time of such entries by `factor`. Their order among entries of the same time is
+        unchanged."""
         for place, entry in enumerate(self.heap):
             if wanted(entry):
                 self.heap[place] = (self.now + (entry[0] - self.now) * factor, *entry[1:])

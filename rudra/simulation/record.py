@@ -1,4 +1,4 @@
-"""What a file says of its run, and how a replay is compared with it."""
+"""Record of a run in its result file, and the comparison of a replay with it."""
 
 from collections.abc import Callable
 from itertools import takewhile
@@ -12,18 +12,18 @@ from rudra.results.reader import Results
 from topologies import Plan
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s", "wait_s", "compute_s")
-"""Columns that no replay repeats."""
+"""Columns with measured times, which differ in a replay."""
 
 NOTICED_S = 1.0
-"""A rank that dies is noticed by all others within this time."""
+"""Time within which all ranks notice that a rank has died."""
 
 
 class Difference(NamedTuple):
-    """Where a replay left the record.
+    """First place where a replay differs from the record.
 
     Attributes:
-        update: timestamp of the first update that differs; 0 for the weights before the first one.
-        text: in what.
+        update: Timestamp of the first update that differs, or 0 for the initial weights.
+        text: Description of the difference.
     """
 
     update: int
@@ -31,12 +31,12 @@ class Difference(NamedTuple):
 
 
 class RecordedRun:
-    """What a file says of its run, as far as it is complete: a run that was killed may have lost rows at the end.
+    """Record of a run, as far as it is complete: a run that was killed may have lost rows at the end.
 
     Attributes:
-        plan: that a replay follows.
-        losses: events of roles that died, which are named as in that plan.
-        restarts: how many gradients had been applied when the run went on from a checkpoint.
+        plan: Plan that a replay follows.
+        losses: Events of roles that died. Roles are named as in `plan`.
+        restarts: Numbers of applied gradients at each resume from a checkpoint.
     """
 
     def __init__(self, results: Results) -> None:
@@ -57,7 +57,7 @@ class RecordedRun:
         self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
         self.restarts = frozenset(events["gradients"][np.isin(events["kind"], [b"restart", b"branch"])].tolist())
         self.note = ""
-        # The parts of weights at several servers are, together, what one server would have.
+        # The parts of weights at several servers are together the weights of a single server.
         plan = results.plan()
         self.plan, there = plan.unparted()
         self.losses["role"] = [there.get(role, role) for role in self.losses["role"].tolist()]
@@ -70,16 +70,16 @@ class RecordedRun:
             self._stop_where_none_can_follow(events, self.plan)
 
     def _cut(self, updates: int) -> None:
-        """Forgets what was recorded after an update."""
+        """Discards the records after an update."""
         self.updates_count = updates
         self.updates = self.updates[:updates]
         self.gradients = self.gradients[: int(self.updates["gradients"].sum())]
 
     def _stop_where_stages_are_unknown(self, events: Rows) -> None:
-        """What was with a stage server when a learner died, or when the run was resumed, is not in the record.
+        """Cuts the record where a stage server's state is unknown: when a learner died, or when the run was resumed.
 
-        Merged layers took in mini-batches before that of which the first layers had not: a resumed run computes these
-        again, and its rows of `/stages` begin to lack them before the checkpoint.
+        A stage server with merged layers is ahead of the first layers. A resumed run computes these mini-batches again,
+        so rows of `/stages` are missing from before the checkpoint.
         """
         kinds = [b"lost", *([b"restart", b"branch"] if self.merged else [])]
         for row in events[np.isin(events["kind"], kinds)][:1]:
@@ -95,8 +95,8 @@ class RecordedRun:
             self._cut(min(next(unknown, self.updates_count + 1) - 1, self.updates_count))
 
     def _stop_where_none_can_follow(self, events: Rows, plan: Plan) -> None:
-        """A replay cannot follow where the dead are back, after a restart, nor what trees lose with them, nor to
-        another plan."""
+        """Cuts the record where a replay cannot follow: at a restart with roles that had died, a loss in a tree, or a
+        change of the plan."""
         first = self.losses[0]
         again = events[np.isin(events["kind"], [b"restart", b"branch"]) & (events["gradients"] >= first["gradients"])]
         ends = [(int(row["timestamp"]), "the run was restarted with learners that had died") for row in again[:1]]
@@ -118,19 +118,20 @@ class RecordedRun:
 
 
 def _mini_batches(rows: Rows) -> set[tuple[int, int]]:
-    """Learners, and numbers of their mini-batches."""
+    """Returns the learners and steps of the rows' mini-batches."""
     return set(zip(rows["learner"].tolist(), rows["step"].tolist(), strict=True))
 
 
 def _in_order(stages: Rows, gradients: Rows) -> Rows:
-    """Rows of several stage servers as one would have written them, up to the first that one of them lost."""
+    """Returns the rows of several stage servers in the order of a single one, up to the first row that one of them
+    lost."""
     places = {(row["learner"], row["step"]): place for place, row in enumerate(stages)}
     wanted = ((row["learner"], row["step"]) for row in gradients)
     return stages[[places[key] for key in takewhile(places.__contains__, wanted)]]
 
 
 class Left(Exception):
-    """The replay has left the record."""
+    """Raised when a replay differs from the record."""
 
     def __init__(self, update: int, text: str) -> None:
         super().__init__(text)
@@ -138,11 +139,11 @@ class Left(Exception):
 
 
 class Comparison:
-    """The recorder of a replay: compares what is recorded now with what was recorded then.
+    """Recorder of a replay, which compares new rows with the recorded rows.
 
     Args:
-        record: what was.
-        show: told of every finished update.
+        record: Record of the run.
+        show: Function called after every finished update.
     """
 
     def __init__(self, record: RecordedRun, show: Callable[[], object]) -> None:
@@ -152,7 +153,7 @@ class Comparison:
 
     def record(self, action: Record) -> None:
         if action.table == "stages":
-            known = len(self._record.stages) - self._seen["stages"]  # one that was killed may have lost some
+            known = len(self._record.stages) - self._seen["stages"]  # a stage server that was killed may have lost some
             self._compare(action.rows[:known], self._record.stages, "stages", "timestamp")
         elif action.table == "gradients":
             self._compare(action.rows, self._record.gradients, "gradients", "update")
@@ -162,7 +163,7 @@ class Comparison:
         elif action.table == "epochs":
             for row in action.rows:
                 then, now = self._hashes.get(int(row["epoch"])), row["weights_sha256"]
-                if then and then != now:  # empty where the statistics server was behind
+                if then and then != now:  # empty if the statistics server was late
                     differs(int(row["timestamp"]), f"weights of epoch {row['epoch']}, sha256", then, now)
 
     def keep(self, role: int, action: StoreEpochWeights) -> None: ...
@@ -170,7 +171,7 @@ class Comparison:
     def warn(self, name: str, text: str) -> None: ...
 
     def _compare(self, now: Rows, then: Rows, table: str, clock: str) -> None:
-        """Compares rows with the next ones of a table."""
+        """Compares rows with the next rows of a table."""
         first = self._seen[table]
         self._seen[table] += len(now)
         then = then[first : first + len(now)].copy()

@@ -1,4 +1,4 @@
-"""A simulation that leaves a result file, as a run on ranks does."""
+"""Simulation that writes a result file, as a run on ranks does."""
 
 import json
 import signal
@@ -35,14 +35,14 @@ def simulate(
     """Trains a job in virtual time, and writes its result file.
 
     Args:
-        resolved: the job and its plan.
-        path: of the result file.
-        overwrite: whether an existing file may be replaced.
-        measured: where the job's costs come from; None: nobody has measured them.
-        progress: keyword arguments `mode` and `columns` of the progress bar.
+        resolved: Job with its plan.
+        path: Path of the result file.
+        overwrite: Whether an existing file may be replaced.
+        measured: Origin of the job's costs, or None if they are not measured.
+        progress: Keyword arguments `mode` and `columns` of the progress bar.
 
     Raises:
-        RudraError: data or model are missing or do not fit, or the simulation failed.
+        RudraError: The data or the model is missing or does not fit, or the simulation failed.
     """
     job, plan = resolved.job, resolved.plan
     shares = expected_shares(job, plan) if job.cluster.shares == "auto" else None
@@ -77,7 +77,7 @@ def simulate(
             classes=cluster.info.classes,
             hosts=[socket.gethostname()],
         )
-        checkpoint.discard(checkpoint.path_of(path), kept=True)  # of a run that this one replaces
+        checkpoint.discard(checkpoint.path_of(path), kept=True)  # checkpoint of a run that this one replaces
         with writer:
             shown = Progress(job, samples, **progress)
             simulation = assemble(
@@ -101,7 +101,7 @@ def simulate(
 
 
 def _of_data(found: Mapping[str, Fingerprint]) -> dict[str, Any]:
-    """What the result file says of the data; warns where they cannot be repeated."""
+    """Returns attributes of the result file about the data. Warns if the data cannot be reproduced."""
     if not (why := unrepeatable(found)):
         return {"data_fingerprints": json.dumps(plain(found))} if found else {}
     log.warning(f"{why}: {REPEATABLE}")
@@ -110,7 +110,7 @@ def _of_data(found: Mapping[str, Fingerprint]) -> dict[str, Any]:
 
 @contextmanager
 def _told_to_end() -> Iterator[None]:
-    """SIGTERM is a Ctrl-C, so that the file says how the run ended; needs the main thread, does nothing elsewhere."""
+    """Handles SIGTERM like Ctrl-C, so that the file records how the run ended. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,6 +1,6 @@
-"""Beginning anew in virtual time, by another plan or another job (`rudra.core.events.Regroup`).
+"""Restart of roles in virtual time, with another plan or another job (`rudra.core.events.Reconfigure`).
 
-All that is under way between the roles is gone a latency later; what the statistics server is part of stays.
+All messages between the roles are discarded after one latency, except messages to and from the statistics server.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ from rudra.simulation.running import RunningSimulation
 from topologies import Plan
 
 Make = Callable[[int, Plan, TrainingState], Machine]
-"""Makes the machine of a role of a plan, for a beginning there."""
+"""Function that makes the machine of a role of a plan for a training state."""
 
 
 class SimulatedRegrouping:
-    """Lets the roles of a simulation begin anew.
+    """Restart of a simulation's roles.
 
     Args:
-        simulation: in which they are.
-        make: a role's machine for a new beginning.
-        price: what things cost from a position on; None: what they cost at first.
+        simulation: Simulation of the roles.
+        make: Function that makes a role's machine for a restart.
+        price: Function that gives the cost model at a training state, or None if costs do not change.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class SimulatedRegrouping:
         self._sim, self._make, self._price = simulation, make, price
 
     def regroup(self, by: Actor, action: Reconfigure, time: float) -> None:
-        """Has all who are left begin anew, but for the statistics server and, as it does so by itself, the owner."""
+        """Restarts all remaining roles except the statistics server, and the owner of the weights, which restarts by
+        itself."""
         assert self._make is not None
         sim, plan, position = self._sim, action.plan, action.position
         sim.follow(plan)
@@ -43,7 +44,7 @@ class SimulatedRegrouping:
         sim.network.abandon(plan.statistics)
         for actor in sim.actors.values():
             if not actor.halted and actor.role != plan.statistics:
-                handled = [actor.inbox.popleft()] if actor is by and actor.inbox else []  # at this moment
+                handled = [actor.inbox.popleft()] if actor is by and actor.inbox else []  # the current event
                 keeps = actor.role in plan.owners
                 waiting = [event for event in actor.inbox if keeps and outlasts(event, plan.statistics)]
                 actor.inbox.clear()
@@ -58,12 +59,12 @@ class SimulatedRegrouping:
                 before, actor.machine = actor.machine, self._make(actor.role, plan, position)
                 actor.machine.inherit(before)
                 actor.handle = sim.handler(actor.machine)
-                if sim.tensors.regroup is not None and actor.role != plan.stage:  # which has its own weights
+                if sim.tensors.regroup is not None and actor.role != plan.stage:  # the stage server has its own weights
                     sim.tensors.regroup(actor.role, by.role)
             sim.queue.later(time + sim.costs.table.latency_s, actor.take, actor, Started())
 
     def _still_counts(self, entry: Scheduled) -> bool:
-        """Whether something in the queue goes on: it is none of the roles' own, or an owner needs it all the same."""
+        """Returns whether a queue entry remains: it is not an event of a role, or an owner still needs it."""
         sim = self._sim
         statistics = sim.actors[sim.plan.statistics]
         _, _, what, whom, about = entry
@@ -71,4 +72,4 @@ class SimulatedRegrouping:
             return True
         if whom.role not in sim.plan.owners:
             return False
-        return bool(whom.inbox) if about is None else outlasts(about, statistics.role)  # None: it takes what waits
+        return bool(whom.inbox) if about is None else outlasts(about, statistics.role)  # None: it starts waiting events

@@ -1,7 +1,7 @@
-"""What a job's own parts make of one mini-batch, in this process, before ranks are started for it.
+"""Dry run of one mini-batch with a job's own parts, in this process, before ranks are started for the job.
 
-The data is loaded, the model built, loss, optimiser, metrics and hooks are made; one gradient is computed and one batch
-is tested. Which buffers each role needs is counted in virtual time, without tensors.
+It loads the data, builds the model, and makes loss, optimiser, metrics and hooks. It computes one gradient and
+evaluates one batch. The buffers that each role needs are counted in virtual time, without tensors.
 """
 
 import math
@@ -51,25 +51,25 @@ from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
 
 ROUNDS = 6
-"""Mini-batches of each learner in the simulation that counts buffers."""
+"""Number of mini-batches per learner in the simulation that counts buffers."""
 
 
 class Sample(NamedTuple):
-    """How large the splits of the data are, in samples."""
+    """Numbers of samples in the splits of the data."""
 
     training: int
     test: int
 
 
 class Crossed(NamedTuple):
-    """What one learner and the servers send each other in a step with layers placed, there and back, in bytes.
+    """Bytes that one learner and the servers exchange in a step with layers placed, both directions together.
 
     Attributes:
-        activations: and their gradient.
-        parameters: of the first layers, and their gradient.
-        buffers: of the first layers.
-        generator: the state of the random generator, where the stage server draws on from it.
-        headers: of these messages.
+        activations: Bytes of the activations and their gradient.
+        parameters: Bytes of the first layers' parameters and their gradient.
+        buffers: Bytes of the first layers' buffers.
+        generator: Bytes of the random generator's state, if the stage server continues from it.
+        headers: Bytes of the messages' headers.
     """
 
     activations: int
@@ -81,19 +81,19 @@ class Crossed(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """How it went.
+    """Results of a rehearsal.
 
     Attributes:
-        parameters: that are trained.
-        size: floats of a message: parameters, and the model's buffers behind them.
-        samples: of the data.
-        loss: of the first mini-batch, at the initial weights.
-        gradient_s: seconds that its gradient took, the second time.
-        metrics: that each test measures, beside loss and error.
-        memory: kind of role -> bytes that its rank will take, about, with Python and torch.
-        data_bytes: of the data, once on every node.
-        crossed: by a mini-batch of a learner that has the first layers only.
-        unrepeatable: why the samples cannot be drawn again; empty if they can.
+        parameters: Number of trained parameters.
+        size: Number of floats in a message: parameters, followed by the model's buffers.
+        samples: Numbers of samples in the data.
+        loss: Loss of the first mini-batch, at the initial weights.
+        gradient_s: Seconds of its gradient, measured at the second computation.
+        metrics: Names of the metrics that each evaluation measures, in addition to loss and error.
+        memory: Kind of role -> approximate bytes that its rank will take, with Python and torch.
+        data_bytes: Bytes of the data, stored once on every node.
+        crossed: Bytes per mini-batch of a learner that has only the first layers.
+        unrepeatable: Reason why the samples cannot be drawn again, or empty if they can.
     """
 
     parameters: int
@@ -109,14 +109,14 @@ class Rehearsal:
 
 
 def rehearse(job: Job, plan: Plan) -> Rehearsal:
-    """Tries all that a run would do on its ranks, with one mini-batch.
+    """Tries everything that a run would do on its ranks, with one mini-batch.
 
     Args:
-        job: resolved; where it asks for a GPU, which another machine may have, this is done on the CPU.
-        plan: who is who.
+        job: Resolved job. If it uses a GPU, which may be on another machine, the rehearsal uses the CPU instead.
+        plan: Roles and their ranks.
 
     Raises:
-        RudraError: a mistake in the job, as a run would find it. What the user's own code raises comes through.
+        RudraError: The job has a mistake that a run would find. Exceptions of the user's own code are passed on.
     """
     job = job.with_(cluster={"device": "cpu", "gpu_aware_mpi": False}, simulation={"batching": "none"})
     taking = dict.fromkeys((*plan.owners, plan.statistics, plan.learners[0]))
@@ -131,14 +131,14 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         job = settle(job, gradients=try_first_gradient(job, plan, loaded))
         made = make_executors(job, plan, tuple(taking), loaded, prefetch=False, first_weights=final_weights)
         for executor in made.values():
-            executor.hooks = None  # made, and called by nobody: what they do may last
+            executor.hooks = None  # hooks are made but not called, as their effects may last
             executor.prepare()
         owners = {role: made[role] for role in plan.owners}
         loss, gradient_s = _gradient(owners, made[plan.learners[0]])
         of_model = max(0, memory_bytes("VmHWM") - with_data)
         metrics = _test(owners, made[plan.statistics])
         for owner in owners.values():
-            owner.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates what it remembers
+            owner.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates its state
         why = unrepeatable(fingerprints(loaded))
     return Rehearsal(
         parameters=sum(owner.parameters for owner in owners.values()),
@@ -163,19 +163,19 @@ def _crossed(learner: Executor) -> Crossed | None:
         parameters=both_ways * learner.parameters,
         buffers=both_ways * (learner.size - learner.parameters),
         generator=both_ways * (learner.sizes[ACTIVATIONS] - learner.activations),
-        headers=behind_bytes(0) + 3 * behind_bytes(1),  # weights have none of a gradient's
+        headers=behind_bytes(0) + 3 * behind_bytes(1),  # weights have no header of a gradient
     )
 
 
 def _pull(owners: Mapping[int, Executor], into: Executor) -> None:
-    """Gives a role the weights of those who own them."""
+    """Copies the owners' weights to a role."""
     for role, owner in owners.items():
         if into is not owner:
             into.part(WEIGHTS, role).copy_(owner.buffer(WEIGHTS).vector)
 
 
 def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float, float]:
-    """Loss of the first mini-batch at the initial weights, and how long its gradient takes."""
+    """Returns the loss of the first mini-batch at the initial weights, and the seconds of its gradient."""
     assert isinstance(learner, LearnerExecutor)
     if isinstance(learner, FirstStageExecutor):
         *fronts, back = owners.items()
@@ -202,7 +202,7 @@ def _outcome(executor: Executor, action: ExecutorAction) -> Computed:
 
 
 def _through_stage(stage: Executor, learner: FirstStageExecutor) -> Computed:
-    """A gradient of a learner whose last layers are with a stage server."""
+    """Computes a gradient of a learner whose last layers are at a stage server."""
     work = learner.source.work
     next(learner.perform(RunFirstStage(0, work, WEIGHTS, ACTIVATIONS)))
     stage.buffer(ACTIVATIONS).vector.copy_(learner.buffer(ACTIVATIONS).vector)
@@ -213,7 +213,7 @@ def _through_stage(stage: Executor, learner: FirstStageExecutor) -> Computed:
 
 
 def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ...]:
-    """Tests one batch; names of what was measured."""
+    """Evaluates one batch, and returns the names of the metrics."""
     if not isinstance(statistics, StatisticsExecutor):
         return ()
     _pull(owners, statistics)
@@ -222,7 +222,7 @@ def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ..
 
 
 def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_model: int) -> dict[str, int]:
-    """Kind of role -> bytes of the largest rank of that kind."""
+    """Returns the bytes of the largest rank of each kind of role."""
     counted = _buffers(job, plan)
     found: dict[str, int] = {}
     for role in plan.roles:
@@ -243,7 +243,7 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
 
 
 def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
-    """Names of the buffers that each role uses, as a short simulation finds them."""
+    """Returns the names of the buffers that each role uses in a short simulation."""
     size = job.training.minibatch_size
     job = job.at(0).without_tests()
     about: dict[str, Any] = {"training": {"epochs": 1}, "results": {"checkpoint_every": "never"}}
@@ -254,7 +254,7 @@ def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
 
 
 class _Counted(TimingOnly):
-    """Remembers which buffers each role uses."""
+    """Recorder of the buffers that each role uses."""
 
     idle: Collection[type[ExecutorAction]] = ()
 
@@ -275,7 +275,7 @@ class _Counted(TimingOnly):
 
 
 def memory_bytes(name: str) -> int:
-    """Memory of this process as Linux counts it: "VmRSS" now, "VmHWM" at most; 0 where nobody does."""
+    """Returns a memory counter of Linux for this process, "VmRSS" (current) or "VmHWM" (peak), or 0 if unavailable."""
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024
@@ -283,6 +283,6 @@ def memory_bytes(name: str) -> int:
 
 
 def restart_peak() -> None:
-    """From now on "VmHWM" counts anew."""
+    """Resets the peak "VmHWM"."""
     with suppress(OSError):
         Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")

@@ -1,11 +1,11 @@
-"""Replay: a recorded run once more, in one process, through the same roles, to the same bits.
+"""Replay of a recorded run: runs it again in one process, through the same roles, with bitwise identical results.
 
-A replay is a simulation in which not virtual time but the record decides what happens next. A gradient is computed
-when its (learner, step) is the next one in the record, of the weights whose timestamp the record gives, and goes the
-way that it went then; whatever is sent arrives at once. So the servers receive the same gradients, of the same
-weights, in the same order, and by their own rules form the same averages and updates. Weights that the record still
-needs are kept. Where there is no server, nothing but the job decides what happens, and the replay simply trains
-again. What is recorded now is compared with the record, row by row, and the first difference ends the replay.
+In a replay, the record decides the next event instead of virtual time. A gradient is computed
+when its (learner, step) is next in the record. It is computed from the weights whose timestamp the record gives, and
+takes the same route as in the run. Messages arrive at once. So the servers receive the same gradients, from the same
+weights, in the same order, and form the same averages and updates by their own rules. The replay keeps weights as long
+as the record needs them. Without a server, the job determines the results, and the replay simply trains again.
+New rows are compared with the record one by one, and the first difference ends the replay.
 """
 
 import json
@@ -45,15 +45,15 @@ from topologies import Plan
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay found.
+    """Result of a replay.
 
     Attributes:
-        updates: number of updates that were repeated, all of them with the bits of the record.
-        recorded: number of updates that the result file holds.
-        status: status of the recorded run: `"finished"`, `"failed"`, `"interrupted"` or `"running"`.
+        updates: Number of repeated updates, all bitwise identical to the record.
+        recorded: Number of updates in the result file.
+        status: Status of the recorded run: `"finished"`, `"failed"`, `"interrupted"` or `"running"`.
         weights_sha256: SHA-256 of the weights after the last repeated update.
-        difference: the first difference from the record, with `update` (its timestamp) and `text`; None: there is none.
-        note: why the replay stopped before the end of the record; else empty.
+        difference: First difference from the record, with `update` (its timestamp) and `text`, or None.
+        note: Reason why the replay stopped before the end of the record, or empty if it did not.
     """
 
     updates: int
@@ -65,7 +65,7 @@ class Replayed:
 
     @property
     def identical(self) -> bool:
-        """Whether everything that was repeated has the bits of the record."""
+        """Whether everything that was repeated is bitwise identical to the record."""
         return self.difference is None
 
     def __str__(self) -> str:
@@ -90,30 +90,30 @@ def replay(
 ) -> Replayed:
     """Repeats a recorded run in this process, and compares it with its record bit for bit.
 
-    Before it compares, it logs a warning for each difference between this machine and that of the run.
+    Before the comparison, it logs a warning for each difference between this machine and the machine of the run.
 
     Args:
-        path: result file of a run or a simulation.
-        job: the job that was run. It is needed only if the job named Python objects, which a file cannot hold. Of a
-            job that is given, no code is imported that the file names.
-        until: update after which to stop and write the weights; 0: before the first update; None: repeat everything.
-        output: path for the weights of `until`, a state dict that `torch.load` reads; None: named after the result file
+        path: Result file of a run or a simulation.
+        job: Job that was run. It is needed only if the job named Python objects, which a file cannot hold. If it is
+            given, no code that the file names is imported.
+        until: Update after which to stop and write the weights. 0: before the first update. None: repeat everything.
+        output: Path for the weights of `until`, a state dict that `torch.load` reads. None: named after the result file
             and the update.
-        overrides: changes, each a text `table.key=value`, of `data.path` or `training.warm_start`, the only keys that a
-            replay may change.
-        quiet: whether to show no progress bar.
-        force: whether to replace an existing `output`.
-        trust: whether to import the code that the file names, also if another user wrote it.
+        overrides: Changes of `data.path` or `training.warm_start`, the only keys that a replay may change. Each is a
+            text `table.key=value`.
+        quiet: Whether to hide the progress bar.
+        force: Whether to replace an existing `output`.
+        trust: Whether to import code that the file names even if another user wrote the file.
 
     Returns:
-        What was repeated, and the first difference. A difference raises nothing.
+        Number of repeated updates, and the first difference. A difference does not raise an error.
 
     Raises:
-        ReplayError: the record does not determine the weights, or has no such update.
-        ConfigError: the job cannot be made again, or is not the job of the run.
-        TrustError: the file names code, and neither did this user's run write it nor is `trust` set.
-        DataError: the data is missing, or not that of the run.
-        ResultsError: the result file is missing or damaged.
+        ReplayError: The record does not determine the weights, or has no such update.
+        ConfigError: The job cannot be made again, or is not the job of the run.
+        TrustError: The file names code, this user's run did not write the file, and `trust` is not set.
+        DataError: The data is missing, or differs from the data of the run.
+        ResultsError: The result file is missing or damaged.
     """
     path = Path(path)
     with open_results(path) as results:
@@ -138,7 +138,7 @@ def replay(
 
 
 def surroundings(results: Results) -> list[str]:
-    """In what this machine differs from that of the run, so that bits may differ too; one line each."""
+    """Returns one line for each difference between this machine and the run's machine that may change the last bits."""
     then = results.attributes
     lines = [
         f"{name.replace('_', ' ')} was {printable(str(then[name]))}, here it is {value}; "
@@ -187,7 +187,7 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
 
 
 def _check_kind(path: Path, plan: Plan, job: Job) -> None:
-    """Raises ReplayError where the file's attributes and roles are not those of its job."""
+    """Raises ReplayError if the file's attributes and roles do not match its job."""
     protocol = job.make_protocol(plan)
     kinds = {"averaging": protocol.averages, "scheduled": protocol.schedules}
     for name, wanted in kinds.items():
@@ -205,7 +205,7 @@ def _check_kind(path: Path, plan: Plan, job: Job) -> None:
 
 
 def _check_data(record: RecordedRun, loaded: Data) -> None:
-    """Raises ReplayError where the training data are not those of the record."""
+    """Raises ReplayError if the training data differ from the record's data."""
     try:
         then = from_plain(json.loads(record.attributes.get("data_fingerprints", "{}")))
     except (ValueError, AttributeError, RecursionError):
@@ -216,15 +216,15 @@ def _check_data(record: RecordedRun, loaded: Data) -> None:
 
 
 def _weights(owners: Sequence[OwnerExecutor]) -> npt.NDArray[np.float32]:
-    """All weights, of those who own them."""
+    """Returns all weights, collected from their owners."""
     parts = interleaved(owner.stretches for owner in owners)
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy(force=True)
 
 
 def _save(path: Path, job: Job, info: DataInfo, layout: Sequence[Entry], weights: torch.Tensor) -> None:
-    """Writes weights as a state dict of the model; what they lack is as it was at first."""
+    """Writes weights as a state dict of the model. Entries that are not in `weights` have their initial values."""
     state = models.build(job.model, info, job.training.seed).state_dict()
     for entry in layout:
-        if entry.name in state:  # some buffers are not
+        if entry.name in state:  # some buffers are not in the state dict
             state[entry.name].copy_(weights[entry.offset : entry.offset + entry.size].view(entry.shape))
     save(state, path)

@@ -1,4 +1,4 @@
-"""The driver of a replay: it feeds roles what a record says, in a simulation in which nothing takes time."""
+"""Driver of a replay: passes recorded events to roles of a simulation with zero durations."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -52,12 +52,12 @@ _AT_ONCE = {"latency_s": 0.0, "bandwidth_bytes_per_s": 1e30, "message_s": 0.0, "
 
 
 class FedLearner(Machine):
-    """A learner that computes what it is told, and has reported that it is ready to.
+    """Learner that computes on request, and has reported that it is ready.
 
     Args:
-        role: id in the plan.
-        plan: who is who.
-        digest: of the initial weights.
+        role: Id in the plan.
+        plan: Roles and their ranks.
+        digest: Digest of the initial weights.
     """
 
     state: States
@@ -71,8 +71,8 @@ class FedLearner(Machine):
         self._served = not plan.roles[self._source].kind_traits.trains
         leads = not plan.roles[parent].kind_traits.trains
         self._ready = [Send(parent, Ready(role, digest))] if leads else []
-        self.returned: ActivationGradient | None = None  # what a stage server said last
-        self.given: AssignWork | None = None  # what a coordinator did
+        self.returned: ActivationGradient | None = None  # latest answer of a stage server
+        self.given: AssignWork | None = None  # latest assignment of a coordinator
 
     def handle(self, event: Event, now: float) -> list[Action]:
         if isinstance(event, Started):
@@ -85,14 +85,14 @@ class FedLearner(Machine):
 
 
 class ReplayDriver:
-    """Drives the roles of a run through its record, in a simulation in which nothing takes time.
+    """Driver that leads a run's roles through its record, in a simulation with zero durations.
 
     Args:
-        record: what to repeat.
-        phases: of the run.
-        training_samples: of one epoch.
-        tensors: does what roles want done with tensors.
-        comparison: what is told of every row.
+        record: Record to repeat.
+        phases: Phases of the run.
+        training_samples: Number of training samples per epoch.
+        tensors: Carries out the roles' actions on tensors.
+        comparison: Receiver of every row.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class ReplayDriver:
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
         self._phases, self._tensors = phases, tensors
         self._role = {plan.roles[role].index: role for role in plan.learners}  # by the learner's number
-        self._works: dict[int, Work] = {}  # of each learner, the samples of its next mini-batch
-        self._steps: dict[int, int] = {}  # and its number
-        self._parts: dict[int, deque[Work]] = {}  # of each worker, what is left of what a coordinator gave it
+        self._works: dict[int, Work] = {}  # learner -> samples of its next mini-batch
+        self._steps: dict[int, int] = {}  # learner -> step of its next mini-batch
+        self._parts: dict[int, deque[Work]] = {}  # worker -> remaining parts of its assigned work
         machines, self._make_as_ever = machines_of(phases, training_samples)
         if plan.served:
             machines |= {role: self._make(role, plan, BEGINNING) for role in plan.learners}
@@ -123,8 +123,8 @@ class ReplayDriver:
         assert isinstance(owner, Owner)
         self._ledger = owner.ledger
         self._coordinator = owner if isinstance(owner, Coordinator) else None
-        self._exchanged: set[int] = set()  # learners whose replica is not what the weights are
-        self._restarts = record.restarts  # places of rows before which all replicas are
+        self._exchanged: set[int] = set()  # learners whose replica differs from the weights
+        self._restarts = record.restarts  # indices of rows that follow a reset of all replicas
         self._replicas = ReplicaSteps(setup) if plan.averaging and plan.served else None
         self._period = 1 if self._replicas is None else self._replicas.rule.period
         self._through: ThroughStage | None = None
@@ -137,7 +137,7 @@ class ReplayDriver:
             self._through = ThroughStage(self._simulation, tensors, rows, *about)
 
     def _make(self, role: int, plan: Plan, position: TrainingState) -> Machine:
-        """A role that begins at a position: learners that have a server compute what the record says from there on."""
+        """Makes a role at a training state. Learners of a server compute what the record contains from there on."""
         if not plan.served or not plan.traits(role).trains:
             return self._make_as_ever(role, plan, position)
         job = phase_at(self._phases, position.epoch).job
@@ -152,10 +152,10 @@ class ReplayDriver:
         return FedLearner(role, plan, short_digest(hashed.digest))
 
     def repeat(self, updates: int) -> None:
-        """Goes through the record up to and with that update.
+        """Repeats the record up to and including an update.
 
         Raises:
-            Left: the replay differs from the record.
+            Left: The replay differs from the record.
         """
         simulation = self._simulation
         simulation.start()
@@ -182,13 +182,14 @@ class ReplayDriver:
 
     @property
     def _made(self) -> int:
-        """Updates that everybody has made, where there is no server."""
+        """Returns the number of updates that all roles have made, if there is no server."""
         if not isinstance(self._stage, StageServer) or isinstance(self._stage, AsRecorded):
-            return self._ledger.timestamp  # all, or the stage server has a clock of its own
+            return self._ledger.timestamp  # all roles, or the stage server has a clock of its own
         return min(self._ledger.timestamp, self._stage.timestamp)
 
     def _apply(self, place: int) -> int:
-        """Computes what was pushed as one gradient and lets everything happen that follows; how many rows that was."""
+        """Computes gradients that were pushed as one, and everything that follows. Returns the number of rows they
+        have."""
         if place in self._restarts:
             self._exchanged.clear()
         if self._coordinator is not None:
@@ -216,7 +217,7 @@ class ReplayDriver:
         return len(members)
 
     def _go_on_as_scheduled(self, coordinator: Coordinator, place: int) -> None:
-        """Has a coordinator deal anew where the run went on from a checkpoint, as nobody was given work after that."""
+        """Lets a coordinator assign work again after a resume from a checkpoint, as earlier assignments were lost."""
         if place in self._restarts:
             for parts in self._parts.values():
                 parts.clear()
@@ -227,7 +228,7 @@ class ReplayDriver:
             coordinator.hold_back()
 
     def _lose(self, role: int) -> None:
-        """A learner died here."""
+        """Ends a learner that died at this point of the record."""
         before = self._ledger.timestamp
         self._simulation.tell(self._simulation.plan.server, Lost(role))
         self._simulation.queue.run()
@@ -235,7 +236,7 @@ class ReplayDriver:
             self._keep()
 
     def _together(self, row: np.void) -> tuple[int, ...]:
-        """The learners whose gradients were added up before they were pushed, this row's among them."""
+        """Returns the learners whose gradients were added up before they were pushed, including this row's learner."""
         learner = int(row["learner"])
         role = self._role.get(learner)
         if role is None:
@@ -245,7 +246,7 @@ class ReplayDriver:
         return self._simulation.plan.group_of(role)
 
     def _compute_row(self, row: np.void, role: int) -> Gradient:
-        """Computes the gradient that a row describes, if it is the next one of that learner."""
+        """Computes the gradient that a row describes, if it is the learner's next one."""
         learner, step, timestamp = (int(row[name]) for name in ("learner", "step", "timestamp"))
         update, who = self._ledger.timestamp + 1, f"gradient of learner {learner}, step {step}"
         if row["update"] != update:
@@ -256,7 +257,10 @@ class ReplayDriver:
         if step != self._steps[role] + self._period - 1:
             differs(update, f"gradient of learner {learner}, step", step, self._steps[role] + self._period - 1)
         work, samples = works[-1], sum(work.count for work in works)
-        first, older = works[0].first, work.first + work.count - samples  # what older versions wrote
+        first, older = (
+            works[0].first,
+            work.first + work.count - samples,
+        )  # older: as in older files
         first = older if row["first"] == older else first
         for name, value in (("stream", work.stream), ("first", first), ("samples", samples)):
             if row[name] != value:
@@ -285,7 +289,7 @@ class ReplayDriver:
         return self._described(learner, timestamp, made, works)
 
     def _works_of(self, role: int, who: str) -> list[Work]:
-        """The samples of a learner's next gradient, mini-batch by mini-batch."""
+        """Returns the samples of a learner's next gradient, per mini-batch."""
         if self._coordinator is None:
             return [self._works[role].after(i) for i in range(self._period)]
         machine, parts = self._simulation.actors[role].machine, self._parts[role]
@@ -300,7 +304,7 @@ class ReplayDriver:
         return [parts[0]]
 
     def _described(self, learner: int, timestamp: int, made: Sequence[Computed], works: Sequence[Work]) -> Gradient:
-        """What was computed, as it is pushed."""
+        """Returns a computed gradient as it is pushed."""
         rows = [
             Gradient(-1, learner, c.samples, c.step, w.first, timestamp, -1, 1.0, c.loss, c.errors, w.stream)
             for c, w in zip(made, works, strict=True)
@@ -308,7 +312,7 @@ class ReplayDriver:
         return joined(rows, timestamp)
 
     def _take_weights(self, role: int, timestamp: int, who: str) -> None:
-        """Gives a learner the weights of a timestamp, which are kept no longer than they are needed."""
+        """Gives a learner the weights of a timestamp, and drops them if no other gradient needs them."""
         tensors, server = self._tensors, self._simulation.plan.server
         if timestamp not in self._kept:
             text = f"is of weights {timestamp} in the record, but those could not reach it by then"
@@ -320,13 +324,13 @@ class ReplayDriver:
             tensors.posted(server, version_name(timestamp))
 
     def _begin_staged(self, role: int, step: int, timestamp: int) -> Work:
-        """Gives a learner what it needs for the first layers of a mini-batch."""
+        """Gives a learner the inputs for the first layers of a mini-batch."""
         learner = self._simulation.plan.roles[role].index
         self._take_weights(role, timestamp, f"mini-batch {step} of learner {learner}")
         return self._works[role].after(step - self._steps[role])
 
     def _returned(self, role: int) -> ActivationGradient:
-        """What the stage server answered a learner."""
+        """Returns the stage server's answer to a learner."""
         machine = self._simulation.actors[role].machine
         assert isinstance(machine, FedLearner)
         if machine.returned is None:
@@ -335,7 +339,7 @@ class ReplayDriver:
         return found
 
     def _compute(self, role: int, action: Compute, timestamp: int, number: int) -> Computed:
-        """Computes a gradient, and has a replica that a learner may have make its step."""
+        """Computes a gradient. If the learner has a replica, the replica makes its step."""
         tensors, replicas = self._tensors, self._replicas
         if replicas is None:
             return tensors.compute(role, action)
@@ -348,7 +352,7 @@ class ReplayDriver:
         return computed
 
     def _keep(self) -> None:
-        """Keeps the weights of this moment, if the record still needs them."""
+        """Keeps the current weights if the record still needs them."""
         timestamp = self._ledger.timestamp
         if self._needed.get(timestamp):
             self._kept.add(timestamp)

@@ -1,8 +1,8 @@
-"""The part of a replay that is through a stage server: mini-batches in the order in which that concluded them.
+"""Replay of mini-batches that pass through a stage server, in their recorded order.
 
-What a learner ships is computed of the weights that the record names, and shipped to the stage server's own machine,
-which answers as it did in the run. With rule `merged` its order is that of `/stages`, which goes ahead of the order in
-which the parameter server got the gradients; with rule `synchronous` any order gives the same bits.
+Learners compute activations from the weights that the record names, and send them to the stage server's own machine,
+which answers as in the run. With rule `merged` the order is the order of `/stages`, which is ahead of the order of
+gradients at the parameter server. With rule `synchronous` every order gives bitwise identical results.
 """
 
 from collections import deque
@@ -36,12 +36,12 @@ from rudra.simulation.tensors import RealTensors
 
 
 class AsRecorded(StageServer):
-    """A stage server with rule `merged` that gives its weights away at the timestamps at which it did so in the run.
+    """Stage server with rule `merged` that sends its weights at the same timestamps as in the run.
 
     Args:
-        role: id in the plan.
-        setup: what it is made from.
-        events: of the run.
+        role: Id in the plan.
+        setup: Setup of the machine.
+        events: Events of the run.
     """
 
     def __init__(self, role: int, setup: Setup, events: Rows) -> None:
@@ -59,15 +59,15 @@ class AsRecorded(StageServer):
 
 
 class ThroughStage:
-    """Takes mini-batches through the stage server.
+    """Part of a replay that takes mini-batches through the stage server.
 
     Args:
-        simulation: in which that is.
-        tensors: does what roles want done with tensors.
-        rows: of `/stages`, in whose order they go; None: each goes when its gradient is wanted.
-        role: of each learner, by its number.
-        begin: gives a learner the weights of a timestamp, and the work of its mini-batch of that number.
-        returned: what the stage server said last, to each learner's role.
+        simulation: Simulation of the stage server.
+        tensors: Carries out the roles' actions on tensors.
+        rows: Rows of `/stages`, which give the order. None: each mini-batch runs when its gradient is needed.
+        role: Role of each learner, by the learner's number.
+        begin: Function that gives a learner the weights of a timestamp, and returns the work of a mini-batch.
+        returned: Function that returns the stage server's latest answer to a learner's role.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class ThroughStage:
         self._ahead: dict[tuple[int, int], Computed] = {}  # by learner and step
 
     def gradient(self, learner: int, step: int, timestamp: int) -> Computed:
-        """Computes a learner's gradient of the weights of a timestamp, unless it has been computed.
+        """Computes a learner's gradient from the weights of a timestamp, unless it is already computed.
 
-        It is in the learner's buffer `ahead` of that step.
+        The result is in the learner's buffer `ahead` of that step.
         """
         rows = self._rows
         while (learner, step) not in self._ahead:
@@ -101,12 +101,12 @@ class ThroughStage:
         return self._ahead.pop((learner, step), Computed(-1, 0.0, 0.0, 0))
 
     def finish(self) -> None:
-        """Takes through what was concluded, and never applied by the parameter server."""
+        """Runs mini-batches that the stage server processed but the parameter server never applied."""
         while self._rows:
             self._next(self._rows)
 
     def _next(self, rows: deque[np.void]) -> None:
-        """Takes the next batch through, of which each learner of a group has a part."""
+        """Runs the next batch. Each learner of a group has a part of it."""
         first = rows[0]["timestamp"]
         batch = []
         while rows and rows[0]["timestamp"] == first:
@@ -143,5 +143,5 @@ class ThroughStage:
 
 
 def ahead(step: int) -> str:
-    """A learner's buffer for the gradient of a mini-batch that is not pushed yet."""
+    """Returns the name of a learner's buffer for the gradient of a mini-batch that is not pushed yet."""
     return f"{GRADIENT} of {step}"

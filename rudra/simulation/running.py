@@ -1,4 +1,4 @@
-"""What faults and regrouping need of the simulation that they happen in."""
+"""Interface of a simulation for faults and regrouping."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,16 +14,16 @@ from topologies import Plan
 
 
 class RunningSimulation(Protocol):
-    """A simulation, as `rudra.simulation.driver` runs it.
+    """Simulation that `rudra.simulation.driver` runs.
 
     Attributes:
-        actors: by role.
-        queue: what happens when.
-        network: between the actors.
-        costs: what takes how long.
-        plan: who is who.
-        tensors: does what roles want done with tensors.
-        do: what carries out each kind of action.
+        actors: Actors by role.
+        queue: Future events.
+        network: Network between the actors.
+        costs: Cost model.
+        plan: Roles and their ranks.
+        tensors: Carries out the roles' actions on tensors.
+        do: Function that carries out each kind of action.
     """
 
     actors: dict[int, Actor]
@@ -35,16 +35,16 @@ class RunningSimulation(Protocol):
     do: dict[type[Action], Callable[[Actor, Any, float], None]]
 
     def handler(self, machine: Machine) -> Callable[[Event, float], list[Action]]:
-        """What gives events to a machine."""
+        """Returns the function that passes events to a machine."""
 
     def tick(self, actor: Actor, _: None) -> None:
-        """Lets a role know that time passes."""
+        """Notifies a role that time has passed."""
 
     def follow(self, plan: Plan) -> None:
-        """From now on this is who is who."""
+        """Adopts a new plan."""
 
     def pay(self, costs: CostModel) -> None:
-        """From now on computations take as long as this says."""
+        """Uses another cost model from now on."""
 
     def stretch(self, actor: Actor, factor: float) -> None:
-        """What is left of the computation under way takes so much longer."""
+        """Multiplies the remaining time of the current computation by `factor`."""

@@ -1,9 +1,9 @@
-"""The simulator's tensors: those of all roles in one process, few copies, gradients one by one or in batches.
+"""Tensors of all roles in one process. Copies are rare, and gradients are computed one by one or in batches.
 
-A transfer copies nothing: the receiver's buffer names the sender's vector from then on, and whoever is to write into a
-vector that others hold gives those a copy first. So all learners that pulled the same weights hold one vector, a
-version of the weights is copied once at most, and is gone as soon as nobody holds it. A vector that is let go serves
-again, which bounds memory by what is held at one moment.
+A transfer copies nothing: from then on the receiver's buffer refers to the sender's vector. A role that writes to a
+vector with other holders first gives these holders a copy. So all learners that pulled the same weights hold one
+vector. A version of the weights is copied at most once, and is freed when its last holder releases it. Free vectors are
+reused, so memory is bounded by the vectors held at the same time.
 """
 
 from collections import Counter
@@ -39,19 +39,19 @@ from rudra.core.events import (
 )
 
 RoleBuffer = tuple[int, str]
-"""A role and the name of one of its buffers."""
+"""Role, and the name of one of its buffers."""
 
 
 class RealTensors:
     """Real tensors for the simulator, on the executors of all roles.
 
     Args:
-        executors: by role id.
-        poison: overwrite with NaN what a role has no right to read; tests use it.
-        halves: gradients travel as float16.
+        executors: Executors by role id.
+        poison: Whether to overwrite with NaN data that a role must not read. Tests use it.
+        halves: Whether gradients are sent as float16.
 
     Attributes:
-        vectors: that were made so far, beside those that executors made themselves: the most that were held at once.
+        vectors: Number of vectors made, without those of executors. It equals the maximum number held at the same time.
     """
 
     idle: Collection[type[ExecutorAction]] = ()
@@ -61,15 +61,15 @@ class RealTensors:
         self._executors, self._poison, self._halves = executors, poison, halves
         self._servers = {role for role, executor in executors.items() if isinstance(executor, AveragingExecutor)}
         self._holders: dict[Buffer, set[RoleBuffer]] = {}
-        self._free: dict[int, list[Buffer]] = {}  # by their size
+        self._free: dict[int, list[Buffer]] = {}  # by size
         self._parted = len({executor.size for executor in executors.values()}) > 1
-        self._going: Counter[RoleBuffer] = Counter()  # parts of a tensor that are on their way
-        self._hashes: dict[Buffer, str] = {}  # of vectors that have not changed since
-        self._unsent: RoleBuffer | None = None  # the last gradient, until its learner sends it
+        self._going: Counter[RoleBuffer] = Counter()  # number of parts of a tensor in transfer
+        self._hashes: dict[Buffer, str] = {}  # of vectors that have not changed since they were hashed
+        self._unsent: RoleBuffer | None = None  # the latest gradient until its learner sends it
         self.vectors = 0
 
     def lent(self, role: int, buffer: str) -> None:
-        """A transfer from the buffer begins."""
+        """Marks the start of a transfer from the buffer."""
         if (role, buffer) == self._unsent:
             self._unsent = None
         if self._parted:
@@ -102,7 +102,7 @@ class RealTensors:
             self._hold((role, buffer), self._new(role, buffer))
 
     def sha256(self, role: int, buffer: str) -> str:
-        """Of a buffer's floats, in hexadecimal; of an owner of some layers, that of all weights at the beginning."""
+        """Returns the hexadecimal SHA-256 of a buffer, or for an owner of some layers, of all initial weights."""
         if isinstance(self._executors[role], PieceExecutor):
             return self._executors[role].sha256(buffer)
         held = self._held((role, buffer))
@@ -111,7 +111,7 @@ class RealTensors:
         return self._hashes[held]
 
     def planned(self, role: int, action: ExecutorAction) -> None:
-        """From now until it is done, what a long action reads does not change."""
+        """Freezes the inputs of a long action until it is done."""
 
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         match action:
@@ -146,11 +146,11 @@ class RealTensors:
         return computed
 
     def reduce(self, reductions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:
-        """Members of one group average their gradients; the result is one vector for all.
+        """Averages the gradients of one group's members. The result is one vector for all members.
 
         Args:
-            reductions: of the members, in group_rank order.
-            sums: the order of addition (`Plan.partial_sums`).
+            reductions: Reductions of the members, in group_rank order.
+            sums: Order of addition (`Plan.partial_sums`).
         """
         places = [(role, action.buffer) for role, action in reductions.items()]
         for place in places:
@@ -164,7 +164,7 @@ class RealTensors:
                 self.posted(*place)
 
     def lost(self, role: int) -> None:
-        """A role is no more: what it alone held is free, and nobody is left to call its hooks."""
+        """Frees the vectors that only a lost role held, and removes its hooks, which will not be called again."""
         self._executors[role].hooks = None
         if self._unsent is not None and self._unsent[0] == role:
             self._unsent = None
@@ -172,7 +172,7 @@ class RealTensors:
             self._let_go((role, name))
 
     def regroup(self, role: int, owner: int) -> None:
-        """A role drops what it was about; one that updates weights itself takes over those of their owner."""
+        """Drops a role's current work. A role that updates weights itself takes over their owner's weights."""
         if self._unsent is not None and self._unsent[0] == role:
             self._unsent = None
         executor, owns = self._executors[role], self._executors[owner]
@@ -187,7 +187,7 @@ class RealTensors:
         return executor
 
     def _computes(self, gradient: RoleBuffer) -> None:
-        """A plain learner sends its gradient at once; one that has not is leaving, and nobody will read it."""
+        """Drops an unsent gradient. A plain learner sends gradients at once, so its learner is leaving."""
         if not self._learner(gradient[0]).pushes_at_once:
             return
         if self._unsent is not None:
@@ -195,16 +195,17 @@ class RealTensors:
         self._unsent = gradient
 
     def _forget_stale(self, weights: RoleBuffer) -> None:
-        """A plain learner asks for newer weights after each gradient, and gets them if there are any by then."""
+        """Drops a plain learner's old weights. It requests newer weights after each gradient."""
         if self._learner(weights[0]).pushes_at_once and not any(
             role in self._servers for role, _ in self._holders[self._held(weights)]
         ):
             self.posted(*weights)
 
-    # Who holds which vector.
+    # Holders of vectors.
 
     def _new(self, role: int, name: str = WEIGHTS) -> Buffer:
-        """A vector that nobody holds yet, of the size of a role's of that name; its content is void."""
+        """Returns a vector without holders, with the size of the role's buffer of that name. Its content is
+        undefined."""
         executor = self._executors[role]
         if free := self._free.get(executor.size_of(name)):
             return free.pop()
@@ -244,7 +245,7 @@ class RealTensors:
         self._hold(target, self._held(source))
 
     def _make_own(self, place: RoleBuffer) -> None:
-        """Before a vector is written to: its other holders get a copy, all of them the same one."""
+        """Prepares a vector for writing: its other holders get one shared copy."""
         buffer = self._held(place)
         self._hashes.pop(buffer, None)
         others = self._holders[buffer] - {place}

@@ -1,4 +1,4 @@
-"""What the simulator needs done with tensors, and what it does where there are none."""
+"""Interface of the simulator's tensors, and its implementation for simulations without tensors."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
@@ -39,13 +39,13 @@ from rudra.core.events import (
 
 
 class Tensors(Protocol):
-    """What the simulator needs done with tensors; the first eight may be None, where there is nothing to do.
+    """Operations on tensors that the simulator needs. The first eight may be None if they have nothing to do.
 
-    `lent` and `sent` frame the time in which a buffer must not change; `posted` says that its content is void;
-    `planned` that what a long action reads is fixed from now on; `lost` that a role is no more, `regroup` that it
-    drops what it was about, and takes over the weights of their owner if it updates some itself. `perform` does a
-    local action, and gives what comes of it, which has taken so many seconds; nothing comes of those that are `idle`.
-    `executors` are those of the roles, where there are any.
+    `lent` and `sent` mark start and end of a transfer, while a buffer must not change. `posted` marks its content as
+    undefined. `planned` freezes the inputs of a long action. `lost` removes a role. `regroup` drops a role's work. A
+    role that updates weights itself then takes over their owner's weights. `perform` carries out a local action that
+    took `seconds`, and returns its result. Kinds of actions in `idle` have no result. `executors` are the roles'
+    executors, if any.
     """
 
     @property
@@ -74,7 +74,7 @@ class Tensors(Protocol):
 
 
 class TimingOnly:
-    """No tensors: what a cluster would do, at any scale."""
+    """No tensors: the timing of a cluster of any size."""
 
     lent: Callable[[int, str], None] | None = None
     transfer: Callable[[int, str, int, str], None] | None = None
@@ -110,5 +110,5 @@ class TimingOnly:
             case Evaluate() | MergeEvaluation():
                 return Evaluated(action.buffer, (), seconds)
             case Hash():
-                return Hashed("")  # of nothing
+                return Hashed("")  # of no data
         return None

@@ -26,12 +26,12 @@ from rudra.simulation.timing_only import TimingOnly
 from topologies import Plan
 
 SIZE_BYTES = 350_000
-"""Of a tensor on the wire, where there are no tensors."""
+"""Size of a tensor on the wire in runs without tensors."""
 
 
 @dataclass
 class TrialRows:
-    """Keeps what a statistics server records."""
+    """Recorder that keeps a statistics server's rows."""
 
     tables: dict[str, list[npt.NDArray[Any]]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=dict)
@@ -73,11 +73,11 @@ def timing(
     """Runs a job without tensors and checks every invariant after every event.
 
     Args:
-        job_: what to run.
-        training_samples: of one epoch.
-        after: what to do with a machine after each of its events.
-        position: where training begins.
-        save: what to do when a role is to save its part of a checkpoint.
+        job_: Job to run.
+        training_samples: Number of training samples per epoch.
+        after: Function called with a machine after each of its events.
+        position: State at the start of training.
+        save: Function called when a role saves its part of a checkpoint.
     """
     plan = job_.plan(nodes_of(job_))
     rows, tensors = TrialRows(), TimingOnly()
@@ -89,7 +89,7 @@ def timing(
 
 
 class TrialCheckpoint(NamedTuple):
-    """What a checkpoint would hold."""
+    """Content of a checkpoint."""
 
     position: TrainingState
     tensors: dict[str, npt.NDArray[np.float32]]
@@ -97,7 +97,7 @@ class TrialCheckpoint(NamedTuple):
 
 @dataclass
 class TrialResult:
-    """What a simulated training leaves."""
+    """Results of a simulated training."""
 
     job: Job
     rows: TrialRows
@@ -121,10 +121,10 @@ def train(
     """Runs a job with real gradients, and checks every invariant after every event.
 
     Args:
-        job_: what to run.
-        kind: of tensors.
-        resumed: where to begin.
-        stop_at: when somebody asks the run to stop, in virtual seconds.
+        job_: Job to run.
+        kind: Type of the tensors.
+        resumed: Checkpoint to start from.
+        stop_at: Virtual time in seconds of a request to stop.
     """
     plan = job_.plan(nodes_of(job_))
     loaded = load(job_.data)
@@ -139,7 +139,7 @@ def train(
                 executor.restore(resumed.tensors)
     rows, tensors = TrialRows(), kind(executors)
     positions: list[TrainingState] = []
-    kept: list[dict[int, dict[str, npt.NDArray[np.float32]]]] = []  # by role, of each checkpoint
+    kept: list[dict[int, dict[str, npt.NDArray[np.float32]]]] = []  # one dict by role for each checkpoint
     begun: list[int] = [0] * len(plan.roles)
 
     def save(role: int, action: Save) -> None:

@@ -1,9 +1,10 @@
-"""A window of weights in virtual time: workers read it and write to it while others do.
+"""Shared window of weights in virtual time: several workers read it and write to it at the same time.
 
-Under `[simulation] tear = N` whatever races is torn into N slices: a worker that computes in place reads them one after
-the other while it computes, one that makes a copy while it copies, and an update reads and writes them one after the
-other for as long as an update takes. Others come in between, always the same ones, so what races do can be looked at,
-and repeats itself. With one slice reads and writes are whole, as under a lock; in a locked window they always are.
+Under `[simulation] tear = N` racing accesses are split into N slices. A worker that computes in place reads the slices
+one after the other during the computation. A worker that makes a copy reads them during the copy. An update reads and
+writes them one after the other during the update. Other workers access the window in between. Their order is always the
+same, so races can be studied and are reproducible. With one slice, reads and writes are atomic, as under a lock. In a
+locked window they always are.
 """
 
 from collections import deque
@@ -34,22 +35,22 @@ from topologies import Plan
 T = TypeVar("T")
 
 LOCK = -1.0
-"""In place of seconds: as long as it takes to get the lock."""
+"""Yielded instead of seconds: wait for the lock."""
 
 Steps = Generator[float, None, AppliedGradient]
-"""What one thread of a worker does: seconds until it goes on, and what it made in the end."""
+"""Steps of one thread of a worker: yields seconds until the next step, and returns the update that it made."""
 
 Thread = tuple[Steps, list[AppliedGradient | None], int]
-"""What it does, what those of the batch have made so far, and its place among them."""
+"""Steps of a thread, updates made by the batch's threads, and the thread's index among them."""
 
 
 class SimulatedWindows:
-    """The window of a simulation.
+    """Shared window of a simulation.
 
     Args:
-        simulation: whose roles use it.
-        job: resolved.
-        plan: who is who.
+        simulation: Simulation whose roles use the window.
+        job: Resolved job.
+        plan: Roles and their ranks.
     """
 
     def __init__(self, simulation: Simulation, job: Job, plan: Plan) -> None:
@@ -88,7 +89,7 @@ class SimulatedWindows:
         self._queue.later(time, actor.take, actor, SharedRead(self._windows[actor.role].surviving))
 
     def _train(self, actor: Actor, action: TrainInPlace, time: float) -> None:
-        """All its threads begin; it is over when the last one is."""
+        """Starts all threads of a batch. The action is over when the last thread ends."""
         executor = self._executors.get(actor.role)
         batches = executor.batches(action.step, action.works) if executor else [None] * len(action.works)
         made: list[AppliedGradient | None] = [None] * len(action.works)
@@ -98,7 +99,7 @@ class SimulatedWindows:
             self._queue.later(time, self._go_on, actor, (steps, made, place))
 
     def _go_on(self, actor: Actor, what: Thread) -> None:
-        """One thread does what is next."""
+        """Runs the next step of a thread."""
         steps, made, place = what
         if actor.halted:
             steps.close()
@@ -118,7 +119,7 @@ class SimulatedWindows:
             self._queue.later(self._queue.now + wait_s, self._go_on, actor, what)
 
     def _give_lock(self) -> None:
-        """The first that waits for the lock has it, when nobody has."""
+        """Gives a free lock to the first thread that waits for it."""
         while self._queued and self._holder is None:
             actor, what = self._queued.popleft()
             if not actor.halted:
@@ -130,7 +131,7 @@ class SimulatedWindows:
         self._give_lock()
 
     def _seconds(self, actor: Actor, work: Work) -> float:
-        """That one thread computes a gradient."""
+        """Returns the seconds that one thread takes for a gradient."""
         pace = self._costs.paces[actor.role]
         return actor.compute_s() * self._costs.relative(actor.role, work.count) * pace.threads
 
@@ -177,17 +178,17 @@ class SimulatedWindows:
         return made_of(entry, window.update, write_s)
 
     def _locked(self, seconds: float) -> Generator[float, None, None]:
-        """Waits for the lock, and has it for so long; what comes next is done before others have it."""
+        """Waits for the lock, and holds it for `seconds`. The caller's next step runs before the lock is released."""
         yield LOCK
         try:
             yield seconds
         except GeneratorExit:
-            self._release()  # it has died
+            self._release()  # the worker has died
             raise
 
 
 def _spread(slices: Generator[None, None, T], seconds: float) -> Generator[float, None, T]:
-    """Does something slice by slice, each of which takes so long."""
+    """Runs slices one by one. Each takes `seconds`."""
     while True:
         try:
             next(slices)

@@ -1,7 +1,7 @@
-"""Readers of the data sets that Rudra knows: files to sources, and every damage to one readable line.
+"""Readers of known data sets: they turn files into sources, and report damage in one readable line.
 
-A reader takes the data table and which splits are wanted, and gives `Arrays`. Without a split it reads what tells their
-shapes and numbers alone. A module beside this one says in `READERS` by which names jobs ask for its readers.
+A reader takes the data table and the wanted splits, and returns `Arrays`. Without a wanted split it reads only the
+shapes and the number of samples. Each module in this package lists the names of its readers in `READERS`.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""ARFF files as Weka and Mulan have them: a table with one class attribute, or with many labels."""
+"""Reader of ARFF files of Weka and Mulan: a table with one class attribute, or with many labels."""
 
 import io
 import os
@@ -30,12 +30,12 @@ from rudra.job.table import Table, checked
 from rudra.job.tables import DataTable
 
 _LARGEST = float(np.finfo(np.float32).max)
-_NAMES_BYTES = 1 << 26  # of a file of label names, at most
+_NAMES_BYTES = 1 << 26  # maximum bytes of a file of label names
 _SPACES = bytes.maketrans(b",", b" ")
 _QUOTED = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
 _ATTRIBUTE = re.compile(rf"@attribute\s+({_QUOTED}|[^\s{{]+)\s*(.+)", re.IGNORECASE)
 _VALUE = re.compile(rf"\s*((?:[0-9]+\s+)?(?:{_QUOTED})|[^,]+)\s*(?:,|$)")  # the number is a sparse row's index
-_MOST = 1000  # names of an input: each is an input of its own
+_MOST = 1000  # maximum number of names in an input: each name becomes an input
 
 
 class ArffOptions(Table):
@@ -48,7 +48,7 @@ class ArffOptions(Table):
 
 @dataclass(frozen=True, slots=True)
 class _Attribute:
-    """A column: its name, its values if they are names, its type as written, and the line that says so."""
+    """Column: name, values if they are names, type as written in the file, and line of its declaration."""
 
     name: str
     values: tuple[str, ...]
@@ -57,7 +57,7 @@ class _Attribute:
 
     @property
     def spread(self) -> bool:
-        """Whether it becomes an input for each of its values."""
+        """Whether the attribute becomes an input for each of its values."""
         return bool(self.values) and self.values != ("0", "1")
 
     def __str__(self) -> str:
@@ -66,16 +66,16 @@ class _Attribute:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the attributes are for.
+    """Roles of the attributes.
 
     Attributes:
-        attributes: of the file.
-        inputs: numbers of those that samples are made of.
-        targets: numbers of those to be predicted.
-        several: the targets are labels of which a sample may have several; else there is one, the last attribute.
-        classes: its names, numbered, if it has any.
-        codes: number of an attribute -> its names, numbered, for those whose names become numbers.
-        left_out: numbers of attributes whose values are ignored.
+        attributes: Attributes of the file.
+        inputs: Indices of the attributes that are inputs.
+        targets: Indices of the attributes to predict.
+        several: Whether a sample may have several labels as targets. If not, the last attribute is the target.
+        classes: Numbered names of the class attribute, if it has any.
+        codes: Index of an attribute -> its numbered names, for attributes whose names become numbers.
+        left_out: Indices of attributes whose values are ignored.
     """
 
     attributes: list[_Attribute]
@@ -89,14 +89,14 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Rows:
-    """What stands after @data.
+    """Rows after @data.
 
     Attributes:
-        lines: (N,) int64: where each row stands.
+        lines: (N,) int64: line of each row.
         starts: (N + 1,) int64: row i has the elements starts[i] … starts[i + 1] - 1.
-        columns: (elements,) int64; float64 until they were checked.
+        columns: (elements,) int64, or float64 before the check.
         values: (elements,) float64.
-        sparse: what is 0, or the first name, may be left out.
+        sparse: Whether rows may leave out elements that are 0 or the first name.
     """
 
     lines: NDArray[np.int64]
@@ -106,7 +106,7 @@ class _Rows:
     sparse: bool
 
     def picked(self, attributes: list[int], of: int) -> Source:
-        """Some of the attributes; `of` is the number of all."""
+        """Returns some of the attributes. `of` is the number of all attributes."""
         if not self.sparse:
             return Dense(self.values.reshape(-1, of)[:, attributes].astype(np.float32))
         numbers = np.full(of, -1)
@@ -117,15 +117,16 @@ class _Rows:
         return Sparse(self.values[kept].astype(np.float32), columns[kept].astype(np.int32), starts, len(attributes))
 
     def coded(self, attribute: int, of: int) -> NDArray[np.int64]:
-        """One attribute in every row, as whole numbers; `of` is the number of all."""
+        """Returns one attribute of every row, as whole numbers. `of` is the number of all attributes."""
         return self.picked([attribute], of).rows(np.arange(len(self.lines)))[:, 0].astype(np.int64)
 
 
 def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
     """A training file and a test file, dense or sparse, plain or compressed with gzip, bzip2 or xz.
 
-    Without `labels` and `xml` the last attribute is the class, or what regression is for if it is numeric. An attribute
-    of names becomes one input for each name, of which one is 1 and the others are 0; one of {0,1} stays one input.
+    Without `labels` and `xml` the last attribute is the class, or the target of a regression if it is numeric. An
+    attribute of names becomes one input for each name: one of them is 1, the others are 0. An attribute of {0,1} stays
+    one input.
     """
     options = checked(ArffOptions, table.options, "data", "options")
     if options.labels is not None and options.xml is not None:
@@ -155,7 +156,7 @@ def read_arff(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 
 def _files(path: Path, options: ArffOptions) -> dict[str, Path]:
-    """Training and test file; no test file where none is named or found."""
+    """Returns the training file, and the test file if one is named or found."""
     directory = path if os.path.isdir(path) else path.parent
     found = {"train": [path], "test": list[Path]()}
     if directory == path:
@@ -175,7 +176,7 @@ def _files(path: Path, options: ArffOptions) -> dict[str, Path]:
 
 
 def _label_names(file: Path) -> list[str]:
-    """Names out of a file of Mulan's."""
+    """Returns the label names in a file of Mulan."""
     try:
         root = ElementTree.fromstring(bytes(content_of(file, _NAMES_BYTES)))
     except (ElementTree.ParseError, ValueError, LookupError) as error:
@@ -187,7 +188,7 @@ def _label_names(file: Path) -> list[str]:
 
 
 def _attributes(lines: Iterator[tuple[int, bytes]], file: Path) -> Iterator[_Attribute]:
-    """Reads as far as the line of @data."""
+    """Yields the attributes, and reads up to the line of @data."""
     for number, line in lines:
         text = line.decode("utf-8", "replace").strip()
         if text.lower() == "@data":
@@ -252,7 +253,7 @@ def _layout(attributes: list[_Attribute], names: list[str] | None, options: Arff
 
 
 def _some(names: Collection[str]) -> str:
-    """The first names of many."""
+    """Lists the first of many names."""
     return ", ".join(list(names)[:20]) + (", …" if len(names) > 20 else "")
 
 
@@ -266,7 +267,7 @@ def _check_alike(first: _Layout, layout: _Layout, file: Path) -> None:
 
 
 def _inputs(rows: _Rows, layout: _Layout) -> Source:
-    """The inputs (N, width), with one column for each name of an attribute that has names."""
+    """Returns the inputs (N, width). An attribute of names has one column for each name."""
     of, count = len(layout.attributes), len(rows.lines)
     attributes = [layout.attributes[place] for place in layout.inputs]
     if not any(attribute.spread for attribute in attributes):
@@ -324,11 +325,11 @@ def _rows(lines: Iterator[tuple[int, bytes]], layout: _Layout, file: Path) -> _R
 
 
 def _check(rows: _Rows, layout: _Layout, file: Path) -> None:
-    """Raises DataError naming the first element whose index or value cannot be."""
+    """Raises DataError that names the first element with an invalid index or value."""
     indices, values, attributes = rows.columns, rows.values, layout.attributes
     valid = (indices >= 0) & (indices < len(attributes)) & (indices == np.floor(indices))
     steps = np.diff(indices, prepend=-1) > 0
-    steps[rows.starts[:-1][np.diff(rows.starts) > 0]] = True  # where a row begins
+    steps[rows.starts[:-1][np.diff(rows.starts) > 0]] = True  # at the start of a row
     binary = np.array([attribute.values == ("0", "1") for attribute in attributes])
     of_binary = binary[np.where(valid, indices, 0).astype(np.int64)]
     for wrong, text in (
@@ -344,10 +345,10 @@ def _check(rows: _Rows, layout: _Layout, file: Path) -> None:
 
 
 def _row(text: bytes, layout: _Layout, sparse: bool) -> NDArray[np.float64]:
-    """A row's values; of a sparse one index and value of what is not 0.
+    """Parses the values of a row. For a sparse row, it parses index and value of each element that is not 0.
 
     Raises:
-        ValueError: it is not like that.
+        ValueError: The row is not in this format.
     """
     if sparse:
         if not (text.startswith(b"{") and text.endswith(b"}")):
@@ -368,10 +369,10 @@ def _row(text: bytes, layout: _Layout, sparse: bool) -> NDArray[np.float64]:
 
 
 def _with_numbers(text: str, layout: _Layout, sparse: bool) -> str:
-    """A row with numbers in place of names, and 0 in place of what is left out.
+    """Replaces names in a row by numbers, and ignored values by 0.
 
     Raises:
-        ValueError: an attribute has no such name, or the row has not as many values as there are attributes.
+        ValueError: An attribute has no such name, or the row has more or fewer values than there are attributes.
     """
     quoted = "'" in text or '"' in text
     words = [value[1] for value in _VALUE.finditer(text)] if quoted else text.split(",")
@@ -389,7 +390,7 @@ def _with_numbers(text: str, layout: _Layout, sparse: bool) -> str:
 
 
 def _with_number(word: str, place: int, layout: _Layout) -> str:
-    """A value as a number, if it is a name or left out."""
+    """Returns a value as a number if it is a name, or 0 if it is ignored."""
     if place in layout.left_out:
         return "0"
     codes, name = layout.codes.get(place), _unquoted(word)

@@ -1,4 +1,5 @@
-"""Arrays in NumPy's .npz files, which are read, and in HDF5 files, which are read when samples are drawn."""
+"""Readers of arrays in NumPy's .npz files, which are read at once, and in HDF5 files, which are read when samples are
+drawn."""
 
 import math
 import zipfile
@@ -20,7 +21,7 @@ from rudra.job.tables import DataTable
 Header = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and type of an array."""
 
-_BLOCK = 1 << 16  # rows that are looked at together
+_BLOCK = 1 << 16  # rows to check at a time
 
 
 class NpzOptions(Table):
@@ -36,7 +37,7 @@ class Hdf5Options(NpzOptions):
 
 
 class _File(Protocol):
-    """What holds named arrays."""
+    """File with named arrays."""
 
     path: Path
     names: list[str]
@@ -44,17 +45,17 @@ class _File(Protocol):
     def header(self, name: str) -> Header: ...
 
     def source(self, name: str, shape: tuple[int, ...]) -> Source:
-        """Its rows, each of which is to have a certain shape."""
+        """Returns the rows of an array, checked for the shape of one row."""
 
 
 class _Npz:
-    """A .npz file; `header` and `source` raise DataError where it is damaged. Nothing in it is ever unpickled."""
+    """A .npz file. `header` and `source` raise DataError if it is damaged. No content is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._archive = zipfile.ZipFile(path)
-        except Exception as error:  # damage raises almost anything here, as below
+        except Exception as error:  # damage may raise any exception, here and below
             raise self._damage(error) from None
         self.names = [name.removesuffix(".npy") for name in self._archive.namelist() if name.endswith(".npy")]
 
@@ -66,7 +67,7 @@ class _Npz:
         return Dense(array.reshape(len(array), *shape))
 
     def _read(self, name: str, content: bool = False) -> tuple[Header, NDArray[Any]]:
-        """Type and shape of an array, and the array itself, if that is wanted."""
+        """Returns type and shape of an array, and the array itself if `content` is set."""
         try:
             info = self._archive.getinfo(f"{name}.npy")
             with self._archive.open(info) as stream:
@@ -82,7 +83,7 @@ class _Npz:
                     raise ValueError(f"{info.file_size - stream.tell()} bytes where its header says {expected}")
                 if not content:
                     return (shape, dtype), np.empty(0)
-                flat = np.frombuffer(read(stream, expected + 1), dtype)  # as far as the end, where the checksum is
+                flat = np.frombuffer(read(stream, expected + 1), dtype)  # to the end, where the checksum is
                 return (shape, dtype), np.ascontiguousarray(flat.reshape(shape, order="F" if fortran else "C"))
         except RudraError:
             raise
@@ -95,7 +96,7 @@ class _Npz:
 
 
 class _Hdf5:
-    """An HDF5 file."""
+    """HDF5 file."""
 
     def __init__(self, path: Path, cache_bytes: int) -> None:
         self.path, self._cache_bytes = path, cache_bytes
@@ -123,7 +124,7 @@ def read_hdf5(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One split's arrays, by name and header."""
+    """Arrays of one split, by name and header."""
 
     inputs: str
     targets: str
@@ -132,7 +133,7 @@ class _Pair:
 
 
 def _arrays(table: DataTable, options: NpzOptions, file: _File, wanted: Collection[str]) -> Arrays:
-    """The arrays x_train, y_train, x_test and y_test of a file, the latter two if they are there."""
+    """Returns the arrays x_train, y_train, and if present x_test and y_test of a file."""
     pairs = {split: pair for split in SPLITS if (pair := _pair(options, file, split)) is not None}
     train = pairs["train"]
     kind = _kind(train, options.regression, file)
@@ -156,7 +157,7 @@ def _arrays(table: DataTable, options: NpzOptions, file: _File, wanted: Collecti
 
 
 def _pair(options: NpzOptions, file: _File, split: str) -> _Pair | None:
-    """A split's arrays; None if neither is there, and need not be."""
+    """Returns a split's arrays, or None if neither is present, and neither is required."""
     keys = {f"x_{split}", f"y_{split}"}
     names = {key: getattr(options, key) for key in sorted(keys)}
     needed = split == "train" or keys & options.model_fields_set or set(names.values()) & set(file.names)
@@ -171,7 +172,7 @@ def _pair(options: NpzOptions, file: _File, split: str) -> _Pair | None:
 
 
 def _kind(pair: _Pair, regression: bool, file: _File) -> str:
-    """What the targets are."""
+    """Returns the kind of the targets."""
     (x, x_type), (y, y_type) = pair.x, pair.y
     if regression or y_type.kind == "f":
         kind = "regression" if len(y) <= 2 else None
@@ -189,7 +190,7 @@ def _kind(pair: _Pair, regression: bool, file: _File) -> str:
 
 
 def _check_alike(train: _Pair, pair: _Pair, file: _File) -> None:
-    """Raises DataError where a split's arrays differ in length, or their rows from those of the training set."""
+    """Raises DataError if a split's arrays differ in length, or their rows differ from the training set's rows."""
     shape, rows = pair.x[0], pair.y[0][0]
     if len(shape) < 2:
         raise DataError(f"{file.path}: {pair.inputs} has shape {shape}; valid: (N, …), one row for each sample")
@@ -202,7 +203,7 @@ def _check_alike(train: _Pair, pair: _Pair, file: _File) -> None:
 
 
 def _row(header: Header, inputs: bool) -> tuple[Any, ...]:
-    """What all rows have in common; how many bits their numbers have makes no difference."""
+    """Returns the common properties of all rows. The size of their numbers does not matter."""
     shape, dtype = header
     return (*shape[1:], dtype.kind == "f", inputs and are_tokens(shape, dtype), inputs and dtype == np.uint8)
 
@@ -226,10 +227,10 @@ def _targets(pair: _Pair, kind: str, file: _File) -> Source:
 
 
 def _largest(pairs: dict[str, _Pair], kind: str, arrays: Arrays, file: _File) -> int:
-    """The largest number of a class or token.
+    """Returns the largest class or token.
 
     Raises:
-        DataError: one is negative, and no token that is not learned.
+        DataError: A number is negative, and is not a token that training ignores.
     """
     largest = 0
     for split, pair in pairs.items():
@@ -241,7 +242,7 @@ def _largest(pairs: dict[str, _Pair], kind: str, arrays: Arrays, file: _File) ->
             for first in range(0, source.shape[0], _BLOCK):
                 values = source.rows(np.arange(first, min(first + _BLOCK, source.shape[0])))
                 largest = max(largest, int(values.max(initial=0)))
-                masked = kind == "sequences" and name == pair.targets  # what is below 0 is not learned
+                masked = kind == "sequences" and name == pair.targets  # negative tokens are ignored in training
                 if values.min(initial=0) < 0 and not masked:
                     raise DataError(f"{file.path}: {name} has {values.min()}; valid: 0 and above")
     return largest

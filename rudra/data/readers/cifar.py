@@ -1,4 +1,4 @@
-"""CIFAR-10's Python batches, read without running what stands in them."""
+"""Reader of CIFAR-10's Python batches, which never runs code in them."""
 
 import io
 import os
@@ -17,15 +17,15 @@ from rudra.data.sources import Dense
 from rudra.errors import DataError, one_line
 from rudra.job.tables import DataTable
 
-_BATCH = 10_000  # images in each file
-_LARGEST = 1 << 26  # bytes of a file, which has half as many
+_BATCH = 10_000  # number of images in each file
+_LARGEST = 1 << 26  # maximum bytes of a file, twice the actual size
 
 
 def read_cifar10(table: DataTable, wanted: Collection[str]) -> Arrays:
     """CIFAR-10's Python batches: a directory of them (plain or .xz), one above it, or cifar-10-python.tar.gz.
 
-    Batches behind `train_limit` are not opened, because decoding .xz takes seconds. Without a split nothing is, and no
-    path is needed: a prediction knows the set's size.
+    Batches after `train_limit` are not opened, because decoding .xz takes seconds. If no split is wanted, no file is
+    opened and no path is needed, because the size of the set is known.
     """
     no_options(table)
     train = [f"data_batch_{i}" for i in range(1, 6)]
@@ -51,7 +51,7 @@ def read_cifar10(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 
 def _source(path: Path) -> Path:
-    """The archive, or the directory that holds the batches."""
+    """Returns the archive, or the directory of the batches."""
     archive, inner = "cifar-10-python.tar.gz", "cifar-10-batches-py"
     if os.path.isfile(path):
         return path
@@ -78,9 +78,9 @@ def _contents(source: Path, names: list[str]) -> dict[str, bytearray]:
     try:
         with tarfile.open(source) as archive:
             end = 0
-            for member in archive:  # one pass: going back in a gzip stream decodes it again
+            for member in archive:  # one pass, because going back in a gzip stream decodes it again
                 if member.offset_data <= end or member.size < 0:
-                    raise tarfile.ReadError("its members overlap")  # and might so be read for ever
+                    raise tarfile.ReadError("its members overlap")  # otherwise they might be read forever
                 end = member.offset_data
                 name = Path(member.name).name
                 if name in names and member.isreg() and (stream := archive.extractfile(member)) is not None:
@@ -102,7 +102,7 @@ def _batch(content: bytearray, where: str, classes: int) -> tuple[npt.NDArray[np
         labels = np.array(listed, np.int64)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-    except Exception as error:  # a damaged pickle raises almost anything
+    except Exception as error:  # a damaged pickle may raise any exception
         raise DataError(f"{where}: not a CIFAR-10 batch, perhaps truncated or corrupt: {one_line(error)}") from None
     if data.dtype != np.uint8 or data.shape != (_BATCH, 3072):
         raise DataError(f"{where}: has {data.dtype} data of shape {data.shape}, not uint8 ({_BATCH}, 3072)")
@@ -113,7 +113,7 @@ def _batch(content: bytearray, where: str, classes: int) -> tuple[npt.NDArray[np
 
 
 class _Dtype:
-    """Stands in for `numpy.dtype`: a number's type, and nothing with fields or objects."""
+    """Replacement of `numpy.dtype`: types of numbers, without fields or objects."""
 
     def __init__(self, name: str | bytes, *_: object) -> None:
         self.dtype = np.dtype(_text(name))
@@ -126,7 +126,7 @@ class _Dtype:
 
 
 class _Array:
-    """Stands in for a pickled array: its bytes are taken as they are, none of NumPy's own loading runs."""
+    """Replacement of a pickled array, which takes its bytes as they are. NumPy's own loading does not run."""
 
     def __init__(self, *_: object) -> None:
         self.array = np.empty(0)
@@ -137,27 +137,28 @@ class _Array:
 
 
 def _text(name: Any) -> str:
-    """A name out of a pickle: Python 2 wrote bytes, Python 3 writes text."""
+    """Returns a name from a pickle. Python 2 wrote bytes, Python 3 writes text."""
     return name.decode("ascii") if isinstance(name, bytes) else str(name)
 
 
 def _encode(text: str, encoding: str | bytes) -> bytes:
-    """Stands in for `_codecs.encode`, by which Python 3 writes bytes in old pickle protocols."""
+    """Replaces `_codecs.encode`, the function for bytes in old pickle protocols of Python 3."""
     if _text(encoding) != "latin1":
         raise DataError(f"its pickle holds bytes in the encoding {encoding!r}, and only latin1 is allowed")
     return text.encode("latin1")
 
 
 class _PlainUnpickler(pickle._Unpickler):
-    """Loads numbers, bytes, texts, lists, dictionaries and arrays of numbers, and can call nothing else.
+    """Unpickler of numbers, bytes, texts, lists, dictionaries and arrays of numbers. It cannot call anything else.
 
-    Python's own one in Python: that in C takes as much memory as a damaged number in a pickle asks for.
+    It extends Python's unpickler in Python. A damaged number in a pickle can make the unpickler in C allocate any
+    amount of memory.
     """
 
     _ALLOWED: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Array,
         ("numpy._core.multiarray", "_reconstruct"): _Array,
-        ("numpy", "ndarray"): "numpy.ndarray",  # only ever an argument of _reconstruct, so a text will do
+        ("numpy", "ndarray"): "numpy.ndarray",  # only used as an argument of _reconstruct, so a text is enough
         ("numpy", "dtype"): _Dtype,
         ("_codecs", "encode"): _encode,
     }

@@ -1,4 +1,4 @@
-"""What readers share: what they give, and files of any compression whose damage is one readable line."""
+"""Common parts of readers: their results, and compressed files whose damage is reported in one readable line."""
 
 import bz2
 import codecs
@@ -26,16 +26,16 @@ from rudra.job.tables import DataTable
 
 SPLITS = ("train", "test")
 DAMAGE = (OSError, EOFError, ValueError, MemoryError, zlib.error, lzma.LZMAError, tarfile.TarError)
-"""What reading a damaged file raises."""
+"""Exceptions from reading a damaged file."""
 
-_PIECE = 1 << 22  # bytes that are decompressed at a time
-_COMPRESSED = 1 << 16  # bytes that are decompressed at a time where little may become much
-_LONGEST = 1 << 28  # bytes of a line
+_PIECE = 1 << 22  # bytes to decompress at a time
+_COMPRESSED = 1 << 16  # bytes to decompress at a time if little data may become much
+_LONGEST = 1 << 28  # maximum bytes of a line
 _NUMBER = re.compile(rb"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 
 class _Zstandard(io.RawIOBase):
-    """Content of a .zst file, of all its frames; zstandard's own reader takes a file that was cut for a whole one."""
+    """Content of all frames of a .zst file. zstandard's own reader does not notice a truncated file."""
 
     def __init__(self, file: Path, mode: str) -> None:
         try:
@@ -43,8 +43,8 @@ class _Zstandard(io.RawIOBase):
         except ImportError:
             raise DataError(f"{file}: needs zstandard: pip install 'rudra[csv]'") from None
         self._source, self._library = file.open("rb"), zstandard
-        self._frame: Any = None  # under way
-        self._left, self._found = b"", b""  # not decompressed yet; decompressed, and not asked for yet
+        self._frame: Any = None  # current frame
+        self._left, self._found = b"", b""  # not decompressed yet; decompressed, and not read yet
 
     def readable(self) -> bool:
         return True
@@ -78,18 +78,18 @@ _OPENERS[".zst"] = lambda file, mode: io.BufferedReader(_Zstandard(file, mode), 
 
 @dataclass(slots=True)
 class Arrays:
-    """What a reader found, the limits of the job not yet applied.
+    """Result of a reader, before the limits of the job are applied.
 
-    Inputs are (N, *input_shape). Targets are class labels int64 (N,); of several labels at once float32 0 or 1
-    (N, classes); of sequences int64 (N, T); of regression floating-point (N,) or (N, classes).
+    Inputs are (N, *input_shape). Targets are int64 (N,) for class labels, float32 0 or 1 (N, classes) for several
+    labels per sample, int64 (N, T) for sequences, and floating-point (N,) or (N, classes) for regression.
 
     Attributes:
-        input_shape: of one sample.
-        classes: numbers that the model gives for a target.
-        scale: factor that the job gets if it names none.
-        density: share of the inputs' numbers that is stored, where the others are 0; None: all are.
-        counts: split -> samples, whether it was read or not; no test where there is none.
-        pairs: split -> inputs and targets, for those that were read.
+        input_shape: Shape of one sample.
+        classes: Number of outputs of the model for a target.
+        scale: Factor of the inputs if the job gives none.
+        density: Fraction of the inputs' numbers that is stored, if the others are 0. None: all are stored.
+        counts: Split -> number of samples, whether the split was read or not. A missing test set has no entry.
+        pairs: Split -> inputs and targets, for splits that were read.
     """
 
     input_shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class Arrays:
 
 
 def check_labels(labels: npt.NDArray[np.int64], classes: int, where: str) -> None:
-    """Raises DataError naming the first label that is outside 0 … classes - 1."""
+    """Raises DataError that names the first label outside 0 … classes - 1."""
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         first = int(wrong[0])
@@ -109,11 +109,11 @@ def check_labels(labels: npt.NDArray[np.int64], classes: int, where: str) -> Non
 
 
 def class_count(table: DataTable, found: int, where: str) -> int:
-    """The job's number of classes, by default as many as were found.
+    """Returns the job's number of classes, by default the number found in the data.
 
     Raises:
-        ConfigError: the job's are too few.
-        DataError: there is only one.
+        ConfigError: The job's number is too small.
+        DataError: There is only one class.
     """
     if table.classes is not None and table.classes < found:
         raise ConfigError(f"[data] classes: {table.classes}, but {where} has {found}")
@@ -123,13 +123,13 @@ def class_count(table: DataTable, found: int, where: str) -> int:
 
 
 def no_options(table: DataTable) -> None:
-    """Raises ConfigError where there are options."""
+    """Raises ConfigError if the job has options."""
     if table.options:
         raise ConfigError(f"[data] {table.name} takes no options, not {', '.join(table.options)}")
 
 
 def path_of(table: DataTable) -> Path:
-    """The file or directory of a job's data."""
+    """Returns the file or directory of a job's data."""
     if table.path is None:
         raise DataError(f"[data] name = {table.name} needs path, the place of its files")
     if not os.path.exists(table.path):
@@ -138,17 +138,17 @@ def path_of(table: DataTable) -> Path:
 
 
 def existing(file: Path) -> Path:
-    """The file, if it is one: a pipe would be waited for."""
+    """Returns the path if it is a regular file. Opening a pipe would block."""
     if not os.path.isfile(file):
         raise DataError(f"{file}: {'is a directory, not a file' if os.path.isdir(file) else 'no such file'}")
     return file
 
 
 def entries_in(directory: Path) -> list[os.DirEntry[str]]:
-    """What a directory holds, by name.
+    """Returns the entries of a directory, by name.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: The directory cannot be read.
     """
     try:
         with os.scandir(directory) as entries:
@@ -158,7 +158,7 @@ def entries_in(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def first_of(directory: Path, name: str) -> Path:
-    """The file of that name, plain or else compressed with gzip."""
+    """Returns the file of a name, uncompressed if possible, otherwise compressed with gzip."""
     names = [name, f"{name}.gz"]
     for candidate in names:
         if os.path.isfile(directory / candidate):
@@ -168,10 +168,10 @@ def first_of(directory: Path, name: str) -> Path:
 
 @contextmanager
 def opened(file: Path) -> Iterator[IO[bytes]]:
-    """A file's decompressed content.
+    """Opens a file's decompressed content.
 
     Raises:
-        DataError: the file cannot be read, or its compressed stream is cut or damaged.
+        DataError: The file cannot be read, or its compressed stream is truncated or damaged.
     """
     try:
         with _OPENERS.get(file.suffix, open)(existing(file), "rb") as stream:
@@ -181,17 +181,17 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
 
 
 def content_of(file: Path, size: int = sys.maxsize) -> bytearray:
-    """Decompressed content, as far as its first `size` bytes; no more memory is taken than there is content.
+    """Returns up to `size` bytes of decompressed content. Memory grows only with the actual content.
 
     Raises:
-        DataError: as of `opened`.
+        DataError: As in `opened`.
     """
     with opened(file) as stream:
         return read(stream, size)
 
 
 def read(stream: IO[bytes], size: int) -> bytearray:
-    """What is left of a stream, as far as its first `size` bytes."""
+    """Returns up to `size` remaining bytes of a stream."""
     found = bytearray()
     while len(found) < size and (piece := stream.read(min(_PIECE, size - len(found)))):
         found += piece
@@ -199,10 +199,10 @@ def read(stream: IO[bytes], size: int) -> bytearray:
 
 
 def blocks(file: Path) -> Iterator[bytes]:
-    """Decompressed content without a byte order mark, in pieces of some megabytes that end where a line ends.
+    """Yields decompressed content without a byte order mark, in pieces of some megabytes that end at the end of a line.
 
     Raises:
-        DataError: as of `opened`; or a line has more than 256 MiB.
+        DataError: As in `opened`, or a line has more than 256 MiB.
     """
     with opened(file) as stream:
         rest = stream.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
@@ -220,7 +220,7 @@ def blocks(file: Path) -> Iterator[bytes]:
 
 
 def numbers_of(text: bytes) -> npt.NDArray[np.float64] | None:
-    """All numbers of a text with white space between them; None, or fewer than there are words, where one is none."""
+    """Parses numbers separated by white space. Returns None, or fewer numbers than words, if a word is not a number."""
     if not text.strip():
         return np.empty(0)
     try:
@@ -230,11 +230,11 @@ def numbers_of(text: bytes) -> npt.NDArray[np.float64] | None:
 
 
 def is_number(text: bytes, largest: float = math.inf) -> bool:
-    """Whether a word is a decimal number, and not beyond the largest."""
+    """Returns whether a word is a decimal number, at most `largest` in magnitude."""
     return _NUMBER.fullmatch(text) is not None and abs(float(text)) <= largest
 
 
 def shown(text: bytes) -> str:
-    """A word of a file, for an error's text."""
+    """Formats a word of a file for an error message."""
     readable = text.decode("utf-8", "replace")
     return repr(readable if len(readable) <= 40 else readable[:37] + "...")

@@ -1,4 +1,4 @@
-"""CSV: a table of numbers and names, one sample in each line, with a header or without."""
+"""Reader of CSV files: tables of numbers and names, one sample in each line, with or without a header."""
 
 import csv
 import itertools
@@ -21,13 +21,13 @@ from rudra.job.table import Table, checked
 from rudra.job.tables import DataTable
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null", "NULL")
-"""Values that are none."""
+"""Texts that mean a missing value."""
 
 _LARGEST = float(np.finfo(np.float32).max)
 _PLAIN = "write numbers as 1250 and 1.5, without separators of thousands and with a decimal point"
-_MOST = 1000  # names in a column of inputs: each is an input of its own
+_MOST = 1000  # maximum number of names in an input column: each name becomes an input
 _SEPARATED = re.compile(r"[-+]?([0-9]{1,3}([,.'_ \u00a0\u202f][0-9]{3})+|[0-9]+)([.,][0-9]+)?")  # as 1,250.5 or 1,5
-_ROWS = 1 << 16  # that are parsed at a time
+_ROWS = 1 << 16  # rows to parse at a time
 
 
 def _is_column(value: Any) -> Any:
@@ -54,15 +54,15 @@ class CsvOptions(Table):
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What the columns of a file are for.
+    """Roles of the columns of a file.
 
     Attributes:
-        names: of all columns; their numbers where there is no header.
-        header: whether the first line has them.
-        numeric: numbers of the columns that are numbers.
-        named: numbers of those that are names, one of which may be the target.
-        target: its number.
-        categorical: numbers of the columns that the job says are names.
+        names: Names of all columns, or their indices if there is no header.
+        header: Whether the first line has the names.
+        numeric: Indices of the columns of numbers.
+        named: Indices of the columns of names, which may include the target.
+        target: Index of the target.
+        categorical: Indices of the columns that the job declares as names.
     """
 
     names: tuple[str, ...]
@@ -77,17 +77,17 @@ class _Layout:
         return sorted({*self.numeric, *self.named} - {self.target})
 
     def column(self, place: int) -> str:
-        """A column for people."""
+        """Formats a column for users."""
         return f"column {shown(self.names[place].encode())}" if self.header else f"column {place}"
 
 
 @dataclass(slots=True)
 class _Names:
-    """A column of names.
+    """Column of names.
 
     Attributes:
-        values: those that there are.
-        parts: (rows,) int32: places in `values`, in pieces.
+        values: Distinct names, with their numbers.
+        parts: (rows,) int32: numbers of the names, in pieces.
     """
 
     values: dict[str, int]
@@ -100,12 +100,12 @@ class _Names:
 
 @dataclass(slots=True)
 class _Rows:
-    """What stands in a file.
+    """Content of a file.
 
     Attributes:
         numbers: (rows, numeric columns) float32, in pieces.
-        names: number of a column -> its names.
-        count: of rows.
+        names: Index of a column -> its names.
+        count: Number of rows.
     """
 
     numbers: list[NDArray[np.float32]]
@@ -116,7 +116,7 @@ class _Rows:
 def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
     """A CSV file, and one beside it for the test; each plain or compressed with gzip, bzip2, xz or Zstandard.
 
-    A column of names becomes one input for each name of the training file, of which one is 1 and the others are 0.
+    A column of names becomes one input for each name in the training file: one of them is 1, the others are 0.
     Classes are numbered in the order of their labels.
     """
     options = checked(CsvOptions, table.options, "data", "options")
@@ -150,7 +150,7 @@ def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 
 def _layout_of(file: Path, options: CsvOptions) -> _Layout:
-    """What the columns of the training file are, by the job and by the first sample."""
+    """Returns the roles of the training file's columns, from the job and the first sample."""
     with closing(_lines(file, options.delimiter)) as lines:
         line, first = next(lines, (0, []))
         numbers = [name for name in first if is_number(name.strip().encode())]
@@ -195,7 +195,7 @@ def _layout_of(file: Path, options: CsvOptions) -> _Layout:
 
 
 def _check_separators(values: Collection[str], file: Path, column: int, layout: _Layout) -> None:
-    """Raises DataError where a column's names are numbers that only separators keep from being read as numbers."""
+    """Raises DataError if a column has names that are numbers with separators."""
     texts = [value.strip() for value in values]
     separated = next((text for text in texts if not is_number(text.encode())), None)
     if separated is None or column in layout.categorical:
@@ -207,7 +207,7 @@ def _check_separators(values: Collection[str], file: Path, column: int, layout: 
 
 
 def _read(file: Path, layout: _Layout, options: CsvOptions) -> _Rows:
-    """All rows of a file."""
+    """Reads all rows of a file."""
     try:
         import pandas
     except ImportError:
@@ -215,8 +215,8 @@ def _read(file: Path, layout: _Layout, options: CsvOptions) -> _Rows:
     skipped = _header(file, layout, options) if layout.header else 0
     rows, right = _Rows([], {column: _Names({}, []) for column in layout.named}), True
     kinds = dict.fromkeys(layout.numeric, "float64") | dict.fromkeys(layout.named, "category")
-    beyond = len(layout.names)  # what a line has too much lands in a column of its own
-    wrong = pandas.errors.ParserWarning  # of lines that are too long, which would be cut
+    beyond = len(layout.names)  # extra values of a line are put in a column of their own
+    wrong = pandas.errors.ParserWarning  # otherwise pandas cuts lines that are too long
     with opened(file) as stream, warnings.catch_warnings(action="error", category=wrong):
         try:
             frames = pandas.read_csv(
@@ -238,7 +238,7 @@ def _read(file: Path, layout: _Layout, options: CsvOptions) -> _Rows:
                 right = bool(frame[beyond].isna().all()) and _take(frame, layout, rows)
                 if not right:
                     break
-        except (ValueError, wrong):  # whatever pandas says of it, it is not in which line
+        except (ValueError, wrong):  # pandas does not give the line
             right = False
     if not right:
         _complain(file, layout, options, rows.count)
@@ -248,7 +248,7 @@ def _read(file: Path, layout: _Layout, options: CsvOptions) -> _Rows:
 
 
 def _take(frame: Any, layout: _Layout, rows: _Rows) -> bool:
-    """Adds a piece of a file to its rows; says whether nothing of it is missing or too large."""
+    """Adds a piece of a file to its rows. Returns whether no value is missing or too large."""
     numbers = frame[list(layout.numeric)].to_numpy(np.float64)
     if not (np.abs(numbers) <= _LARGEST).all():
         return False
@@ -266,7 +266,7 @@ def _take(frame: Any, layout: _Layout, rows: _Rows) -> bool:
 def _numbered(
     column: int, found: dict[str, _Rows], files: dict[str, Path], layout: _Layout, options: CsvOptions
 ) -> tuple[list[Any], dict[str, NDArray[np.int64]]]:
-    """The names of the training file in order, as numbers if they all are, and their places in every row."""
+    """Returns the training file's names in order, as numbers if all are numbers, and their index in every row."""
     values = {split: list(rows.names[column].values) for split, rows in found.items()}
     numbers = all(is_number(value.strip().encode()) for value in values["train"])
     keys: dict[str, list[Any]] = {s: [_key(value, numbers) for value in listed] for s, listed in values.items()}
@@ -291,12 +291,12 @@ def _numbered(
 
 
 def _key(value: str, number: bool) -> Any:
-    """What a name is compared by: where all are numbers, 1 and 1.0 are the same."""
+    """Returns the key to compare a name by. If all names are numbers, 1 and 1.0 are equal."""
     return float(value) if number and is_number(value.strip().encode()) else value
 
 
 def _where(file: Path, rows: _Rows, column: int, value: int, layout: _Layout, options: CsvOptions) -> str:
-    """File, line and column where a name comes first."""
+    """Returns file, line and column of the first occurrence of a name."""
     row = int(np.flatnonzero(rows.names[column].codes == value)[0]) + layout.header
     with closing(_lines(file, options.delimiter)) as lines:
         line, _ = next(itertools.islice(lines, row, None))
@@ -306,14 +306,14 @@ def _where(file: Path, rows: _Rows, column: int, value: int, layout: _Layout, op
 def _assembled(
     rows: _Rows, layout: _Layout, width: int, known: dict[int, list[Any]], places: dict[int, NDArray[np.int64]]
 ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-    """Inputs (rows, width) float32, in the order of the columns, and targets."""
+    """Returns inputs (rows, width) float32, in the order of the columns, and targets."""
     inputs = np.zeros((rows.count, width), np.float32)
     starts = dict(zip(layout.inputs, itertools.accumulate(_widths(layout, known), initial=0), strict=False))
     numeric = [column for column in layout.numeric if column != layout.target]
     into, chosen = [starts[column] for column in numeric], [layout.numeric.index(column) for column in numeric]
     real = np.empty(rows.count if layout.target in layout.numeric else 0, np.float32)
     first = 0
-    while rows.numbers:  # each piece is free when it is copied
+    while rows.numbers:  # each piece is freed after its copy
         part = rows.numbers.pop(0)
         inputs[first : first + len(part), into] = part[:, chosen]
         if len(real):
@@ -326,15 +326,15 @@ def _assembled(
 
 
 def _widths(layout: _Layout, known: dict[int, list[Any]]) -> Iterator[int]:
-    """Inputs that each column makes."""
+    """Yields the number of inputs that each column becomes."""
     return (len(known[column]) if column in known else 1 for column in layout.inputs)
 
 
 def _lines(file: Path, delimiter: str) -> Generator[tuple[int, Sequence[str]], None, None]:
-    """Rows that are not blank, as texts, each with the line that it begins in: slow, for the first and for wrong ones.
+    """Yields rows that are not blank as texts, with their first lines. It is slow, for the first row and for errors.
 
     Raises:
-        DataError: the file cannot be read, or a line is no CSV.
+        DataError: The file cannot be read, or a line is not valid CSV.
     """
     with opened(existing(file)) as stream:
         texts = (line.decode("utf-8-sig" if not place else "utf-8", "replace") for place, line in enumerate(stream))
@@ -353,7 +353,7 @@ def _lines(file: Path, delimiter: str) -> Generator[tuple[int, Sequence[str]], N
 
 
 def _header(file: Path, layout: _Layout, options: CsvOptions) -> int:
-    """Lines until the samples begin. Raises DataError where a file has other columns than the training file."""
+    """Returns the number of lines before the samples. Raises DataError if the columns differ from the training file."""
     with closing(_lines(file, options.delimiter)) as lines:
         line, names = next(lines, (1, ()))
     pairs = itertools.zip_longest((name.strip() for name in names), layout.names, fillvalue="")
@@ -364,10 +364,10 @@ def _header(file: Path, layout: _Layout, options: CsvOptions) -> int:
 
 
 def _complain(file: Path, layout: _Layout, options: CsvOptions, right: int = 0) -> NoReturn:
-    """Finds the line that is wrong, behind so many rows that are right.
+    """Finds the invalid line after `right` valid rows.
 
     Raises:
-        DataError: that.
+        DataError: The line is invalid.
     """
     with closing(_lines(file, options.delimiter)) as lines:
         for line, row in itertools.islice(lines, right + layout.header, None):

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits."""
+"""Reader of scikit-learn's handwritten digits."""
 
 import importlib.util
 import io
@@ -13,13 +13,13 @@ from rudra.data.sources import Dense
 from rudra.errors import DataError, one_line
 from rudra.job.tables import DataTable
 
-_LARGEST = 1 << 26  # bytes of the file
+_LARGEST = 1 << 26  # maximum bytes of the file
 
 
 def read_digits(table: DataTable, wanted: Collection[str]) -> Arrays:
     """8x8 handwritten digits out of scikit-learn; every fifth sample of each class is for the test.
 
-    scikit-learn's data file is read directly: importing the library takes each rank more than a second.
+    scikit-learn's data file is read directly, because importing the library takes more than a second on each rank.
     """
     no_options(table)
     spec = importlib.util.find_spec("sklearn")

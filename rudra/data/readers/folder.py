@@ -1,4 +1,4 @@
-"""Image files in a directory for each class."""
+"""Reader of image files in one directory per class."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ from rudra.job.tables import DataTable
 from rudra.machine import cores
 
 ANNOTATIONS = "val_annotations.txt"
-"""Tiny ImageNet's: a line for each image in `images`, of the file's name, its class, and a box, with tabs between."""
+"""File of Tiny ImageNet: a line for each image in `images`, with file name, class and a box, separated by tabs."""
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 
@@ -30,9 +30,9 @@ class FolderOptions(Table):
 def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
     """Images in path/train/CLASS/ and path/test/CLASS/ or path/val/CLASS/, decoded when they are drawn.
 
-    Images in directories below that of a class belong to the class, too. Classes are numbered in the order of
-    their directories' names in train. Tiny ImageNet's test set is read as it comes: with all images in one directory,
-    and their classes in a file.
+    Images in subdirectories of a class's directory also belong to the class. Classes are numbered in the order of
+    their directories' names in train. Tiny ImageNet's test set is read in its original layout: all images in one
+    directory, and their classes in a file.
     """
     options = checked(FolderOptions, table.options, "data", "options")
     root = path_of(table)
@@ -58,7 +58,7 @@ def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 
 def _classes(directory: Path) -> list[str]:
-    """Names of the directories in one."""
+    """Returns the names of the subdirectories."""
     found = [
         entry.name for entry in entries_in(directory) if os.path.isdir(entry.path) and not entry.name.startswith(".")
     ]
@@ -68,7 +68,7 @@ def _classes(directory: Path) -> list[str]:
 
 
 def _files(directory: Path, numbers: dict[str, int]) -> tuple[list[str], list[int]]:
-    """All images of a split by class and name, and the number of each one's class."""
+    """Returns all images of a split by class and name, and the number of each image's class."""
     files: list[str] = []
     labels: list[int] = []
     for name in _classes(directory):
@@ -83,12 +83,12 @@ def _files(directory: Path, numbers: dict[str, int]) -> tuple[list[str], list[in
 
 
 def _is_annotated(directory: Path) -> bool:
-    """Whether a file says the classes of the images, which nobody has moved into directories of classes."""
+    """Returns whether a file gives the classes of images that are not in directories of classes."""
     return os.path.isfile(directory / ANNOTATIONS) and os.path.isdir(directory / "images")
 
 
 def _annotated(directory: Path, numbers: dict[str, int]) -> tuple[list[str], list[int]]:
-    """The same, of images whose classes a file says."""
+    """Returns images and numbers of classes like `_files`, if a file gives the classes."""
     source = directory / ANNOTATIONS
     try:
         lines = source.read_text(encoding="utf-8-sig").splitlines()
@@ -114,17 +114,18 @@ def _annotated(directory: Path, numbers: dict[str, int]) -> tuple[list[str], lis
 
 
 def _images(directory: str, above: tuple[str, ...] = ()) -> list[str]:
-    """All images in a directory, and then in those below it, by name; `above` it are these real paths."""
+    """Returns all images in a directory, then in its subdirectories, by name. `above` are the real paths of its
+    parents."""
     path = (*above, os.path.realpath(directory))
     if path[-1] in above:
-        return []  # a link leads back
+        return []  # a link to a parent
     paths = [entry.path for entry in entries_in(Path(directory)) if not entry.name.startswith(".")]
     files = [each for each in paths if each.lower().endswith(_SUFFIXES) and not os.path.isdir(each)]
     return files + [file for each in paths if os.path.isdir(each) for file in _images(each, path)]
 
 
 def _check_header(file: str) -> None:
-    """Raises DataError where there is no Pillow, or a file is no image."""
+    """Raises DataError if Pillow is missing, or a file is not an image."""
     if importlib.util.find_spec("PIL") is None:
         raise DataError("[data] name = folder needs Pillow: pip install 'rudra[images]'")
     with picture(file):

@@ -1,4 +1,4 @@
-"""MNIST's format."""
+"""Reader of MNIST's format."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""LIBSVM's format: in each line a label, and index:value of what is not 0."""
+"""Reader of LIBSVM's format: each line has a label, and index:value of each element that is not 0."""
 
 import io
 import itertools
@@ -18,12 +18,12 @@ from rudra.errors import ConfigError, DataError
 from rudra.job.table import Table, checked
 from rudra.job.tables import DataTable
 
-_MOST = 2**31 - 1  # the largest index
+_MOST = 2**31 - 1  # largest index
 _LARGEST = float(np.finfo(np.float32).max)
-_EXACT = 2.0**53  # whole numbers up to here are what they were written as
+_EXACT = 2.0**53  # whole numbers up to this one are exact
 _SPACES = bytes.maketrans(b":", b" ")
 _LEFT_OUT = re.compile(rb"#[^\n]*|(?<=\s)qid:\S*")
-_LABELS = re.compile(rb"^[^\S\n]*([^\s:]+(?!\S)|(?=\S))", re.MULTILINE)  # of a line that is not blank
+_LABELS = re.compile(rb"^[^\S\n]*([^\s:]+(?!\S)|(?=\S))", re.MULTILINE)  # of lines that are not blank
 
 
 class LibsvmOptions(Table):
@@ -36,13 +36,13 @@ class LibsvmOptions(Table):
 
 @dataclass(slots=True)
 class _Rows:
-    """A file, or a part of one.
+    """Rows of a file, or of a part of a file.
 
     Attributes:
-        labels: (labels,) float64: of all rows, one after the other.
-        label_counts: (N,) int64: labels of each row; 1, unless there may be several.
-        lengths: (N,) int64: elements of each row.
-        columns: (elements,) int32: indices as the file has them, ascending in each row.
+        labels: (labels,) float64: labels of all rows, one after the other.
+        label_counts: (N,) int64: number of labels of each row, which is 1 unless rows may have several.
+        lengths: (N,) int64: number of elements of each row.
+        columns: (elements,) int32: indices as in the file, ascending in each row.
         values: (elements,) float32.
     """
 
@@ -83,7 +83,7 @@ def read_libsvm(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 
 def _number_columns(found: dict[str, _Rows], files: dict[str, Path], options: LibsvmOptions) -> int:
-    """Counts all columns from 0; returns how many there are."""
+    """Renumbers all columns from 0, and returns their number."""
     zero_based = options.zero_based
     if zero_based is None:
         zero_based = not all(rows.columns.all() for rows in found.values())
@@ -105,7 +105,7 @@ def _number_columns(found: dict[str, _Rows], files: dict[str, Path], options: Li
 def _number_classes(
     table: DataTable, found: dict[str, _Rows], files: dict[str, Path], several: bool
 ) -> tuple[int, dict[str, Source]]:
-    """Number of classes, and the class of every row, or 0 or 1 for each class if a row may have several labels."""
+    """Returns the number of classes, and each row's class (with several labels per row, 0 or 1 for each class)."""
     known = np.unique(found["train"].labels)
     if not len(known):
         raise DataError(f"{files['train']}: no line has a label")
@@ -148,9 +148,9 @@ def _whole(numbers: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _parsed(block: bytes) -> _Rows | None:
-    """What stands in some whole lines; None where they are not in the format.
+    """Parses whole lines. Returns None if they are not in the format.
 
-    All numbers are read at once, and then it is made sure that labels, indices and values stand where they should.
+    All numbers are parsed at once. Then the positions of labels, indices and values are checked.
     """
     if b"#" in block or b"qid:" in block:
         block = _LEFT_OUT.sub(b"", block)
@@ -159,14 +159,14 @@ def _parsed(block: bytes) -> _Rows | None:
     gaps = (text <= ord(" ")) | colons
     begins = ~gaps
     begins[1:] &= gaps[:-1]
-    places = np.flatnonzero(begins)  # of the numbers
+    places = np.flatnonzero(begins)  # starts of the numbers
     numbers = numbers_of(block.translate(_SPACES))
     if numbers is None or len(numbers) != len(places) or not _paired(colons, gaps):
         return None
     is_value, is_index = np.zeros((2, len(places)), bool)
     is_value[1:] = colons[places[1:] - 1]
     is_index[:-1] = is_value[1:]
-    is_first = np.zeros(len(places) + 1, bool)  # in its line
+    is_first = np.zeros(len(places) + 1, bool)  # first number of its line
     is_first[np.searchsorted(places, np.append(0, np.flatnonzero(text == ord("\n"))))] = True
     is_label = ~(is_value | is_index)
     if (is_value & is_index).any() or not np.array_equal(is_label, is_first[:-1]):
@@ -174,7 +174,7 @@ def _parsed(block: bytes) -> _Rows | None:
     lengths = np.diff(np.flatnonzero(is_label), append=len(places)) // 2
     labels, indices, values = numbers[is_label], numbers[is_index], numbers[is_value]
     rising = np.diff(indices, prepend=-1) > 0
-    rising[(np.cumsum(lengths) - lengths)[lengths > 0]] = True  # where a row begins
+    rising[(np.cumsum(lengths) - lengths)[lengths > 0]] = True  # at the start of a row
     right = _whole(indices) & (indices >= 0) & (indices <= _MOST) & rising & (np.abs(values) <= _LARGEST)
     if not (right.all() and (np.abs(labels) <= _LARGEST).all()):
         return None
@@ -182,7 +182,7 @@ def _parsed(block: bytes) -> _Rows | None:
 
 
 def _parsed_several(block: bytes) -> _Rows | None:
-    """As `_parsed`, for lines with any number of labels."""
+    """Parses like `_parsed`, for lines with any number of labels."""
     texts: list[bytes] = []
 
     def taken(found: re.Match[bytes]) -> bytes:
@@ -199,7 +199,7 @@ def _parsed_several(block: bytes) -> _Rows | None:
 
 
 def _paired(colons: NDArray[np.bool_], gaps: NDArray[np.bool_]) -> bool:
-    """Whether something stands right before and after every colon."""
+    """Returns whether every colon has text directly before and after it."""
     found = np.flatnonzero(colons)
     if not len(found):
         return True
@@ -208,10 +208,10 @@ def _paired(colons: NDArray[np.bool_], gaps: NDArray[np.bool_]) -> bool:
 
 
 def _complain(block: bytes, regression: bool, file: Path, first: int, several: bool = False) -> NoReturn:
-    """Finds what is wrong with lines that `_parsed` refused, one by one.
+    """Finds the error in lines that `_parsed` refused, by parsing them one by one.
 
     Raises:
-        DataError: that, with its line; `first` is the number of the first one.
+        DataError: The error, with its line. `first` is the number of the first line.
     """
     for number, line in enumerate(io.BytesIO(block), first):
         label, *fields = _LEFT_OUT.sub(b"", line).split() or [b"0"]
@@ -240,13 +240,13 @@ def _complain(block: bytes, regression: bool, file: Path, first: int, several: b
 
 
 def _perhaps_csv(line: bytes) -> str:
-    """What else a line may be that has values but no pairs."""
+    """Returns a hint if a line has values but no pairs."""
     csv = b":" not in line and any(mark in line.strip() for mark in (b",", b";", b"\t"))
     return '; a table of values is read by data.name = "csv"' if csv else ""
 
 
 def _line(file: Path, row: int) -> int:
-    """Number of the line that holds a row."""
+    """Returns the number of the line with a row."""
     lines = (line for block in blocks(file) for line in io.BytesIO(block))
     held = (number for number, line in enumerate(lines, 1) if _LEFT_OUT.sub(b"", line).strip())
     return next(itertools.islice(held, row, None))

@@ -1,4 +1,4 @@
-"""A text, of which a model is to say the next character."""
+"""Reader of a text, for models that predict the next character."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -26,8 +26,8 @@ class TextOptions(Table):
 def read_text(table: DataTable, wanted: Collection[str]) -> Arrays:
     """A text file, plain or compressed with gzip, bzip2 or xz, in windows that follow one another.
 
-    Samples are T characters, their targets the same window one character further. Characters are numbered in the order
-    of all that the file has.
+    Samples are T characters, and their targets are the same window shifted by one character. Characters are numbered in
+    the order of all characters in the file.
     """
     options = checked(TextOptions, table.options, "data", "options")
     file = path_of(table)
@@ -49,10 +49,10 @@ def read_text(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 
 def _numbered(file: Path, unit: str) -> tuple[NDArray[Any], int]:
-    """A file's characters by their numbers in its vocabulary, and how many there are in that.
+    """Returns a file's characters as indices in its vocabulary, and the vocabulary's size.
 
     Raises:
-        DataError: it cannot be read, or is not UTF-8.
+        DataError: The file cannot be read, or is not UTF-8.
     """
     content = content_of(file)
     if unit == "characters":
