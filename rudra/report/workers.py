@@ -89,7 +89,7 @@ class Workers(NamedTuple):
         """Returns seconds, and the training loss as the non-increasing step function that fits the gradients best.
 
         A short time with few samples says little about the loss. The steps adapt: they span a few gradients if the loss
-        falls fast, and many if it hardly falls. The last step, which nothing after it bounds, is at least 1/40 of an epoch.
+        falls fast, and many if it hardly falls. Nothing bounds the last step, so it is at least 1/40 of an epoch.
 
         Source: the algorithm of pooled adjacent violators (Ayer et al. 1955).
         """
