@@ -4,8 +4,8 @@ Each run signs its job with a key that only this user can read. Names of code ar
 signature is right, if the user trusts the file (`--trust`), or if the user names the job, as in `rudra run JOB
 --resume`.
 
-A signature is an HMAC of all data that can name code: the run's identity, the whole job, and the directories in which
-x.
+A signature is an HMAC of all data that can name code: the run's identity, the whole job, and the search path
+of the run's modules.
 """
 
 import hashlib
