@@ -36,7 +36,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, cases: dict[str, tuple[int, int]], rounds: int) -> dict[str, Any]:
-    """Runs cases in turns. Returns case -> seconds of runs with and without, and of each checkpoint from copy to disk."""
+    """Runs cases in turns. Returns case -> seconds of runs with and without, and of each checkpoint until on disk."""
     if comm.rank == SERVER:
         write_images(directory)
     rest(comm)
