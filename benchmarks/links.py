@@ -240,7 +240,7 @@ TURN = "turn"
 MESSAGE = 1 << 20
 ALONE = "computing alone: the same learners at the same time compute and update, and nothing is exchanged"
 HALF = f"learners have one torch thread each, and half of this machine's {cores()} cores are each host's"
-"""Notes of reports; the second note begins with a number."""
+"""Notes of reports. The second note begins with a number."""
 
 INSISTS_S, ENDS_S = 3.0, 10.0
 """Seconds after which a measurement that should end is asked again, and after which it is killed."""
@@ -391,7 +391,7 @@ def measured(
         given: arguments of `measure`.
 
     Returns:
-        Model -> figure -> a value for each turn, of the first learner; empty without two hosts.
+        Model -> figure -> a value for each turn, of the first learner. Empty without two hosts.
     """
     if lacking := missing():
         report.notes = [f"no rows: {lacking}"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 LEARNERS, SIZE, CUT, CROSSING, HIDDEN = 3, 16, 5, 1024, 1280
-STAGE = 2  # world rank, on the first host like the two other servers; the learners' ranks follow
+STAGE = 2  # world rank, on the first host like the two other servers. The learners' ranks follow
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "base": ("base", {}),
     "allreduce": ("allreduce", {"topology": {"name": "groups"}}),

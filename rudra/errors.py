@@ -106,7 +106,7 @@ class RunError(RudraError):
 
 
 class HookError(RunError):
-    """A hook, which is the user's own code, raised an exception; `__cause__` is that exception."""
+    """A hook, which is the user's own code, raised an exception, which is `__cause__`."""
 
     @property
     def report(self) -> str:

@@ -70,7 +70,7 @@ _LABELS = {"staleness": "⟨σ⟩", "distance": "distance"}
 
 
 def _figure(name: str, title: str, about: str, lines: Sequence[Line], left_out: dict[str, list[str]]) -> Figure:
-    """Makes the figure of one quantity over updates; `name` is the attribute of the runs."""
+    """Makes the figure of one quantity over updates. `name` is the attribute of the runs."""
     runs = [run for line in lines for run in line.runs]
     each = max(20, MOST_ROWS // len(runs))
     rows = [row for run in runs for row in _rows(run, name, each)]
@@ -106,7 +106,7 @@ def staleness_law(runs: Sequence[Run]) -> str:
 
 
 def over_updates(title: str, lines: Sequence[Line], *, name: str = "staleness") -> Panel:
-    """Draws a quantity over updates. For staleness it adds the expected value if all lines have one protocol."""
+    """Draws a quantity over updates. For staleness it adds the expected mean if all lines have the same."""
 
     def draw(axis: Any) -> None:
         thinned = [[_thinned(_blocks(run, name)) for run in line.runs] for line in lines]

@@ -66,7 +66,7 @@ class Line(NamedTuple):
     panel: str = ""
 
     def of(self, which: Callable[[Run], Any]) -> "Line":
-        """Returns the line with only the given runs."""
+        """Returns the line with only the runs that `which` selects."""
         return self._replace(runs=[run for run in self.runs if which(run)])
 
 

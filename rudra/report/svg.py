@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _DATES = {".svg": "Date", ".pdf": "CreationDate"}
-_NAMED = 12  # names of runs that a figure cannot show; the other runs are only counted
+_NAMED = 12  # maximum number of named runs that a figure cannot show
 _WIDE, _NARROW = 11.0, 4.6  # inches, scaled to the width of the page and of a phone
 _BELOW = 0.5  # inches from a panel to its legend
 _INKS = {"ink": INK, "muted": MUTED, "grid": GRID} | {f"c{i}": colour for i, colour in enumerate(COLOURS)}
