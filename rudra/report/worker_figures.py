@@ -15,7 +15,7 @@ from rudra.report.tables import MOST_ROWS, ReportTable, percent
 from rudra.report.workers import MANY, Workers
 
 GOAL = 0.95
-"""Share of the drop in loss at which the report compares runs."""
+"""Share of the drop in loss where the report compares runs."""
 
 _KINDS = ("small", "large")
 _DrawOne = Callable[[Any, Workers, int, float, dict[str, Any]], None]
