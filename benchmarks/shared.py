@@ -58,7 +58,7 @@ def seconds(function: Callable[[], object], span_s: float = 0.0) -> float:
 
 
 def unconnected(job: Job, steps: int) -> Job:
-    """Returns a job in which the same learners compute and update, but communicate only in the last step."""
+    """Returns a job whose learners compute and update as before, but communicate only in the last step."""
     return job.with_(protocol={"name": "average"}, averaging={"period": steps}, topology={"name": "replicas"})
 
 

@@ -106,7 +106,7 @@ def _caption(cast: Cast, runs: Sequence[tuple[Run, Cast]]) -> str:
 
 
 def _laid_out(cast: Cast, branches: Sequence[Branch]) -> list[_Mark]:
-    """Puts each branch on its own line, below and right of its parent. A text about hidden roles takes one more line."""
+    """Puts each branch on its own line, below and right of its parent. Text about hidden roles takes another line."""
     found: list[_Mark] = []
     row = 0
 
