@@ -1,10 +1,10 @@
-"""Benchmarks that only a checkout has: each a module with `run(*, quick)`, which returns a `Report`.
+"""Benchmarks that only a checkout has. Each is a module with `run(*, quick)`, which returns a `Report`.
 
-`rudra bench NAME` runs them. `rudra.bench` has those that users run on their own machines. What papers print is
-reproduced by jobs, sweeps and reports, not by benchmarks.
+`rudra bench NAME` runs them. `rudra.bench` has the benchmarks that users run on their own machines. Jobs, sweeps and
+reports, not benchmarks, reproduce the results of papers.
 """
 
-BENCHMARKS = {  # name -> what it compares, and the goal
+BENCHMARKS = {  # name -> comparison and goal
     "tta": (
         "time to accuracy of two learners, by protocol, against torch DDP; needs Fashion-MNIST or CIFAR-10",
         "the best of ours >= 1.5 times as fast as the best DDP",

@@ -1,9 +1,9 @@
-"""Averages of replicas beside training: SMA with every mini-batch, on two real ranks, against what memory allows.
+"""Averaging of replicas in parallel with training: SMA after every mini-batch, on two real ranks, against a bound.
 
-The bound is the time of a step of the same learners at the same time when nothing is averaged, and that in which memory
-moves what an average adds: a step reads the weights and writes the difference; the update reads the differences of all
-learners, and reads and writes the weights and their momentum. Memory is as fast as `a += b` on such vectors, by both
-ranks at once.
+The bound is the step time of the same learners without averaging, plus the time to move the additional data of an
+average through memory. A step reads the weights and writes the difference. The update reads the differences of all
+learners, and reads and writes the weights and their momentum. The memory's speed is measured by `a += b` on such
+vectors, on both ranks at once.
 """
 
 import time
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rudra.job.job import Job
 
 LEARNERS, SIZE = 2, 4
-WIDTHS = {"18 MB": 64, "289 MB": 4616}  # of AlexNet's fully connected layers
+WIDTHS = {"18 MB": 64, "289 MB": 4616}  # width of AlexNet's fully connected layers
 ADD = 3  # vectors that `a += b` moves
 ADDED = 2 + LEARNERS + 4  # vectors that an average moves
 WAYS = {"averaged": "by memory", "messages": "by messages", "alone": "none averaged", "bound": "bound"}
@@ -52,7 +52,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, size: int, width: int, steps: int, rounds: int) -> dict[str, Any]:
-    """Takes turns; on learners: way -> seconds per step, one for each round."""
+    """Runs all ways in turns. Returns on learners: way -> seconds per step, one value for each round."""
     torch.set_num_threads(1)
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
     figures: dict[str, list[float]] = {}
@@ -84,7 +84,7 @@ def _job(way: str, size: int, width: int, steps: int) -> "Job":
 
 
 def _add_s(size: int) -> float:
-    """Seconds in which memory adds one vector to another."""
+    """Returns the seconds to add one vector to another in memory."""
     a, b = torch.ones(size), torch.ones(size)
     a.add_(b)
     began, turns = time.perf_counter(), max(3, 100_000_000 // size)

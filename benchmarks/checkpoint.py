@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training beside which it is written: LeNet with momentum, and a model of 289 MB."""
+"""Cost of checkpoints that are written while training continues: LeNet with momentum, and a model of 289 MB."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 CASES = {"lenet, μ = 16": (400, 4), "289 MB, μ = 4": (24, 2)}
-"""Steps of a run, and checkpoints in it."""
+"""Case -> steps of a run, and number of checkpoints in it."""
 
 QUICK = {"lenet, μ = 16": (12, 2)}
 LEARNERS = 1
@@ -26,9 +26,9 @@ def run(*, quick: bool) -> Report:
     for case, (_, count) in cases.items():
         on, off = (found[case][name] for name in ("on", "off"))
         kept = [seconds for turn in found[case]["kept"] for seconds in turn]
-        # What all of them together cost, spread over as many minutes.
+        # The cost of all checkpoints, spread over one minute for each.
         percent = spread(100 * (a - b) / count / MINUTE_S for a, b in zip(on, off, strict=True))
-        until_kept = spread(kept) if kept else "none in time"  # quick runs may end before
+        until_kept = spread(kept) if kept else "none in time"  # a quick run may end before a checkpoint is complete
         report.rows.append((case, spread(on), count, ratios(on, off), until_kept, percent))
         report.goals.append(Goal(f"{case}: <= 2 % at one checkpoint a minute", [percent.median], at_most=2.0))
     report.notes.append("until kept: from the copy of weights and optimiser state to the new name on the disk")
@@ -36,7 +36,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, cases: dict[str, tuple[int, int]], rounds: int) -> dict[str, Any]:
-    """Takes turns; case -> seconds of runs with and without, and from copy to disk of each checkpoint."""
+    """Runs cases in turns. Returns case -> seconds of runs with and without, and of each checkpoint until on disk."""
     if comm.rank == SERVER:
         write_images(directory)
     rest(comm)

@@ -1,4 +1,4 @@
-"""Gradients by torch.compile against the same gradients without it."""
+"""Gradients with torch.compile against the same gradients without it."""
 
 import copy
 import time
@@ -57,7 +57,7 @@ class _Case:
         self.compile_s = time.perf_counter() - began
 
     def _steps(self, which: int, count: int) -> float:
-        """Processor seconds that a gradient takes."""
+        """Returns the processor time of a gradient in seconds."""
         model = self._models[which]
         model.bind(self._weights)
         began = time.thread_time()
@@ -66,6 +66,6 @@ class _Case:
         return (time.thread_time() - began) / count
 
     def measure(self, turns: int) -> dict[str, list[float]]:
-        """Seconds of a gradient in each turn, without compiling and with it."""
+        """Returns the seconds of a gradient in each turn, without compiling and with it."""
         count = max(2, int(0.1 / min(self._steps(0, 3), self._steps(1, 3))))
         return compared({"plain": partial(self._steps, 0, count), "compiled": partial(self._steps, 1, count)}, turns)

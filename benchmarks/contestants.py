@@ -1,4 +1,4 @@
-"""The runs of `rudra bench tta`, on real ranks, and the file that keeps what came of them."""
+"""The runs of `rudra bench tta` on real ranks, and the file that keeps their results."""
 
 import gzip
 import json
@@ -36,13 +36,13 @@ MOMENTUM = 0.9
 
 
 def write_down(path: Path, point: Point, outcome: Outcome) -> None:
-    """Adds a run to a file whose last line may be torn."""
+    """Adds a run to a file whose last line may be incomplete."""
     with path.open("a") as file:
         file.write(f"\n{json.dumps([point, outcome])}")
 
 
 def read_kept(path: Path) -> dict[Point, Outcome]:
-    """The runs of a file whose lines are complete."""
+    """Returns the runs in the complete lines of a file."""
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         with suppress(ValueError):
@@ -54,7 +54,7 @@ def read_kept(path: Path) -> dict[Point, Outcome]:
 def measure(
     comm: "MPI.Comm", directory: Path, points: Sequence[Sequence[Any]], data: str, kept: str, quick: bool
 ) -> dict[str, Any]:
-    """Makes one run after the other, and writes down what came of each."""
+    """Makes one run after the other, and writes down the outcome of each."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     if comm.rank == 0:
@@ -83,7 +83,7 @@ def measure(
 
 
 def _unpack(path: Path, to: Path) -> None:
-    """Decompresses data once, and not for every run."""
+    """Decompresses data once, instead of for every run."""
     to.mkdir()
     for file in (file for file in path.rglob("*") if file.is_file()):
         opens: Any = {".gz": gzip.open, ".xz": lzma.open}.get(file.suffix, open)
@@ -93,7 +93,7 @@ def _unpack(path: Path, to: Path) -> None:
 
 
 def job_of(point: Point, path: Path, *, quick: bool = False) -> Job:
-    """A run as a job; of DDP it says what that needs, too."""
+    """Returns a run as a job. For DDP the job holds the settings that DDP shares with Rudra's runs."""
     contestant, goal, cosine = CONTESTANTS[point.contestant], DATA[point.data], point.schedule == "cosine"
     limits = {"train_limit": 1024, "test_limit": 256} if quick else {}
     return Job(
@@ -118,12 +118,12 @@ def job_of(point: Point, path: Path, *, quick: bool = False) -> Job:
         topology=contestant.topology if contestant.protocol else {"name": "groups"},
         cluster={"learners": LEARNERS, "threads_per_rank": 1},
         results={"keep_every": 1},
-        fault_tolerance={"non_finite_loss": "warn"},  # a rate that was too high is an answer
+        fault_tolerance={"non_finite_loss": "warn"},  # a learning rate that is too high is a valid result
     )
 
 
 class _Learners:
-    """What both learners do together without Rudra's driver: DDP, and tests."""
+    """Work of both learners outside of Rudra's driver: DDP training and evaluations."""
 
     def __init__(self, comm: "MPI.Comm", directory: Path, data: DataTable) -> None:
         connect(comm.rank, directory)
@@ -134,9 +134,9 @@ class _Learners:
         self._training, self._test = training, test
 
     def train(self, job: Job, goal: Goalpost, *, averaged: bool) -> Outcome:
-        """Trains by DDP, as its users write it: a shuffled share of the samples for each learner in each epoch.
+        """Trains with DDP in the usual way: each epoch a learner gets a shuffled share of the samples.
 
-        `averaged`: it tests torch's moving average of the weights.
+        `averaged`: evaluates torch's moving average of the weights.
         """
         size, seed, epochs = job.training.minibatch_size, job.training.seed, job.training.epochs
         training = self._training
@@ -152,7 +152,7 @@ class _Learners:
             inputs, labels = training.batch(indices)
             functional.cross_entropy(computes(inputs), labels).backward()  # type: ignore[no-untyped-call]
 
-        gradient(np.arange(size))  # compiles
+        gradient(np.arange(size))  # compiles the network
         outcome, so_far = Outcome([], []), 0.0
         while len(outcome.seconds) < epochs and max(outcome.accuracy, default=0.0) < goal.accuracy:
             generator = torch.Generator().manual_seed(1000 * seed + len(outcome.seconds))
@@ -172,7 +172,7 @@ class _Learners:
         return outcome
 
     def test(self, job: Job, results: Results) -> Outcome:
-        """Tests the weights of every epoch of a run."""
+        """Evaluates the weights of every epoch of a run."""
         network = models.build(job.model, self._info, 0)
         flat, accuracy = FlatModel(network), []
         for epoch in results.epochs["epoch"].tolist():
@@ -182,7 +182,7 @@ class _Learners:
 
     @torch.no_grad()
     def _accuracy(self, network: torch.nn.Module) -> float:
-        """Of the test samples, of which each learner tests a share."""
+        """Returns the accuracy on the test set. Each learner evaluates a share of the samples."""
         test, right = self._test, torch.zeros(1)
         for indices in np.array_split(np.arange(self._rank, len(test), LEARNERS), 20):
             inputs, labels = test.batch(indices)

@@ -1,19 +1,19 @@
-"""The search of `rudra bench tta`: what can be tried, and in which order, so that each contestant runs at its best."""
+"""The search of `rudra bench tta`: the grid, and the order that finds the best settings of each method."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-SEED = 1  # of the search
+SEED = 1  # seed of the search
 
 
 class Goalpost(NamedTuple):
-    """What is to be learned, by LeNet.
+    """A task for LeNet.
 
     Attributes:
-        reader: of the data.
-        accuracy: of a test, the target.
-        epochs: in which it is to be reached, and in which the cosine falls.
+        reader: reader of the data.
+        accuracy: target of the test accuracy.
+        epochs: number of epochs within which to reach the target. The cosine schedule falls over this number.
     """
 
     reader: str
@@ -26,17 +26,17 @@ SIZES = (16, 32, 64, 128)
 RATES = (0.01, 0.02, 0.05, 0.1)
 SCHEDULES = ("constant", "cosine")
 MOVING = 0.02
-"""By how much of the way to them weights that are averaged over time move with every update."""
+"""Share of the distance to the current weights that a moving average covers with every update."""
 
 
 class Contestant(NamedTuple):
-    """A way to train: tables of a job; without a protocol DDP, as `averaged` over time as weights may be.
+    """A training method, as tables of a job. Without a protocol it is DDP.
 
     Attributes:
-        protocol: its name.
+        protocol: name of the protocol. Empty: DDP.
         topology: table `[topology]`.
         averaging: table `[averaging]`.
-        averaged: whether DDP's weights are tested as a moving average of those of all updates.
+        averaged: whether evaluations of DDP use a moving average of the weights over all updates.
     """
 
     protocol: str = ""
@@ -61,7 +61,7 @@ CONTESTANTS = {
 
 
 class Point(NamedTuple):
-    """A run. `epochs`: at most; DDP ends where it reaches the target. A cosine falls in all epochs of the goalpost."""
+    """One run. `epochs` is a maximum: DDP ends when it reaches the target. A cosine always spans the task's epochs."""
 
     data: str
     contestant: str
@@ -74,13 +74,13 @@ class Point(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a run: test accuracy after each epoch, and seconds of training until then."""
+    """Results of a run: test accuracy after each epoch, and seconds of training until then."""
 
     accuracy: list[float]
     seconds: list[float]
 
     def reached(self, target: float) -> tuple[float, int]:
-        """Seconds and epochs until the target was reached; infinitely many seconds if it was not."""
+        """Returns seconds and epochs until the target. The seconds are infinite if it was not reached."""
         for epoch, (accuracy, seconds) in enumerate(zip(*self, strict=True), 1):
             if accuracy >= target:
                 return seconds, epoch
@@ -98,11 +98,11 @@ def search(
     perform: Perform,
     schedules: Sequence[str] = SCHEDULES,
 ) -> dict[str, Point]:
-    """The first two heats; the fastest point of each contestant that reached the target, with an epoch to spare.
+    """Runs the first two rounds. Returns the fastest point of each method that reached the target, plus a spare epoch.
 
-    A heat that has nothing to choose from is left out. In the second one a contestant's points take turns, the one
-    that came furthest first, and each gets no more epochs than would make it the fastest so far, at the quickest pace
-    that it was seen to have with mini-batches of that size: a disturbed epoch decides nothing.
+    A round without a choice is left out. In the second round the points of a method run in turns, the one with the
+    highest accuracy first. A point gets only as many epochs as can still make it the fastest. This number assumes the
+    shortest seconds per epoch seen with this mini-batch size, so that a disturbed epoch decides nothing.
     """
     goal = DATA[data]
     grid = [Point(data, who, size, rate) for size in sizes for rate in rates for who in contestants]
@@ -111,7 +111,7 @@ def search(
     ways = [point._replace(schedule=schedule, epochs=goal.epochs) for point in grid for schedule in schedules]
     if len(ways) == len(contestants):
         return {point.contestant: point for point in ways}
-    pace: dict[tuple[str, int], float] = {}  # seconds an epoch
+    pace: dict[tuple[str, int], float] = {}  # seconds per epoch
     for point, outcome in made.items():
         _note(pace, point, outcome)
     best: dict[str, Point] = {}
@@ -139,7 +139,7 @@ def _note(pace: dict[tuple[str, int], float], point: Point, outcome: Outcome) ->
 
 
 def _furthest(first: dict[Point, Outcome]) -> list[Point]:
-    """Of each mini-batch size and contestant the point whose rate came furthest; the furthest of all first."""
+    """Returns the point with the best rate for each mini-batch size and method, ordered by accuracy."""
     best: dict[tuple[int, str], Point] = {}
     for point in sorted(first, key=lambda point: -first[point].accuracy[-1]):
         best.setdefault((point.size, point.contestant), point)

@@ -1,4 +1,4 @@
-"""Workers that share weights in a window: two against one, against torch's own Hogwild; what waiting and locks cost.
+"""Workers that share weights in a window: two against one, and against torch's Hogwild. Cost of waiting and locks.
 
 Source: Hogbatch §6.1, and the example `mnist_hogwild` of PyTorch, whose processes share the tensors of a model.
 """
@@ -26,7 +26,7 @@ from rudra.mpi.shared_window import WindowFile
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FEATURES = 300  # w8a's
+FEATURES = 300  # as w8a
 SMALL, LARGE = (64, 64), (512, 512)
 TURNS = 5
 TURN_S = 2.0
@@ -34,13 +34,13 @@ TWICE, BEYOND, WAITING = 1.7, 1.5, 3.0
 
 
 class Case(NamedTuple):
-    """What is trained, and about how many of its samples a worker computes in a second.
+    """A model to train, with the approximate speed of a worker.
 
     Attributes:
-        hidden: units.
+        hidden: numbers of units in the hidden layers.
         size: μ.
-        parts: of a worker's batch, each a gradient of μ samples.
-        pace: samples/s.
+        parts: number of parts of a worker's batch. Each part is a gradient of μ samples.
+        pace: approximate samples/s of one worker.
     """
 
     hidden: tuple[int, ...]
@@ -56,20 +56,20 @@ class Case(NamedTuple):
 HOGWILD = Case(SMALL, 1, 16, 6_000), Case(SMALL, 8, 16, 40_000)
 BIG = Case(LARGE, 8, 4, 8_000)
 PATIENT = Case(LARGE, 8, 1, 8_000)
-"""About 1 ms of work at a time."""
+"""Case with batches of about 1 ms of work."""
 
 
 def noise(count: int) -> tuple[TensorDataset, TensorDataset]:
-    """Samples in the form of w8a's, which any machine has."""
+    """Returns random samples with the shape of w8a, which need no download."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, FEATURES, generator=generator)
     labels = torch.randint(2, (count,), generator=generator)
-    labels[0] = 1  # by which their number is known
+    labels[0] = 1  # so that the number of classes is known
     return TensorDataset(inputs, labels), TensorDataset(inputs[:4], labels[:4])
 
 
 def job(case: Case, workers: int, update: Update = "racing", seconds: float = TURN_S) -> Job:
-    """An epoch that takes about so long."""
+    """Returns a job of one epoch that takes about `seconds`."""
     count = max(200 * case.size, round(case.pace * workers * seconds))
     return Job(
         name="bench",
@@ -120,7 +120,7 @@ def run(*, quick: bool) -> Report:
 
 
 def _measure(comm: "MPI.Comm", directory: Path, cases: Sequence[Case], turns: int, seconds: float) -> dict[str, Any]:
-    """Samples/s of each case, of one worker and two, racing and locked, in turns."""
+    """Returns samples/s of each case in turns: one worker and two, without locks and with them."""
     found: dict[str, Any] = {}
     plans: tuple[tuple[str, int, Update], ...] = (("one", 1, "racing"), ("two", 2, "racing"), ("locked", 2, "locked"))
     for case in cases:
@@ -137,7 +137,7 @@ def _measure(comm: "MPI.Comm", directory: Path, cases: Sequence[Case], turns: in
 
 
 def _trained(comm: "MPI.Comm", path: Path, job: Job) -> dict[str, float]:
-    """Runs a job on as many ranks as it needs; what its results say, on those ranks."""
+    """Runs a job on the ranks that it needs, and returns its results on those ranks."""
     from mpi4py import MPI
 
     some = comm.Split(0 if comm.rank < job.plan().ranks else MPI.UNDEFINED)
@@ -159,7 +159,7 @@ def _trained(comm: "MPI.Comm", path: Path, job: Job) -> dict[str, float]:
 
 
 def hogwild(case: Case, seconds: float) -> float:
-    """Samples/s of two processes that share the tensors of a model, as PyTorch's example has it."""
+    """Returns samples/s of two processes that share the tensors of a model, as in PyTorch's example."""
     import torch.multiprocessing as processes
 
     context = processes.get_context("spawn")
@@ -195,7 +195,7 @@ def _hogwild_worker(
     ready: Any,
     times: Any,
 ) -> None:
-    """One of its processes; batches by index from memory, which is faster than the example's loader."""
+    """Trains in one of the processes. Batches are indexed in memory, which is faster than the example's loader."""
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -213,7 +213,7 @@ def _hogwild_worker(
 
 
 def _locks(rounds: int) -> list[str]:
-    """What it costs to take the lock of a window, and an update of either kind."""
+    """Returns the cost of the lock of a window, and of each kind of update."""
     lines = []
     for size in (23_554, 420_866):
         gradient, taken = torch.zeros(size), {}

@@ -1,4 +1,4 @@
-"""How long a learner waits for its mini-batches, drawing them itself or from an input thread, and what is faster."""
+"""Waiting time of a learner for mini-batches, with and without an input thread, and the resulting speed-up."""
 
 import tempfile
 import time
@@ -23,12 +23,12 @@ from rudra.job.job import Job
 SIZES = (4, 16, 64)
 LIMIT = 2.0  # percent
 TURN_S = 0.3
-CHUNK = 8  # samples that HDF5 compresses together
+CHUNK = 8  # samples in one compressed chunk of HDF5
 
 
 @one_thread()
 def run(*, quick: bool) -> Report:
-    """Measures in this process, one torch thread: the input thread has a core of its own where there are two."""
+    """Measures in this process with one torch thread. The input thread has its own core if there are two."""
     report = Report(
         ["network, data", "μ", "wait, % of a step", "with a thread", "thread: times the steps/s", "a run has"]
     )
@@ -54,7 +54,7 @@ def run(*, quick: bool) -> Report:
 
 
 def _cases(directory: Path, samples: int | None) -> Iterator[tuple[str, Job, Samples, bool]]:
-    """Name, job and training set of each case, and whether the goal is about it."""
+    """Returns the name, job and training set of each case, and whether the goal includes the case."""
     crop = {"crop": 4, "flip": True}
     mnist, cifar = _split(samples or 60_000, (1, 28, 28)), _split(samples or 50_000, (3, 32, 32))
     yield "lenet, Fashion-MNIST's", Job(model={"name": "lenet"}), mnist, True
@@ -69,7 +69,7 @@ def _cases(directory: Path, samples: int | None) -> Iterator[tuple[str, Job, Sam
 
 
 def _split(count: int, shape: tuple[int, ...]) -> Split:
-    """Noise in memory, as readers of images give them."""
+    """Returns noise in memory, in the form that image readers return."""
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (count, *shape), np.uint8)
     mean = images.mean(0, dtype=np.float32)
@@ -77,7 +77,7 @@ def _split(count: int, shape: tuple[int, ...]) -> Split:
 
 
 def _write(path: Path, count: int) -> None:
-    """A file of images in compressed chunks, of noise in so few colours that it can be compressed as pictures can."""
+    """Writes a file of images in compressed chunks. The noise has few colours, so that it compresses like pictures."""
     generator = np.random.default_rng(0)
     images = generator.integers(0, 16, (count, 3, 64, 64), np.uint8) * np.uint8(16)
     labels = generator.integers(0, 10, count)
@@ -88,7 +88,7 @@ def _write(path: Path, count: int) -> None:
 
 
 class _Case:
-    """One learner's steps at fixed weights, drawn in both ways."""
+    """Steps of one learner at fixed weights, with both kinds of input."""
 
     def __init__(self, job: Job, samples: Samples) -> None:
         inputs, target = samples.batch(np.zeros(1, np.int64))
@@ -102,7 +102,7 @@ class _Case:
         self._next = dict.fromkeys(self._sources, 0)
 
     def measure(self, rounds: int, turn_s: float) -> tuple[dict[bool, list[float]], dict[bool, list[float]]]:
-        """Seconds per step and the share of them that is waiting, with and without the thread, of turns about."""
+        """Returns seconds per step and the share of waiting, with and without the thread, in alternating turns."""
         times: dict[bool, list[float]] = {False: [], True: []}
         waits: dict[bool, list[float]] = {False: [], True: []}
         warm_s = max(self._steps(way, 3)[0] for way in times)
@@ -117,7 +117,7 @@ class _Case:
         return times, waits
 
     def _steps(self, way: bool, count: int) -> tuple[float, float]:
-        """Seconds per step, and those of waiting."""
+        """Returns seconds per step in total, and seconds of waiting."""
         source, first, wait_s = self._sources[way], self._next[way], 0.0
         self._next[way] += count
         began = time.perf_counter()

@@ -1,8 +1,8 @@
-"""DiLoCo against hardsync by allreduce on two hosts of two learners each, behind a slow link: a character LSTM.
+"""DiLoCo against hardsync by allreduce on two hosts of two learners each, with a slow link: a character LSTM.
 
-The bound of either is the time of computing alone, and then that in which the link carries what must cross it: for
-each average, or each mini-batch, all that two learners bring, and the sums for two ("ordered", as in the job `wan`).
-Added on each host first ("nodes"), it is half of that: hardsync at its best stands beside.
+The bound of each method is its computing time, plus the time of its data on the link. For each average or mini-batch
+the link carries the contributions of two learners and the sums for two learners ("ordered", as in the job `wan`). If
+each host adds its contributions first ("nodes"), the link carries half. This is the best case of hardsync.
 """
 
 from pathlib import Path
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 GBIT_S, HOSTS, LEARNERS, SIZE = 0.1, 2, 4, 8
 BATCH = LEARNERS * SIZE
-HIDDEN = {"1.1 MB": 128, "4.3 MB": 256}  # units of the LSTM
-AVERAGES, STEPS = 3, 10  # of a run of DiLoCo, and of hardsync
+HIDDEN = {"1.1 MB": 128, "4.3 MB": 256}  # number of units of the LSTM
+AVERAGES, STEPS = 3, 10  # in a run of DiLoCo, and in a run of hardsync
 WAYS = {"diloco": "DiLoCo", "ordered": "hardsync", "nodes": 'hardsync, "nodes"'}
 
 
@@ -53,8 +53,8 @@ def run(*, quick: bool) -> Report:
 
 
 def _add(report: Report, name: str, found: dict[str, Any], period: int) -> None:
-    """Rows and goal of a model."""
-    against = {way: ratios(found[way], found["diloco"]) for way in ("ordered", "nodes")}  # of times
+    """Adds rows and goal of a model."""
+    against = {way: ratios(found[way], found["diloco"]) for way in ("ordered", "nodes")}  # ratios of times
     whole = LEARNERS / HOSTS
     crossing = {"diloco": whole / period, "ordered": whole, "nodes": 1.0}
     links.add_ways(report, name, found, WAYS, crossing=crossing, against=against, unit=BATCH)
@@ -65,7 +65,7 @@ def _add(report: Report, name: str, found: dict[str, Any], period: int) -> None:
 def measure(
     comm: "MPI.Comm", directory: Path, models: dict[str, int], period: int, rounds: int, text: str
 ) -> dict[str, Any]:
-    """Takes turns; on learners: model -> figure -> one for each round."""
+    """Runs all ways in turns. Returns on learners: model -> figure -> one value for each round."""
     links.on_half_the_cores()
     torch.set_num_threads(1)
     file = Path(text)
@@ -82,7 +82,7 @@ def measure(
                 rest(comm)
                 if comm.rank >= STATISTICS:
                     taken |= _trained(ranks, _job(file, hidden, way, period), directory / "run.h5", way)
-            if comm.rank >= STATISTICS:  # what begins and ends a run is in that of one average, too
+            if comm.rank >= STATISTICS:  # the cost of starting and ending a run is also part of the single average
                 taken["diloco, sent"] -= taken.pop("alone, sent")
                 taken["diloco, sent"] /= BATCH * period * (AVERAGES - 1)
                 for way in ("ordered", "nodes"):
@@ -109,7 +109,7 @@ def _job(text: Path, hidden: int, way: str, period: int) -> Job:
 
 
 def _trained(ranks: "MPI.Comm", job: Job, path: Path, way: str) -> dict[str, Any]:
-    """Seconds per mini-batch, and bytes that have left the host that sends more."""
+    """Returns seconds per mini-batch, and the bytes sent by the host that sends more."""
     taken_s, sent, size = links.trained(ranks, job, path, connected=way != "alone")
     steps = job.averaging.period or 1 if way == "diloco" else 1
     return {way: taken_s / steps, f"{way}, sent": sent, "bytes": size}

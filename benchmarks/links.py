@@ -1,11 +1,11 @@
-"""Two hosts of one machine with a link between them: making them, starting ranks on both, and what the link carries.
+"""Two hosts on one machine with a link between them: setup, start of ranks on both, and speed of the link.
 
-The hosts are Linux namespaces. Each has a host name, an address and a /dev/shm of its own, so MPI between them goes
-over TCP through the link, whose token bucket (`tc … tbf`) sets the bandwidth of each direction. Nothing is added to
-the machine's own network. Each host gets half of the machine's cores, so that its ranks know how many they have.
+The hosts are Linux namespaces. Each has a host name, an address and a /dev/shm of its own. MPI between the hosts uses
+TCP through the link, whose token bucket (`tc … tbf`) sets the bandwidth of each direction. The machine's own network
+does not change. Each host gets half of the machine's cores, so that its ranks know how many they have.
 
-Nothing on them outlives the process that made them, however it ends: Ctrl-C and SIGTERM end what is there, and what
-`Hosts.start` has started dies with it.
+The hosts end with the process that made them, however it ends. Ctrl-C and SIGTERM end all processes on the hosts, and
+processes that `Hosts.start` started end with their parent.
 
 `python -m benchmarks.links MODULE FUNCTION LEARNERS ARGUMENTS` runs on the first host, and starts the ranks on both.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 ADDRESSES = ("10.213.0.1", "10.213.0.2")
 NAMES = ("node1", "node2")
-BURST_S, LEAST_BURST = 0.0032, 64 << 10  # seconds of the link's rate, and bytes: of one large packet
+BURST_S, LEAST_BURST = 0.0032, 64 << 10  # burst in seconds at the link's rate, and minimum in bytes: one large packet
 _TOOLS = ("unshare", "nsenter", "ip", "tc")
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _HOLD = (
@@ -56,7 +56,7 @@ _HOLD = (
 
 
 def missing() -> str:
-    """What two hosts need and this machine does not have; empty if nothing."""
+    """Returns the missing requirement for two hosts on this machine, or an empty text."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     tools = [tool for tool in _TOOLS if shutil.which(tool, path=_PATH) is None]
@@ -71,17 +71,17 @@ class Hosts:
     """Two hosts.
 
     Attributes:
-        directory: where their files are.
-        pids: of the processes that keep their namespaces.
+        directory: directory of the hosts' files.
+        pids: ids of the processes that keep the namespaces.
     """
 
     directory: Path
     pids: tuple[int, int]
 
     def start(self, argv: Sequence[str], host: int = 0, **streams: Any) -> "subprocess.Popen[str]":
-        """Starts a command on a host; the command gets SIGTERM when this process ends.
+        """Starts a command on a host. The command gets SIGTERM when this process ends.
 
-        An Open MPI mpirun that the command starts on the first host starts ranks on both hosts.
+        If the command is an Open MPI mpirun on the first host, it starts ranks on both hosts.
 
         Args:
             argv: the command.
@@ -95,7 +95,7 @@ class Hosts:
             "PRTE_MCA_prte_default_hostfile": str(self.directory / "slots"),
             "PRTE_MCA_prte_keep_fqdn_hostnames": "0",
             "OMPI_MCA_btl_tcp_if_include": "eth0",
-            "OMPI_MCA_mpi_yield_when_idle": "1",  # both hosts' ranks share the cores, of which MPI knows nothing
+            "OMPI_MCA_mpi_yield_when_idle": "1",  # the ranks of both hosts share cores, which MPI does not know
         }
         env.pop(SERVER, None)  # the fork server is not on these hosts
         return subprocess.Popen(
@@ -103,7 +103,7 @@ class Hosts:
             env=env,
             stdin=subprocess.DEVNULL,
             text=True,
-            start_new_session=True,  # Ctrl-C of the terminal comes to this process alone
+            start_new_session=True,  # Ctrl-C of the terminal goes only to this process
             preexec_fn=end_with_parent,
             **streams,
         )
@@ -111,11 +111,11 @@ class Hosts:
 
 @contextmanager
 def two_hosts(*, gbit_s: float, slots: tuple[int, int]) -> Iterator[Hosts]:
-    """Makes the hosts, and ends every process that is left on them.
+    """Makes the hosts, and ends all their processes afterwards.
 
     Args:
         gbit_s: bandwidth of the link, each way.
-        slots: how many ranks to start on each.
+        slots: number of ranks to start on each host.
     """
     holders: list[subprocess.Popen[str]] = []
     with _ended_in_order(), tempfile.TemporaryDirectory(prefix="rudra-hosts-") as name:
@@ -159,9 +159,9 @@ def _enter(pid: int) -> list[str]:
 
 
 def _link(pids: tuple[int, int], gbit_s: float) -> None:
-    """A cable between the hosts, and a token bucket at both ends.
+    """Makes a cable between the hosts, and a token bucket at both ends.
 
-    What a bucket holds goes through at any rate: 3 ms of the link's, so that little of a transfer does.
+    The content of a full bucket passes at any speed. It is 3 ms of the link's rate, a small part of a transfer.
     """
     plug = f"ip link add eth0 type veth peer name eth0 netns {pids[1]}"
     subprocess.run([*_enter(pids[0]), *plug.split()], check=True, env=_environment())
@@ -173,7 +173,7 @@ def _link(pids: tuple[int, int], gbit_s: float) -> None:
 
 
 def _agent(pids: tuple[int, int]) -> str:
-    """In place of ssh: `agent HOST COMMAND…` enters the host's namespaces."""
+    """Returns a script that replaces ssh: `agent HOST COMMAND…` enters the host's namespaces."""
     cases = "\n".join(f"  {name}) pid={pid} ;;" for name, pid in zip(NAMES, pids, strict=True))
     return f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
@@ -188,7 +188,7 @@ exec nsenter -t "$pid" -n -u -i -m --wd="$PWD" sh -c "$*"
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """SIGTERM, as of `timeout`, is an exception meanwhile, so that what is to be ended is."""
+    """Turns SIGTERM, for instance from `timeout`, into an exception, so that cleanup code runs."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -200,7 +200,7 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def _on(host: int) -> list[int]:
-    """The processes on the host of this one, itself left out; none, if that was not made and this is the machine."""
+    """Returns the processes on a host without its holder, or none if the namespaces are the machine's own."""
 
     def network(process: int | str) -> str:
         with suppress(OSError):
@@ -214,7 +214,7 @@ def _on(host: int) -> list[int]:
 
 
 def _end(holder: "subprocess.Popen[str]", patience_s: float = 5.0) -> None:
-    """Ends what is left on a host, and the process that keeps its namespaces; with the last one they are gone."""
+    """Ends the processes on a host and the holder of its namespaces. The namespaces vanish with the last process."""
     deadline = time.monotonic() + patience_s
     while holder.returncode is None and (left := _on(holder.pid)) and time.monotonic() < deadline:
         for process in left:
@@ -232,18 +232,18 @@ def _end(holder: "subprocess.Popen[str]", patience_s: float = 5.0) -> None:
         holder.stdout.close()
 
 
-# Ranks on both.
+# Ranks on both hosts.
 
 TURN = "turn"
-"""A line of standard output that says that one is over."""
+"""Line of standard output at the end of a turn."""
 
 MESSAGE = 1 << 20
 ALONE = "computing alone: the same learners at the same time compute and update, and nothing is exchanged"
 HALF = f"learners have one torch thread each, and half of this machine's {cores()} cores are each host's"
-"""Notes of reports; the second note begins with a number."""
+"""Notes of reports. The second note begins with a number."""
 
 INSISTS_S, ENDS_S = 3.0, 10.0
-"""How long a measurement may take to end when it is told to, before it is told again, and before it is killed."""
+"""Seconds after which a measurement that should end is asked again, and after which it is killed."""
 
 
 def behind_a_link(
@@ -251,18 +251,18 @@ def behind_a_link(
 ) -> list[dict[str, Any]]:
     """Calls a function on the ranks of two hosts, as `on_ranks` does.
 
-    Shows on a terminal how many turns are over, and leaves no process.
+    Shows the number of finished turns on a terminal, and leaves no process.
 
     Args:
-        measure: a function of a module that can be imported there.
-        gbit_s: of the link, each way.
-        learners: there are two ranks more, which are on the first host.
-        turns: how often `turn_is_over` will be called on each rank.
-        away: how many learners, the last ones, are on the second host; without it, half of them.
+        measure: function of a module that the hosts can import.
+        gbit_s: bandwidth of the link, each way.
+        learners: number of learners. The two additional ranks are on the first host.
+        turns: how often each rank will call `turn_is_over`.
+        away: number of learners on the second host, which are the last ones. None: half of the learners.
         arguments: keyword arguments that fit into JSON.
 
     Raises:
-        RunError: it failed there, after what was said on standard error.
+        RunError: the function failed. Its message is on standard error.
     """
     away = learners // 2 if away is None else away
     with two_hosts(gbit_s=gbit_s, slots=(LEARNER + learners - away, away)) as hosts:
@@ -288,7 +288,7 @@ def behind_a_link(
 
 
 def _stop(process: "subprocess.Popen[str]") -> None:
-    """Tells a measurement to stop, and then to stop now, if it has not ended."""
+    """Asks a measurement to stop, and later to stop at once if it has not ended."""
     for patience_s in (INSISTS_S, ENDS_S):
         if process.poll() is None:
             process.terminate()
@@ -299,29 +299,29 @@ def _stop(process: "subprocess.Popen[str]") -> None:
 
 
 def on_half_the_cores() -> None:
-    """Leaves the other half of the cores to the other host's ranks; one core is shared."""
+    """Leaves half of the cores to the other host's ranks. A single core is shared."""
     mine = sorted(os.sched_getaffinity(0))
     host, half = NAMES.index(socket.gethostname()), max(1, len(mine) // 2)
     os.sched_setaffinity(0, mine[-half:] if host else mine[:half])
 
 
 def turn_is_over(comm: "MPI.Comm") -> None:
-    """To be called by all ranks."""
+    """Reports the end of a turn. Every rank must call it."""
     rest(comm)
     if comm.rank == 0:
         print(TURN, flush=True)
 
 
 def link_rate(comm: "MPI.Comm", seconds: float, gbit_s: float) -> float:
-    """Bytes per second that MPI brings from the first rank to the last, in about that time; the same on all ranks.
+    """Returns the bytes per second that MPI sends from the first rank to the last, the same value on all ranks.
 
     Args:
-        comm: of ranks on both hosts.
-        seconds: for which it sends.
-        gbit_s: what the link should have.
+        comm: communicator with ranks on both hosts.
+        seconds: approximate duration of the measurement.
+        gbit_s: bandwidth that the link should have.
 
     Raises:
-        RunError: it is faster than that, so that nothing limits it.
+        RunError: the link is faster, so nothing limits it.
     """
     messages = max(2, round(seconds * gbit_s * 1e9 / 8 / MESSAGE))
     buffer, last = np.zeros(MESSAGE, np.uint8), comm.size - 1
@@ -346,7 +346,7 @@ def link_rate(comm: "MPI.Comm", seconds: float, gbit_s: float) -> float:
 def in_turns_behind(
     comm: "MPI.Comm", gbit_s: float, rounds: int, figures: dict[str, list[Any]], *, seconds: float = 0.5
 ) -> Iterator[dict[str, Any]]:
-    """Takes turns as `in_turns` does, on all ranks; each has what the link carries as its figure "link"."""
+    """Takes turns as `in_turns` does, on all ranks. The figure "link" of each turn is the link's measured speed."""
     for taken in in_turns(rounds, figures):
         taken["link"] = link_rate(comm, seconds, gbit_s)
         yield taken
@@ -357,8 +357,8 @@ def trained(ranks: "MPI.Comm", job: Job, path: Path, *, connected: bool) -> tupl
     """Runs a job on the ranks of the statistics server and the learners.
 
     Returns:
-        Seconds between updates, or of learners that are not connected between mini-batches of the slowest one; bytes
-        that have left the host that sends more; bytes of the weights.
+        Seconds between updates, or for unconnected learners between mini-batches of the slowest one. Then the bytes
+        sent by the host that sends more, and the bytes of the weights.
     """
     before = sent_bytes()
     with train(job, path, ranks) as results:
@@ -391,7 +391,7 @@ def measured(
         given: arguments of `measure`.
 
     Returns:
-        Model -> figure -> a value for each turn, of the first learner; empty without two hosts.
+        Model -> figure -> a value for each turn, of the first learner. Empty without two hosts.
     """
     if lacking := missing():
         report.notes = [f"no rows: {lacking}"]
@@ -438,7 +438,7 @@ def add_ways(
 
 
 def sent_bytes() -> int:
-    """What has left this host by the link so far."""
+    """Returns the number of bytes that this host has sent through the link until now."""
     lines = Path("/proc/self/net/dev").read_text(encoding="ascii").splitlines()
     return int(next(line for line in lines if "eth0:" in line).partition(":")[2].split()[8])
 

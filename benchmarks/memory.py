@@ -1,4 +1,4 @@
-"""Peak memory of the roles in sizes of the model, on real ranks, with SGD and momentum; by memory and by messages."""
+"""Peak memory of the roles in sizes of the model, on real ranks, with SGD and momentum, by memory and by messages."""
 
 import fcntl
 import os
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 WAYS = {"memory": True, "messages": False}
 EVERY_S = 1e-3
-"""Between two looks at the memory: filling a model's memory takes many times as long."""
+"""Interval between two samples of the memory. Filling a model's memory takes many times as long."""
 
 
 def run(*, quick: bool) -> Report:
-    """Measures alexnet at μ = 1 with λ = 1, 2, 3, and once with snapshots taken for tests."""
+    """Measures alexnet at μ = 1 with λ = 1, 2, 3, and once with snapshots for evaluations."""
     options, every_s = ({"width": 512}, 10 * EVERY_S) if quick else ({}, EVERY_S)
     cases = [(1, False), (1, True)] if quick else [(1, False), (2, False), (3, False), (2, True)]
     heads = ("learner", "parameter server", "statistics server")
@@ -40,7 +40,7 @@ def run(*, quick: bool) -> Report:
             models_ = [rank["peak"] / rank["model"] for rank in ranks]
             learner = max(models_[LEARNER:])
             cells += [f"{x:.2f}" for x in (learner, models_[SERVER], models_[STATISTICS])]
-            if way == "memory":  # buffers make whole models; headers and code are on top
+            if way == "memory":  # buffers are multiples of the model's size, and headers and code come on top
                 learners.append(round(learner, 1))
                 servers[evaluate].append(round(models_[SERVER], 1))
             model_bytes = ranks[LEARNER]["model"]
@@ -82,7 +82,7 @@ def measure(
 
 
 def _own_bytes() -> int:
-    """Memory of this process alone, and what neighbours read of it, which only its owner may write to."""
+    """Returns this process's private memory, plus the memory that neighbours read and only this process may write."""
     shared = {}
     for file in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -94,13 +94,13 @@ def _own_bytes() -> int:
 
 
 class _Peak:
-    """The most of it while something runs, as a thread sees it.
+    """Peak of this process's memory while a block runs, sampled by a thread.
 
     Args:
-        every_s: between two looks.
+        every_s: interval between samples.
 
     Attributes:
-        bytes: of it.
+        bytes: largest sample.
     """
 
     def __init__(self, every_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark `overlap` behind a link: the servers are on one host, the learner on the other."""
+"""The benchmark `overlap` with a link: the servers are on one host, the learner on the other."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,5 +27,5 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, **about: Any) -> dict[str, Any]:
-    """Takes turns as `overlap.measure` does."""
+    """Measures in turns, as `overlap.measure` does."""
     return overlap.measure(comm, directory, 1, **about, over=turn_is_over)

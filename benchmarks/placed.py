@@ -1,9 +1,9 @@
-"""Layers placed on a stage server, against whole models by a server and by allreduce: two hosts behind a link, and one.
+"""Layers placed on a stage server, against whole models with a server and with allreduce: on two linked hosts, and one.
 
-The model is convolutions that hold a twentieth of the parameters, and fully connected layers behind them. The servers
-are on the first host and all learners on the second; for allreduce, which has no server, a learner is on the first,
-so that the link is crossed. What the link would foretell alone is a ratio of bytes: of those of a step that cross it
-one after the other, by Park et al.'s model (`rudra.core.placement`).
+The model has convolutions with a twentieth of the parameters, followed by fully connected layers. The servers are on
+the first host and all learners on the second. Allreduce has no server, so one of its learners is on the first host to
+use the link. A prediction from the link only is a ratio of bytes: the bytes of a step that cross the link one after
+the other, by Park et al.'s model (`rudra.core.placement`).
 """
 
 import socket
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 LEARNERS, SIZE, CUT, CROSSING, HIDDEN = 3, 16, 5, 1024, 1280
-STAGE = 2  # world rank, on the first host like those of the two other servers; the learners' are behind it
+STAGE = 2  # world rank, on the first host like the two other servers. The learners' ranks follow
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "base": ("base", {}),
     "allreduce": ("allreduce", {"topology": {"name": "groups"}}),
@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "ralp": ("placed, synchronous (RALP)", {"placement": {"cut": CUT, "rule": "synchronous"}}),
     "merged": ("placed, merged, async", {"placement": {"cut": CUT, "rule": "merged"}, "protocol": {"name": "async"}}),
 }
-LINKS = {0.1: (4, 8, 4, 20, 20), 1.0: (10, 20, 10, 40, 40)}  # Gbit/s: steps of a run, by way
+LINKS = {0.1: (4, 8, 4, 20, 20), 1.0: (10, 20, 10, 40, 40)}  # Gbit/s -> steps of a run, for each way
 MEMORY = (60, 0, 0, 60, 60)
 ROUNDS = 2
 
@@ -83,12 +83,12 @@ def run(*, quick: bool) -> Report:
 
 
 def crossing(hidden: int) -> dict[str, tuple[float, int]]:
-    """Bytes of a step of all learners that must cross the link, and how many ways at the same time, by way."""
+    """Returns way -> bytes of all learners' step that must cross the link, and number of directions used at once."""
     front, back = _sizes(hidden)
     layers = [Layer("front", "convolution", front, 4 * CROSSING), Layer("back", "linear", back, 0)]
     traffic = choose("ralp", layers, PlacementHardware(LEARNERS, SIZE))
     placed = traffic.cuts[0].placed_bytes
-    ring = 2 * traffic.allreduce_bytes / LEARNERS  # of a member's own link, both ways
+    ring = 2 * traffic.allreduce_bytes / LEARNERS  # on a member's own link, both directions
     server = traffic.server_bytes
     return {
         "base": (server, 1),
@@ -100,7 +100,7 @@ def crossing(hidden: int) -> dict[str, tuple[float, int]]:
 
 
 def _sizes(hidden: int) -> tuple[int, int]:
-    """Bytes of the parameters before the cut and behind it."""
+    """Returns the bytes of the parameters before the cut and after it."""
     layers = list(network((1, 28, 28), 10, hidden).children())
     front, back = (
         sum(4 * p.numel() for layer in part for p in layer.parameters()) for part in (layers[:CUT], layers[CUT:])
@@ -109,7 +109,7 @@ def _sizes(hidden: int) -> tuple[int, int]:
 
 
 def _add(report: Report, place: str, found: dict[str, list[float]], moved: Mapping[str, tuple[float, int]]) -> None:
-    """Rows and goals of a link, or of one host, which has none."""
+    """Adds rows and goals of a link, or of a single host without a link."""
     against = {way: ratios(found[way], found["base"]) for way in WAYS if way in found}
     foretold = {way: moved["base"][0] / size * ways for way, (size, ways) in moved.items()}
     for way, ratio in against.items():
@@ -137,15 +137,15 @@ def _add(report: Report, place: str, found: dict[str, list[float]], moved: Mappi
 def measure(
     comm: "MPI.Comm", directory: Path, link_gbit_s: float, steps: Sequence[int], rounds: int, hidden: int
 ) -> dict[str, list[float]]:
-    """Takes turns; figure -> one for each round, on the statistics server.
+    """Runs all ways in turns. Returns figure -> one value for each round, on the statistics server.
 
     Args:
-        comm: the servers' ranks, and then the learners'.
-        directory: for files.
-        link_gbit_s: of the link; 0: there is none.
-        steps: of a run, by way; 0: none is made.
-        rounds: how many turns count.
-        hidden: of the model.
+        comm: communicator with the servers' ranks, followed by the learners' ranks.
+        directory: directory for files.
+        link_gbit_s: bandwidth of the link. 0: there is no link.
+        steps: steps of a run for each way. 0: the way is not run.
+        rounds: number of turns that count.
+        hidden: units of the model's hidden layer.
     """
     if link_gbit_s:
         on_half_the_cores()
@@ -171,9 +171,9 @@ def measure(
 
 
 def _trained(comm: "MPI.Comm", directory: Path, way: str, steps: int, hidden: int) -> float:
-    """Samples per second of a run; 0 on ranks that it does not need."""
+    """Returns the samples per second of a run, and 0 on ranks that the run does not need."""
     places = {rank: rank for rank in range(comm.size)}
-    if way == "allreduce":  # the stage server's rank learns, in place of the last one
+    if way == "allreduce":  # the stage server's rank learns instead of the last learner
         without = [0, comm.size - 1]
     elif "placement" in WAYS[way][1]:
         places[STAGE], without = comm.size, []

@@ -1,4 +1,4 @@
-"""What it costs to record a run so that it can be repeated: rows of gradients and updates, digests and hashes."""
+"""Cost of recording a run for a replay: rows of gradients and updates, digests and hashes."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ PIECES = (
 
 
 def run(*, quick: bool) -> Report:
-    """Trains with and without records in turns, and times every piece of recording where it is done."""
+    """Trains with and without records in turns, and times every part of the recording."""
     steps = {4: 8} if quick else STEPS
     ranks = on_ranks(measure, LEARNERS, steps=steps, rounds=1 if quick else 9)
     taken = {size: {name: np.array(ranks[SERVER][str(size)][name]) for name in ("on", "off", "run")} for size in steps}
@@ -81,7 +81,7 @@ def _updates(steps: dict[int, int], size: int) -> int:
 
 
 def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: int) -> dict[str, Any]:
-    """Takes turns; on every rank: size -> seconds per step on and off, of the run, and spent here on recording."""
+    """Runs cases in turns. Returns on every rank: size -> seconds per step on and off, of the run, and of recording."""
     if comm.rank == SERVER:
         write_images(directory)
     rest(comm)
@@ -92,7 +92,7 @@ def measure(comm: "MPI.Comm", directory: Path, steps: dict[int, int], rounds: in
             for name in ("on", "off"):
                 spent = [0.0]
                 with _timed(spent) if name == "on" else _unrecorded(), train(job, directory / "run.h5") as results:
-                    taken[name] = LEARNERS * step_s(np.sort(results.minibatches["time_s"]))  # whoever took them
+                    taken[name] = LEARNERS * step_s(np.sort(results.minibatches["time_s"]))  # of all learners
                     if name == "on":
                         taken |= {"run": float(results.totals["time_s"][0]), "spent": spent[0]}
                 rest(comm)
@@ -121,7 +121,7 @@ def _timed(spent: list[float]) -> Iterator[None]:
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Leaves out what only a replay needs."""
+    """Leaves out records that only a replay needs."""
 
     def others(extend: Method) -> Method:
         def call(outbox: Outbox, kind: MessageKind, rows: Any) -> None:
@@ -139,7 +139,7 @@ def _unrecorded() -> Iterator[None]:
 
 
 def _large(size: int) -> tuple[list[float], list[float]]:
-    """Seconds of digests and of the updates between them, for weights that no cache holds."""
+    """Returns seconds of digests and of the updates between them, for weights larger than any cache."""
     weights, gradient = Buffer(size, 0), torch.full((size,), 1e-3)
     rule = UpdateRule(OptimizerTable(momentum=0.9), weights.vector)
     rule.prepare()

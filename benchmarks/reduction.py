@@ -1,10 +1,11 @@
-"""Hardsync by allreduce on two hosts of two learners each, behind a link: by the order in which gradients are added.
+"""Hardsync by allreduce on two hosts of two learners each, with a link: comparison of the orders of addition.
 
-Gradients all to all ("ordered") cross the link once for each learner of the other host, sums of the hosts ("nodes")
-once. The bound of a step is what it takes to compute, and then to bring its bytes over the link.
+If each learner sends its gradient to all ("ordered"), gradients cross the link once for each learner of the other
+host. Sums of the hosts ("nodes") cross it once. The bound of a step is its computing time, plus the time of its bytes
+on the link.
 
-Beside it, bare MPI calls that bring over the link what "nodes" does, half of a gradient each way as sums and half as
-means, and add nothing: by all members at the same time, as Rudra does it, and by one leader of each host for all.
+For comparison, bare MPI calls send the data of "nodes" without adding: half of a gradient each way as sums, and half
+as means. Either all members send at the same time, as in Rudra, or one leader of each host sends everything.
 """
 
 import time
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from rudra.job.job import Job
 
 GBIT_S, HOSTS, LEARNERS, SIZE = 1, 2, 4, 4
-MODELS: dict[str, tuple[dict[str, Any], int]] = {  # of images of 28x28: [model], and steps of a run
+MODELS: dict[str, tuple[dict[str, Any], int]] = {  # for images of 28x28: [model], and steps of a run
     "lenet, 1.7 MB": ({"name": "lenet"}, 60),
     "mlp, 20 MB": ({"name": "mlp", "options": {"hidden": [2048, 1640]}}, 8),
 }
@@ -56,7 +57,7 @@ def run(*, quick: bool) -> Report:
 
 
 def _add(report: Report, name: str, found: dict[str, Any]) -> None:
-    """Rows and goal of a model."""
+    """Adds rows and goal of a model."""
     rates = {way: [1 / s for s in found[way]] for way in (*WAYS, *EXCHANGES)}
     against = {way: ratios(rates[way], rates["ordered"]) for way in ("nodes", "mpi")}
     links.add_ways(report, name, found, WAYS, crossing=dict.fromkeys(WAYS, 1.0), against=against)
@@ -69,7 +70,7 @@ def _add(report: Report, name: str, found: dict[str, Any]) -> None:
 
 
 def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, quick: bool) -> dict[str, Any]:
-    """Takes turns; on learners: model -> figure -> one for each round."""
+    """Runs all ways in turns. Returns on learners: model -> figure -> one value for each round."""
     links.on_half_the_cores()
     torch.set_num_threads(1)
     if comm.rank == 0:
@@ -95,7 +96,7 @@ def measure(comm: "MPI.Comm", directory: Path, names: list[str], rounds: int, qu
 
 
 def _trained(ranks: "MPI.Comm", job: "Job", way: str, path: Path) -> dict[str, Any]:
-    """Seconds per step, and what has crossed the link, each way, in sizes of the model."""
+    """Returns seconds per step, and the bytes that crossed the link each way, in sizes of the model."""
     steps = (job.data.train_limit or 0) // (LEARNERS * SIZE)
     if way == "alone":
         taken_s, _, size = links.trained(ranks, unconnected(job, steps), path, connected=False)
@@ -106,13 +107,14 @@ def _trained(ranks: "MPI.Comm", job: "Job", way: str, path: Path) -> dict[str, A
 
 
 def _exchange_s(learners: "MPI.Comm", size: int, *, leader: bool, times: int) -> float:
-    """Seconds in which the hosts bring each other half a vector as sums, and then half as means.
+    """Returns the seconds of an exchange between the hosts: half a vector as sums, and then half as means.
 
     Args:
-        learners: as many on each host, one host after the other.
-        size: of the vector, in bytes.
-        leader: the first of each host sends all of it; else each its part, to one of the other host.
-        times: how often.
+        learners: communicator of the learners, one host after the other, with as many on each.
+        size: size of the vector, in bytes.
+        leader: the first learner of each host sends everything. Otherwise each learner sends its part to one learner of
+            the other host.
+        times: number of exchanges.
     """
     from mpi4py import MPI
 

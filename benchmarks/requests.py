@@ -1,9 +1,9 @@
-"""How many gradients servers apply in a second, from several senders, and whether a server treats senders alike.
+"""Gradients that servers apply in a second, from several senders, and fairness of a server to its senders.
 
-Async, through roles and driver, with gradients that are there at once: each push makes an update, and is answered with
-new weights. One server takes gradients of 1.7 MB, where ranks read each other's memory, and by messages, in turns;
-beside them bare MPI calls that move as much, and what the same reads and writes of memory take one process. Several
-servers own a part of 29 MB each; here they share the memory and the cores of one machine, so they can only be slower.
+The protocol is async, with roles and driver, but gradients need no computation. Each push makes an update
+and is answered with new weights. One server takes gradients of 1.7 MB in turns through shared memory and through
+messages. For comparison, bare MPI calls move the same data, and one process makes the same memory accesses. Several
+servers own a part of 29 MB each. Here they share the memory and cores of one machine, so they can only be slower.
 """
 
 import time
@@ -32,7 +32,7 @@ from rudra.mpi.agreement import rest
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-FLOATS = 431_080  # lenet's parameters
+FLOATS = 431_080  # parameters of lenet
 SENDERS = (1, 2, 4)
 WAYS, BESIDE = ("memory", "messages"), ("bare", "traffic")
 SHARED_FLOATS, SHARED_SENDERS, SERVERS = 7_200_000, 3, (1, 2, 3)
@@ -40,7 +40,7 @@ TABLE = OptimizerTable(learning_rate=1e-6, momentum=0.9)
 
 
 class UpdatingServer(ServerExecutor):
-    """Averages and updates as in a run: SGD with momentum; all weights, or a part of them."""
+    """Server that averages and updates as in a run: SGD with momentum, on all weights or a part of them."""
 
     def __init__(self, floats: int, memory: Memory | None = None, part: slice | None = None) -> None:
         length = floats if part is None else part.stop - part.start
@@ -89,7 +89,7 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds: int) -> dict[str, Any]:
-    """Takes turns; on the statistics server's rank what the roles did, on the server's the rates of what is beside."""
+    """Measures in turns. Returns figures of roles on the statistics server's rank, of comparisons on the server's."""
     torch.set_num_threads(1)
     job = stub_job(senders, results={"minibatches": False})
     plan = job.plan()
@@ -113,7 +113,7 @@ def measure(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds
 
 
 def _traffic(senders: int, pushes: int) -> float:
-    """Updates per second by gradients of that many senders in turn, each followed by a copy for its sender."""
+    """Returns updates per second. Senders take turns, and a copy for the sender follows each update."""
     weights = torch.full((FLOATS,), 0.0)
     gradients, copies = (torch.full((senders, FLOATS), 0.0) for _ in range(2))
     rule = UpdateRule(TABLE, weights)
@@ -126,7 +126,7 @@ def _traffic(senders: int, pushes: int) -> float:
 
 
 def _bare(comm: "MPI.Comm", senders: int, pushes: int, there: Any, back: Any) -> float:
-    """Round trips per second, on the server."""
+    """Returns round trips per second, on the server."""
     from mpi4py import MPI
 
     group = comm.Split(int(comm.rank != STATISTICS), comm.rank)
@@ -148,8 +148,8 @@ def _bare(comm: "MPI.Comm", senders: int, pushes: int, there: Any, back: Any) ->
 
 
 def measure_servers(comm: "MPI.Comm", directory: Path, senders: int, pushes: int, rounds: int) -> dict[str, Any]:
-    """Takes turns; on the statistics servers' ranks pushes/s, by the number of servers."""
-    torch.set_num_threads(1)  # each rank has a core at most
+    """Measures in turns. Returns pushes/s for each number of servers, on the statistics servers' ranks."""
+    torch.set_num_threads(1)  # each rank has at most one core
     figures: dict[str, Any] = {}
     for taken in in_turns(rounds, figures):
         for count in SERVERS:
@@ -162,7 +162,7 @@ def measure_servers(comm: "MPI.Comm", directory: Path, senders: int, pushes: int
 
 
 def _rate(comm: "MPI.Comm", job: Job, pushes: int) -> float | None:
-    """Pushes/s of a run, on the rank of its statistics server; None elsewhere."""
+    """Returns the pushes/s of a run on the rank of its statistics server, and None elsewhere."""
     from mpi4py import MPI
 
     plan = job.plan()

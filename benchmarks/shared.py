@@ -26,7 +26,7 @@ def check_only(benchmark: str, only: Collection[str], known: Iterable[Any]) -> N
 
 
 def chosen(only: Collection[str], words: Iterable[T]) -> list[T]:
-    """Returns the words of one sort that `--only` names; all of them, if it names none."""
+    """Returns the words of one sort that `--only` names, or all of them if it names none."""
     every = list(words)
     return [word for word in every if str(word) in only] or every
 
@@ -58,7 +58,7 @@ def seconds(function: Callable[[], object], span_s: float = 0.0) -> float:
 
 
 def unconnected(job: Job, steps: int) -> Job:
-    """Returns a job in which the same learners compute and update, and exchange nothing before the last step."""
+    """Returns a job whose learners compute and update as before, but communicate only in the last step."""
     return job.with_(protocol={"name": "average"}, averaging={"period": steps}, topology={"name": "replicas"})
 
 

@@ -1,4 +1,4 @@
-"""The simulator: numeric mode against the gradients that it computes, and timing-only mode at scale."""
+"""The simulator: numeric mode against bare gradients, and timing-only mode at scale."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from rudra.simulation.rehearsal import memory_bytes
 
 
 def run(*, quick: bool) -> Report:
-    """Numeric mode in turns with the same number of bare gradients; then timing-only runs, each in its own process."""
+    """Measures numeric mode and as many bare gradients in turns, then timing-only runs, each in its own process."""
     report = Report(["", "simulated", "bare", "bare / simulated", "peak memory, MB"])
     turns = []
     batched = [
@@ -110,7 +110,7 @@ def _bare_s(job: Job) -> float:
 
 
 def _at_scale(learners: int, updates: int) -> tuple[float, int, float]:
-    """Seconds, messages and peak memory in MB of a timing-only run."""
+    """Returns seconds, messages and peak memory in MB of a timing-only run."""
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as directory:
         path = Path(directory) / "run.h5"
         code = f"from benchmarks import simulator; simulator.scale({learners}, {updates}, {str(path)!r})"
@@ -122,7 +122,7 @@ def _at_scale(learners: int, updates: int) -> tuple[float, int, float]:
 
 
 def scale(learners: int, updates: int, path: str) -> None:
-    """Simulates in this process; prints seconds and peak memory in MB."""
+    """Simulates in this process, and prints seconds and peak memory in MB."""
     job = scale_job(learners, updates)
     began = time.perf_counter()
     simulate(job, output=path, progress="quiet").close()
@@ -130,7 +130,7 @@ def scale(learners: int, updates: int, path: str) -> None:
 
 
 def scale_job(learners: int, updates: int) -> Job:
-    """1-softsync of alexnet at μ = 4 for that many updates, timing only."""
+    """Returns a timing-only job: 1-softsync of alexnet at μ = 4 for `updates` updates."""
     samples = 4 * learners * updates
     return Job(
         name="bench",
@@ -145,6 +145,6 @@ def scale_job(learners: int, updates: int) -> Job:
 
 
 def _messages(results: Results) -> int:
-    """Gradients, answers and weights; reports to the statistics server are not counted."""
+    """Counts gradients, answers and weights, without reports to the statistics server."""
     learners: Any = results.learners
     return int((2 * learners["pushed"] + learners["pulls"]).sum())

@@ -1,4 +1,4 @@
-"""Inputs of which most is 0: the first layer and the whole step with sparse rows, against the same with dense ones."""
+"""Inputs that are mostly 0: the first layer and the whole step with sparse rows, against the same with dense rows."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ from rudra.job.tables import OptimizerTable
 from rudra.prepare.resolve import settle
 
 FEATURES, STORED, WIDTH, SAMPLES = 8315, 44, 512, 777
-"""As Reuters has them, in a tenth of its samples. Features are as frequent as 1 / (rank + 10)^1.1, by which 8 and 64
-samples have 268 and 1,204 different ones; of Reuters they have 269 and 1,227."""
+"""Sizes of Reuters, with a tenth of its samples. The frequency of features is 1 / (rank + 10)^1.1. With it, 8 and 64
+samples have 268 and 1,204 different features (Reuters: 269 and 1,227)."""
 
 SIZES = (1, 8, 64)
 FIRST, STEP = 20.0, 5.0
-ROWS = 5  # pieces of memory as large as the rows that must move: weights forward, gradient out and in, weights in, out
+ROWS = 5  # memory traffic in sizes of the rows: weights forward, gradient out and in, weights in, out
 RATE = 1e-6
-BATCHES, TURN_S = 8, 0.05  # mini-batches that take turns; of calls one after the other
+BATCHES, TURN_S = 8, 0.05  # mini-batches in turns, and seconds of calls one after the other
 
 
 @one_thread()
@@ -79,7 +79,7 @@ def _compare(
     rounds: int,
     turn_s: float,
 ) -> float:
-    """Adds one row, of a dense and a sparse way in turns; returns the median of their ratio."""
+    """Adds one row with a dense and a sparse way in turns, and returns the median of their ratio."""
     measured = {name: partial(_seconds, way, turn_s) for name, way in zip(("dense", "sparse"), ways, strict=True)}
     dense, sparse = compared(measured, rounds).values()
     ratio = ratios(dense, sparse)
@@ -89,7 +89,7 @@ def _compare(
 
 
 def _seconds(function: Callable[[], object], span_s: float = 0.0) -> float:
-    """How long one call takes, of as many as fill the span, after one that brings what it needs into the caches."""
+    """Returns the duration of a call, averaged over the calls in the span, after one call that fills the caches."""
     function()
     return seconds(function, span_s)
 
@@ -111,7 +111,7 @@ def _matrix() -> Sparse:
 
 
 class _Sparse:
-    """The first layer as models have it whose inputs are sparse: the products alone, without autograd."""
+    """The first layer of a model with sparse inputs: only the products, without autograd."""
 
     def __init__(self, batches: list[torch.Tensor], wanted: torch.Tensor) -> None:
         layer = SparseLinear(FEATURES, WIDTH)
@@ -133,7 +133,7 @@ class _Sparse:
 
 
 class _Dense:
-    """The same on dense inputs, each product straight to where its result belongs."""
+    """The same layer on dense inputs. Each product is written directly to its destination."""
 
     def __init__(self, batches: list[torch.Tensor], wanted: torch.Tensor) -> None:
         layer = torch.nn.Linear(FEATURES, WIDTH)
@@ -153,7 +153,7 @@ class _Dense:
 
 
 def _flat(parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Entry]]:
-    """One vector in which the parameters lie from now on."""
+    """Moves the parameters into one vector, and returns the vector."""
     vector, layout = torch.cat([p.detach().reshape(-1) for p in parameters]), list[Entry]()
     for parameter, name in zip(parameters, ("weight", "bias"), strict=True):
         offset = sum(entry.size for entry in layout)
@@ -163,13 +163,13 @@ def _flat(parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[Entry]
 
 
 class _Step:
-    """What a learner and its server do for one update, with weights and gradient that both see.
+    """Work of a learner and its server for one update, with weights and gradient in memory that both share.
 
     Args:
-        inputs: (samples, features).
+        inputs: inputs, shape (samples, features).
         size: μ.
         hidden: widths of the layers.
-        sparse: mini-batches are.
+        sparse: whether mini-batches are sparse.
     """
 
     def __init__(self, inputs: Source, size: int, hidden: int, *, sparse: bool) -> None:

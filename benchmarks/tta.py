@@ -1,18 +1,18 @@
 """Time to accuracy on real ranks: Rudra's ways to train with two learners, and torch DDP on gloo.
 
-All begin with the same weights, draw from the same data, have the same optimiser (SGD, momentum 0.9) and one torch
-thread for each learner, and search the same grid, in three heats:
+All methods start from the same weights, use the same data, optimiser (SGD, momentum 0.9) and one torch thread for each
+learner, and search the same grid, in three rounds:
 
 1. every mini-batch size with every rate, for one epoch;
-2. each size with the rate that came furthest, at a constant rate and at one that falls by a cosine, until a test after
-   an epoch reaches the target, or it can no more become the fastest;
-3. the fastest of these, compiled and not, with seeds of which the first two know nothing, for an epoch more than it
-   needed.
+2. each size with its best rate, at a constant rate and with a cosine schedule, until an evaluation after an epoch
+   reaches the target, or the point can no longer become the fastest;
+3. the fastest of these, compiled and not, with seeds that the first two rounds did not use, for one epoch more than
+   it needed.
 
-Where `only` leaves one rate there is no first heat, and with one size and one schedule besides no second one.
+If `only` leaves one rate, the first round is left out. If it also leaves one size and one schedule, so is the second.
 
-What counts is time in which somebody trains. DDP's clock stands still while its learners test. Rudra's runs keep the
-weights of each epoch, which the same learners test after the run: so no test takes a core from training.
+The result counts training time only. DDP's clock stops while its learners evaluate. Rudra's runs keep the weights of
+each epoch, and the same learners evaluate them after the run, so that no evaluation takes a core from training.
 """
 
 import math
@@ -29,20 +29,19 @@ from rudra.bench.ranks import on_ranks
 from rudra.errors import ConfigError
 from rudra.findings import Goal, Report, Spread, ratios, spread
 
-SEEDS = (2, 3, 4)  # of what is compared, and not of the search
+SEEDS = (2, 3, 4)  # seeds of the comparison, not of the search
 
 
 def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) -> Report:
-    """Searches and compares; hours for all of it.
+    """Searches and compares, which takes hours in full.
 
     Args:
-        quick: two contestants at one point, few samples.
-        only: names of data, contestants and schedules, mini-batch sizes and rates: of each sort of which there are
-            some, these alone.
-        keep: a file in which runs are kept; what is there is not run again.
+        quick: two methods at one point, with few samples.
+        only: names of data, methods and schedules, mini-batch sizes and rates. A sort with names is limited to them.
+        keep: file that keeps runs. A run in the file is not repeated.
 
     Raises:
-        ConfigError: no data, or a word that means nothing.
+        ConfigError: the data is missing, or a word is unknown.
         RunError: a run failed.
     """
     check_only("tta", only, [*DATA, *CONTESTANTS, *SIZES, *RATES, *SCHEDULES])
@@ -90,9 +89,9 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
 
 
 def _compare(report: Report, best: dict[str, Point], seeds: Sequence[int], perform: Perform, *, compiles: bool) -> None:
-    """The last heat: adds the rows, the fastest first, and the goal."""
+    """Runs the last round. Adds the rows, the fastest first, and the goal."""
     ways = [point._replace(compiled=compiled) for compiled in (False, True)[: 1 + compiles] for point in best.values()]
-    found = perform([way._replace(seed=seed) for seed in seeds for way in ways])  # in turns
+    found = perform([way._replace(seed=seed) for seed in seeds for way in ways])  # in turns over the seeds
     data, runs = ways[0].data, {way: [found[way._replace(seed=seed)] for seed in seeds] for way in ways}
     reached = {way: [one.reached(DATA[data].accuracy) for one in runs[way]] for way in ways}
     times = {way: [seconds for seconds, _ in reached[way]] for way in ways}

@@ -1,4 +1,4 @@
-"""The server's update of a large model against the time in which memory can move what it must."""
+"""The server's update of a large model, against the time of its memory traffic."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,10 +17,10 @@ from rudra.job.job import Job
 from rudra.machine import cores
 
 INFO = DataInfo("bench", 1, 1, (3, 224, 224), 1000)
-ADD = 3  # vectors that `a += b` moves: it reads two and writes one over one of these
-SGD, ADAM = 5, 7  # reads gradient, state and weights, and writes the last two back
-FUSED = 6  # as SGD, of two gradients
-SMALL = DataInfo("bench", 1, 1, (1, 28, 28), 10)  # for LeNet, 1.7 MB
+ADD = 3  # vectors that `a += b` moves: it reads two and writes one of them
+SGD, ADAM = 5, 7  # reads gradient, state and weights, and writes state and weights
+FUSED = 6  # as SGD, but with two gradients
+SMALL = DataInfo("bench", 1, 1, (1, 28, 28), 10)  # as for LeNet, 1.7 MB
 
 
 def run(*, quick: bool) -> Report:
@@ -61,7 +61,7 @@ def run(*, quick: bool) -> Report:
 
 
 def _rows(executor: ServerExecutor, name: str, vectors: int) -> list[tuple[str, Callable[[], object], int]]:
-    """What to measure: name, function, and vectors that must move."""
+    """Returns the measurements: name, function, and number of vectors to move."""
     executor.buffer("gradient 0").vector.fill_(1e-3)
     executor.buffer("gradient 1").vector.fill_(1e-3)
 
@@ -90,11 +90,11 @@ def _compare(report: Report, server: ServerExecutor, threads: int, rounds: int) 
 def _measure(
     report: Report, name: str, threads: int, ours: Callable[[], object], vectors: int, size: int, rounds: int
 ) -> float:
-    """Adds one row; returns the median of its ratio to the bound."""
+    """Adds one row, and returns the median of its ratio to the bound."""
     a, b = torch.ones(size), torch.ones(size)
     moved = vectors * size * 4
     ways = {"ours": partial(seconds, ours), "bound": partial(seconds, lambda: a.add_(b, alpha=1e-9))}
-    times, sums = compared(ways, rounds).values()  # the first turn, which does not count, makes the optimiser's state
+    times, sums = compared(ways, rounds).values()  # the first turn, which does not count, creates the optimiser's state
     bounds = [bound * vectors / ADD for bound in sums]
     report.rows.append(
         (

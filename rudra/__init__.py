@@ -8,7 +8,7 @@
 
 import sys
 
-if sys.argv[:1] == ["-m"] or (sys.argv and sys.argv[0].endswith("/rudra")):  # this process is the command
+if sys.argv[:1] == ["-m"] or (sys.argv and sys.argv[0].endswith("/rudra")):  # this process runs the command line
     from rudra import interrupts
 
     interrupts.leave_at_once()
@@ -16,7 +16,7 @@ if sys.argv[:1] == ["-m"] or (sys.argv and sys.argv[0].endswith("/rudra")):  # t
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rudra import siblings as _siblings  # noqa: F401  first: makes sure that protocols and topologies are ours
+from rudra import siblings as _siblings  # noqa: F401  first: checks that protocols and topologies belong to Rudra
 
 if TYPE_CHECKING:
     from rudra.api import run, simulate
@@ -53,7 +53,7 @@ _LATE = {
     "shipped_jobs": "job.jobfiles",
     "simulate": "api",
 }
-"""Where names are that are loaded when somebody asks for them; some need torch or h5py."""
+"""Modules of the names that are imported on first use. Some need torch or h5py."""
 
 
 def __dir__() -> list[str]:

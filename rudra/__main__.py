@@ -13,7 +13,7 @@ def main() -> int:
     from rudra.mpi.failures import leave
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files can be what no encoding knows
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be encodable
     return leaving.soon(leave(run(sys.argv[1:])))
 
 

@@ -1,4 +1,4 @@
-"""Running and simulating jobs from Python; the command line is a thin skin of this."""
+"""Runs and simulates jobs from Python. The command line is a thin layer over this module."""
 
 import sys
 import time
@@ -34,22 +34,23 @@ def run(
 ) -> Results:
     """Trains a job on MPI ranks, and returns when the run has ended.
 
-    In a process that mpirun or srun started, this rank takes its part in the job; every rank must make the same
+    In a process that mpirun or srun started, this rank takes its part in the job, and every rank must make the same
     call. In any other process `run` starts mpirun with as many ranks as the job needs.
 
     Args:
-        job: what to run.
-        output: path of the result file, which ends in `.h5`; None: a new name made of the job's name and the time, and
+        job: job to run.
+        output: path of the result file, which ends in `.h5`. None: a new name made of the job's name and the time, and
             the last checkpoint is removed when the run finishes.
         force: whether to replace an existing file.
-        resume: checkpoint to continue from. True: that of `output`, if there is one, else from the start. A path: that
-            checkpoint, or the one of that result file. The result file keeps what was recorded up to the checkpoint.
-        from_: checkpoint or result file of another run, with which this one begins; not where it continues.
-        carry: what it begins with. `"weights"`: the weights alone, as `training.warm_start` has it. `"all"`: weights,
-            optimiser state, epochs, samples and the recorded rows, of a checkpoint whose model, data, learners and
-            optimiser fit.
-        progress: `"bar"`, `"lines"` or `"quiet"`; None: a bar on a terminal, and plain lines elsewhere.
-        verbose: whether to show what mpirun and MPI printed, if `run` started mpirun and the run failed.
+        resume: checkpoint to continue from. True: the checkpoint of `output` if there is one, and otherwise the start.
+            A path: a checkpoint, or a result file with a checkpoint. The result file keeps the rows that were recorded
+            up to the checkpoint.
+        from_: checkpoint or result file of another run that provides the initial state.
+        carry: state to take from `from_`. `"weights"`: only the weights, as with `training.warm_start`. `"all"`:
+            weights, optimiser state, epochs, samples and the recorded rows. The model, data, learners and optimiser of
+            the checkpoint must fit.
+        progress: `"bar"`, `"lines"` or `"quiet"`. None: a bar on a terminal, and plain lines elsewhere.
+        verbose: whether to show the output of mpirun and MPI, if `run` started mpirun and the run failed.
 
     Returns:
         The results, open for reading, on every rank that makes the call.
@@ -58,11 +59,11 @@ def run(
         ConfigError: the job or an argument is not usable.
         LaunchError: MPI or its launcher is missing or broken.
         ResultsError: the result file exists or cannot be written.
-        RunError: the ranks did not end well, and have printed the reason on standard error. `exit_code` is 1 where the
-            run failed, 2 where the user made a mistake, and 3 where the run was stopped and can be resumed.
+        RunError: the ranks failed or stopped, and have printed the reason on standard error. `exit_code`: 1 if the run
+            failed, 2 if the user made a mistake, and 3 if the run was stopped and can be resumed.
         RudraError: any other mistake, such as missing data (`DataError`) or a damaged checkpoint (`CheckpointError`).
     """
-    from rudra.mpi.launch import world_size  # not before: it has MPI wait for us to start it
+    from rudra.mpi.launch import world_size  # imported late, because it makes MPI wait for an explicit start
 
     shown = _progress(progress)
     if carry not in get_args(Carry):
@@ -90,7 +91,7 @@ def run(
 
 
 def _run_here(job: Job, asked: StartRequest, progress: dict[str, Any], *, verbose: bool) -> tuple[int, Path]:
-    """Decides where the run begins, and starts ranks for it; the exit code and the result file."""
+    """Decides where the run begins, starts ranks for it, and returns the exit code and the result file."""
     start = decide(job, asked)
     try:
         if start.text:
@@ -107,7 +108,7 @@ def _run_here(job: Job, asked: StartRequest, progress: dict[str, Any], *, verbos
 def _launched(
     written: Job, asked: StartRequest, start: StartDecision, progress: dict[str, Any], *, verbose: bool
 ) -> int:
-    """Starts the ranks, and again where the job says so; the exit code."""
+    """Starts the ranks, restarts them if the job says so, and returns the exit code."""
     from rudra.mpi.launch import launch
     from rudra.preflight import check
 
@@ -115,7 +116,7 @@ def _launched(
     job, plan = resolve(written, decided, cores=cores())
     names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
     check(job, plan, begins=start.checkpoint is None)
-    if progress["mode"] != "quiet":  # each imports torch, which takes seconds where there are fewer cores than ranks
+    if progress["mode"] != "quiet":  # each rank imports torch, which takes seconds if there are fewer cores than ranks
         print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
     path, tolerance = start.output, job.fault_tolerance
     for restart in range(tolerance.restarts + 1):
@@ -138,13 +139,13 @@ def simulate(
     """Trains a job in this process and in virtual time, and returns when the simulation has ended.
 
     The simulation computes the same gradients as a run on ranks. The times in its results are virtual: they come from
-    the job's table `[simulation]`. The same job gives the same bits each time.
+    the job's table `[simulation]`. Repeated simulations of a job are bitwise identical.
 
     Args:
-        job: what to simulate; any number of learners fits into one process.
-        output: path of the result file, which ends in `.h5`; None: a new name made of the job's name and the time.
+        job: job to simulate. Any number of learners fits into one process.
+        output: path of the result file, which ends in `.h5`. None: a new name made of the job's name and the time.
         force: whether to replace an existing file.
-        progress: `"bar"`, `"lines"` or `"quiet"`; None: a bar on a terminal, and plain lines elsewhere.
+        progress: `"bar"`, `"lines"` or `"quiet"`. None: a bar on a terminal, and plain lines elsewhere.
 
     Returns:
         The results, open for reading.
@@ -162,7 +163,7 @@ def simulate(
 
 
 def _simulate(written: Job, path: Path, force: bool, progress: dict[str, Any]) -> None:
-    """Simulates a job and writes its result file; `force` allows to replace an existing one."""
+    """Simulates a job and writes its result file. `force` replaces an existing file."""
     from rudra.compute.devices import virtual
     from rudra.simulation.recorded import simulate
 
@@ -182,7 +183,7 @@ def _simulate(written: Job, path: Path, force: bool, progress: dict[str, Any]) -
 
 
 def _wait_for_results(path: Path, at_most_s: float = 2.0) -> None:
-    """Gives the statistics server time to close its file: mpirun does not always wait for it when a rank has died."""
+    """Waits for the statistics server to close its file: mpirun does not always wait for it when a rank has died."""
     deadline = time.monotonic() + at_most_s
     while path.is_file() and path.stat().st_size and time.monotonic() < deadline:
         with suppress(ResultsError), open_results(path) as results:
@@ -192,7 +193,7 @@ def _wait_for_results(path: Path, at_most_s: float = 2.0) -> None:
 
 
 class RanksFailed(RunError):
-    """A run that ended badly, and whose ranks have said why on stderr."""
+    """A failed run whose ranks have printed the reason on standard error."""
 
     said = True
 

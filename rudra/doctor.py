@@ -1,4 +1,4 @@
-"""Examination of a machine: everything that a run needs, and what to do about each thing that is wrong."""
+"""Examination of a machine: everything that a run needs, with advice about each problem."""
 
 import errno
 import importlib.metadata
@@ -23,7 +23,7 @@ from rudra.machine import cores, free_memory
 from rudra.mpi.launch import environment, find_mpirun, is_open_mpi, mpirun_command, world_size
 
 PROBE_TIMEOUT_S = 300.0
-"""How long two ranks may take to answer: as long as a run lets MPI start."""
+"""Maximum time for an answer of two ranks, which is the time that a run allows MPI to start."""
 
 LATE = f"two ranks gave no answer within {PROBE_TIMEOUT_S:.0f} s"
 
@@ -32,7 +32,7 @@ BUSY = "ask again when the machine has less to do"
 DEFAULT_LEARNERS = 4
 
 RESERVED = 1 << 30
-"""Of memory that the two ranks ask for to share, and do not use."""
+"""Size of the memory that the two ranks try to share. They do not use it."""
 
 PROBE = """
 import json, sys
@@ -73,10 +73,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        subject: what was looked at.
-        state: "fail" stops every run, "warn" a kind of run.
-        found: what was seen.
-        advice: what to do about it; empty where all is well.
+        subject: examined thing.
+        state: state of the thing. "fail" prevents every run, "warn" only some kinds of run.
+        found: observation.
+        advice: how to fix the problem. Empty: no problem.
     """
 
     subject: str
@@ -86,7 +86,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Looks at one thing after the other."""
+    """Examines one thing after the other."""
     yield Finding("python", "ok", f"{platform.python_version()} in {sys.prefix}")
     yield _torch()
     yield _gpus()
@@ -109,7 +109,7 @@ def _torch() -> Finding:
 
 
 def _gpus() -> Finding:
-    """The GPUs on which learners of this node would compute."""
+    """Examines the GPUs that learners of this node would use."""
     with suppress(ImportError, OSError):
         import torch
 
@@ -134,7 +134,7 @@ def _extra(extra: str, module: str) -> Finding:
 
 
 def _mpi() -> Iterator[Finding]:
-    """The launcher, and what two ranks that it starts say of the MPI library."""
+    """Examines the launcher, and the MPI library as seen by two ranks."""
     if world_size() is not None:
         yield Finding(
             "launcher", "warn", "this process is an MPI rank itself", "run `rudra doctor` without mpirun or srun"
@@ -189,7 +189,7 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _node_memory(ranks: int, failure: str) -> Finding:
-    """Whether ranks of this node can read each other's memory, and how much of it there may be."""
+    """Examines whether ranks of this node can read each other's memory, and how much memory they can share."""
     if failure:
         advice = f"{_remedy(failure)}until then ranks of a node exchange messages, which is slower"
         return Finding("node memory", "warn", f"ranks cannot read each other's: {_first_line(failure)}", advice)
@@ -204,7 +204,7 @@ def _node_memory(ranks: int, failure: str) -> Finding:
 
 
 def _window(tried: bool, failure: str) -> Finding:
-    """Whether workers of this node can share weights, and a lock that outlives who holds it."""
+    """Examines whether workers of this node can share weights, and a lock that survives the death of its owner."""
     if failure:
         advice = 'hogbatch.weights = "server" works; a window needs Linux\'s memfd_create and robust mutexes'
         return Finding("window", "warn", f"ranks cannot share weights: {_first_line(failure)}", advice)
@@ -213,7 +213,7 @@ def _window(tried: bool, failure: str) -> Finding:
 
 
 def _remedy(failure: str) -> str:
-    """What lets ranks read each other's memory, as far as it is known."""
+    """Returns advice on how to let ranks read each other's memory, as far as it is known."""
     remedies = {
         errno.EFBIG: "ulimit -f unlimited, which is for memory that is shared, too; ",
         errno.ENOSPC: "free memory, or ask for more; ",
@@ -227,7 +227,7 @@ def _remedy(failure: str) -> str:
 
 
 def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[str | None, str]:
-    """Runs a script on two ranks: the last line of its output or None, and the reason if it failed."""
+    """Runs a script on two ranks. Returns the last line of its output or None, and the reason if it failed."""
     command = mpirun_command(mpirun, 2, [sys.executable, "-c", script], open_mpi=open_mpi, root=os.geteuid() == 0)
     command[1:1] = options
     process = subprocess.Popen(
@@ -257,13 +257,13 @@ def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[st
 
 
 def _busy() -> str:
-    """That this machine has more to do than it has cores for; else nothing."""
+    """Returns a text about the load if it far exceeds the number of cores, and otherwise an empty text."""
     load = os.getloadavg()[0]
     return f"the machine is busy, with a load of {load:.1f} on {cores()} cores" if load > 1.5 * cores() else ""
 
 
 def _slurm() -> Finding:
-    """Whether batch jobs can be submitted here, and which ranks srun can start."""
+    """Examines whether batch jobs can be submitted here, and which ranks srun can start."""
     if shutil.which("sbatch") is None:
         return Finding("slurm", "ok", "not here; only batch jobs need it")
     said, reason = _asked("sinfo", "--noheader", "--format=%R")
@@ -285,13 +285,13 @@ def _slurm() -> Finding:
 
 
 def mpi_types(said: str) -> list[str]:
-    """What `srun --mpi=list` offers: of those between which it chooses, the ones that start MPI ranks."""
+    """Returns the types of `srun --mpi=list` that start MPI ranks."""
     words = (line.strip() for line in said.splitlines())
     return sorted(word for word in words if re.fullmatch(r"[a-z]\w*", word) and word != "none")
 
 
 def _asked(*command: str) -> tuple[str | None, str]:
-    """What a command of SLURM's says, or None and why it did not."""
+    """Returns the output of a SLURM command, or None and the reason for its failure."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -310,7 +310,7 @@ def _cores() -> Finding:
 
 
 def _swmr() -> Finding:
-    """Whether a result file can be read while it is written, in the temporary directory's file system."""
+    """Examines whether a result file in the temporary directory's file system can be read while it is written."""
     try:
         import h5py
     except (ImportError, OSError) as error:

@@ -1,6 +1,6 @@
 """Errors that end a command with one line and a fixed exit code.
 
-A user's mistake exits with 2, a run that failed with 1; neither shows a traceback of ours.
+A user's mistake exits with 2, and a failed run with 1. Neither shows a traceback of Rudra's code.
 """
 
 import traceback
@@ -9,51 +9,51 @@ from difflib import get_close_matches
 
 EXIT_FAILED, EXIT_MISTAKE = 1, 2
 EXIT_STOPPED = 3
-"""A run was stopped as somebody asked, and left a checkpoint to resume from."""
+"""Exit code of a run that was stopped on request, and left a checkpoint to resume from."""
 
 
 def printable(text: str) -> str:
-    """The text with escapes in the place of line ends and control characters."""
+    """Returns the text with escapes for line ends and control characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def meant(word: str, valid: Iterable[str]) -> str:
-    """The end of a line about an unknown word: which of the valid ones it may be a slip for; perhaps empty."""
+    """Returns the end of a line about an unknown word: the valid word with the closest spelling, or nothing."""
     cased = {each.casefold(): each for each in valid}
     near = get_close_matches(word.casefold(), cased, n=1)
     return f"; did you mean {cased[near[0]]}?" if near else ""
 
 
 def unknown(word: str, valid: Iterable[str]) -> str:
-    """What is said of a word that is none of the valid ones, after the name of its key."""
+    """Returns the part after the key's name in a message about a word that is not valid."""
     valid = list(valid)
     return f"'{word}' is unknown; valid: {', '.join(valid)}{meant(word, valid)}"
 
 
 def one_line(error: BaseException) -> str:
-    """What another library's error says; its type where it says nothing."""
+    """Returns the message of another library's error, or its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 class RudraError(Exception):
-    """Base of all errors that Rudra raises on purpose. Its text is one line, which names what was wrong.
+    """Base of all errors that Rudra raises on purpose. Its text is one line, which names the problem.
 
     Attributes:
-        exit_code: exit code of a command that ends with this error: 1 it ran and failed, 2 the user made a mistake,
-            3 it was stopped and can be resumed.
-        said: whether the text has been printed on standard error already, as by ranks that failed.
+        exit_code: exit code of a command that ends with this error. 1: it ran and failed. 2: the user made a mistake.
+            3: it was stopped and can be resumed.
+        said: whether the text is already on standard error, for instance because a failed rank printed it.
     """
 
     exit_code = 2
     said = False
 
     def __str__(self) -> str:
-        """The text on one line, with escapes in place of control characters."""
+        """Returns the text on one line, with escapes for control characters."""
         return printable(super().__str__())
 
     @property
     def report(self) -> str:
-        """What a command prints: the line, followed by the traceback of the user's own code if that has failed."""
+        """Returns the text that a command prints: the line, and the traceback if the user's own code has failed."""
         return f"rudra: {self}"
 
 
@@ -72,7 +72,7 @@ class TopologyError(RudraError):
 class ProtocolError(RudraError):
     """A role received an event that its state forbids, because Rudra or the user's own protocol has a defect.
 
-    Its report ends with the last events of that role.
+    The report of the error ends with the role's last events.
     """
 
     exit_code = 1
@@ -83,7 +83,7 @@ class ProtocolError(RudraError):
 
 
 class ResultsError(RudraError):
-    """A result file cannot be created, written or read, or does not hold what was asked for."""
+    """A result file cannot be created, written or read, or does not contain the requested data."""
 
 
 class ReplayError(RudraError):
@@ -95,7 +95,7 @@ class LaunchError(RudraError):
 
 
 class RunError(RudraError):
-    """A run started and failed. The text names the rank and the role where one is to blame.
+    """A run started and failed. The text names the rank and the role if one of them caused the failure.
 
     Attributes:
         lost: whether the run failed because a rank died, so that another start may succeed.
@@ -106,14 +106,14 @@ class RunError(RudraError):
 
 
 class HookError(RunError):
-    """A hook, which is the user's own code, raised an exception; `__cause__` is that exception."""
+    """A hook, which is the user's own code, raised an exception, which is `__cause__`."""
 
     @property
     def report(self) -> str:
         cause = self.__cause__
         if cause is None:
             return super().report
-        frames = cause.__traceback__ and cause.__traceback__.tb_next  # the first one is ours
+        frames = cause.__traceback__ and cause.__traceback__.tb_next  # the first frame is Rudra's
         return f"{super().report}\n{''.join(traceback.format_exception(type(cause), cause, frames)).rstrip()}"
 
 
@@ -122,8 +122,8 @@ class CheckpointError(RudraError):
 
 
 class TrustError(RudraError):
-    """A file that is not this user's own names code, which is imported only if the user trusts the file."""
+    """A file of another user names code, which is imported only if the user trusts the file."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody stopped this process; the user's own code raises other ones."""
+    """A request to stop this process, as opposed to a KeyboardInterrupt that the user's own code raises."""

@@ -1,4 +1,4 @@
-"""Files that commands write: whole or not at all, with the user's umask, and never in another's place unasked."""
+"""Atomic writing of files, with the user's umask, and without replacing a file unless requested."""
 
 import os
 import stat
@@ -10,14 +10,14 @@ from typing import IO
 from rudra.errors import ResultsError
 
 SWEEP_INDEX = "sweep.json"
-"""Tells which runs of a directory are the points of a sweep."""
+"""Name of the file that describes which runs of a directory are the points of a sweep."""
 
 DENSEST = 1100
-"""Bytes that a byte of a file may become: deflate does no better."""
+"""Largest ratio of decompressed to compressed bytes, which is the limit of deflate."""
 
 
 def check_output(path: Path, force: bool) -> None:
-    """Raises ResultsError if no file can be made at `path`; `force` allows to replace one."""
+    """Raises ResultsError if no file can be created at `path`. `force` allows replacing an existing file."""
     directory = path.parent
     if not os.path.isdir(directory):
         raise ResultsError(f"{path}: directory {directory} does not exist")
@@ -31,13 +31,13 @@ def check_output(path: Path, force: bool) -> None:
 
 @contextmanager
 def written(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which becomes `path` when all is written; what was there before stays until then.
+    """Yields a file to write, which replaces `path` when it is complete. Until then an existing file stays.
 
     Raises:
-        ResultsError: it cannot be written.
+        ResultsError: the file cannot be written.
     """
     target = Path(os.path.realpath(path))
-    direct = os.path.exists(target) and not os.path.isfile(target)  # a device or a pipe is written, not replaced
+    direct = os.path.exists(target) and not os.path.isfile(target)  # a device or a pipe is not replaced
     part = target if direct else target.with_name(f".{target.name[:200]}-{os.getpid()}.part")
     try:
         with part.open("wb") as file:
@@ -53,21 +53,21 @@ def written(path: Path) -> Iterator[IO[bytes]]:
 
 
 def is_own(descriptor: int) -> bool:
-    """Whether an open file is a plain one of this user, and nobody else can write it."""
+    """Whether an open file is a regular file of this user that no other user can write."""
     about = os.fstat(descriptor)
     return stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o022
 
 
 NETWORK = {"nfs", "nfs4", "cifs", "smb3", "9p", "afs", "fuse.sshfs"}
-"""File systems on which another node may see writes in another order than they were made."""
+"""File systems whose writes another node may see in a different order."""
 
 
 def file_system(path: Path, mounts: str | None = None) -> str:
-    """Type of the file system that a path is on; empty where nobody can tell.
+    """Returns the type of the file system of a path. Empty: unknown.
 
     Args:
-        path: an existing one.
-        mounts: as in `/proc/self/mountinfo`, which is the default.
+        path: existing path.
+        mounts: mount table in the format of `/proc/self/mountinfo`, which is the default.
     """
     place, best, found = os.path.realpath(path), "", ""
     if mounts is None:
@@ -77,7 +77,7 @@ def file_system(path: Path, mounts: str | None = None) -> str:
             return ""
     for line in mounts.splitlines():
         where, _, what = line.partition(" - ")
-        point = where.split()[4].encode().decode("unicode_escape")  # blanks stand as \\040
+        point = where.split()[4].encode().decode("unicode_escape")  # the file writes blanks as \\040
         below = place == point or place.startswith(point.rstrip("/") + "/")
         if below and len(point) >= len(best):
             best, found = point, what.split()[0]

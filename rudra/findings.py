@@ -1,4 +1,4 @@
-"""What a benchmark found: a table, notes, and goals with their figures."""
+"""Report of a benchmark: a table, notes, and goals with their figures."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Spread(NamedTuple):
-    """The median of a figure that was taken several times, and between what it lay."""
+    """Median of a figure that was measured several times, with the smallest and the largest value."""
 
     median: float
     low: float
@@ -21,25 +21,25 @@ Cell = str | float | Spread
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Median, smallest and largest."""
+    """Returns the median, the smallest and the largest value."""
     taken = sorted(map(float, values))
     return Spread(median(taken), taken[0], taken[-1])
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Of values taken in turns: each of ours by the one of theirs that stands beside it."""
+    """Divides values that were measured in turns: each of ours by theirs of the same turn."""
     return spread(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A goal and whether it is reached.
+    """A goal, and whether it is reached.
 
     Attributes:
-        text: what is wanted, such as `ratio >= 0.9`.
-        figures: the worst of these decides.
-        at_least: the limit; or
-        at_most: the limit from above.
+        text: condition to reach, such as `ratio >= 0.9`.
+        figures: measured figures. The worst figure decides.
+        at_least: lower limit, if the goal has one.
+        at_most: upper limit, if the goal has one.
     """
 
     text: str
@@ -62,11 +62,11 @@ class Goal:
 
 @dataclass(slots=True)
 class Report:
-    """One benchmark's findings.
+    """Results of one benchmark.
 
     Attributes:
-        columns: heads of the table; the first is of the rows' names.
-        rows: as many cells as columns, each.
+        columns: heads of the table. The first is the head of the rows' names.
+        rows: rows with one cell for each column.
         notes: lines below the table.
     """
 

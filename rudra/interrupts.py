@@ -1,4 +1,4 @@
-"""Ctrl-C while the command's Python still imports: nothing has begun that needs an end in order, or a word."""
+"""Handling of Ctrl-C while the command's Python is still importing and nothing needs an orderly end or a message."""
 
 import os
 import signal
@@ -6,13 +6,13 @@ from types import FrameType
 
 
 def leave_at_once() -> None:
-    """From now on Ctrl-C ends this process, unless it is ignored."""
+    """Lets Ctrl-C end this process at once, unless the process ignores it."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def raise_again() -> None:
-    """From now on Ctrl-C is an exception as ever."""
+    """Lets Ctrl-C raise an exception again, as is Python's default."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,6 +1,6 @@
-"""The end of a process: Python takes a quarter of a second to put torch's modules away, the kernel none.
+"""Fast end of a process: Python takes a quarter of a second to remove torch's modules, the kernel takes none.
 
-To be imported before anything else that wants to be told of the end.
+Import it before any other module that registers an exit handler.
 """
 
 import atexit
@@ -11,7 +11,7 @@ _code: int | None = None
 
 
 def soon(code: int) -> int:
-    """The exit code given, with which this process ends as soon as its threads and exit handlers have."""
+    """Returns the given exit code. The process will end with it as soon as its threads and exit handlers have ended."""
     global _code
     _code = code
     return code
@@ -24,6 +24,6 @@ def _end() -> None:
     try:
         for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
-    except (OSError, ValueError):  # nobody reads it, or it is closed: Python knows what to do
+    except (OSError, ValueError):  # the stream has no reader or is closed: Python handles it
         return
     os._exit(_code)

@@ -1,8 +1,8 @@
-"""What Rudra tells while something runs: records of Python's logger "rudra", by default lines on standard error.
+"""Messages of Rudra during a run or a command: records of Python's logger "rudra", by default on standard error.
 
-An application that wants the records puts a handler of its own in place of the logger's. `role` and `rank` of a record
-are those of who speaks, "" and None where that is no rank. Progress, and the line with which a command ends, are no
-records: somebody asked for them.
+An application that wants the records replaces the logger's handler. A record's `role` and `rank` describe its sender.
+They are "" and None outside of ranks. Progress, and the last line of a command, are no records, because the
+user requested them.
 """
 
 import logging
@@ -11,10 +11,10 @@ from contextlib import suppress
 
 
 class _Lines(logging.Handler):
-    """Writes to what standard error is when there is something to tell."""
+    """Handler that writes to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ValueError):  # nobody reads any more: the run goes on
+        with suppress(OSError, ValueError):  # standard error has no reader any more: the run continues
             print(self.format(record), file=sys.stderr, flush=True)
 
 
@@ -33,11 +33,11 @@ _lines.setFormatter(logging.Formatter("rudra: %(message)s"))
 
 log = logging.getLogger("rudra")
 log.setLevel(logging.INFO)
-log.propagate = False  # or an application that logs to standard error would say it again
+log.propagate = False  # otherwise an application that logs to standard error would repeat it
 log.addFilter(_speaker)
 log.addHandler(_lines)
 
 
 def speak_as(rank: int, role: str = "") -> None:
-    """From now on this process speaks as that rank."""
+    """Marks the following records of this process with that role and rank."""
     _speaker.rank, _speaker.role = rank, role

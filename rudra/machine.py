@@ -1,4 +1,4 @@
-"""What this process runs on, and with whom it ends."""
+"""The machine of this process: cores, memory, processor. Also ties the process to its parent's end."""
 
 import ctypes
 import os
@@ -9,24 +9,24 @@ from contextlib import suppress
 from pathlib import Path
 
 RANK_BYTES = 30 << 20
-"""Memory that each rank takes before it has a model: a fork of a process with torch, and what MPI allocates (measured
-with Open MPI 5 on Linux: 31 to 37 MB)."""
+"""Memory of each rank before it has a model: a fork of a process with torch, and MPI's own memory (measured with Open
+MPI 5 on Linux: 31 to 37 MB)."""
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # now: a fork of threads is to load nothing
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # not after a fork, which must load nothing
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """Linux: has the kernel send this process a signal when the one that started it ends; may be a `preexec_fn`."""
+    """Linux: has the kernel send this process a signal when its parent ends. It may be a `preexec_fn`."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, number)
 
 
 def memory_file(name: str) -> int:
-    """A descriptor of a new file without a name, which this user's processes alone can open.
+    """Returns a descriptor of a new file without a name, which only processes of this user can open.
 
     Raises:
-        OSError, AttributeError: there can be none.
+        OSError, AttributeError: the system has no such files.
     """
     file = os.memfd_create(name, os.MFD_CLOEXEC)
     os.fchmod(file, 0o600)
@@ -34,12 +34,12 @@ def memory_file(name: str) -> int:
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor() -> str:
-    """This machine's, as the kernel names it."""
+    """Returns the name of this machine's processor, as the kernel reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -48,12 +48,12 @@ def processor() -> str:
 
 
 def free_memory() -> int:
-    """Bytes that processes may still take here: what the kernel has, and what this one's control group may have."""
+    """Returns the bytes that processes may still use here, limited by the machine's memory and the control group."""
     found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         found = [int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024]
-    with suppress(OSError, ValueError, IndexError):  # not in a group of the second version, or without a limit
+    with suppress(OSError, ValueError, IndexError):  # no control group of version 2, or a group without a limit
         group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text(encoding="utf-8").split("::/")[1].strip()
         most, taken = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         found.append(max(0, most - taken))

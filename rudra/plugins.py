@@ -1,4 +1,4 @@
-"""The user's own objects: found by `package.module:name`, called with the options of the job file."""
+"""Import of the user's own objects by `package.module:name`, and calls with the options of the job file."""
 
 import importlib
 import inspect
@@ -10,10 +10,10 @@ from typing import Any
 from rudra.errors import ConfigError, meant, unknown
 
 OURS = {"rudra", "protocols", "topologies"}
-"""Modules that a user's may not be named like."""
+"""Module names that the user's own modules must not have."""
 
 CALLABLE = "package.module:callable"
-"""What may stand where one of Rudra's own is named."""
+"""Form of a name of the user's own object, for messages."""
 
 
 def names_code(text: str) -> bool:
@@ -23,13 +23,13 @@ def names_code(text: str) -> bool:
 
 
 def resolve(name: str) -> object:
-    """The object that `package.module:attribute` names.
+    """Returns the object that `package.module:attribute` names.
 
-    `pkgutil.resolve_name` does not tell a module that is missing from one that imports what is missing.
+    `pkgutil.resolve_name` does not distinguish a missing module from a module that imports a missing one.
 
     Raises:
-        ConfigError: the text is no such name, the module is not on `sys.path`, or it has no such attribute. Whatever
-            else the module raises while it is imported comes through, as it is the user's own code.
+        ConfigError: the text is no such name, the module is not on `sys.path`, or it has no such attribute. Any other
+            exception of the module's import is passed on, because it comes from the user's own code.
     """
     if not names_code(name):
         raise ConfigError(f"{name!r} is not of the form package.module:name")
@@ -42,7 +42,7 @@ def resolve(name: str) -> object:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name != missing and not module_name.startswith(missing + "."):
-            raise  # the module is there, and itself imports something that is not
+            raise  # the module exists, and itself imports a missing module
         raise ConfigError(f"{name}: no module {missing!r} on the Python path") from None
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -53,12 +53,12 @@ def resolve(name: str) -> object:
 
 
 def choose(key: str, name: object, shipped: Mapping[str, Any]) -> Any:
-    """What a key of a job names: one of Rudra's own, or the user's object.
+    """Returns the object that a key of a job names: one of Rudra's own, or the user's.
 
     Args:
-        key: for the error's text, such as `[model] name`.
-        name: in `shipped`, or `package.module:name`; what is no text is the object itself.
-        shipped: by name, the object, or where it is, as `package.module:name`.
+        key: key for the error's text, such as `[model] name`.
+        name: a name in `shipped`, or `package.module:name`. A value that is no text is the object itself.
+        shipped: name -> object, or its place as `package.module:name`.
 
     Raises:
         ConfigError: there is no such object.
@@ -77,7 +77,7 @@ def choose(key: str, name: object, shipped: Mapping[str, Any]) -> Any:
 
 
 def _mistaken(module: str) -> str:
-    """The end of a line about a module of Rudra's that somebody has a file of that name beside."""
+    """Returns the end of a line about a module of Rudra's if a file on `sys.path` hides the module."""
     if module not in OURS:
         return ""
     files = [Path(place) / f"{module}.py" for place in sys.path]
@@ -86,20 +86,20 @@ def _mistaken(module: str) -> str:
 
 
 def call(function: Callable[..., Any], name: str, options: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-    """Calls a factory with the options of the job, and with those of `offered` that its signature names.
+    """Calls a factory with the options of the job, and with those `offered` arguments that its signature names.
 
     Args:
-        function: the factory, ours or the user's.
-        name: how the job names it, for the error's text.
-        options: keyword arguments from the job; they win over `offered`.
-        offered: keyword arguments that a factory may ask for by naming a parameter so.
+        function: factory, Rudra's or the user's.
+        name: name of the factory in the job, for the error's text.
+        options: keyword arguments from the job, which take precedence over `offered`.
+        offered: keyword arguments that a factory receives if it has a parameter of the same name.
 
     Raises:
-        ConfigError: the options do not fit the signature; the text lists the parameters that exist.
+        ConfigError: the options do not fit the signature. The text lists the existing parameters.
     """
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some built-in callables have none
+    except ValueError:  # some built-in callables have no signature
         return function(**options)
     keywords = {key: value for key, value in offered.items() if key in signature.parameters} | dict(options)
     try:
@@ -113,7 +113,7 @@ def call(function: Callable[..., Any], name: str, options: Mapping[str, Any], of
 
 
 def misfit(error: TypeError, signature: inspect.Signature, options: Mapping[str, Any], first: int = 0) -> str:
-    """What is said of options that do not fit a signature, whose parameters before the `first` are not for options."""
+    """Returns the message about options that do not fit a signature. Parameters before `first` take no options."""
     takes = list(signature.parameters)[first:]
     strange = next((key for key in options if key not in takes), "")
     return f"{error}; its parameters: {', '.join(takes) or 'none'}{meant(strange, takes)}"

@@ -1,6 +1,6 @@
-"""Checks of a run before its ranks start: what this machine cannot do is said at once, in one line.
+"""Checks of a run before its ranks start, so that a machine's limits are reported at once, in one line.
 
-The ranks check the same again where they are: on other machines than this one, they alone can.
+The ranks repeat the checks on their own machines, because a check here says nothing about other machines.
 """
 
 import os
@@ -18,24 +18,24 @@ from rudra.machine import RANK_BYTES, cores, free_memory
 from topologies import Plan
 
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PE_HOSTFILE")
-"""Variables of batch systems, under which mpirun may start ranks on other machines."""
+"""Variables of batch systems. If one is set, mpirun may start ranks on other machines."""
 
 CROWDED = 8
-"""Ranks for each core from which a run is called slow."""
+"""Ranks per core. With more ranks a warning calls the run slow."""
 
 QUICK_BYTES, QUICK_FILES = 16 << 20, 100
-"""Up to how much data the samples are counted before the run."""
+"""Maximum size of data whose samples are counted before the run."""
 
 
 def check(job: Job, plan: Plan, *, begins: bool) -> None:
-    """Checks what a run on this machine needs: its files, samples for a mini-batch, GPUs, memory.
+    """Checks requirements of a run on this machine: files, samples for a mini-batch, GPUs, memory.
 
     Under a batch system nothing is checked, because ranks may be on other machines.
 
     Args:
-        job: resolved.
-        plan: who is who.
-        begins: whether the run starts from the beginning; one that resumes needs no `training.warm_start`.
+        job: resolved job.
+        plan: roles of the job.
+        begins: whether the run starts from the beginning. A resumed run does not need `training.warm_start`.
 
     Raises:
         RudraError: the ranks could not run the job here.
@@ -50,19 +50,19 @@ def check(job: Job, plan: Plan, *, begins: bool) -> None:
 
 
 def _check_data(job: Job) -> None:
-    """The files of a reader are there, and have samples for a mini-batch; of large files only the former is checked."""
+    """Checks that the files of a reader exist, and for small files that they have enough samples for a mini-batch."""
     table = job.data
     if not isinstance(table.name, str) or table.name not in READERS:
-        return  # the user's own code may create what it reads
+        return  # the user's own code may create the files that it reads
     if table.path is not None and not _is_small(path_of(table)):
         return
     training = READERS[table.name](table, ()).counts["train"]
-    if table.test_split is None and table.validation_split is None:  # else the ranks know what is left
+    if table.test_split is None and table.validation_split is None:  # otherwise only the ranks know the count
         check_minibatch(job, min(training, table.train_limit or training))
 
 
 def _is_small(path: Path) -> bool:
-    """Whether the samples at a path can be counted in a moment."""
+    """Whether the samples at a path can be counted quickly."""
     left_bytes, left_files = QUICK_BYTES, QUICK_FILES
     for size in _sizes(path):
         left_bytes, left_files = left_bytes - size, left_files - 1
@@ -84,17 +84,17 @@ def _sizes(path: Path) -> Iterator[int]:
 
 
 def check_devices(job: Job, plan: Plan) -> None:
-    """Raises ConfigError if learners are to compute on GPUs, and this machine has none."""
+    """Raises ConfigError if learners need GPUs, and this machine has none."""
     if job.cluster.device != "cuda":
         return
-    from rudra.compute import devices  # and torch, which a start of ranks usually does without
+    from rudra.compute import devices  # imports torch, which the launching process usually does not need
 
     gpus, host = devices.gpus_here(), socket.gethostname()
     devices.agreed("cuda", plan, [gpus] * plan.ranks, [host] * plan.ranks, job.hogbatch.learners_on_cpu(plan))
 
 
 def _check_size(job: Job, plan: Plan) -> None:
-    """Refuses more ranks than memory suffices for; warns of many more ranks than cores."""
+    """Refuses more ranks than fit into memory, and warns of many more ranks than cores."""
     needed, free, usable = plan.ranks * RANK_BYTES, free_memory(), cores()
     instead = "use fewer learners, more cluster.learners_per_rank, or rudra simulate"
     sizes = f"{needed / 1e9:.1f} GB of memory without the model, and {free / 1e9:.1f} GB are free"

@@ -24,9 +24,9 @@ def wrapped(owner: type, name: str, wrap: Callable[[Method], Method]) -> Iterato
     """Replaces a method by `wrap(method)` until the block ends, in this process.
 
     Args:
-        owner: class of the method. Subclasses that do not override the method are affected, too.
+        owner: class of the method. The change also affects subclasses that do not override the method.
         name: name of the method.
-        wrap: gets the method as a function of the object and its arguments, and returns the replacement.
+        wrap: function that gets the method as a function of the object and its arguments, and returns the replacement.
 
     Raises:
         TypeError: the method is not marked with `probed`.

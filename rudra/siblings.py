@@ -1,6 +1,6 @@
 """Makes sure that `protocols` and `topologies` are the packages that came with this `rudra`.
 
-Both names are generic: another package, or a directory where Python was started, may have them too. The package
+Both names are generic: another package, or the directory where Python was started, may use them. `rudra`
 imports this module before anything else.
 """
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parent.parent
-"""Where the siblings are: in a checkout its root."""
+"""Directory of the sibling packages, which is the root of a checkout."""
 
 SIBLINGS = ("protocols", "topologies")
 
 
 def load(name: str) -> ModuleType:
-    """Imports a sibling from beside this package, whatever else is on `sys.path`.
+    """Imports a sibling from the directory of this package, whatever else is on `sys.path`.
 
     Raises:
-        ImportError: somebody else's package of that name was imported before.
+        ImportError: a different package of that name has already been imported.
     """
     sys.path.insert(0, str(ROOT))
     try:

@@ -1,10 +1,11 @@
-"""Which code a result file or a checkpoint may name: anybody can write such a file.
+"""Decides which code a result file or a checkpoint may name, because anybody can write such a file.
 
 Each run signs its job with a key that only this user can read. Names of code are imported from a file only if its
-signature is right, if the user says so (`--trust`), or if the user names the job, as in `rudra run JOB --resume`.
+signature is right, if the user trusts the file (`--trust`), or if the user names the job, as in `rudra run JOB
+--resume`.
 
-A signature is an HMAC of everything from which code could be found: the run's identity, the whole job, and the
-directories in which the run looked for modules.
+A signature is an HMAC of all data that can name code: the run's identity, the whole job, and the search path
+of the run's modules.
 """
 
 import hashlib
@@ -26,23 +27,23 @@ from rudra.plugins import names_code
 
 KEY_BYTES = 32
 _SHOWN = 8
-"""Names of code that an error lists."""
+"""Maximum number of code names in an error."""
 
 
 def new_run() -> str:
-    """An identity for a run, which its result file and its checkpoints share."""
+    """Returns a new identity for a run, which its result file and its checkpoints share."""
     return secrets.token_hex(16)
 
 
 def code_of(tables: Mapping[str, Any]) -> dict[str, str]:
-    """The code that a job names.
+    """Returns the code that a job names.
 
     Args:
-        tables: of the job: table -> key -> value, as in JSON.
+        tables: tables of the job: table -> key -> value, as in JSON.
 
     Returns:
-        Dotted key -> name of the code. Each text counts that a plugin could resolve, also in options of something
-        shipped. A hook counts in any case: the shipped ones write files where the job says.
+        Dotted key -> name of the code. Every text that a plugin could resolve counts, including options of shipped
+        objects. A hook always counts, because the shipped hooks write files to paths from the job.
     """
     return {key: text for key, text in _texts(tables) if _executes(key, text)}
 
@@ -53,7 +54,7 @@ def _executes(key: str, text: str) -> bool:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """All texts in a value, however deep, each with its dotted key."""
+    """Yields all texts in a value at any depth, each with its dotted key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, Mapping | list):
@@ -62,10 +63,10 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def signed(tables: Mapping[str, Any], run: str) -> dict[str, str]:
-    """What a file says of its run's identity and author; a warning is logged if the key that it needs is not there.
+    """Returns attributes for a file about its run's identity and author. Logs a warning if a needed key is missing.
 
     Args:
-        tables: of the job, as in JSON.
+        tables: tables of the job, as in JSON.
         run: identity of the run.
 
     Returns:
@@ -86,17 +87,17 @@ def signed(tables: Mapping[str, Any], run: str) -> dict[str, str]:
 def admit(
     path: Path, tables: Mapping[str, Any], used: Mapping[str, Any], about: Mapping[str, Any], *, trust: bool
 ) -> None:
-    """Lets the code be found that a file's job names, if the file is this user's own or the user trusts it.
+    """Allows imports of the code that a file's job names, if the file is this user's own or the user trusts it.
 
     Args:
-        path: of the file.
-        tables: of its job, exactly as the file has them.
-        used: those tables of which the job is made again.
-        about: attributes of the file, with what `signed` returned.
-        trust: the user trusts the file.
+        path: path of the file.
+        tables: tables of its job, exactly as in the file.
+        used: tables that the rebuilt job will use.
+        about: attributes of the file, including the attributes that `signed` returned.
+        trust: whether the user trusts the file.
 
     Raises:
-        TrustError: neither is so, and the job names code; the text lists it.
+        TrustError: the job names code, and the file is neither the user's own nor trusted. The text lists the code.
     """
     code = code_of(used)
     if not code:
@@ -115,7 +116,7 @@ def admit(
 
 
 def _is_own(tables: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """Whether this user's key made the signature of a file."""
+    """Whether the signature of a file was made with this user's key."""
     run, modules, signature = (about.get(name) for name in ("run", "modules", "signature"))
     if not (isinstance(run, str) and isinstance(modules, str) and isinstance(signature, str)):
         return False
@@ -132,7 +133,7 @@ def _signature(key: bytes, tables: Mapping[str, Any], run: str, modules: str) ->
 
 
 def _own_places() -> list[str]:
-    """The directories of `sys.path` that do not belong to the installation of Python."""
+    """Returns the directories of `sys.path` that do not belong to the installation of Python."""
     installed = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
     beneath = tuple(os.path.join(os.path.realpath(place), "") for place in installed)
     places = dict.fromkeys(os.path.abspath(place) for place in sys.path)
@@ -140,27 +141,27 @@ def _own_places() -> list[str]:
 
 
 def data_folder() -> Path:
-    """The folder of this user's data of Rudra: `$XDG_DATA_HOME/rudra`, by default `~/.local/share/rudra`.
+    """Returns the directory of this user's data for Rudra: `$XDG_DATA_HOME/rudra`, by default `~/.local/share/rudra`.
 
     Raises:
         OSError: the user has no home.
     """
     if (place := Path(os.environ.get("XDG_DATA_HOME", ""))).is_absolute():
         return place / "rudra"
-    with suppress(RuntimeError):  # no HOME, and no user of this number
+    with suppress(RuntimeError):  # no HOME, and no user with this number
         if (home := Path.home()).is_absolute():
             return home / ".local" / "share" / "rudra"
     raise OSError("you have no home directory; valid: XDG_DATA_HOME, a directory of yours")
 
 
 def _key(*, make: bool) -> bytes:
-    """This user's key.
+    """Returns this user's key.
 
     Args:
-        make: make one if there is none.
+        make: create a key if there is none.
 
     Raises:
-        OSError: there is none, or others could have read or written it.
+        OSError: there is no key, or other users could have read or written it.
     """
     file = data_folder() / "key"
     try:
@@ -178,8 +179,8 @@ def _key(*, make: bool) -> bytes:
         try:
             os.link(part, file)
         except FileExistsError:
-            pass  # another process was first, and its key counts
-        except OSError:  # a file system without links
+            pass  # another process was first, so its key is valid
+        except OSError:  # a file system without hard links
             os.replace(part, file)
     finally:
         part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""One rank of a run that `rudra.mpi.launch` started: a script, which finds Rudra where the launching process did."""
+"""Script of one rank of a run that `rudra.mpi.launch` started. It finds Rudra where the launching process found it."""
 
 import ctypes
 import gc
@@ -14,9 +14,9 @@ from contextlib import suppress
 
 
 class PromptOutput(io.TextIOWrapper):
-    """Standard error that mpirun passes on at once, although a progress bar ends no line.
+    """Standard error that mpirun forwards at once, although a progress bar ends no line.
 
-    All below this is C, in which a signal that comes with a write does not make the same be written again.
+    Everything below is C: a signal that arrives during a write does not cause a second write of the same data.
     """
 
     def __init__(self, descriptor: int, more: str) -> None:
@@ -39,23 +39,23 @@ def main(file: str) -> int:
     """Takes part in the run that `file` describes.
 
     Args:
-        file: two pickles: `sys.path` of the launching process with the role of each world rank, and either a dict of
-            the arguments of `rudra.mpi.session.run_ranks` or something to call without arguments that returns the
-            exit code.
+        file: two pickles. The first is `sys.path` of the launching process with the role of each world rank. The second
+            is either a dict of the arguments of `rudra.mpi.session.run_ranks`, or a callable without arguments that
+            returns the exit code.
 
     Returns:
         Exit code of this rank.
     """
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's, which spin on cores that other ranks need
-    gc.disable()  # imports make hundreds of thousands of objects that stay: until all are there, and then no more
-    if sys.platform == "linux":  # when mpirun, or the fork server, is killed it cannot end its ranks
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which spin on cores that other ranks need
+    gc.disable()  # no collections during imports, which create hundreds of thousands of permanent objects
+    if sys.platform == "linux":  # if mpirun or the fork server is killed, it cannot end its ranks
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     stops = (signal.SIGUSR1, signal.SIGINT)  # the first one is the launcher's Ctrl-C
     for number in stops:
-        signal.signal(number, signal.SIG_DFL)  # nothing has begun that needs an end in order
-    with _open_own(file) as stream:  # not the fork server's, where ranks would share one position
+        signal.signal(number, signal.SIG_DFL)  # nothing has begun that needs an orderly end
+    with _open_own(file) as stream:  # not the fork server's stream, whose position ranks would share
         sys.path[:], roles = pickle.load(stream)
-        from rudra import leaving  # noqa: F401  before what it is to outlast
+        from rudra import leaving  # noqa: F401  must come before modules with exit handlers
         from rudra.errors import LaunchError
         from rudra.log import log
         from rudra.mpi import failures
@@ -67,7 +67,7 @@ def main(file: str) -> int:
         sys.stderr = PromptOutput(2, UNENDED.decode())
         try:
             start_mpi()
-        except LaunchError as error:  # the same on every rank
+        except LaunchError as error:  # the error is the same on every rank
             if world_rank() == 0:
                 log.error(error)
             let_rank0_report(error.exit_code)
@@ -82,8 +82,8 @@ def main(file: str) -> int:
 
 
 def _open_own(file: str) -> io.BufferedReader:
-    """Opens what the launcher wrote; ends this rank if another user could have written it."""
-    sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # until the file says where modules are
+    """Opens the launcher's file. Ends this rank if another user could have written it."""
+    sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # until the file's `sys.path` is read
     from rudra.files import is_own
 
     stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
@@ -101,13 +101,13 @@ def _open_own(file: str) -> io.BufferedReader:
 
 
 def serve(listener: int, launcher: int) -> list[str]:
-    """Imports what ranks need, and forks them: see `rudra.mpi.forkserver.serve`, which returns in each of them."""
+    """Imports modules for ranks, and forks ranks: see `rudra.mpi.forkserver.serve`, which returns in each rank."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
-    from rudra import leaving  # noqa: F401  before what it is to outlast
+    from rudra import leaving  # noqa: F401  must come before modules with exit handlers
     from rudra.mpi import forkserver
 
-    with suppress(ImportError, RuntimeError):  # where there is no MPI each rank says so, when it starts it
+    with suppress(ImportError, RuntimeError):  # without MPI each rank reports it when it starts MPI
         import rudra.mpi.session  # noqa: F401
         from rudra.mpi.start import keep_hangup
 
@@ -118,7 +118,7 @@ def serve(listener: int, launcher: int) -> list[str]:
 
 
 def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:
-    """What this rank is to run; None if some rank could not load it, of which the first one says why."""
+    """Returns the task of this rank. None: a rank could not load it, and the first such rank prints the reason."""
     from mpi4py import MPI
 
     from rudra.data.thread import in_data_thread
@@ -128,7 +128,7 @@ def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:
     run: Callable[[], int] | None = None
     report = ""
     try:
-        payload = in_data_thread(pickle.load, stream)  # datasets may be in it
+        payload = in_data_thread(pickle.load, stream)  # it may contain datasets
         if callable(payload):
             run = payload
         else:
@@ -136,12 +136,12 @@ def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:
 
             def run() -> int:
                 return run_ranks(**payload)[0]
-    except BaseException as error:  # a module of the user's that is not there, or does not work
+    except BaseException as error:  # a module of the user's is missing or raises an exception
         report = f"{named_ranks([MPI.COMM_WORLD.rank])} cannot load the job: {type(error).__name__}: {error}\n"
         report += traceback.format_exc().rstrip("\n")
     with abort_on_dead_rank():
         reports = MPI.COMM_WORLD.allgather(report)
-    if MPI.COMM_WORLD.rank == 0:  # all have read it; the launcher may be killed
+    if MPI.COMM_WORLD.rank == 0:  # all ranks have read the file, and the launcher may be killed
         with suppress(OSError):
             os.unlink(file)
     first = next((rank for rank, text in enumerate(reports) if text), None)
@@ -163,6 +163,6 @@ if __name__ == "__main__":
 
         os.write(2, end_line(code))
         sys.exit(leaving.soon(leave(code)))
-    except KeyboardInterrupt:  # before the run itself: not by MPI's door, and so that the others notice
+    except KeyboardInterrupt:  # before the run: ends by a signal, not through MPI, so that other ranks notice
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

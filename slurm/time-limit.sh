@@ -10,19 +10,19 @@
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
 
-# The environment that Rudra is installed in; every node must see it. If the MPI is the cluster's own, load its module.
+# The environment with Rudra, which every node must see. If MPI comes from the cluster, load its module.
 PATH=$PWD/.venv/bin:$PATH
-# How often the job may queue itself again, to go on after a time limit.
+# How often the job may queue itself again, to continue after a time limit.
 max_restarts=20
 
 results=long.h5
 run=(rudra run digits --set training.epochs=500 --output "$results" --resume)
 
-# Where Open MPI can, a run goes on without learners that die; without these options any rank that dies ends the job.
+# If Open MPI supports these options, a run survives the death of learners. Otherwise any rank that dies ends the job.
 outlive=(--with-ft ulfm --mca btl_tcp_flags send,inplace,need-ack,need-csum,hetero-rdma)
 mpirun "${outlive[@]}" --version >/dev/null 2>&1 || outlive=()
 
-# SLURM tells this shell alone that the time ends; mpirun passes it on to the ranks, which then save a checkpoint.
+# Before the time limit SLURM signals only this shell. mpirun forwards the signal to the ranks, which save a checkpoint.
 mpirun -n "$SLURM_NTASKS" --bind-to none "${outlive[@]}" "${run[@]}" &
 ranks=$! told=0 cancelled=0
 trap 'told=$((told + 1)); kill -USR1 "$ranks"' USR1
@@ -31,18 +31,18 @@ while before=$told; wait "$ranks"; code=$?; [ "$told" != "$before" ]; do :; done
 
 again=0
 case $code in
-  0) # Open MPI says so too where it has lost one of its daemons
+  0) # Open MPI also returns 0 if it has lost one of its daemons
     case $(rudra show "$results" --json) in
       *'"status": "finished"'*) ;;
       *'"status": "failed"'*) code=1 ;;
       *) again=1 ;;
     esac ;;
   1 | 2) ;;
-  3) again=1 ;; # stopped as asked
-  *) [ "$told" = 0 ] || again=1 ;; # cut short when asked: there may be an earlier checkpoint
+  3) again=1 ;; # stopped on request
+  *) [ "$told" = 0 ] || again=1 ;; # killed after a signal: there may be an earlier checkpoint
 esac
 
-# A lost node may end the ranks before SLURM notices it, and queues the job again by itself.
+# A lost node may end the ranks before SLURM notices the loss and queues the job again.
 nodes_answer() { timeout 60 srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --mpi=none true; }
 if [ "$again" = 0 ]; then
   if [ "$code" = 0 ] || [ "$code" = 2 ] || [ "$SLURM_NNODES" = 1 ] || nodes_answer; then exit "$code"; fi
@@ -51,7 +51,7 @@ if [ "$cancelled" = 1 ] || [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_restarts" ]; 
   echo "stopped; submit the job again to go on from its checkpoint" >&2
   exit 3
 fi
-me=$SLURM_JOB_ID # of one element of an array, this may be the name of all of it
+me=$SLURM_JOB_ID # for an element of an array, this may be the id of the whole array
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || me=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-trap '' TERM # with which SLURM ends this script then
+trap '' TERM # SLURM then sends it to end this script
 scontrol requeue "$me" || exit 3

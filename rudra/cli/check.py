@@ -62,7 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def replayed(job: "Job") -> str:
-    """Runs a job and replays it: in what the replay differs, empty if it does not."""
+    """Runs a job and replays it. Returns the differences of the replay, which are empty if there are none."""
     import rudra
     from rudra.errors import RudraError
 

@@ -1,4 +1,4 @@
-"""`rudra completion`, and what shells are told whom its code makes ask."""
+"""`rudra completion`, and the completions that the generated shell code requests."""
 
 import argparse
 import os
@@ -41,11 +41,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def answer(known: list[str], parser_of: Callable[[list[str]], argparse.ArgumentParser]) -> int:
-    """Tells a shell what may follow on its line, and ends the process.
+    """Prints the possible continuations of a shell's line, and ends the process.
 
     Args:
         known: names of all commands.
-        parser_of: makes the parser of some of them.
+        parser_of: function that makes the parser of some commands.
     """
     try:
         import argcomplete
@@ -61,7 +61,7 @@ def answer(known: list[str], parser_of: Callable[[list[str]], argparse.ArgumentP
 
 
 def _complete(prefix: str, action: argparse.Action, **_: object) -> Mapping[str, str]:
-    """Words that may stand for an argument, and what they mean, by the name that the help has for it."""
+    """Returns completions of an argument, with their meanings. They depend on the argument's name in the help."""
     found: dict[str, str] = {}
     for kind in str(action.metavar).split("|"):
         if kind in _KINDS:
@@ -74,7 +74,7 @@ def _complete(prefix: str, action: argparse.Action, **_: object) -> Mapping[str,
 
 
 def _files(prefix: str, suffix: str) -> dict[str, str]:
-    """Files with a suffix, and all directories."""
+    """Returns files with a suffix, and all directories."""
     place, begin = os.path.split(prefix)
     found = []
     with suppress(OSError), os.scandir(os.path.expanduser(place) or ".") as entries:
@@ -99,7 +99,7 @@ def _jobs(prefix: str) -> dict[str, str]:
 
 
 def _assignments(prefix: str) -> dict[str, str]:
-    """Keys of a job, then the values that a key names; behind a comma another one."""
+    """Returns keys of a job, then the values that a key names. After a comma another value follows."""
     from rudra.job import schema
 
     keys = schema.job_keys()
@@ -125,4 +125,4 @@ _KINDS: dict[str, Callable[[str], dict[str, str]]] = {
     "TABLE.KEY=VALUE": _assignments,
     "TABLE.KEY=V1,V2": _assignments,
 }
-"""What the help calls an argument -> what may stand there."""
+"""Name of an argument in the help -> function that completes the argument."""

@@ -28,7 +28,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.doctor import examine
 
     findings = []
-    for finding in examine():  # the report grows, as some findings take long
+    for finding in examine():  # printed line by line, as some findings take long
         findings.append(finding)
         if not arguments.json:
             print(_line(finding), flush=True)

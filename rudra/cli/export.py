@@ -48,5 +48,5 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _epoch(text: str) -> int | str:
-    """What `--epoch` may be; argparse names it in the error's text."""
+    """Parses `--epoch`. argparse uses the function's name in its error message."""
     return text if text == "best" else int(text)

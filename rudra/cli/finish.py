@@ -1,4 +1,4 @@
-"""What a run or a simulation says at its end."""
+"""Final output of a run or a simulation."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def report(arguments: argparse.Namespace, execute: Callable[..., "Results"]) -> int:
-    """Runs or simulates, then says what came of it."""
+    """Runs or simulates, then prints the outcome."""
     job = job_of(arguments)
     results = execute(job, output=arguments.output, force=arguments.force, progress=mode_of(arguments))
     return finished(arguments, results, force=arguments.force)
@@ -32,7 +32,7 @@ def finished(arguments: argparse.Namespace, results: "Results", *, force: bool =
     if world_size() is not None and world_rank() != 0:
         return 0
     with results:
-        code = EXIT_STOPPED if results.status == "interrupted" else 0  # a simulation that a loss stopped
+        code = EXIT_STOPPED if results.status == "interrupted" else 0  # a non-finite loss stopped a simulation
         if arguments.quiet:
             print(results.path)
             return code

@@ -40,10 +40,10 @@ def execute(arguments: argparse.Namespace) -> int:
     path, tables = read_job(source)
     Job.of(path, tables)
     if arguments.job is None:
-        del tables["cluster"]["learners"]  # or mpirun -n N would have to fit
+        del tables["cluster"]["learners"]  # otherwise `mpirun -n N` would have to match it
     output: Path = arguments.file
     if not os.path.isfile(output.parent / PAPER):
-        tables.get("study", {}).pop("paper", None)  # its numbers are beside the job that they were written for
+        tables.get("study", {}).pop("paper", None)  # it needs the paper's numbers next to the job
     text = commented(tables, about(path) or f"A job for Rudra, from {source}.")
     if str(output) == "-":
         print(text, end="")

@@ -48,6 +48,6 @@ def _described(name: str, path: Path) -> str:
 
 
 def about(path: Path) -> str:
-    """What a job file says of itself in its first line."""
+    """Returns the description in the first line of a job file."""
     first = path.read_text(encoding="utf-8").partition("\n")[0]
     return first.lstrip("# ") if first.startswith("#") else ""

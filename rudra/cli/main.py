@@ -1,7 +1,7 @@
-"""The command line: a thin skin of the Python API. Parses, calls, prints, and turns errors into one line.
+"""The command line: a thin layer over the Python API. Parses, calls, prints, and turns errors into one line.
 
-A command is a module beside this one: `SUMMARY` and `MORE` say what it does, `EXAMPLES` shows command lines and what
-they do, `add_options` declares its arguments, and `execute` does it.
+Each command is a module in this package. `SUMMARY` and `MORE` describe the command, and `EXAMPLES` has command lines
+with explanations. `add_options` declares its arguments, and `execute` runs it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rudra.errors import RudraError, RunError, meant, printable
 PROGRAM = "rudra"
 
 COMMON = {"main", "options", "finish"}
-"""Modules beside this one that are no commands."""
+"""Modules of this package that are no commands."""
 
 SYNONYMS = {
     "run": ("train", "start", "launch", "fit", "execute"),
@@ -48,14 +48,14 @@ SYNONYMS = {
     "--help": ("help",),
     "--version": ("version",),
 }
-"""Command -> other words for what it does, which an unknown command may be."""
+"""Command -> synonyms, for suggestions about an unknown command."""
 
 FIRST = (
     *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "profile", "place", "show", "plot"),
     *("replay", "export", "timeline", "report", "watch", "jobs", "init", "validate", "topology", "check", "schema"),
     *("completion", "doctor", "bench"),
 )
-"""The order in which help lists commands; others follow."""
+"""The order of commands in the help. Other commands follow."""
 
 DESCRIPTION = """\
 Rudra trains a PyTorch model on MPI ranks. You choose when gradients become an update of the
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
     """
     known = names()
     try:
-        if "_ARGCOMPLETE" in os.environ:  # a shell asks
+        if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
             return int(_module("completion").answer(known, parser_of))
         if not argv:
             parser_of(known).print_help()
@@ -116,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
         import rudra.job.job  # noqa: F401  what nearly all need, and takes longest before torch
 
         interrupts.raise_again()
-        sys.argv[:] = ["rudra"]  # a module of the user's that parses arguments finds none of ours
+        sys.argv[:] = ["rudra"]  # a module of the user's that parses arguments must not see Rudra's arguments
         code = _executed(arguments)
         sys.stdout.flush()
         return code
@@ -137,14 +137,14 @@ def main(argv: Sequence[str]) -> int:
         if world_rank() == 0:
             print("rudra: interrupted", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # as in `rudra show … | head`: whoever read has seen enough
+    except BrokenPipeError:  # as in `rudra show … | head`: the reader has closed the pipe
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def _executed(arguments: argparse.Namespace) -> int:
-    """The exit code of a command; raises RunError if the user's code ends the program."""
+    """Returns the exit code of a command. Raises RunError if the user's code ends the program."""
     try:
         return int(arguments.execute(arguments))
     except SystemExit as error:
@@ -170,7 +170,7 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests a command for an unknown one: the nearest by spelling, of the commands and their synonyms."""
+    """Suggests a command for an unknown one: the closest spelling among commands and synonyms."""
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
@@ -181,7 +181,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _unknown_command(word: str, commands: Sequence[str]) -> str:
-    """The line about a word that is no command."""
+    """Returns the error line about a word that is no command."""
     words = {synonym: command for command, synonyms in SYNONYMS.items() for synonym in synonyms}
     words |= {command: command for command in commands}
     near = get_close_matches(word.casefold(), words, n=1)
@@ -190,13 +190,13 @@ def _unknown_command(word: str, commands: Sequence[str]) -> str:
 
 
 def names() -> list[str]:
-    """Of all commands."""
+    """Returns the names of all commands."""
     found = {module.name for module in pkgutil.iter_modules(cli.__path__)} - COMMON
     return sorted(found, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
 
 
 def parser_of(commands: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser that knows some commands."""
+    """Returns a parser that knows the given commands."""
     raw = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     parser = _Parser(PROGRAM, description=DESCRIPTION, epilog=EPILOG, formatter_class=raw)
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version, and exit")

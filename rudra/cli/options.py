@@ -1,4 +1,4 @@
-"""What several commands have in common: options, and how their texts are read."""
+"""Options that several commands share, and functions that parse their texts."""
 
 import argparse
 import importlib.util
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rudra.job.job import Job
 
 ROOTS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
-"""One of these is at the root of a project."""
+"""Files or directories that mark the root of a project."""
 
 
 def job_argument(parser: argparse.ArgumentParser, *, or_results: bool = False) -> None:
@@ -63,7 +63,7 @@ def trust_option(parser: argparse.ArgumentParser) -> None:
 
 
 def layer_options(parser: argparse.ArgumentParser, draw: str) -> None:
-    """Of commands that measure a job's layers: a picture, changes of the job, how long, and as JSON."""
+    """Adds options of commands that measure a job's layers: picture, changes of the job, duration, and JSON."""
     parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=f"{draw}: .png, .svg or .pdf")
     set_option(parser)
     force_option(parser, "PICTURE.png")
@@ -72,23 +72,23 @@ def layer_options(parser: argparse.ArgumentParser, draw: str) -> None:
 
 
 def job_of(arguments: argparse.Namespace) -> "Job":
-    """The job of the command line."""
+    """Returns the job of the command line."""
     from rudra.job.job import Job
 
     return Job.load(arguments.job, overrides_of(arguments))
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """What the command line changes."""
+    """Returns the changes that the command line makes to the job."""
     search_beside(arguments.job)
     learners = [] if arguments.learners is None else [f"cluster.learners={arguments.learners}"]
     return [*arguments.overrides, *learners]
 
 
 def search_beside(file: str | Path) -> None:
-    """Where the `package.module:callable` of a job file may lie: beside it, at its project's root, or here.
+    """Adds places for `package.module:callable` in a job file: its directory, its project's root, and the current one.
 
-    These places come last, so that what is there stands in for nobody else's modules.
+    The places come last on `sys.path`, so that they cannot hide other modules.
     """
     places = [Path.cwd()]
     if os.path.isfile(file):
@@ -99,7 +99,7 @@ def search_beside(file: str | Path) -> None:
 
 
 def numbers(option: str, text: str | None) -> list[int]:
-    """Whole numbers between commas; none where the option was not given."""
+    """Returns whole numbers between commas, or an empty list if the option is not given."""
     if text is None:
         return []
     found = [int(part) for part in text.split(",") if part.strip().isdigit()]
@@ -109,7 +109,7 @@ def numbers(option: str, text: str | None) -> list[int]:
 
 
 def start_plainly(command: str) -> None:
-    """Raises ConfigError in a rank: the command starts ranks itself."""
+    """Raises ConfigError in a rank, because the command starts ranks itself."""
     from rudra.mpi.launch import world_size
 
     if world_size() is not None:
@@ -126,7 +126,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def beside(file: Path, suffix: str) -> Path:
-    """The file's name with another suffix."""
+    """Returns the file's name with another suffix."""
     if not file.name:
         raise ConfigError(f"{file}: is a directory; give a result file")
     return file.with_suffix(suffix)

@@ -46,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> int:
     topology = job.make_topology()
     protocol = job.make_protocol(plan)
     factor = protocol.modulation.rate_factor(0.0)
-    by_update = job.optimizer.schedule_every == "update"  # how many there are depends on the data
+    by_update = job.optimizer.schedule_every == "update"  # the number of updates depends on the data
     known = (job.optimizer.learning_rate,) if by_update else planned(job.optimizer, job.training.epochs).rates
     rates = [f"{rate * factor:.4g}" for rate in known]
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
@@ -116,7 +116,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
-    """What came of one mini-batch, tried in this process, and what only the data tells."""
+    """Tries one mini-batch in this process. Returns its results, and facts that only the data determines."""
     from rudra.compute.schedule import schedule_of
     from rudra.data.fingerprint import REPEATABLE
     from rudra.preflight import check_devices
@@ -129,7 +129,7 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     found = rehearse(job, plan)
     try:
         check_devices(job, plan)
-    except ConfigError as error:  # a machine where jobs are only prepared may have none
+    except ConfigError as error:  # a machine that only prepares jobs may have no GPU
         log.warning(f"{job.name}: {error}; a run on this machine is refused")
     if text := too_few(job, found.samples.training):
         log.warning(f"{job.name}: {text}")
@@ -154,7 +154,7 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
 
 
 def _crossed_text(one: "Crossed", learners: int) -> str:
-    """2 W (O + P) of tensors, as the RALP paper counts (§4.3), and all else apart."""
+    """Describes the traffic of a step: 2 W (O + P) of tensors, as in the RALP paper (§4.3), and the rest separately."""
     tensors = _megabytes(learners * (one.activations + one.parameters))
     apart = {"buffers": one.buffers, "generators": one.generator, "headers": one.headers}
     others = ", ".join(f"{_megabytes(learners * size)} of {what}" for what, size in apart.items() if size)
@@ -170,7 +170,7 @@ def _megabytes(size: int) -> str:
 
 
 def _staleness_text(protocol: "Protocol", plan: "Plan", modulation: str) -> str:
-    """What gradients will be like on average, and whether a rate that is divided by n allows for it."""
+    """Describes the expected average staleness, with a note if modulation "n" divides the rate by less than that."""
     sigma = protocol.expected_staleness
     if not sigma:
         return "0"

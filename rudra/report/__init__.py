@@ -1,4 +1,4 @@
-"""`rudra report`: one page, and the figures in it as files, of any number of result files."""
+"""`rudra report`: one page about any number of result files, with its figures also as files."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -20,21 +20,21 @@ def report(
     log: bool = False,
     force: bool = False,
 ) -> list[Path]:
-    """Writes a self-contained page about runs, with every figure's data as a table.
+    """Writes a self-contained page about runs, with the data of each figure as a table.
 
     Args:
-        files: result files, and directories of them; `sweep.json` in a directory says what its points are.
+        files: result files and directories of result files. `sweep.json` in a directory describes its points.
         output: page to write.
-        figures: directory for each figure as PDF and SVG, and its data as CSV; made if it is missing.
+        figures: directory for each figure as PDF and SVG, and its data as CSV. It is created if it is missing.
         log: logarithmic axes for errors, losses and learning rates.
         force: replace existing files.
 
     Returns:
-        What was written, the page first.
+        Paths of the written files, the page first.
 
     Raises:
-        ConfigError: nothing to report on, a damaged `sweep.json`, or matplotlib or Jinja is missing.
-        ResultsError: a file that was named is not readable as a result file, or an output exists or cannot be written.
+        ConfigError: there is nothing to report on, a `sweep.json` is damaged, or matplotlib or Jinja is missing.
+        ResultsError: a named file is not readable as a result file, or an output exists or cannot be written.
     """
     output = Path(output)
     if output.suffix.lower() not in (".html", ".htm"):

@@ -1,4 +1,4 @@
-"""Parts of all figures of runs: which runs are one curve, and how curves, bands and axes look."""
+"""Common parts of all figures: grouping of runs into curves, and the look of curves, bands and axes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from rudra.results.reader import Results
 
-# Okabe and Ito's colours, which people tell apart whatever their colour vision; after these the lines get dashed.
+# Okabe and Ito's colours, which can be distinguished with any colour vision. Further lines are dashed.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
 _MOST_POINTS = 200
 _MOST_MARKERS = 20
-_DECADES = 300  # from the least to the most, where ticks between powers of ten would be too many
-_CLOSE = 0.6  # share of the largest value above which all others are close to it
+_DECADES = 300  # with a larger ratio of highest to lowest value, ticks between powers of ten would be too many
+_CLOSE = 0.6  # values are close to each other if the smallest is above this share of the largest
 NOT_POSITIVE = "not where it is 0 or less"
-STYLE: dict[Any, Any] = {  # of every picture, those of a report too
+STYLE: dict[Any, Any] = {  # style of every picture, including figures of reports
     "font.size": 13,
     "axes.titlesize": 14,
     "axes.titleweight": "bold",
@@ -35,14 +35,14 @@ STYLE: dict[Any, Any] = {  # of every picture, those of a report too
     "figure.constrained_layout.w_pad": 0.15,
     "figure.constrained_layout.h_pad": 0.12,
     "svg.hashsalt": "rudra",
-    "text.parse_math": False,  # a name with two dollars in it is a name
+    "text.parse_math": False,  # a name that contains two dollar signs is no formula
 }
 
 Numbers = NDArray[np.float64]
 
 
 class Blocks(NamedTuple):
-    """Mean staleness over updates, thinned: each point stands for `width` updates, the last one for the rest."""
+    """Mean staleness over updates, thinned: each point is a mean over `width` updates, the last one over the rest."""
 
     width: int
     update: NDArray[np.int64]
@@ -52,7 +52,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(update: NDArray[np.int64], mean_staleness: Numbers, most: int) -> Blocks:
-    """Means and ranges over as many updates at a time as leave `most` points."""
+    """Returns means and ranges over blocks of updates, large enough to leave at most `most` points."""
     width = max(1, -(-len(update) // most))
     starts = np.arange(0, len(update), width)
     if not len(starts):
@@ -62,20 +62,20 @@ def blocks_of(update: NDArray[np.int64], mean_staleness: Numbers, most: int) -> 
 
 
 class Course(NamedTuple):
-    """How something went, x and y, each of shape (points,); `step` counts them: an epoch, or the number of a block."""
+    """A quantity over epochs or blocks: x and y, each of shape (points,). `step` numbers the epochs or blocks."""
 
     step: NDArray[Any]
     x: NDArray[Any]
     y: Numbers
 
     def known(self) -> "Course":
-        """Without points that have no value."""
+        """Returns the course without points that have no value."""
         there = np.isfinite(self.y)
         return Course(self.step[there], self.x[there], self.y[there])
 
 
 class Band(NamedTuple):
-    """The medians of several courses at each step, and between what y lies."""
+    """Median of several courses at each step, with the lowest and highest y."""
 
     x: Numbers
     y: Numbers
@@ -84,7 +84,7 @@ class Band(NamedTuple):
 
 
 def band_of(courses: Sequence[Course]) -> Band:
-    """Of runs that differ only in the seed; at a step that some did not reach, of the others."""
+    """Returns the band of runs that differ only in the seed. At each step it covers the runs that reached the step."""
     courses = [course.known() for course in courses]
     steps = np.unique(np.concatenate([course.step for course in courses]))
     table = np.full((2, len(courses), len(steps)), np.nan)
@@ -95,45 +95,45 @@ def band_of(courses: Sequence[Course]) -> Band:
 
 
 def flat(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Table.key -> value; what stands at the top of a job has no table."""
+    """Returns table.key -> value. A key at the top of a job has no table."""
     found: dict[str, Any] = {}
     for table, keys in job.items():
-        if table in {"study", "hooks"}:  # what a sweep made this run of, and what decides nothing
+        if table in {"study", "hooks"}:  # the study only describes the sweep, and hooks decide nothing
             continue
         found |= {f"{table}.{key}": value for key, value in keys.items()} if isinstance(keys, dict) else {table: keys}
     return found
 
 
 def matters(key: str) -> bool:
-    """Whether a key of the job makes another setting of a run; a seed makes another run of the same."""
+    """Whether a key of the job makes a different setting. A seed only makes another run of the same setting."""
     return key not in {"name", "training.seed", "cluster.threads_per_rank"} and not key.startswith("results.")
 
 
 def together(runs: Sequence[tuple[Mapping[str, Any], Any]]) -> list[list[int]]:
-    """Which runs, by number, are one curve: those that differ in nothing but the seed.
+    """Groups runs, by number, into curves: runs that differ only in the seed are one curve.
 
-    Runs of one seed alone stay apart: nobody knows why there are several.
+    Runs with the same seed stay separate curves, because the reason for the repetition is unknown.
 
     Args:
-        runs: of each its job, see `flat`, and what else sets it apart.
+        runs: for each run its job (see `flat`) and any other property that distinguishes it.
     """
     groups: dict[str, list[int]] = {}
     for i, (job, other) in enumerate(runs):
         same = {key: value for key, value in job.items() if matters(key)}
         groups.setdefault(json.dumps([same, other], sort_keys=True, default=str), []).append(i)
-    seeds = [json.dumps(job.get("training.seed"), sort_keys=True) for job, _ in runs]  # a file may say anything
+    seeds = [json.dumps(job.get("training.seed"), sort_keys=True) for job, _ in runs]  # the file may hold any value
     return [part for g in groups.values() for part in ([g] if len({seeds[i] for i in g}) > 1 else [[i] for i in g])]
 
 
 def several(seeds: Sequence[Any]) -> str:
-    """What the name of a curve says of the seeds of its runs."""
+    """Returns the part of a curve's name that describes the seeds of its runs."""
     count = len(set(seeds))
     runs = f"{len(seeds)} runs with " if count < len(seeds) else ""
     return f", {runs}{count} seeds" if len(seeds) > 1 else ""
 
 
 def rate_of(results: Results) -> Course:
-    """Learning rates over epochs, thinned evenly; each holds until the next."""
+    """Returns learning rates over epochs, thinned evenly. Each rate holds until the next one."""
     rows, samples = results.updates, results.attributes.get("training_samples")
     ended = np.cumsum(rows["samples"]) / samples if samples else rows["epoch"].astype(float)
     began = np.append(0.0, ended)[: len(rows)]
@@ -145,17 +145,17 @@ def rate_of(results: Results) -> Course:
 
 
 def with_rate(label: str, rate: float | None) -> str:
-    """For legends of runs whose effective rates differ."""
+    """Adds the effective learning rate to a legend's text, unless it is None."""
     return label if rate is None else f"{label}, α = {rate:.4g}"
 
 
 def wrapped(text: str, letters: int) -> list[str]:
-    """Lines of so many letters, in which what is like `λ = 4` stays together."""
+    """Breaks a text into lines of limited length, without a break inside parts like `λ = 4`."""
     return [line.replace("\u00a0", " ") for line in wrap(text.replace(" = ", "\u00a0=\u00a0"), letters)]
 
 
 def draw_band(axis: Any, band: Band, style: Mapping[str, Any], label: str | None = None, *, share: float = 1.0) -> None:
-    """A curve with markers; of several seeds, the median in a band. `share` of its panel's width is the curve's."""
+    """Draws a curve with markers, or the median of several seeds in a band. `share`: part of the panel's width."""
     if (band.low < band.high).any():
         step = {"step": "post"} if style.get("drawstyle") == "steps-post" else {}
         axis.fill_between(band.x, band.low, band.high, color=style["color"], alpha=0.18, linewidth=0, **step)
@@ -167,8 +167,8 @@ def draw_blocks(
 ) -> None:
     """Draws a quantity over updates: the median of several seeds.
 
-    `band` shows the range, of seeds or, with one, of the updates that a point stands for. The panel's longest run has
-    so many `updates`.
+    `band` shows the range over seeds. With one seed it shows the range over the updates that a point averages.
+    `updates` is the number of updates of the longest run in the panel.
     """
     if len(runs) == 1:
         (blocks,) = runs
@@ -180,14 +180,14 @@ def draw_blocks(
 
 
 def mean_of(histograms: Sequence[Numbers]) -> Numbers:
-    """Of several seeds."""
+    """Returns the mean over several seeds."""
     longest = max(map(len, histograms))
     table: Numbers = np.stack([np.pad(h, (0, longest - len(h))) for h in histograms])
     return np.asarray(table.mean(0))
 
 
 def draw_histogram(axis: Any, histogram: Numbers, style: Mapping[str, Any], *, filled: bool) -> None:
-    """Share of the gradients with σ = 0, 1, … in percent; an outline where others are in the panel."""
+    """Draws the share of gradients with σ = 0, 1, … in percent, as an outline if the panel has other histograms."""
     sigma = np.arange(len(histogram))
     if filled:
         axis.bar(sigma, histogram, width=0.9 if len(sigma) < 50 else 1.0, color=style["color"])
@@ -208,7 +208,7 @@ def describe(axis: Any, title: str, x: str, y: str, *, log: bool = False) -> Non
 
 
 def whole(axis: Any) -> None:
-    """x counts things."""
+    """Uses whole numbers on the x axis."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axis.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
@@ -216,7 +216,7 @@ def whole(axis: Any) -> None:
 
 
 def log_ticks(axis: Any, low: float, high: float) -> None:
-    """A logarithmic scale with ticks that people read, for values in a range; what is not positive is not drawn."""
+    """Sets a logarithmic scale with readable ticks for values in a range. Values of 0 or less are not drawn."""
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     (axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale)("log", nonpositive="mask")
@@ -226,21 +226,21 @@ def log_ticks(axis: Any, low: float, high: float) -> None:
 
 
 def close(low: float, high: float) -> bool:
-    """Whether a scale from zero would hide how values in this range differ."""
+    """Whether a scale from zero would hide the differences between values in this range."""
     return 0 < _CLOSE * high < low < high
 
 
 def not_from_zero(axes: Sequence[Any]) -> list[str]:
-    """A note that names the vertical scales that do not begin at zero; empty: there are none."""
+    """Returns a note that names the vertical scales that do not begin at zero, or "" if all do."""
     cut = [axis for axis in axes if axis.get_yscale() == "linear" and axis.get_ylim()[0] > 0]
     labels = dict.fromkeys(axis.get_ylabel() for axis in cut if axis.get_ylabel())
     return [f"The scale does not begin at 0: {', '.join(labels)}"] if labels else []
 
 
 def set_scale(axis: Any) -> None:
-    """A vertical scale from zero, or from below it where values are; all zero is a line at the bottom.
+    """Sets a vertical scale that begins at zero, or below zero for negative values. All zeros are a line at the bottom.
 
-    Values that are close together get a scale of their own range, which shows how they differ.
+    Values that are close together get a scale of their own range, which shows their differences.
     """
     low, high = axis.dataLim.y0, axis.dataLim.y1
     if close(low, high):
@@ -252,7 +252,7 @@ def set_scale(axis: Any) -> None:
 
 
 def look(i: int) -> dict[str, Any]:
-    """Colour, dashes and marker: 28 looks, no two alike; colour and marker alone tell 28 apart, too."""
+    """Returns colour, dashes and marker. There are 28 different looks, which colour and marker already distinguish."""
     again, colour = divmod(i, len(COLOURS))
     marker = MARKERS[(colour + 3 * again) % len(MARKERS)]
     return {"color": COLOURS[colour], "linestyle": ("-", "--", ":", "-.")[again % 4], "marker": marker}

@@ -1,4 +1,4 @@
-"""The figures of a report: which runs go into which panel, how it is drawn, and the numbers it is drawn from."""
+"""Figures of a report: which runs a panel shows, how it is drawn, and the numbers behind it."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -36,11 +36,11 @@ _MOST_BARS = 30
 
 
 def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> list[Figure]:
-    """All figures that a study's runs have the data for, the one that it is about first.
+    """Returns all figures that the data of a study's runs allows, the study's main figure first.
 
     Args:
-        study: what to draw.
-        everything: all runs of the report: the tradeoff curves show the others' hardsync region.
+        study: runs to draw.
+        everything: all runs of the report. The tradeoff curves show the hardsync region of the other runs.
         log: logarithmic axes for errors, losses and learning rates.
     """
     lines = lines_of(study.known) if study.known else []
@@ -131,9 +131,9 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
 
 
 def _points(runs: Sequence[Run]) -> dict[str, dict[tuple[int, int], tuple[float, float]]]:
-    """Protocol -> (μ, λ) -> mean time in seconds and test error in percent.
+    """Returns protocol -> (μ, λ) -> mean time in seconds and test error in percent.
 
-    With one learner every softsync is the same, so that such a run belongs to all of them.
+    With one learner all softsync protocols are the same, so a run with one learner belongs to all of them.
     """
     families = {run.family for run in runs if run.learners > 1} or {run.family for run in runs}
     found: dict[str, dict[tuple[int, int], list[tuple[float, float]]]] = {}
@@ -167,7 +167,7 @@ def _baseline(runs: Sequence[Run]) -> Run | None:
 
 
 def _shade(axis: Any, cells: dict[tuple[int, int], tuple[float, float]], unit_s: float) -> None:
-    """Fills the meshes of the hardsync grid that are complete."""
+    """Fills the complete meshes of the hardsync grid."""
     sizes, lambdas = (sorted({key[i] for key in cells}) for i in (0, 1))
     for mu, next_mu in pairwise(sizes):
         for lam, next_lam in pairwise(lambdas):
@@ -227,7 +227,7 @@ def _speed_up_panel(title: str, families: Sequence[str], curves: dict[str, Any],
     return draw
 
 
-_ROOM = 1.28  # for the number beside a bar, as a factor of the longest bar
+_ROOM = 1.28  # for the number next to a bar, as a factor of the longest bar
 _PHASES = {
     "compute": COLOURS[0],
     "reduce": COLOURS[3],
@@ -247,7 +247,7 @@ def _roles(study: Study) -> list[Figure]:
         times = run.summary["learner_times"]
         phases = [100 * float(np.mean([row[f"{phase}_share"] or 0.0 for row in times])) for phase in _PHASES]
         whole = max(0.0, 100 - sum(phases))
-        tested_s = max(run.time_s, run.evaluation_s)  # the last test may end after the training
+        tested_s = max(run.time_s, run.evaluation_s)  # the last evaluation may end after the training
         shares.append((*phases, whole, 100 * run.update_s / run.time_s, 100 * run.evaluation_s / tested_s))
     drawn = [(run.label, share) for run, share in zip(runs, shares, strict=True)][:_MOST_BARS]
     kinds = {**_PHASES, "other": MUTED}
@@ -297,7 +297,7 @@ def _roles(study: Study) -> list[Figure]:
 
 
 def _place(axis: Any, labels: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:
-    """Writes each label beside its line where it covers the fewest points and other labels."""
+    """Writes each label next to its line, at the position that covers the fewest points and other labels."""
     renderer = axis.figure.canvas.get_renderer()
     taken: list[Any] = []
     lines = [axis.transData.transform(line.get_xydata()) for line in axis.lines if line.get_label()[0] == "μ"]

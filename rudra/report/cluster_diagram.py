@@ -1,4 +1,4 @@
-"""Who is who in a study's runs, drawn: one figure for each topology, with its trees and its nodes."""
+"""Diagrams of the roles in a study's runs: one figure for each topology, with its trees and its nodes."""
 
 from collections.abc import Sequence
 from textwrap import wrap
@@ -17,9 +17,9 @@ _MOST_DRAWN = 6
 _MOST_LINES = 18
 _MOST_NODES = 8
 _MOST_DOTS = 16
-_LETTERS = 42  # of one line in a panel
+_LETTERS = 42  # letters in one line of a panel
 _ROW = 0.235  # inches
-_INDENT = 15  # points, as all that follows
+_INDENT = 15  # points, like all following sizes
 _BESIDE = 9
 _LETTER = 5.7
 _KINDS = {
@@ -33,7 +33,7 @@ _KINDS = {
 
 
 class _Mark(NamedTuple):
-    """A branch where it is drawn."""
+    """A branch with its position in the drawing."""
 
     branch: Branch
     depth: int
@@ -45,7 +45,7 @@ class _Mark(NamedTuple):
 
 
 def drawings(study: Study) -> list[Figure]:
-    """One figure for each topology that the runs have, of the run with the most learners."""
+    """Returns one figure for each topology of the runs, drawn from the run with the most learners."""
     alike: dict[str, list[tuple[Run, Cast]]] = {}
     for run in study.known:
         if run.cast is not None:
@@ -106,7 +106,7 @@ def _caption(cast: Cast, runs: Sequence[tuple[Run, Cast]]) -> str:
 
 
 def _laid_out(cast: Cast, branches: Sequence[Branch]) -> list[_Mark]:
-    """Every branch on a line of its own, below its parent and further right; what it hides takes another line."""
+    """Puts each branch on its own line, below and right of its parent. Text about hidden roles takes another line."""
     found: list[_Mark] = []
     row = 0
 
@@ -176,7 +176,7 @@ def _nodes(cast: Cast, nodes: Sequence[tuple[ShownNode, list[str]]], rows: tuple
 
 
 def _prepare(axis: Any, title: str, rows: tuple[float, float]) -> None:
-    """Points across, rows down; panels beside each other have room for the tallest."""
+    """Sets axes in points, with rows downwards. Panels in one row have room for the tallest one."""
     columns = axis.get_gridspec().ncols
     axis.set_axis_off()
     axis.set(title=title, xlim=(-8, 72 * axis.figure.get_figwidth() / columns - 30))
@@ -188,7 +188,7 @@ def _x(mark: _Mark) -> float:
 
 
 def _box(axis: Any, x: float, y: float, height: float) -> None:
-    """From there to the panel's right edge."""
+    """Draws a box from that point to the panel's right edge."""
     from matplotlib.patches import Rectangle
 
     width = axis.get_xlim()[1] - x - 2
@@ -196,7 +196,7 @@ def _box(axis: Any, x: float, y: float, height: float) -> None:
 
 
 def _dot(axis: Any, cast: Cast, role: int, at: tuple[float, float], *, many: bool = False) -> None:
-    """A role's marker; hollow where it stands for many."""
+    """Draws a role's marker, which is hollow if it represents several roles."""
     marker, colour = _KINDS.get(cast.plan.roles[role].kind, ("o", INK))
     fill = "none" if many else colour
     axis.plot(*at, marker=marker, markersize=6, color=colour, markerfacecolor=fill, linestyle="none", zorder=2)
@@ -208,7 +208,7 @@ def _note(axis: Any, x: float, row: float, text: str) -> None:
 
 
 def _name_kinds(axis: Any, cast: Cast) -> None:
-    """For the legend."""
+    """Adds the kinds of roles to the legend."""
     for kind in dict.fromkeys(role.kind for role in cast.plan.roles):
         marker, colour = _KINDS.get(kind, ("o", INK))
         axis.plot([], [], marker=marker, color=colour, linestyle="none", label=kind)

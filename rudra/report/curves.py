@@ -1,4 +1,4 @@
-"""What tests and training measured, over epochs and over time, and the learning rate."""
+"""Figures of evaluations and training over epochs and over time, and of the learning rate."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, methodcaller
@@ -12,20 +12,20 @@ from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable, clock_of, percent
 from rudra.results.progress import is_share
 
-_FEW_CLASSES = 10  # of which the five best are no news
+_FEW_CLASSES = 10  # with fewer classes, the error among the best five says little
 
 
 class _Quantity(NamedTuple):
-    """Something that is measured.
+    """A measured quantity.
 
     Attributes:
-        name: of its figures' files.
+        name: name of the quantity's figure files.
         title: heading.
-        caption: what it is.
-        label: of axis and column.
-        of: a run's values, one for each epoch; NaN where it was not measured.
-        shown: how a value is written; without it, as the column wants it.
-        course: what is drawn of a run over epochs, if it is not those.
+        caption: text that explains the quantity.
+        label: text at the axis and above the column.
+        of: function that returns a run's values, one for each epoch. NaN: not measured.
+        shown: function that formats a value. None: the column's format.
+        course: function that returns the points to draw over epochs. None: the values of `of`.
     """
 
     name: str
@@ -37,14 +37,14 @@ class _Quantity(NamedTuple):
     course: Callable[[Run], Course] | None = None
 
     def over(self, run: Run, *, time: bool) -> Course:
-        """Where it was measured."""
+        """Returns the points that have a measured value."""
         if self.course is not None:
             return self.course(run).known()
         return Course(run.epoch, run.epoch_end_s if time else run.epoch, self.of(run)).known()
 
 
 def curves(study: Study, lines: Sequence[Line], *, log: bool) -> list[Figure]:
-    """What tests measured over epochs and time: error, loss where a task knows none, metrics; then the training."""
+    """Returns figures over epochs and time: first of evaluations (error, else loss), then of training."""
     tested = [figure for quantity in _tested(study.known) for figure in _figures(study, lines, quantity, log)]
     return [*tested, *_training(study, lines, log)]
 
@@ -102,7 +102,7 @@ _TRAINED = (
 
 
 def _shown(lines: Sequence[Line], quantity: _Quantity, log: bool) -> tuple[list[Line], dict[str, list[str]], bool]:
-    """The lines that a panel can show, why it cannot show others, and whether the scale is logarithmic."""
+    """Returns the lines that a panel can show, why it cannot show the others, and whether the scale is logarithmic."""
     runs = [run for line in lines for run in line.runs]
     log = log and any((quantity.over(run, time=False).y > 0).any() for run in runs)
 
@@ -121,7 +121,7 @@ def _shown(lines: Sequence[Line], quantity: _Quantity, log: bool) -> tuple[list[
 def _panel(
     quantity: _Quantity, title: str, lines: Sequence[Line], clock: tuple[str, float] | None, *, log: bool
 ) -> Panel:
-    """Over epochs or, with a name and the seconds of its unit, over time."""
+    """Makes a panel over epochs or, given a name and a unit in seconds, over time."""
 
     def draw(axis: Any) -> None:
         for line in lines:
@@ -136,7 +136,7 @@ def _panel(
 
 
 def overlay(lines: Sequence[Line], *, log: bool) -> tuple[list[Panel], dict[str, list[str]]]:
-    """Returns one panel for each quantity, with all lines, and the reasons why a panel cannot show some runs."""
+    """Returns one panel with all lines for each quantity, and the reasons why a panel cannot show some runs."""
     panels: list[Panel] = []
     missing: dict[str, list[str]] = {}
     tested = _tested([run for line in lines for run in line.runs])
@@ -152,7 +152,7 @@ def overlay(lines: Sequence[Line], *, log: bool) -> tuple[list[Panel], dict[str,
 
 
 def _clock(lines: Sequence[Line], quantity: _Quantity) -> tuple[str, float]:
-    """Returns the name of the time axis with a unit that suits the times, and the seconds of this unit."""
+    """Returns the name of the time axis with a unit that suits the times, and the length of this unit in seconds."""
     runs = [run for line in lines for run in line.runs]
     unit, unit_s = time_unit(max(quantity.over(run, time=True).x[-1] for run in runs))
     return f"{clock_of(runs)} ({unit})", unit_s
@@ -193,7 +193,7 @@ def _figures(study: Study, lines: Sequence[Line], quantity: _Quantity, log: bool
 
 
 def _training(study: Study, lines: Sequence[Line], log: bool) -> list[Figure]:
-    """One figure with a panel for each quantity, or of many lines one for each quantity."""
+    """Returns one figure with a panel for each quantity, or one figure for each quantity if there are many lines."""
     found = [(quantity, *_shown(lines, quantity, log)) for quantity in _TRAINED]
     found = [told for told in found if told[1]]
     if not found:
@@ -225,7 +225,7 @@ def _training(study: Study, lines: Sequence[Line], log: bool) -> list[Figure]:
 
 
 def _rows(runs: Sequence[Run], quantities: Sequence[_Quantity], *, time: bool) -> tuple[list[tuple[Any, ...]], bool]:
-    """Epochs of runs in which any of the quantities is known, and whether some were left out."""
+    """Returns the epochs with at least one known quantity, and whether some epochs were left out."""
     rows: list[tuple[Any, ...]] = []
     thinned = False
     for run in runs:

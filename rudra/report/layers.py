@@ -1,4 +1,4 @@
-"""Pictures of a model's layers: what they take, hold and give, and where a model is cut."""
+"""Pictures of a model's layers: their time, parameter size and output size, and the cut of the model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,17 +15,17 @@ _NAMED = 40  # layers whose names can be read below a panel
 def draw(
     layers: Sequence[Layer], output: Path, title: str, *, decision: PlacementDecision | None = None, force: bool = False
 ) -> None:
-    """Draws times, sizes and the share of the parameters that lies in front of each layer.
+    """Draws times, sizes, and the share of the parameters in front of each layer.
 
     Args:
-        layers: of the model, in order.
-        output: picture to write; its suffix is one of `svg.SUFFIXES`.
-        title: of the picture.
-        decision: whose cut is marked, and what each cut sends.
+        layers: layers of the model, in order.
+        output: picture to write. Its suffix is one of `svg.SUFFIXES`.
+        title: title of the picture.
+        decision: placement whose cut is marked, with the traffic of each cut.
         force: replace an existing picture.
 
     Raises:
-        ConfigError: another suffix, or matplotlib is missing.
+        ConfigError: the suffix is not supported, or matplotlib is missing.
         ResultsError: the picture exists or cannot be written.
     """
     check_picture(output, force=force)
@@ -79,7 +79,7 @@ def _share(axis: Any, layers: Sequence[Layer]) -> None:
 
 
 def _sent(axis: Any, decision: PlacementDecision) -> None:
-    """What a step of all learners sends, by cut."""
+    """Draws the traffic of all learners in one step, for each cut."""
     places = range(len(decision.cuts))
     axis.bar(places, [cut.placed_bytes / 1e6 for cut in decision.cuts], color=COLOURS[0], label="cut here")
     for place, cut in enumerate(decision.cuts):
@@ -105,6 +105,6 @@ def _finish(axis: Any, layers: Sequence[Layer], title: str, unit: str) -> None:
 
 
 def _mark(axis: Any, layers: Sequence[Layer], decision: PlacementDecision | None) -> None:
-    """Where the model is cut."""
+    """Marks the cut of the model."""
     if decision is not None and decision.cut is not None:
         axis.axvline(decision.cut.index - 0.5, color=INK, linestyle=":", linewidth=1.5)

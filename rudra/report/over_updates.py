@@ -1,4 +1,4 @@
-"""Figures of what changes from update to update: staleness, and the distance of replicas from the weights."""
+"""Figures over updates: staleness, and the distance of replicas from the weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _MOST_POINTS = 150
 
 
 def staleness(everybody: Sequence[Line]) -> list[Figure]:
-    """Nothing where nothing is stale: a note says so."""
+    """Returns the figures of staleness. There are none if no gradient is stale, and a note says so."""
     lines = [line for line in (line.of(lambda run: run.stale) for line in everybody) if line.runs]
     runs = [run for line in lines for run in line.runs]
     if not runs:
@@ -50,7 +50,7 @@ def staleness(everybody: Sequence[Line]) -> list[Figure]:
 
 
 def distances(everybody: Sequence[Line]) -> list[Figure]:
-    """Nothing where no learner has a replica of its own."""
+    """Returns the figures of distances. There are none if no learner has its own replica."""
     lines = [line for line in (line.of(lambda run: run.distance is not None) for line in everybody) if line.runs]
     if not lines:
         return []
@@ -66,11 +66,11 @@ def distances(everybody: Sequence[Line]) -> list[Figure]:
 
 
 _LABELS = {"staleness": "⟨σ⟩", "distance": "distance"}
-"""Attribute of a run, with a value for each update -> how axes and tables name it."""
+"""Name of a run's attribute with a value for each update -> its name on axes and in tables."""
 
 
 def _figure(name: str, title: str, about: str, lines: Sequence[Line], left_out: dict[str, list[str]]) -> Figure:
-    """Makes the figure of one quantity over updates; `name` is the attribute of the runs."""
+    """Makes the figure of one quantity over updates. `name` is the attribute of the runs."""
     runs = [run for line in lines for run in line.runs]
     each = max(20, MOST_ROWS // len(runs))
     rows = [row for run in runs for row in _rows(run, name, each)]
@@ -99,14 +99,14 @@ def _rows(run: Run, name: str, most: int) -> list[tuple[Any, ...]]:
 
 
 def staleness_law(runs: Sequence[Run]) -> str:
-    """Says what the dashed lines of the panels of staleness are."""
+    """Explains the dashed lines in the panels of staleness."""
     if all(run.job.get("protocol.name") == "hogbatch" for run in runs):
         return "Dashed: the mean that theory expects, in a window the most that it can be"
     return "Dashed: (λ − 1)/c, where theory puts the mean"
 
 
 def over_updates(title: str, lines: Sequence[Line], *, name: str = "staleness") -> Panel:
-    """Draws a quantity over updates; of staleness also the value that the protocol of all lines expects."""
+    """Draws a quantity over updates. For staleness it adds the expected mean if all lines have the same."""
 
     def draw(axis: Any) -> None:
         thinned = [[_thinned(_blocks(run, name)) for run in line.runs] for line in lines]
@@ -122,7 +122,7 @@ def over_updates(title: str, lines: Sequence[Line], *, name: str = "staleness") 
 
 
 def staleness_histogram(title: str, lines: Sequence[Line]) -> Panel:
-    """Draws the share of the gradients with each σ."""
+    """Draws the share of the gradients with each value of σ."""
 
     def draw(axis: Any) -> None:
         for line in lines:
@@ -150,7 +150,7 @@ def _thinned(blocks: Blocks) -> Blocks:
 def _law(
     axis: Any, lines: Sequence[Line], law: Callable[[Run], float | None], draw: Callable[..., Any], linestyle: str
 ) -> None:
-    """Marks what a law says in a panel whose runs agree on that."""
+    """Marks the value that a law predicts, in a panel whose runs agree on it."""
     found = {law(line.runs[0]) for line in lines}
     said = found.pop()
     if not found and said:

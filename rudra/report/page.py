@@ -1,4 +1,4 @@
-"""The page: sections put into the template, with nothing that it would have to load."""
+"""The page of a report: sections in a template, without any external resources."""
 
 import base64
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from rudra.report.tables import SHOWN_ROWS, ReportTable
 
 
 def render(sections: Sequence[Section]) -> str:
-    """The whole page as text; everything that users named is escaped."""
+    """Returns the whole page as text. All names that users gave are escaped."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -31,6 +31,6 @@ def render(sections: Sequence[Section]) -> str:
 
 
 def _download(table: ReportTable) -> str:
-    """The table as CSV in a link; the mark at the start tells spreadsheets that it is UTF-8."""
+    """Returns the table as a CSV link. The mark at the start makes spreadsheets read it as UTF-8."""
     content = table.csv().encode("utf-8-sig")
     return "data:text/csv;charset=utf-8;base64," + base64.b64encode(content).decode()

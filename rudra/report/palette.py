@@ -1,4 +1,4 @@
-"""Colours that a figure has beside those of its lines; the page gives all of them another value where it is dark."""
+"""Colours of a figure's parts other than its lines. The page has different values for its dark mode."""
 
 INK = "#1f2328"
 MUTED = "#656d76"

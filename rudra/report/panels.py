@@ -1,4 +1,4 @@
-"""What figures of a report are made of: panels, and which runs go into which."""
+"""Parts of a report's figures: panels, and the assignment of runs to panels."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,29 +10,29 @@ from rudra.report.analysis import describe, look, several, together, whole, with
 from rudra.report.runs import Run, names_of
 from rudra.report.tables import ReportTable
 
-MOST_TOGETHER = 8  # lines in one panel that people can still tell apart
+MOST_TOGETHER = 8  # lines that can still be distinguished in one panel
 
 AfterLayout = Callable[[], None]
 Panel = Callable[[Any], AfterLayout | None]
-"""Draws on the axes it is given; what it returns is called when the layout stands."""
+"""Function that draws on the given axes. It returns a function to call when the layout is final."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, whatever its width.
+    """A figure, independent of its width.
 
     Attributes:
-        name: of its files, without suffix.
+        name: name of the figure's files, without suffix.
         title: heading.
-        caption: what one sees, in a sentence or two.
-        panels: what to draw.
-        table: its numbers.
-        height: of a panel, in inches.
-        heights: of each panel, where they differ.
-        share_y: whether the panels have one scale.
-        from_zero: whether that begins at zero.
-        left_out: why -> names of the runs that it cannot show.
-        own_legends: whether a look stands for something else in each panel.
+        caption: one or two sentences that explain the figure.
+        panels: functions that draw the panels.
+        table: numbers of the figure.
+        height: height of a panel, in inches.
+        heights: heights of the panels, if they differ.
+        share_y: whether the panels share one vertical scale.
+        from_zero: whether the shared scale begins at zero.
+        left_out: reason -> names of the runs that the figure cannot show.
+        own_legends: whether a look has a different meaning in each panel.
         notes: lines of text below the panels.
     """
 
@@ -51,13 +51,13 @@ class Figure:
 
 
 class Line(NamedTuple):
-    """Runs that differ only in their seeds, as one line that looks alike in every panel of a study.
+    """Runs that differ only in their seeds, as one line with the same look in every panel of a study.
 
     Attributes:
-        runs: at least one.
-        label: in legends.
+        runs: runs of the line, at least one.
+        label: text in legends.
         style: colour, dashes and marker.
-        panel: where it is drawn if there are too many for one panel.
+        panel: name of the line's panel if there are too many lines for one panel.
     """
 
     runs: Sequence[Run]
@@ -66,12 +66,14 @@ class Line(NamedTuple):
     panel: str = ""
 
     def of(self, which: Callable[[Run], Any]) -> "Line":
-        """With only these of its runs."""
+        """Returns the line with only the runs that `which` selects."""
         return self._replace(runs=[run for run in self.runs if which(run)])
 
 
 def lines_of(runs: Sequence[Run], *, overlaid: bool = False) -> list[Line]:
-    """All lines of a study: few have a look each; of many, one for every λ if that tells a panel's lines apart.
+    """Returns all lines of a study, each with a look of its own if there are few.
+
+    Many lines share one look for each λ, if that distinguishes the lines of a panel.
 
     Args:
         runs: runs of the study.
@@ -112,17 +114,17 @@ def _order(run: Run) -> tuple[Any, ...]:
 
 
 def by_lambda(lines: Sequence[Line]) -> bool:
-    """Whether a look stands for a λ."""
+    """Whether each look represents a value of λ."""
     return bool(lines) and all(line.panel and line.label.startswith("λ = ") for line in lines)
 
 
 def own_legends(lines: Sequence[Line]) -> bool:
-    """Whether the lines of a λ have different learning rates."""
+    """Whether the lines of one λ have different learning rates."""
     return by_lambda(lines) and len({line.label for line in lines}) > len({line.runs[0].learners for line in lines})
 
 
 def said(lines: Sequence[Line]) -> str:
-    """What the caption says of the lines."""
+    """Returns the caption's text about the lines."""
     text = " One panel for each protocol and μ" if lines and lines[0].panel else ""
     text += ", one colour for each λ" if by_lambda(lines) else ""
     several = any(len(line.runs) > 1 for line in lines)
@@ -130,11 +132,11 @@ def said(lines: Sequence[Line]) -> str:
 
 
 def grouped(lines: Sequence[Line], split: Callable[[Run], str]) -> list[tuple[str, list[Line]]]:
-    """Lines in panels: few by `split`, many as they say; never too many in one."""
+    """Groups lines into panels: few lines by `split`, many by their own `panel`, with a limit for each panel."""
     panels: dict[str, list[Line]] = {}
     for line in lines:
         panels.setdefault(line.panel or split(line.runs[0]), []).append(line)
-    if len(panels) == len(lines) > 1 and not lines[0].panel:  # the titles do for a legend
+    if len(panels) == len(lines) > 1 and not lines[0].panel:  # the titles replace a legend
         return [(line.label.replace(", α", "\nα"), [line._replace(label="_")]) for (line,) in panels.values()]
     made = []
     for title, own in panels.items():
@@ -150,7 +152,7 @@ def family_order(family: str) -> tuple[int, str]:
 
 
 def set_axes(axis: Any, title: str, x: str, y: str, *, counts: bool = False, log: bool = False) -> None:
-    """Titles, and a scale from zero or a logarithmic one; `counts`: x counts things."""
+    """Sets titles, and a scale that begins at zero or a logarithmic one. `counts`: the x axis has whole numbers."""
     describe(axis, title, x, y, log=log)
     axis.set_xlim(0)
     if counts:
@@ -158,12 +160,12 @@ def set_axes(axis: Any, title: str, x: str, y: str, *, counts: bool = False, log
 
 
 def thin(length: int, most: int) -> Any:
-    """Numbers of at most `most` rows, evenly spread, with the first and the last."""
+    """Returns at most `most` row numbers, evenly spread, including the first and the last."""
     return np.unique(np.linspace(0, length - 1, min(length, most)).round().astype(int))
 
 
 def stacked_bars(axis: Any, rows: Sequence[tuple[str, Sequence[float]]], kinds: Mapping[str, str]) -> None:
-    """Draws a bar for each row, of one piece for each kind; `kinds`: label -> colour."""
+    """Draws a bar for each row, with one piece for each kind. `kinds`: label -> colour."""
     left = np.zeros(len(rows))
     for i, (kind, colour) in enumerate(kinds.items()):
         width = np.array([values[i] for _, values in rows])
@@ -173,7 +175,7 @@ def stacked_bars(axis: Any, rows: Sequence[tuple[str, Sequence[float]]], kinds: 
 
 
 def name_bars(axis: Any, names: Sequence[str], title: str, x: str) -> None:
-    """Writes names above bars, so that long ones have room."""
+    """Writes names above bars, which leaves room for long names."""
     for i, name in enumerate(names):
         note = axis.annotate(name, (0, i - 0.27), (3, 0), textcoords="offset points", va="bottom", fontsize="small")
         note.set_in_layout(False)

@@ -1,8 +1,8 @@
-"""The figure of a report over compute groups: what more of them bring in hardware, cost in statistics, and both.
+"""The figure of a report over the number of compute groups: hardware gain, statistical cost, and both.
 
-Penalties are against one group: P_HE of the time per iteration, P_SE of the iterations to the target, and P_Total,
-their product, of the time to it. Of several momenta and learning rates those count with which a number of groups gets
-there first.
+Penalties are relative to one group. P_HE compares the time per iteration, and P_SE the iterations to the target.
+P_Total, their product, compares the time to the target. If several momenta and learning rates were run, each number of
+groups uses the pair that reaches the target first.
 
 Source: omnivore.txt §IV-A (equations 8 to 10) and Figures 26 to 30.
 """
@@ -24,19 +24,19 @@ _TITLES = ("P_HE: time per iteration", "P_SE: iterations to the target", "P_Tota
 
 
 class _Place(NamedTuple):
-    """The runs of so many groups, with the momentum and the rate that suit these."""
+    """Runs with one number of groups, at the best momentum and learning rate for this number."""
 
     groups: int
     runs: Sequence[Run]
 
     @property
     def measures(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Of each run: seconds per iteration, and epochs to the target, infinite if it did not get there."""
+        """Returns for each run the seconds per iteration, and the epochs to the target (infinite if not reached)."""
         return [iteration_s(run) or math.nan for run in self.runs], [epochs_to_target(run) for run in self.runs]
 
 
 def penalties(study: Study) -> list[Figure]:
-    """Nothing where it was not asked for, or no run has one group."""
+    """Returns the figure. There is none if the study did not request it, or no run has one group."""
     if study.figure != "penalties":
         return []
     runs = [run for run in study.known if run.finished and run.n and iteration_s(run)]
@@ -68,13 +68,13 @@ def _kind(run: Run) -> str:
 
 
 def _curve(runs: Sequence[Run]) -> list[_Place]:
-    """By g, from the least."""
+    """Returns the places ordered by g."""
     counts = sorted({run.n or 0 for run in runs})
     return [_Place(g, best_of([run for run in runs if run.n == g])) for g in counts]
 
 
 def _ratios(curve: Sequence[_Place]) -> tuple[Band, ...]:
-    """P_HE, P_SE and P_Total over g; NaN is what is not known."""
+    """Returns P_HE, P_SE and P_Total over g. NaN: unknown."""
     base = [value if math.isfinite(value) else math.nan for value in map(median, curve[0].measures)]
     x = np.array([place.groups for place in curve], float)
     each = [[np.array(values) / base[i] for i, values in enumerate(place.measures)] for place in curve]

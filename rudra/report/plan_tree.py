@@ -1,4 +1,4 @@
-"""Plans as trees for people: who is below whom, with long runs of like siblings told as one."""
+"""Plans as readable trees of roles. A long run of similar siblings is one line."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,17 +8,17 @@ from topologies import Plan
 
 _DEEPEST = 300
 _TIGHTER = ((12, 12), (12, 8), (12, 4), (12, 2), (12, 1), (8, 1), (5, 1), (3, 1))
-"""How deep a tree may be, and how many siblings may be alike, one after the other until it has few enough lines."""
+"""Successive limits on depth and on similar siblings, tried until the tree has few enough lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One line of a tree: a role, a compute group, or a run of like siblings.
+    """One line of a tree: a role, a compute group, or a run of similar siblings.
 
     Attributes:
         roles: ids of the role, of a group's members, or of the siblings.
-        below: what stands below it.
-        groups: their numbers, where it stands for compute groups.
+        below: branches below this one.
+        groups: numbers of the compute groups, if the branch represents groups.
         hidden: ids of the roles below that are not shown.
     """
 
@@ -29,11 +29,13 @@ class Branch:
 
 
 def by_gradients(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
-    """Everybody below those who take their gradients; compute groups as one each; the statistics server last.
+    """Returns trees by gradients: each role is below the receiver of its gradients. The statistics server is last.
+
+    A compute group is one branch.
 
     Args:
-        plan: who is who.
-        most: lines, as far as leaving siblings out can achieve that; None: everything.
+        plan: roles and their connections.
+        most: number of lines to aim at by leaving siblings out. None: show everything.
     """
     members = {group[0]: group for group in plan.groups}
 
@@ -44,14 +46,14 @@ def by_gradients(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
         return _branch(plan.children, id_, room, branch)
 
     roots = [i for i, role in enumerate(plan.roles) if role.parent is None and not role.kind_traits.tests]
-    if plan.sharing != "nothing":  # groups side by side, although their first members have a parent
+    if plan.sharing != "nothing":  # groups are siblings, although their first members have a parent
         roots = list(members)
     found = _fitted(plan, [branch(root) for root in roots], most)
     return (*found, *(Branch((i,)) for i, role in enumerate(plan.roles) if role.kind_traits.tests))
 
 
 def by_weights(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
-    """The tree in which weights come down, from the root; arguments as for `by_gradients`."""
+    """Returns the tree of the weights' distribution, from its root. Arguments as for `by_gradients`."""
 
     def branch(id_: int, room: int = _DEEPEST) -> Branch:
         return _branch(plan.receivers, id_, room, branch)
@@ -60,7 +62,7 @@ def by_weights(plan: Plan, most: int | None = None) -> tuple[Branch, ...]:
 
 
 def lines(branches: Sequence[Branch]) -> int:
-    """How many branches there are, those below included."""
+    """Returns the number of branches, including those below."""
     return sum(1 + lines(branch.below) for branch in branches)
 
 
@@ -68,19 +70,19 @@ def _branch(below: Sequence[Sequence[int]], id_: int, room: int, branch: Callabl
     if room > 0:
         return Branch((id_,), tuple(branch(child, room - 1) for child in below[id_]))
     hidden = list(below[id_])
-    for role in hidden:  # which grows meanwhile
+    for role in hidden:  # the list grows during this loop
         hidden += below[role]
     return Branch((id_,), hidden=tuple(hidden))
 
 
 def _inside(branch: Branch) -> tuple[int, ...]:
-    """Ids of all roles below; a group's members are those that it stands for."""
+    """Returns ids of all roles below. A branch of a group represents its members."""
     below = () if branch.groups else branch.below
     return (*branch.hidden, *(role for child in below for role in (*child.roles, *_inside(child))))
 
 
 def _fitted(plan: Plan, branches: Sequence[Branch], most: int | None) -> tuple[Branch, ...]:
-    """As little left out as the number of lines needs."""
+    """Leaves out as little as the number of lines requires."""
     found = tuple(branches)
     for depth, siblings in _TIGHTER:
         if most is None or lines(found) <= most:
@@ -90,7 +92,7 @@ def _fitted(plan: Plan, branches: Sequence[Branch], most: int | None) -> tuple[B
 
 
 def _collapsed(plan: Plan, branches: Sequence[Branch], most: int, depth: int) -> tuple[Branch, ...]:
-    """The first siblings, those between as one, and the last, wherever there are more than `most` that are alike."""
+    """Joins siblings if more than `most` are similar: the first ones, one branch for the middle, and the last."""
     found: list[Branch] = []
     for _, run in groupby(branches, key=lambda b: (plan.roles[b.roles[0]].kind, bool(b.below or b.hidden))):
         alike = list(run)

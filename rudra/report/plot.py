@@ -16,19 +16,19 @@ from rudra.report.tables import ReportTable
 
 
 def plot(files: Sequence[str | Path], output: str | Path, *, log: bool = False, force: bool = False) -> None:
-    """Draws errors and losses of tests and training, the learning rate, and staleness.
+    """Draws errors and losses of evaluations and training, the learning rate, and staleness.
 
-    Runs that differ only in the seed become one curve: their median, in a band from the least to the most.
-    What no run has (errors, or staleness where nothing is stale) has no panel.
+    Runs that differ only in the seed become one curve: their median, in a band from the lowest to the highest value.
+    A quantity that no run has (errors, or staleness if no gradient is stale) gets no panel.
 
     Args:
-        files: result files; several are overlaid.
-        output: picture to write; its suffix is one of `svg.SUFFIXES`.
+        files: result files. Several are overlaid.
+        output: picture to write. Its suffix is one of `svg.SUFFIXES`.
         log: logarithmic axes for errors, losses and learning rates.
         force: replace an existing picture.
 
     Raises:
-        ConfigError: another suffix, no file given, or matplotlib is missing.
+        ConfigError: the suffix is not supported, no file is given, or matplotlib is missing.
         ResultsError: a file is not readable as a result file, or the picture exists or cannot be written.
     """
     if not files:
@@ -38,7 +38,7 @@ def plot(files: Sequence[str | Path], output: str | Path, *, log: bool = False, 
 
 
 def named(paths: Sequence[Path]) -> list[Run]:
-    """Reads runs. The label of a run has the name of its file, its protocol, λ and μ."""
+    """Reads runs. A run's label consists of its file name, its protocol, λ and μ."""
     unique = len({path.stem for path in paths}) == len(paths)
     common = os.path.commonpath([path.absolute().parent for path in paths])
     runs = []

@@ -1,4 +1,4 @@
-"""What a report is about: runs read from their files, and the studies that they are points of."""
+"""Contents of a report: runs read from their files, and the runs' studies."""
 
 import json
 import os
@@ -31,32 +31,32 @@ class Run:
     """One run, or one that is missing.
 
     Attributes:
-        file: its result file.
-        label: what it is called in tables and figures.
-        status: of the run; or "missing", or "unreadable".
-        reason: why it failed, or cannot be read.
-        overrides: what a sweep changed in the job.
-        summary: see `Results.summary`; empty where the file cannot be read, as are the next two.
-        attributes: of the result file.
-        job: as resolved.
-        epoch: the epochs that have ended, shape (epochs,), as all that follows; NaN is what is not known.
-        epoch_end_s: when they ended.
-        test_error: in percent, as the other errors.
-        test_loss: mean over the samples.
-        train_error: of the gradients that were applied.
-        train_loss: likewise.
-        learning_rate: of the epochs' last updates.
-        metrics: what else the tests measured: name -> values.
-        rate: the learning rate over epochs.
-        staleness: over updates.
-        distance: of replicas from the weights, over updates; None: learners have none.
-        bytes_per_sample: that a learner sends of replicas; 0: it has none.
+        file: result file of the run.
+        label: name of the run in tables and figures.
+        status: status of the run, or "missing", or "unreadable".
+        reason: why the run failed, or cannot be read.
+        overrides: keys of the job that a sweep changed.
+        summary: see `Results.summary`. It, `attributes` and `job` are empty if the file cannot be read.
+        attributes: attributes of the result file.
+        job: the resolved job.
+        epoch: numbers of the epochs that have ended, shape (epochs,). The following arrays match it. NaN: unknown.
+        epoch_end_s: end of each epoch.
+        test_error: error on the test set in percent, like all errors.
+        test_loss: mean loss over the samples of the test set.
+        train_error: error of the applied gradients.
+        train_loss: loss of the applied gradients.
+        learning_rate: learning rate of each epoch's last update.
+        metrics: further metrics of the evaluations: name -> values.
+        rate: learning rate over epochs.
+        staleness: staleness over updates.
+        distance: distance of replicas from the weights, over updates. None: learners have no replicas.
+        bytes_per_sample: bytes of replicas that a learner sends for each sample. 0: it has no replica.
         update_s: time in the optimiser's steps.
-        evaluation_s: time in tests.
-        cast: who was who, where the file says so.
-        workers: who computed what, where learners are unlike; None: they are alike.
-        expected_staleness: as the protocol has it for this run; None where it is a rule of the user's, whose code no
-            report imports.
+        evaluation_s: time in evaluations.
+        cast: roles of the run, if the file records them.
+        workers: work of each worker, if learners are heterogeneous. None: all learners are alike.
+        expected_staleness: staleness that the protocol predicts for this run. None: the user's own rule decides it, and
+            a report imports no user code.
     """
 
     file: Path
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def known(self) -> bool:
-        """Whether there is something to show of it."""
+        """Whether there is anything to show of the run."""
         return bool(self.summary)
 
     @property
@@ -108,7 +108,7 @@ class Run:
 
     @property
     def n(self) -> int | None:
-        """The splitting parameter; async has λ, a protocol that takes one gradient of each none."""
+        """The splitting parameter: λ for async, and none for a protocol that takes one gradient of each learner."""
         n = self.summary["n"]
         return None if self._rule.ordered or n is None else int(n)
 
@@ -122,7 +122,7 @@ class Run:
 
     @property
     def family(self) -> str:
-        """The protocol as one curve over λ: `λ-softsync` where n is the number of learners, whose rule is async's."""
+        """Name of the protocol's curve over λ: `λ-softsync` if n is the number of learners, which is async's rule."""
         return self._rule.family(self.protocol, self.n, self.learners)
 
     @property
@@ -137,21 +137,21 @@ class Run:
 
     @property
     def stale(self) -> bool:
-        """Whether any gradient was."""
+        """Whether any gradient was stale."""
         return bool(self.histogram[1:].any())
 
     @property
     def error(self) -> float | None:
-        """Last test error in percent."""
+        """Test error of the last evaluation in percent."""
         return _last(self.test_error)
 
     @property
     def loss(self) -> float | None:
-        """Last loss of a test."""
+        """Loss of the last evaluation."""
         return _last(self.test_loss)
 
     def metric(self, name: str) -> Numbers:
-        """A metric's values, one for each epoch."""
+        """Returns a metric's values, one for each epoch."""
         return self.metrics.get(name, np.full(len(self.epoch), np.nan))
 
     @property
@@ -166,7 +166,7 @@ class Run:
 
     @cached_property
     def histogram(self) -> Numbers:
-        """Gradients with σ = 0, 1, …, in percent."""
+        """Share of the gradients with σ = 0, 1, …, in percent."""
         counts = np.asarray(self.summary.get("staleness_histogram", ()), float)
         return 100 * counts / max(1.0, float(counts.sum()))
 
@@ -176,10 +176,10 @@ class Study:
     """Runs that belong together.
 
     Attributes:
-        title: of its part of the report.
-        runs: also those that are missing.
+        title: title of the study's part of the report.
+        runs: all runs, including missing ones.
         figure: what to show first, as in `rudra.job.tables.StudyTable`.
-        quick: whether it is the smaller form of an experiment.
+        quick: whether this is the smaller variant of an experiment.
         paper: rows of published numbers to compare with.
     """
 
@@ -205,7 +205,7 @@ class _Point(BaseModel):
 
 
 class _Index(BaseModel):
-    """`sweep.json`, as far as a report needs it."""
+    """The keys of `sweep.json` that a report needs."""
 
     title: str = ""
     job: str = ""
@@ -216,11 +216,11 @@ class _Index(BaseModel):
 
 
 def collect(paths: Sequence[Path]) -> list[Study]:
-    """One study for each directory, and one for all the files that were named.
+    """Returns one study for each directory, and one for all named files.
 
     Raises:
-        ConfigError: there is no run at all, or a damaged `sweep.json`.
-        ResultsError: a file that was named cannot be read.
+        ConfigError: there is no run, or a `sweep.json` is damaged.
+        ResultsError: a named file cannot be read.
     """
     if not paths:
         raise ConfigError("no result file to report on")
@@ -234,7 +234,7 @@ def collect(paths: Sequence[Path]) -> list[Study]:
 
 
 def _directory(path: Path) -> Iterator[Study]:
-    """The sweep or the files in a directory; failing these, what is in the directories in it."""
+    """Returns the sweep or the files in a directory. If it has neither, uses its subdirectories."""
     if os.path.isfile(path / SWEEP_INDEX):
         yield _sweep(path)
         return
@@ -273,7 +273,7 @@ def _sweep(path: Path) -> Study:
 
 
 def _tolerant(path: Path) -> Run:
-    """A point of a sweep: one that is not there yet or damaged is shown as such."""
+    """Reads a point of a sweep. A missing or damaged point is shown with this status."""
     if not os.path.isfile(path):
         return Run(path, path.stem, "missing", "not run yet, or stopped before it began")
     try:
@@ -283,10 +283,10 @@ def _tolerant(path: Path) -> Run:
 
 
 def read(path: Path) -> Run:
-    """One result file, in whatever state it is.
+    """Reads one result file in any state.
 
     Raises:
-        ResultsError: it cannot be read.
+        ResultsError: the file cannot be read.
     """
     with open_results(path) as results:
         summary, epochs, updates = results.summary(), results.epochs, results.updates
@@ -329,7 +329,7 @@ def read(path: Path) -> Run:
 
 def _expected_staleness(results: Results) -> float | None:
     tables = {name: results.job[name] for name in ("hogbatch", "averaging") if name in results.job}
-    protocol = {**results.job.get("protocol", {}), "modulation": "none"}  # which may name code
+    protocol = {**results.job.get("protocol", {}), "modulation": "none"}  # the modulation may name the user's code
     if protocol.get("name") not in shipped():
         return None
     try:
@@ -339,7 +339,7 @@ def _expected_staleness(results: Results) -> float | None:
 
 
 def _replicas(results: Results) -> tuple[Blocks | None, float]:
-    """How far replicas are from the weights, and the bytes that a learner sends of them for a sample."""
+    """Returns the distance of replicas from the weights, and the bytes of replicas that a learner sends per sample."""
     rows, gradients = results.averages, results.gradients
     rows = rows[np.isfinite(rows["distance"])]
     if not len(rows) or not len(gradients):
@@ -349,13 +349,13 @@ def _replicas(results: Results) -> tuple[Blocks | None, float]:
     size = results.layout[-1].offset + results.layout[-1].size
     sent = 4.0 * size / float(gradients["samples"].mean())
     plan = results.plan()
-    if plan.sharing != "nothing" and max(map(len, plan.groups)) > 1:  # inside a group with each mini-batch, too
+    if plan.sharing != "nothing" and max(map(len, plan.groups)) > 1:  # also exchanged at each mini-batch
         sent += 4.0 * size / float(results.attributes["minibatch_size"])
     return blocks_of(timestamps, means, _MOST_BLOCKS), sent
 
 
 def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Names runs by protocol, μ and λ where that tells them apart, else also by what their jobs or files differ in."""
+    """Names runs by protocol, μ and λ, and if that is ambiguous also by other differences of their jobs or files."""
     names = names_of(runs)
     if len(set(names)) < len(names) or max(map(len, names), default=0) > _LONGEST_LABEL:
         unique = len({run.file.stem for run in runs}) == len(runs)
@@ -364,7 +364,7 @@ def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """By protocol, μ and λ, and by those differences between the jobs that tell apart whom these do not."""
+    """Names runs by protocol, μ and λ, and by the differences of their jobs that resolve the remaining ambiguities."""
     names = [f"{r.protocol}, μ = {r.minibatch_size}, λ = {r.learners}" if r.known else r.label for r in runs]
     if len(set(names)) == len(names):
         return names
@@ -375,7 +375,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def follows(key: str, names: Sequence[Any], runs: Sequence[Run]) -> bool:
-    """Whether runs of one name have one value of a key of the job."""
+    """Whether runs of the same name have the same value of a key of the job."""
     found: dict[Any, set[str]] = {}
     for name, run in zip(names, runs, strict=True):
         if run.known:
@@ -387,19 +387,19 @@ _WORDS = {"optimizer.learning_rate": "α0 = {}", "averaging.period": "τ = {}", 
 
 
 def words(key: str, value: Any) -> str:
-    """A key of the job and its value for people."""
+    """Returns a key of the job and its value in readable form."""
     return _WORDS.get(key, key.partition(".")[2].replace("_", " ") + " {}").format(text(value))
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
-    """Keys of the job that the runs differ in."""
+    """Returns the keys of the job that differ between the runs."""
     jobs = [run.job for run in runs if run.known]
     keys = dict.fromkeys(key for job in jobs for key in job)
     return [key for key in keys if len({text(job.get(key)) for job in jobs}) > 1]
 
 
 def text(value: Any) -> str:
-    """A value of a job for people."""
+    """Returns a value of a job in readable form."""
     return value if isinstance(value, str) else kinds_of(value) or json.dumps(value, ensure_ascii=False)
 
 
@@ -409,5 +409,5 @@ def _last(values: Numbers) -> float | None:
 
 
 def _short(label: str) -> str:
-    """The end of a long name tells more than its beginning."""
+    """Shortens a name. The end of a long name is more informative than its beginning."""
     return label if len(label) <= _LONGEST_LABEL else "…" + label[1 - _LONGEST_LABEL :]

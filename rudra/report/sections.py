@@ -1,4 +1,4 @@
-"""A report in parts, one for each study: facts, tables and figures, still without a page around them."""
+"""Parts of a report, one for each study: facts, tables and figures, without the page around them."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -16,18 +16,18 @@ from rudra.report.tables import ReportTable, comparison, summary
 
 @dataclass(frozen=True)
 class Section:
-    """One study, ready to be written down.
+    """One study, ready to be written to the page.
 
     Attributes:
         slug: name for links and files.
         title: heading.
-        facts: what was run: name -> text.
-        job: what all runs have in common, as lines of a job file.
-        varied: key of the job -> its values, where runs differ.
-        notes: what to know before reading on.
+        facts: facts about the runs: name -> text.
+        job: settings that all runs share, as lines of a job file.
+        varied: key of the job -> its values, for keys that differ between runs.
+        notes: remarks to read first.
         summary: one row for each run.
-        paper: ours beside the paper's, if there is something to compare.
-        figures: the most important one first.
+        paper: our numbers next to the paper's, if the paper has any.
+        figures: figures, the most important one first.
     """
 
     slug: str
@@ -46,7 +46,7 @@ class Section:
 
 
 def sections_of(studies: Sequence[Study], *, log: bool = False) -> list[Section]:
-    """One part for each study; `log`: logarithmic axes for errors, losses and learning rates."""
+    """Returns one part for each study. `log`: logarithmic axes for errors, losses and learning rates."""
     everything = [run for study in studies for run in study.known]
     slugs: list[str] = []
     for study in studies:
@@ -72,7 +72,7 @@ def _section(study: Study, slug: str, everything: Sequence[Run], log: bool) -> S
 
 
 def _facts(runs: Sequence[Run]) -> dict[str, str]:
-    """What was run, where, and with what."""
+    """Returns facts about the runs: their settings, machines and versions."""
 
     def each(name: str) -> str:
         return _values(run.attributes.get(name) for run in runs if run.attributes.get(name) not in (None, ""))
@@ -109,7 +109,7 @@ def _values(values: Any, most: int = 12) -> str:
 
 
 def _job_text(job: Mapping[str, Any]) -> str:
-    """Like a job file; keys that are not set are left out."""
+    """Returns the settings in the form of a job file, without keys that are not set."""
     lines: list[str] = []
     table = ""
     for key, value in job.items():
@@ -160,14 +160,14 @@ def _notes(study: Study) -> list[str]:
 
 
 def _seeds(runs: Sequence[Run]) -> list[str]:
-    """A note if runs are compared that all have one seed."""
+    """Returns a note if the compared runs all have the same seed."""
     if len(runs) < 2 or len({text(run.job.get("training.seed")) for run in runs}) > 1:
         return []
     return ["All runs have the same seed: small differences may be chance. Several seeds show how large chance is."]
 
 
 def _warm_up(runs: Sequence[Run]) -> list[str]:
-    """A note if the options of a schedule may count updates, and runs make different numbers of them in an epoch."""
+    """Returns a note if a schedule's options may count updates, and the runs differ in updates per epoch."""
     counting = [r for r in runs if r.job.get("optimizer.schedule_every") == "update"]
     counting = [r for r in counting if r.job.get("optimizer.schedule_options")]
     if len({r.minibatch_size * (r.attributes.get("gradients_per_update") or 0) for r in counting}) < 2:
@@ -182,9 +182,9 @@ _OF_THE_RATE = ("optimizer.", "protocol.modulation", "protocol.reference_batch_s
 
 
 def _rates(runs: Sequence[Run]) -> list[str]:
-    """Says it where effective learning rates differ and that is not what is compared.
+    """Returns a note if effective learning rates differ although the study does not compare them.
 
-    They are what is compared where equal sets of rates were tried on whatever else the runs differ in.
+    A study compares rates if it tried the same set of rates for every combination of the other settings.
     """
     keys = [key for key in varying(runs) if not key.startswith(_OF_THE_RATE) and matters(key)]
     tried: dict[str, set[float]] = {}

@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _DATES = {".svg": "Date", ".pdf": "CreationDate"}
-_NAMED = 12  # runs that a figure cannot show; of more, it counts the rest
-_WIDE, _NARROW = 11.0, 4.6  # inches, that become the page's width and a phone's
+_NAMED = 12  # maximum number of named runs that a figure cannot show
+_WIDE, _NARROW = 11.0, 4.6  # inches, scaled to the width of the page and of a phone
 _BELOW = 0.5  # inches from a panel to its legend
 _INKS = {"ink": INK, "muted": MUTED, "grid": GRID} | {f"c{i}": colour for i, colour in enumerate(COLOURS)}
 
 
 def inline(figure: Figure, prefix: str, *, narrow: bool) -> str:
-    """The figure as an `<svg>` element whose colours are the page's variables, and whose ids are its own.
+    """Returns the figure as an `<svg>` element. Its colours are variables of the page, and its ids are unique.
 
     Args:
-        figure: to draw.
-        prefix: of all ids.
-        narrow: for a phone.
+        figure: figure to draw.
+        prefix: prefix of all ids.
+        narrow: whether the figure is for a phone.
     """
     file = io.StringIO()
     drawn = _drawn(figure, narrow=narrow)
@@ -50,10 +50,10 @@ def inline(figure: Figure, prefix: str, *, narrow: bool) -> str:
 
 
 def save(sections: Sequence["Section"], directory: Path, *, force: bool) -> list[Path]:
-    """Writes every figure as PDF and SVG and everything in tables as CSV; returns the files.
+    """Writes every figure as PDF and SVG and every table as CSV, and returns the paths of the files.
 
     Raises:
-        ResultsError: that is not possible, or one of them exists and `force` does not allow to replace it.
+        ResultsError: a file cannot be written, or it exists and `force` is not set.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def check_picture(output: Path, *, force: bool) -> None:
 
     Raises:
         ConfigError: the suffix is not in `SUFFIXES`, or matplotlib is missing.
-        ResultsError: it exists and `force` does not allow to replace it, or there is no such directory.
+        ResultsError: the picture exists and `force` is not set, or its directory does not exist.
     """
     if output.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{output}: unknown kind of picture '{output.suffix}'; valid: {', '.join(SUFFIXES)}")
@@ -98,7 +98,7 @@ def save_figure(figure: Figure, output: Path) -> None:
 
 
 def save_drawing(drawing: Any, output: Path) -> None:
-    """Writes a drawing of matplotlib; equal drawings become equal files."""
+    """Writes a matplotlib drawing. Equal drawings give identical files."""
     suffix = output.suffix.lower()
     with written(output) as file:
         metadata = {_DATES[suffix]: None} if suffix in _DATES else None
@@ -127,7 +127,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
     rows = -(-count // columns)
     width, scale = (_NARROW if narrow else _WIDE), 0.9 if narrow and columns == 2 else 1
     heights = [scale * height for height in figure.heights or [figure.height] * count]
-    tallest = [max(heights[first : first + columns]) for first in range(0, count, columns)]  # of each row
+    tallest = [max(heights[first : first + columns]) for first in range(0, count, columns)]  # height of each row
     with _style(narrow):
         engine = ConstrainedLayoutEngine()
         drawing = Drawing(figsize=(width, sum(tallest)), layout=engine)
@@ -148,7 +148,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
             _legend(drawing, axes[:count], width, least=1 if _missing(figure) else 2)
         _note(drawing, [*figure.notes, *_missing(figure), *not_from_zero(axes[:count])], width)
         engine.execute(drawing)
-        drawing.set_layout_engine(None)  # labels are placed where things are now
+        drawing.set_layout_engine(None)  # labels are placed for the current layout
         for finish in finishes:
             if finish is not None:
                 finish()
@@ -156,7 +156,7 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
 
 
 def _share(axes: Sequence[Any], columns: int, *, from_zero: bool) -> None:
-    """One scale that has room for all panels, named at the left."""
+    """Sets one scale that has room for all panels, with its name at the left."""
     low, high = min(axis.dataLim.y0 for axis in axes), max(axis.dataLim.y1 for axis in axes)
     if axes[0].get_yscale() == "log":
         low = min(axis.dataLim.minposy for axis in axes)
@@ -173,7 +173,7 @@ def _share(axes: Sequence[Any], columns: int, *, from_zero: bool) -> None:
 
 
 def _missing(figure: Figure) -> list[str]:
-    """Who is not in the figure, one text for each reason."""
+    """Returns the names of the runs that the figure does not show, one text for each reason."""
     found = []
     for why, names in figure.left_out.items():
         rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -182,7 +182,7 @@ def _missing(figure: Figure) -> list[str]:
 
 
 def _note(drawing: Any, texts: Sequence[str], width: float) -> None:
-    """Below the panels."""
+    """Writes the notes below the panels."""
     lines = [line for text in texts for line in wrapped(text, int(12.5 * width))]
     if lines:
         drawing.set_figheight(drawing.get_figheight() + 0.2 * len(lines) + 0.1)
@@ -190,14 +190,14 @@ def _note(drawing: Any, texts: Sequence[str], width: float) -> None:
 
 
 def _legends(drawing: Any, axes: Sequence[Any], columns: int, width: float) -> None:
-    """One below each panel, where it covers no line."""
+    """Draws a legend below each panel, where it covers no line."""
     from matplotlib.transforms import ScaledTranslation
 
     labels = [axis.get_legend_handles_labels()[1] for axis in axes]
     longest = max((len(label) for each in labels for label in each), default=0)
     beside = 2 if 2 * (longest + 8) <= 11 * width / columns else 1  # letters that a panel has room for
     rows = [-(-len(each) // beside) for each in labels]
-    below = ScaledTranslation(0, -_BELOW, drawing.dpi_scale_trans)  # the numbers and the name of the axis
+    below = ScaledTranslation(0, -_BELOW, drawing.dpi_scale_trans)  # space for the axis's numbers and name
     for axis in axes:
         where = {"loc": "upper left", "bbox_to_anchor": (0, 0), "bbox_transform": axis.transAxes + below}
         axis.legend(
@@ -208,11 +208,11 @@ def _legends(drawing: Any, axes: Sequence[Any], columns: int, width: float) -> N
 
 
 def _legend(drawing: Any, axes: Sequence[Any], width: float, least: int) -> None:
-    """One for all panels, in as many columns as fit; none for fewer lines than `least`."""
+    """Draws one legend for all panels, in as many columns as fit. There is none for fewer lines than `least`."""
     found = {label: h for axis in axes for h, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     if len(found) < least:
         return
-    room = int(11 * width)  # letters
+    room = int(11 * width)  # in letters
     found = {"\n".join(wrapped(label, room - 8)): handle for label, handle in found.items()}
     longest = max(len(line) for label in found for line in label.split("\n"))
     columns = max(1, min(len(found), room // (longest + 8)))

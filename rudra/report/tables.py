@@ -1,4 +1,4 @@
-"""Everything that a report shows as numbers: the tables of runs, and what the figures are drawn from."""
+"""Numbers of a report: the tables of runs, and the data behind the figures."""
 
 import csv
 import io
@@ -19,13 +19,13 @@ SHOWN_ROWS = 60
 
 @dataclass(frozen=True)
 class ReportTable:
-    """Columns and rows of plain values; None is what is not known.
+    """Columns and rows of plain values. None: unknown.
 
     Attributes:
-        name: of its file, without suffix.
+        name: name of the table's file, without suffix.
         columns: heads, with units.
-        rows: as many values as there are columns.
-        shown: head -> how a value is written in the page; without it, as `form_of` the column.
+        rows: rows with one value for each column.
+        shown: head -> function that formats a value for the page. By default `form_of` the column.
         thinned: whether rows were left out.
     """
 
@@ -43,7 +43,7 @@ class ReportTable:
         return file.getvalue()
 
     def cells(self, row: tuple[Any, ...]) -> list[tuple[str, Any, bool]]:
-        """Text, value and whether it stands in a column of numbers, for every cell."""
+        """Returns text, value, and whether the column is numeric, for every cell."""
         return [
             ("–" if value is None else form(value), value, numeric and not isinstance(value, str))
             for form, value, numeric in zip(self._forms, row, self._numeric, strict=True)
@@ -60,7 +60,7 @@ class ReportTable:
 
 
 def number(value: Any) -> str:
-    """Numbers with as many digits as people read."""
+    """Formats a number with a readable number of digits."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 10_000:
@@ -69,7 +69,7 @@ def number(value: Any) -> str:
 
 
 def form_of(values: Iterable[Any]) -> Callable[[Any], str]:
-    """How to write numbers that are compared: with equally many decimals, as many as the small ones need."""
+    """Returns a format for numbers that are compared: equal decimals for all, as many as the small numbers need."""
     known = [abs(v) for v in values if isinstance(v, float) and math.isfinite(v) and v]
     if not known:
         return number
@@ -89,7 +89,7 @@ def signed(value: float) -> str:
 
 
 def summary(study: Study) -> ReportTable:
-    """One row for each run, also for those that are missing."""
+    """Returns one row for each run, including missing runs."""
     clock = clock_of(study.known)
     target = f"{clock} to target (s)"
     left_out = set() if any(run.summary["target"] for run in study.known) else {target, "epochs to target"}
@@ -109,7 +109,7 @@ def summary(study: Study) -> ReportTable:
 
 
 def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
-    """Head -> value, in the order of the columns: a phone shows the first ones."""
+    """Returns head -> value, in the order of the columns. A phone shows the first columns."""
     s = run.summary or dict.fromkeys(
         (
             "planned_epochs",
@@ -148,7 +148,7 @@ _COUNTS = ("pushed", "applied", "discarded")
 
 
 def clock_of(runs: Sequence[Run]) -> str:
-    """What the time axis shows: simulated time is always called so."""
+    """Returns the name of the time axis, which always marks simulated time as virtual."""
     virtual = {run.virtual for run in runs}
     return {True: "virtual time", False: "training time"}[virtual == {True}] + (
         ", virtual in simulations" if len(virtual) == 2 else ""
@@ -156,7 +156,7 @@ def clock_of(runs: Sequence[Run]) -> str:
 
 
 def comparison(study: Study) -> ReportTable | None:
-    """Ours beside the paper's, one row for each number that it prints; None where there is none."""
+    """Returns our numbers next to the paper's, one row for each number of the paper. None: the paper has none."""
     found = [row for paper in study.paper for row in _compare(study, paper)]
     heads = ("source", "(σ, μ, λ)", "quantity", "paper", "ours", "difference", "remark")
     return ReportTable("paper", heads, found, {}) if found else None
@@ -185,7 +185,7 @@ def _compare(study: Study, paper: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _fitted(run: Run, paper: Mapping[str, Any], key: str) -> str:
-    """Says it where the paper's time, or what follows from it, fixed a constant of the preset that the run used."""
+    """Returns a remark if the paper's time, or a result of it, was used to fit the preset of the run."""
     if key not in _TIMES or run.job.get("simulation.costs") not in {"p775", "crossbow", "ralp"}:
         return ""
     told = f"fitted ({paper['fitted']}): no evidence" if "fitted" in paper else ""
@@ -223,7 +223,7 @@ _RATIO = "_ratio"
 def _pair(
     study: Study, run: Run, paper: Mapping[str, Any], key: str, name: str, theirs: float
 ) -> tuple[str, float, float | None, str]:
-    """Name, the paper's number, ours, and what keeps them from being the same thing."""
+    """Returns the name, the paper's number, our number, and a remark on how the two numbers differ in meaning."""
     epochs, images = paper.get("epochs", 0), paper.get("training_samples", 0)
     work = (run.summary["epochs"], run.attributes.get("training_samples"))
     smaller = bool(epochs and images) and work != (epochs, images)
@@ -262,13 +262,13 @@ def _pair(
             return name, theirs, ours, f"of the runs with the {how} at this g"
         case "implicit_momentum":
             sigma = run.summary["mean_staleness"]
-            # Of the momentum itself a run of one seed tells nothing.
+            # A run with one seed says nothing about the momentum itself.
             remark = "of staleness alone; 1 - 1/g if it is geometric"
             return name, theirs, None if sigma is None else sigma / (1 + sigma), remark
         case "small_share" | "large_utilisation":
             share = key == "small_share"
             ours = run.workers and (run.workers.share("small") if share else run.workers.used("large"))
-            return name, 100 * theirs, ours, ""  # of a figure without numbers
+            return name, 100 * theirs, ours, ""  # from a figure without printed numbers
         case "samples_per_s" | "time_to_target_s":
             ours, seeds = _median(run, study, key)
             return name, theirs, ours, "; ".join(filter(None, (clock.strip(), seeds)))
@@ -287,9 +287,9 @@ def _pair(
 
 
 def _median(run: Run, study: Study, key: str) -> tuple[float | None, str]:
-    """Of a number in the summaries of this run and of those that differ from it in the seed; and a remark on that.
+    """Returns the median of a summary's number over all runs that differ only in the seed, and a remark on the seeds.
 
-    None has not happened: it comes after all others.
+    A value of None did not happen, so it counts as larger than all others.
     """
     job = {name: value for name, value in run.job.items() if matters(name)}
     alike = [r for r in study.known if r.finished and all(r.job.get(name) == job[name] for name in job)]
@@ -299,7 +299,7 @@ def _median(run: Run, study: Study, key: str) -> tuple[float | None, str]:
 
 
 def _shown(key: str, *values: float | None) -> list[str | None]:
-    """Numbers that stand beside each other."""
+    """Formats numbers that are shown next to each other."""
     form = percent if key in ("test_error", "speed_up", "overlap") else form_of(values)
     return [None if value is None or not math.isfinite(value) else form(value) for value in values]
 
@@ -315,14 +315,14 @@ def _difference(key: str, theirs: float, ours: float | None) -> str | None:
 
 
 def iteration_s(run: Run) -> float | None:
-    """Time per update: where each gradient of a compute group is one, Omnivore's time per iteration."""
+    """Returns the time per update, which is Omnivore's time per iteration if each gradient of a group is one update."""
     return run.time_s / run.summary["updates"] if run.summary["updates"] and run.time_s > 0 else None
 
 
 def _penalty(run: Run, runs: Sequence[Run]) -> float | None:
-    """Omnivore's P_HE: time per iteration against that of as many learners in one group, if that was run.
+    """Returns Omnivore's P_HE: time per iteration relative to a run with as many learners in one group.
 
-    One group without a server is no base for several with one.
+    None: there is no such run. A group without a server is no reference for several groups with a server.
     """
     one = [r for r in runs if r.finished and r.n == 1 and r.learners == run.learners and _same_work(r, run)]
     alike = [r for r in one if _served(r) == _served(run)]
@@ -331,15 +331,15 @@ def _penalty(run: Run, runs: Sequence[Run]) -> float | None:
 
 
 def _of_as_many(one: Run, other: Run) -> bool:
-    """Whether as many learners are in as many groups, and the same layers are with a stage server."""
+    """Whether both runs have the same number of learners and groups, and the same layers at a stage server."""
     placed = [run.job.get("placement.cut") for run in (one, other)]
     return (one.n, one.learners, placed[0]) == (other.n, other.learners, placed[1])
 
 
 def best_of(runs: Sequence[Run]) -> list[Run]:
-    """The runs, with different seeds, of the momentum and the learning rate that need the fewest epochs to the target.
+    """Returns the runs of all seeds with the momentum and learning rate that need the fewest epochs to the target.
 
-    By medians over the seeds; between equals, and where there is no target, those with the smallest test error.
+    The comparison uses medians over seeds. The test error decides between equals and if there is no target.
     """
     tried: dict[tuple[Any, ...], list[Run]] = {}
     for run in runs:
@@ -354,7 +354,7 @@ def best_of(runs: Sequence[Run]) -> list[Run]:
 
 
 def epochs_to_target(run: Run) -> float:
-    """Infinite where it has none, or was not reached."""
+    """Returns the epochs to the target, infinite if there is no target or it was not reached."""
     reached = run.summary["target_epoch"]
     return math.inf if reached is None else float(reached)
 
@@ -364,19 +364,19 @@ def _reached(runs: Sequence[Run]) -> bool:
 
 
 def _served(run: Run) -> bool | None:
-    """Whether it has a parameter server, as far as its file says."""
+    """Whether the run has a parameter server. None: the file does not record it."""
     return None if run.cast is None else run.cast.plan.served
 
 
 def base_of(run: Run, runs: Sequence[Run]) -> Run | None:
-    """What a speed-up is measured against: one learner with the same μ, (0, μ, 1) if it was run."""
+    """Returns the reference run for a speed-up: one learner with the same μ, preferably (0, μ, 1)."""
     alone = [r for r in runs if r.finished and r.learners == 1 and r.minibatch_size == run.minibatch_size]
     alike = [r for r in alone if r.seconds_per_sample and _same_work(r, run)]
     return min(alike, key=lambda r: r.summary["protocol"] != "hardsync", default=None)
 
 
 def speed_up(run: Run, runs: Sequence[Run]) -> float | None:
-    """How many times faster a sample goes than with one learner; None where that was not run."""
+    """Returns the speed-up of the time per sample over one learner. None: there is no such run."""
     base = base_of(run, runs)
     if base is None or not run.seconds_per_sample or not base.seconds_per_sample:
         return None

@@ -1,4 +1,4 @@
-"""The figure of a report on targets: how soon runs reached them, over the number that the study varies most."""
+"""The figure of a report on targets: the time to a target over the number that the study varies most."""
 
 import math
 import statistics
@@ -12,20 +12,20 @@ from rudra.report.panels import Figure, Panel, set_axes
 from rudra.report.runs import Run, Study, follows, varying, words
 from rudra.report.tables import ReportTable, clock_of
 
-_AXES = {  # key of the job -> what stands at the axis
+_AXES = {  # key of the job -> name of the axis
     "cluster.learners": "learners λ",
     "averaging.period": "mini-batches between averages τ",
     "training.minibatch_size": "mini-batch size μ",
 }
 _HEADS = (("epochs to target", ""), ("time to target", " (s)"), ("samples/s", ""))
-_LONG = 16  # times its lowest value from which an axis is logarithmic
+_LONG = 16  # smallest ratio of highest to lowest value for a logarithmic axis
 
 Curve = dict[int, list[Run]]
-"""Place at the axis -> runs there, of several seeds."""
+"""Place on the axis -> runs of several seeds at this place."""
 
 
 def targets(study: Study) -> list[Figure]:
-    """Nothing where no run has a target, or where they vary in no number that is drawn."""
+    """Returns the figure. There is none if no run has a target, or if the runs differ in no number for an axis."""
     runs = [run for run in study.known if run.finished and run.summary["target"]]
     axis = max(_AXES, key=lambda key: len({run.job.get(key) for run in runs}))
     places = {run.job.get(axis) for run in runs}
@@ -68,14 +68,14 @@ def targets(study: Study) -> list[Figure]:
 
 
 def _names(runs: Sequence[Run], axis: str) -> list[str]:
-    """What sets a run's curve apart: the protocol, and what does not follow from that and its place at the axis."""
+    """Returns names of the curves: the protocol, and settings that follow neither from it nor from the axis."""
     known = [(run.protocol, run.job.get(axis)) for run in runs]
     keys = [key for key in varying(runs) if key != axis and matters(key) and not follows(key, known, runs)]
     return [", ".join([run.protocol, *(words(key, run.job.get(key)) for key in keys)]) for run in runs]
 
 
 def _cells(runs: Sequence[Run], key: str) -> tuple[float | None, ...]:
-    """Median, least and most; who did not reach a target comes after everybody."""
+    """Returns median, lowest and highest value. A run that missed the target counts as the slowest."""
     values = [math.inf if run.summary[key] is None else run.summary[key] for run in runs]
     found = statistics.median(values), min(values), max(values)
     return tuple(value if math.isfinite(value) else None for value in found)

@@ -1,4 +1,4 @@
-"""`rudra topology`: who is who in a job or a run, as text; and the same facts for the drawing of a report."""
+"""`rudra topology`: the roles of a job or a run, as text and as data for the drawing of a report."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,18 +28,18 @@ _MOST_SPANS = 4
 
 @dataclass(frozen=True)
 class Cast:
-    """A plan, and where its roles are.
+    """A plan, and the nodes of its roles.
 
     Attributes:
-        topology: its name and options.
-        protocol: as the paper writes it.
-        plan: who is who.
-        nodes: of every role; ELSEWHERE: one of its own.
-        per_update: gradients in an update (c), of those that workers send.
+        topology: name and options of the topology.
+        protocol: protocol in the paper's notation.
+        plan: roles and their connections.
+        nodes: node of every role. ELSEWHERE: a node of its own.
+        per_update: number of gradients in an update (c), counted as workers send them.
         hosts: names of nodes, as far as they are known.
         idle: world ranks without a role.
-        node_memory: whether ranks of a node read each other's memory, where the job decides that; None: not known.
-        gradients: in which form they are, where that is worth a word.
+        node_memory: whether ranks of a node read each other's memory, if the job decides that. None: unknown.
+        gradients: format of the gradients, if it is worth mentioning.
     """
 
     topology: str
@@ -54,16 +54,16 @@ class Cast:
 
 
 def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cast:
-    """What a job would be.
+    """Returns the roles that a job would have.
 
     Args:
-        job: not necessarily resolved.
-        ranks: that a launcher would start; None: those that the job needs.
-        sizes: ranks on each node, in place of the former; by default all are on one.
+        job: job, which may be unresolved.
+        ranks: number of ranks that a launcher would start. None: as many as the job needs.
+        sizes: number of ranks on each node, instead of `ranks`. By default all ranks are on one node.
 
     Raises:
-        ConfigError: the two contradict each other, or the protocol does not work on this topology.
-        TopologyError: the topology does not fit so many ranks, or so many learners.
+        ConfigError: `ranks` and `sizes` contradict each other, or the protocol does not work on this topology.
+        TopologyError: the topology does not fit this number of ranks or learners.
     """
     if ranks is not None and sizes and sum(sizes) != ranks:
         raise ConfigError(f"--nodes {','.join(map(str, sizes))}: has {sum(sizes)} ranks, but -n is {ranks}")
@@ -99,7 +99,7 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
 
 
 def of_results(results: Results) -> Cast | None:
-    """What a run was; None where its file does not say."""
+    """Returns the roles that a run had. None: the file does not record them."""
     rows, about, job = results.roles, results.attributes, results.job
     if not len(rows):
         return None
@@ -114,7 +114,7 @@ def of_results(results: Results) -> Cast | None:
     near = real or bool(job.get("simulation", {}).get("servers_on_first_node"))
     nodes, used = plan.nodes(near=near), {role.world_rank for role in plan.roles}
     hosts = {}
-    if real and len(names) > max(used):  # a name for every rank
+    if real and len(names) > max(used):  # one name for each rank
         hosts = {node: names[role.world_rank] for role, node in zip(plan.roles, nodes, strict=True)}
     idle = tuple(sorted(set(range(len(names))) - used)) if hosts else ()
     shared = job.get("cluster", {}).get("node_memory") if real else None
@@ -122,10 +122,10 @@ def of_results(results: Results) -> Cast | None:
 
 
 def of_file(path: Path) -> Cast:
-    """As `of_results`.
+    """Returns the roles that a run had, as `of_results`.
 
     Raises:
-        ResultsError: there is no such file, or it is damaged, or does not say who was who.
+        ResultsError: the file does not exist, is damaged, or does not record the roles.
     """
     with open_results(path) as results:
         cast = of_results(results)
@@ -140,11 +140,11 @@ def _with_options(topology: str, options: Mapping[str, Any]) -> str:
 
 
 def as_text(cast: Cast, *, everything: bool = False) -> str:
-    """Trees, nodes and summary.
+    """Returns trees, nodes and summary.
 
     Args:
-        cast: whom to show.
-        everything: also like siblings, of whom there are many.
+        cast: roles to show.
+        everything: also show every one of many similar siblings.
     """
     plan, most = cast.plan, None if everything else _MOST_LINES
     parts = [f"topology {cast.topology}, protocol {cast.protocol}", ""]
@@ -183,7 +183,7 @@ def _way_of_gradients(plan: Plan) -> str:
 
 
 def _way_of_fronts(plan: Plan) -> str:
-    """How what learners have gets from one to the other."""
+    """Describes how gradients or replicas of the learners travel."""
     if plan.overlapped:
         return "gradients go up:"
     if plan.sharded:
@@ -211,7 +211,7 @@ def _way_of_fronts(plan: Plan) -> str:
 
 
 def _rows(cast: Cast, branches: Sequence[Branch]) -> list[tuple[str, str]]:
-    """What stands in the line of each branch: its name in the tree, and the rest."""
+    """Returns the name in the tree and the remaining text of each branch."""
     found: list[tuple[str, str]] = []
 
     def add(branch: Branch, lead: str, follow: str) -> None:
@@ -226,7 +226,7 @@ def _rows(cast: Cast, branches: Sequence[Branch]) -> list[tuple[str, str]]:
 
 
 def name_of(plan: Plan, branch: Branch) -> str:
-    """Role, group or run of siblings in words."""
+    """Returns the name of a role, a group or a run of siblings."""
     if branch.groups:
         return f"{_block(plan)}{_s(len(branch.groups))} {spans(branch.groups)}"
     first = plan.roles[branch.roles[0]]
@@ -235,7 +235,7 @@ def name_of(plan: Plan, branch: Branch) -> str:
 
 
 def about(cast: Cast, branch: Branch) -> str:
-    """Ranks, nodes and what is below but not shown."""
+    """Describes ranks, nodes, and the roles below that are not shown."""
     if branch.groups and branch.below:
         return counted(cast.plan, branch.roles)
     more = [f"with {counted(cast.plan, branch.hidden)}"] if branch.hidden else []
@@ -245,7 +245,7 @@ def about(cast: Cast, branch: Branch) -> str:
 
 
 def where(cast: Cast, roles: Sequence[int]) -> str:
-    """Ranks and nodes of roles."""
+    """Describes the ranks and nodes of roles."""
     ranks = sorted({cast.plan.roles[role].world_rank for role in roles})
     nodes = sorted({cast.nodes[role] for role in roles})
     known = [node for node in nodes if node != ELSEWHERE]
@@ -255,14 +255,14 @@ def where(cast: Cast, roles: Sequence[int]) -> str:
 
 
 def counted(plan: Plan, roles: Iterable[int]) -> str:
-    """How many there are of each kind, in the plan's order, learners last."""
+    """Counts the roles of each kind, in the plan's order, learners last."""
     in_order = sorted(roles, key=lambda role: (plan.roles[role].kind_traits.trains, role))
     kinds = Counter(plan.roles[role].kind for role in in_order)
     return ", ".join(f"{count:,} {kind}{_s(count)}" for kind, count in kinds.items())
 
 
 def _placement(cast: Cast, *, everything: bool) -> list[str]:
-    """One line for each node."""
+    """Returns one line for each node."""
     rows = [(place.name, place.text) for place in placed(cast, None if everything else _MOST_NODES)]
     rows += [("no role", f"rank{_s(len(cast.idle))} {spans(cast.idle)}")] if cast.idle else []
     width = max(len(name) for name, _ in rows)
@@ -270,7 +270,7 @@ def _placement(cast: Cast, *, everything: bool) -> list[str]:
 
 
 def sharing(cast: Cast) -> str:
-    """Which ranks read each other's memory, in a line; empty where that is not known."""
+    """Describes in one line which ranks read each other's memory. Empty: unknown."""
     if cast.node_memory is None:
         return ""
     if not cast.node_memory:
@@ -287,7 +287,7 @@ def sharing(cast: Cast) -> str:
 
 
 class ShownNode(NamedTuple):
-    """A node, or several that are shown as one: their numbers, roles, and these in words."""
+    """A node, or several nodes shown as one: their numbers, their roles, and a text about the roles."""
 
     name: str
     several: bool
@@ -296,7 +296,7 @@ class ShownNode(NamedTuple):
 
 
 def placed(cast: Cast, most: int | None) -> list[ShownNode]:
-    """All nodes; of more than `most` the first ones, those between as one, and the last."""
+    """Returns all nodes. If there are more than `most`, the middle ones are shown as one."""
     on_node: dict[int, list[int]] = {}
     for role, node in enumerate(cast.nodes):
         on_node.setdefault(node, []).append(role)
@@ -315,7 +315,7 @@ def placed(cast: Cast, most: int | None) -> list[ShownNode]:
 
 
 def _named(plan: Plan, roles: Sequence[int]) -> str:
-    """Roles by kind, with their numbers."""
+    """Returns roles by kind, with their numbers."""
     kinds: dict[str, list[int]] = {}
     for role in roles:
         kinds.setdefault(plan.roles[role].kind, []).append(role)
@@ -323,7 +323,7 @@ def _named(plan: Plan, roles: Sequence[int]) -> str:
 
 
 def summary(plan: Plan, per_update: int) -> list[str]:
-    """What the plan comes to, in two lines: who there is, and what is sent; arguments as for `message`."""
+    """Summarises the plan in two lines: its roles, and its messages. Arguments as for `message`."""
     ranks = len({role.world_rank for role in plan.roles})
     of = "reference" if plan.sharing == "reference" else "replica" if plan.averaging else "gradient"
     update = f"{per_update:,} {of}{_s(per_update)} per update (c)"
@@ -331,7 +331,7 @@ def summary(plan: Plan, per_update: int) -> list[str]:
 
 
 def roles(plan: Plan) -> str:
-    """How many there are of each kind, and what the protocol sees of them."""
+    """Counts the roles of each kind, and the workers that the protocol sees."""
     sizes = [len(group) for group in plan.groups]
     workers = f"{plan.workers:,} worker{_s(plan.workers)} of the protocol"
     if sizes:
@@ -343,11 +343,11 @@ def roles(plan: Plan) -> str:
 
 
 def message(plan: Plan, per_update: int) -> str:
-    """What one message with a gradient stands for.
+    """Describes the content of one message with a gradient.
 
     Args:
-        plan: who is who.
-        per_update: gradients in an update (c), of those that workers send.
+        plan: roles and their connections.
+        per_update: number of gradients in an update (c), counted as workers send them.
     """
     if plan.stage is not None:
         return f"{_of_gradients(plan, per_update)}; of activations, those of 1 mini-batch"
@@ -375,7 +375,7 @@ def _of_gradients(plan: Plan, per_update: int) -> str:
 
 
 def _block(plan: Plan) -> str:
-    """What learners are together in."""
+    """Returns the name of a unit of learners."""
     return "block" if plan.sharing == "reference" else "group"
 
 
@@ -389,7 +389,7 @@ def _s(count: int) -> str:
 
 
 def spans(numbers: Iterable[int]) -> str:
-    """Whole numbers in words: "0 to 3, 7"."""
+    """Returns whole numbers as text: "0 to 3, 7"."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][-1] + 1:

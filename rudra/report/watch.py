@@ -1,4 +1,4 @@
-"""`rudra watch`: a run's curves and rates in a terminal, read from its result file while it is written."""
+"""`rudra watch`: a run's curves and rates in a terminal, read from its result file while the run writes it."""
 
 import os
 import shutil
@@ -18,15 +18,15 @@ from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
 
 _REFRESH_S = 1.0
-_SILENT_S = 10.0  # a writer that has flushed nothing for so long is busy with a long step, or dead
-_PATIENCE = 5  # reads in a row that may fail while the writer is writing
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # of a braille character: row, column
+_SILENT_S = 10.0  # a writer that has flushed nothing for this long is in a long step, or dead
+_PATIENCE = 5  # successive reads that may fail while the writer is writing
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # dots of a braille character by row and column
 
 Numbers = NDArray[np.float64]
 
 
 class Curve(NamedTuple):
-    """One picture: y over x, both of shape (points,)."""
+    """A picture: y over x, both of shape (points,)."""
 
     title: str
     x: Numbers
@@ -35,7 +35,7 @@ class Curve(NamedTuple):
 
 
 class Watched:
-    """What was read of a run so far; every `read` takes only the rows that are new."""
+    """Data read from a run. Every `read` adds only the new rows."""
 
     def __init__(self, results: Results) -> None:
         self._results = results
@@ -46,10 +46,10 @@ class Watched:
         self._recent: list[tuple[float, int]] = []
 
     def read(self) -> None:
-        """Takes in what was written since the last time.
+        """Reads the rows that were written since the last call.
 
         Raises:
-            ResultsError: the file is damaged, or was caught in a write.
+            ResultsError: the file is damaged, or a write was in progress.
         """
         for piece in self._results.pieces("minibatches", start=self._seen["minibatches"]):
             self._seen["minibatches"] += len(piece)
@@ -65,11 +65,11 @@ class Watched:
         del self._recent[:-10]
 
     def frame(self, width: int, height: int, now: float) -> list[str]:
-        """The lines of one picture.
+        """Returns the lines of one picture.
 
         Args:
-            width: most characters in a line.
-            height: most lines.
+            width: maximum number of characters in a line.
+            height: maximum number of lines.
             now: wall clock, seconds since 1970.
         """
         results, state, epochs = self._results, self._results.state, self._results.epochs
@@ -80,7 +80,7 @@ class Watched:
             loss = (epochs["time_s"], epochs["train_loss"], f"s of {unit}")
         tested = epochs[epochs["evaluated"] != 0]
         test: tuple[str, NDArray[np.float64]] = "test error (%)", 100 * tested["test_error"]
-        if len(tested) and np.isnan(test[1]).all():  # the task knows no error
+        if len(tested) and np.isnan(test[1]).all():  # the task has no error
             test = "test loss", tested["test_loss"]
         curves = [
             Curve("training loss", *loss),
@@ -124,13 +124,13 @@ class Watched:
 
 
 def watch(path: Path, *, once: bool = False, wait: bool = False, out: TextIO | None = None) -> None:
-    """Shows a run until it ends; on something that is no terminal, once.
+    """Shows a run until it ends. If the output is no terminal, shows it once.
 
     Args:
         path: result file.
-        once: only show what is there now.
-        wait: for the file to appear.
-        out: where to; by default stdout.
+        once: only show the current state.
+        wait: wait for the file to appear.
+        out: output stream, by default stdout.
 
     Raises:
         ResultsError: the file is missing (without `wait`), damaged, or no result file.
@@ -144,7 +144,7 @@ def watch(path: Path, *, once: bool = False, wait: bool = False, out: TextIO | N
                 print("\n".join(watched.frame(*shutil.get_terminal_size((80, 40)), time.time())), file=out)
             else:
                 _follow(results, out)
-    except KeyboardInterrupt:  # that is how one stops watching
+    except KeyboardInterrupt:  # the usual way to stop watching
         pass
 
 
@@ -152,7 +152,7 @@ def _opened(path: Path, wait: bool) -> Results:
     while True:
         try:
             return open_results(path)
-        except ResultsError:  # just made, the file may not be complete
+        except ResultsError:  # a new file may be incomplete
             if not wait or (os.path.exists(path) and time.time() - path.stat().st_mtime > _SILENT_S):
                 raise
         time.sleep(_REFRESH_S / 4)
@@ -161,7 +161,7 @@ def _opened(path: Path, wait: bool) -> Results:
 def _follow(results: Results, out: TextIO) -> None:
     watched = Watched(results)
     drawn = failed = 0
-    out.write("\x1b[?25l")  # no cursor
+    out.write("\x1b[?25l")  # hides the cursor
     try:
         while True:
             began = time.monotonic()
@@ -191,12 +191,12 @@ def _follow(results: Results, out: TextIO) -> None:
 
 
 def plotted(curve: Curve, width: int, height: int) -> list[str]:
-    """A curve in braille, with its title above and its scales beside and below.
+    """Returns a curve in braille, with its title above and its scales at the left and below.
 
     Args:
-        curve: what to draw; points that are not finite are left out.
-        width: of every line, in characters.
-        height: of the picture without title and scale, in characters.
+        curve: curve to draw. Points that are not finite are left out.
+        width: width of every line, in characters.
+        height: height of the picture without title and scale, in characters.
     """
     finite = np.isfinite(curve.x) & np.isfinite(curve.y)
     x, y = curve.x[finite], curve.y[finite]
@@ -217,7 +217,7 @@ def plotted(curve: Curve, width: int, height: int) -> list[str]:
     cells = np.zeros((height, columns // 2), int)
     last = int(row[0])
     for c, r in zip(range(filled[0], filled[-1] + 1), row.tolist(), strict=True):
-        for between in range(min(last, r), max(last, r) + 1):  # a steep step is a line, not two dots
+        for between in range(min(last, r), max(last, r) + 1):  # a steep step becomes a line, not two dots
             cells[between // 4, c // 2] |= _DOTS[between % 4][c % 2]
         last = r
     scale = [f"{high:8.3g}", *[" " * 8] * (height - 2), f"{low:8.3g}"]

@@ -1,4 +1,4 @@
-"""Figures of a report on unlike workers: convergence, updates by kind, batches and utilisation.
+"""Figures of a report on heterogeneous workers: convergence, updates by kind, batches and utilisation.
 
 Source: Ma & Rusu, Heterogeneous CPU+GPU SGD, Figures 5 to 8.
 """
@@ -15,14 +15,14 @@ from rudra.report.tables import MOST_ROWS, ReportTable, percent
 from rudra.report.workers import MANY, Workers
 
 GOAL = 0.95
-"""Of the drop in loss: where a run is compared with others."""
+"""Share of the drop in loss where the report compares runs."""
 
 _KINDS = ("small", "large")
 _DrawOne = Callable[[Any, Workers, int, float, dict[str, Any]], None]
 
 
 def workers(found: Sequence[tuple[str, Workers]]) -> list[Figure]:
-    """Of runs with unlike workers, each with its label; nothing where there are none."""
+    """Returns the figures of runs with heterogeneous workers, with a label for each run. None without such runs."""
     if not found:
         return []
     names = [about.name for _, about in found]
@@ -35,14 +35,15 @@ def workers(found: Sequence[tuple[str, Workers]]) -> list[Figure]:
 
 
 class Convergence(NamedTuple):
-    """How one run got on; of the arrays, each has one value for each window (`Workers.losses`).
+    """Convergence of one run. Each array has one value for each window (`Workers.losses`).
 
     Attributes:
-        time_s: since training began.
+        time_s: time since training began.
         epochs: passes over the training set.
-        loss: of the training.
+        loss: training loss.
         normalised: (L0 - L) / (L0 - Lmin).
-        reached_s: when its loss had fallen by 95 % of that (`Workers.falling`); None: not in the time that all took.
+        reached_s: time when the loss (`Workers.falling`) had fallen by 95 % of L0 - Lmin. None: not reached in the
+            time that all runs cover.
     """
 
     time_s: Numbers
@@ -53,9 +54,9 @@ class Convergence(NamedTuple):
 
 
 def normalised(runs: Sequence[Workers]) -> list[Convergence]:
-    """The runs beside each other: L0 is the highest first loss, Lmin the least of all in the time that all took.
+    """Compares runs. L0 is the highest first loss, and Lmin the lowest loss of all runs in the time that all cover.
 
-    Where none fell, or nothing was learned, there is nothing to show: all are empty.
+    If no loss fell or nothing was learned, all courses are empty.
     """
     found = [about.losses(MANY) for about in runs]
     fits = [about.falling() for about in runs]
@@ -63,7 +64,7 @@ def normalised(runs: Sequence[Workers]) -> list[Convergence]:
     first = max((loss[0] for *_, loss in found if len(loss)), default=0.0)
     least = min((loss[since_s <= shared_s][-1] for since_s, loss in fits if len(loss)), default=0.0)
     nothing = np.zeros(0)
-    if not first > least:  # NaN, too, where nothing was learned
+    if not first > least:  # also NaN, if nothing was learned
         return [Convergence(nothing, nothing, nothing, nothing)] * len(runs)
     made = []
     for course, (since_s, loss) in zip(found, fits, strict=True):
@@ -92,7 +93,7 @@ def _convergence(named: Sequence[tuple[str, Workers]], courses: Sequence[Converg
             least, most = (np.array(side) for side in zip(*ends, strict=True))
             if time:
                 axis.set_xlim(0, shared_s / per)
-            elif most.max() > 20 * most.min():  # small workers alone get through few epochs
+            elif most.max() > 20 * most.min():  # a run with only small workers completes few epochs
                 log_ticks(axis.xaxis, least.min(), most.max())
                 axis.set_xlim(least.min(), most.max())
 
@@ -143,7 +144,7 @@ def _shares(named: Sequence[tuple[str, Workers]], courses: Sequence[Convergence]
 
 
 def _over_time(named: Sequence[tuple[str, Workers]]) -> list[Figure]:
-    """One panel for each run: the batch, and the utilisation, of each worker."""
+    """Returns one panel for each run with the batch size or the utilisation of each worker."""
 
     def people(about: Workers) -> list[tuple[int, str]]:
         alone = [about.kinds.count(kind) == 1 for kind in about.kinds]

@@ -1,4 +1,4 @@
-"""What a report needs to know of unlike workers (protocol `hogbatch`): who computed what, and when."""
+"""Facts about heterogeneous workers (protocol `hogbatch`) for a report: each worker's gradients and their times."""
 
 from typing import NamedTuple
 
@@ -11,27 +11,27 @@ from rudra.report.analysis import Numbers
 from rudra.results.reader import Results
 
 MANY = 100
-"""Parts of an epoch, and of a run's time, over which a loss is a mean."""
+"""Number of windows in an epoch, and in a run's time, over which a loss is averaged."""
 
-_WINDOWS = 40  # of time, for utilisation
-_LAST = 40  # part of an epoch that the last step of a fit has at least
+_WINDOWS = 40  # number of time windows for utilisation
+_LAST = 40  # the last step of a fit has at least 1/40 of an epoch
 
 
 class Workers(NamedTuple):
-    """Who computed what in one run; of the arrays, each has one value for each gradient, in the order of their ends.
+    """Work of the workers in one run. Each array has one value for each gradient, ordered by the gradients' ends.
 
     Attributes:
-        rule: how batches were chosen.
-        kinds: of each worker, by its number.
-        threads: likewise.
-        samples_of_epoch: of the training set.
-        end_s: of the run.
-        updates: of each worker, as far as they were applied.
-        worker: number of the one that computed it.
-        began_s: when it began to.
-        took_s: how long it took.
-        samples: of the gradient.
-        loss: mean over these.
+        rule: rule that chose the batch sizes.
+        kinds: kind of each worker.
+        threads: number of threads of each worker.
+        samples_of_epoch: size of the training set.
+        end_s: end of the run.
+        updates: number of applied updates of each worker.
+        worker: number of the worker that computed the gradient.
+        began_s: start of the computation.
+        took_s: duration of the computation.
+        samples: number of samples of the gradient.
+        loss: mean loss over these samples.
     """
 
     rule: str
@@ -48,22 +48,25 @@ class Workers(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What sets it apart from other runs of the same workers."""
+        """Name that distinguishes the run from other runs of the same workers."""
         kinds = set(self.kinds)
         return f"{kinds.pop()} alone" if len(kinds) == 1 else self.rule
 
     def share(self, kind: str) -> float:
-        """Of the updates, those of workers of a kind, in percent."""
+        """Returns the share of the updates by workers of a kind, in percent."""
         own = sum(count for count, other in zip(self.updates, self.kinds, strict=True) if other == kind)
         return 100 * own / max(1, sum(self.updates))
 
     def batches(self, worker: int) -> tuple[Numbers, NDArray[np.int64]]:
-        """When a worker began each gradient, in seconds, and the samples of the batch that it is of, or a part of."""
+        """Returns the start of each of a worker's gradients in seconds, and the size of the batch that contains it."""
         own = self.worker == worker
         return self.began_s[own], self.samples[own] * self.threads[worker]
 
     def losses(self, parts: int) -> tuple[Numbers, Numbers, Numbers]:
-        """Seconds, epochs and the training loss, of windows of such a part of an epoch and of the time, or more."""
+        """Returns seconds, epochs and training loss, averaged over windows.
+
+        A window spans at least 1/`parts` of an epoch, and at least 1/`parts` of the run's time.
+        """
         order = np.argsort(self.began_s, kind="stable")
         samples, began_s = self.samples[order], self.began_s[order]
         done = np.cumsum(samples)
@@ -83,16 +86,16 @@ class Workers(NamedTuple):
         return middle_s, middle / self.samples_of_epoch, loss
 
     def falling(self) -> tuple[Numbers, Numbers]:
-        """Seconds, and the training loss as a step function that never rises and fits the single gradients best.
+        """Returns seconds, and the training loss as the non-increasing step function that fits the gradients best.
 
-        Few samples a second say little of the loss in a short time: where it falls fast, a step is a few gradients, and
-        where it hardly does, many. The last step is 1/40 of an epoch or more, as nothing after it bounds it.
+        A short time with few samples says little about the loss. The steps adapt: they span a few gradients if the loss
+        falls fast, and many if it hardly falls. Nothing bounds the last step, so it is at least 1/40 of an epoch.
 
         Source: the algorithm of pooled adjacent violators (Ayer et al. 1955).
         """
         order = np.argsort(self.began_s, kind="stable")
         enough = self.samples_of_epoch / _LAST
-        blocks: list[tuple[float, float, float]] = []  # since when, the mean, and of how many samples
+        blocks: list[tuple[float, float, float]] = []  # start, mean, and number of samples
         for began_s, samples, loss in zip(
             *(x[order].tolist() for x in (self.began_s, self.samples, self.loss)), strict=True
         ):
@@ -107,10 +110,10 @@ class Workers(NamedTuple):
         return np.array(since_s, float), np.array(means, float)
 
     def utilisation(self, worker: int) -> tuple[Numbers, Numbers]:
-        """The worker's utilisation over time, in percent: seconds at the middle of each window, and its share of it.
+        """Returns a worker's utilisation over time: the middle of each window in seconds, and the percentage.
 
-        That of a small worker is the share of the time in which it computes. A large worker's counts as much less as it
-        computes fewer samples a second than in its best batch: in small batches much of the device idles.
+        The utilisation of a small worker is its computing time as a share of all time. For a large worker this share is
+        scaled by its samples per second relative to its largest batches: in small batches much of the device idles.
         """
         own = self.worker == worker
         began_s, took_s, samples = self.began_s[own], self.took_s[own], self.samples[own]
@@ -119,19 +122,19 @@ class Workers(NamedTuple):
         if self.kinds[worker] == "large" and len(took_s) and (took_s > 0).all():
             pace = samples / took_s
             worth = took_s * np.minimum(1.0, pace / np.median(pace[samples >= 0.9 * samples.max()]))
-        # What a gradient is worth, spread over the time that it took.
+        # The worth of a gradient is spread evenly over its duration.
         done = np.concatenate(([0.0], np.cumsum(worth)))
         busy = np.interp(edges, *_steps(began_s, took_s, done)) if len(took_s) else np.zeros(len(edges))
         return (edges[1:] + edges[:-1]) / 2, 100 * np.diff(busy) / np.diff(edges)
 
     def used(self, kind: str) -> float | None:
-        """Mean utilisation of the workers of a kind, in percent; None: there are none."""
+        """Returns the mean utilisation of the workers of a kind, in percent. None: there are none."""
         own = [self.utilisation(i)[1].mean() for i, other in enumerate(self.kinds) if other == kind]
         return float(np.mean(own)) if own else None
 
 
 def _steps(began_s: Numbers, took_s: Numbers, done: Numbers) -> tuple[Numbers, Numbers]:
-    """Where the worth that is done by a moment bends: it rises while something is computed."""
+    """Returns the corners of the worth completed over time, which rises only during a computation."""
     x, y = np.empty(2 * len(began_s)), np.empty(2 * len(began_s))
     x[0::2], x[1::2] = began_s, began_s + took_s
     y[0::2], y[1::2] = done[:-1], done[1:]
@@ -139,7 +142,7 @@ def _steps(began_s: Numbers, took_s: Numbers, done: Numbers) -> tuple[Numbers, N
 
 
 def workers_of(results: Results) -> Workers | None:
-    """What a result file says of them; None: its learners are all alike."""
+    """Returns the workers recorded in a result file. None: all learners are alike."""
     rows = np.concatenate([*results.pieces("minibatches"), results.minibatches[:0]])
     if not results.attributes.get("scheduled") or not len(rows):
         return None

@@ -1,8 +1,7 @@
-"""Measures what a job's model costs on this machine, and writes it as a cost file that jobs can name.
+"""Measures the costs of a job's model on this machine, and writes them as a cost file for other jobs.
 
-Short real runs of async, with one learner and with several busy at once, at several μ, give the times as they are in
-place: with every overhead that a real run has. What async does not do, adding gradients and testing weights, is
-measured in this process.
+Short real runs of async at several μ, with one learner and with several busy learners, give times with every overhead
+of a real run. Async does not add gradients, and these runs evaluate no weights. Both are measured in this process.
 """
 
 import json
@@ -43,27 +42,27 @@ if TYPE_CHECKING:
 
 LEARNERS = 2
 SECONDS = 2.0
-"""How long each run computes; with all that goes with it, it takes two or three times as long."""
+"""Computing time of each run. The whole run takes two or three times as long."""
 
 STEPS = 40
-"""Mini-batches of each learner in a run, at least."""
+"""Minimum number of mini-batches of each learner in a run."""
 
 HARDLY = 1e-12
-"""The learning rate of runs that are timed: a model that diverges, or learns, would be another."""
+"""Learning rate of the timed runs. A model that diverges, or learns, might have other costs."""
 
-_WARM = 5  # first mini-batches of each learner, which do not count
-_KEPT = 0.98  # of the times, the quickest
+_WARM = 5  # first mini-batches of each learner, which are left out
+_KEPT = 0.98  # share of the times that counts, the shortest first
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One run's times.
+    """Times of one run.
 
     Attributes:
         minibatch_size: μ.
         learners: λ.
-        minibatches: `records.MINIBATCH`.
-        updates: `records.UPDATE`.
+        minibatches: rows of `records.MINIBATCH`.
+        updates: rows of `records.UPDATE`.
     """
 
     minibatch_size: int
@@ -73,7 +72,7 @@ class Probe:
 
     @property
     def steady(self) -> Rows:
-        """Mini-batches that were pushed, without the first ones."""
+        """Pushed mini-batches, without the first ones of each learner."""
         rows = self.minibatches[self.minibatches["step"] >= _WARM]
         return rows[rows["push_s"] > 0]
 
@@ -83,14 +82,14 @@ class Probe:
 
     @property
     def cycle_s(self) -> float:
-        """From one gradient to the next."""
+        """Mean time from one gradient to the next."""
         return _mean(sum(self.steady[f"{name}_s"] for name in ("compute", "push", "wait", "pull")))
 
     @property
     def variation(self) -> float:
         """Standard deviation of one learner's compute time from step to step, as a fraction of its mean.
 
-        From differences of neighbouring steps, so that a slow drift of the whole machine does not count.
+        It uses differences of neighbouring steps, so that a slow drift of the whole machine does not count.
         """
         squares: list[float] = []
         for learner in range(self.learners):
@@ -101,14 +100,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """What one process measures by itself.
+    """Times measured in a single process.
 
     Attributes:
-        compute_s: μ -> seconds for one gradient, roughly: it says how long a run must be.
-        gradient_s: to add a gradient.
-        copy_s: to copy the weights.
-        evaluation_s: to test the weights.
-        samples: of the training set.
+        compute_s: μ -> approximate seconds for one gradient, used to choose the length of a run.
+        gradient_s: time to add a gradient.
+        copy_s: time to copy the weights.
+        evaluation_s: time to evaluate the weights.
+        samples: number of training samples.
     """
 
     compute_s: dict[int, float]
@@ -126,17 +125,17 @@ def calibrate(
     seconds: float | None = None,
     show: bool = True,
 ) -> str:
-    """Measures.
+    """Measures the costs of a job's model.
 
     Args:
-        job: whose model, data and optimiser count; its protocol does not.
-        learners: how many compute at once in the runs with several.
-        sizes: the μ to measure at; by default a quarter of the job's, the job's, and four times as many.
-        seconds: how long each run computes; by default `SECONDS`.
-        show: a progress bar.
+        job: job that defines model, data and optimiser. Its protocol does not matter.
+        learners: number of learners that compute at once in the runs with several learners.
+        sizes: values of μ to measure, by default a quarter of the job's, the job's, and four times the job's.
+        seconds: computing time of each run, by default `SECONDS`.
+        show: show a progress bar.
 
     Returns:
-        The cost file's text.
+        Text of the cost file.
 
     Raises:
         RudraError: a mistake in the job, or a run failed.
@@ -155,7 +154,7 @@ def calibrate(
 
 
 def _layers(job: Job, seconds: float | None) -> str:
-    """What a cost file says of the layers of the model; nothing where it cannot be taken apart."""
+    """Returns the cost file's text about the model's layers. Empty: the model cannot be taken apart."""
     try:
         return as_toml(profile(job, seconds=seconds))
     except ConfigError:
@@ -163,7 +162,7 @@ def _layers(job: Job, seconds: float | None) -> str:
 
 
 def _timed(job: Job) -> Job:
-    """The job as it is timed: whatever becomes of its weights, which hardly change, and without what else it does."""
+    """Returns the job to time, without unrelated work and with weights that hardly change."""
     rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
     return job.without_tests().with_(
         hooks=(),
@@ -182,7 +181,7 @@ def _timed(job: Job) -> Job:
 
 
 def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: float, bar: Any) -> list[Probe]:
-    """The runs of all (μ, λ), one after the other on the same ranks."""
+    """Runs all pairs (μ, λ), one after the other on the same ranks."""
     with tempfile.TemporaryDirectory(prefix="rudra-") as name:
         directory, runs = Path(name), []
         for place, (size, learners) in enumerate(cases):
@@ -208,7 +207,7 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
 
 @contextmanager
 def _followed(directory: Path, cases: Sequence[tuple[int, int]], bar: Any) -> Iterator[None]:
-    """Shows which of the runs is under way."""
+    """Shows the run in progress."""
     over = threading.Event()
 
     def follow() -> None:
@@ -230,11 +229,11 @@ def _followed(directory: Path, cases: Sequence[tuple[int, int]], bar: Any) -> It
 
 
 def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
-    """Measures in this process what needs no other.
+    """Measures, in this process only, costs that need no other process.
 
     Args:
-        job: resolved.
-        sizes: the μ.
+        job: resolved job.
+        sizes: values of μ.
     """
     from rudra.compute.devices import placing, virtual
     from rudra.compute.executor import torch_as_in
@@ -260,7 +259,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
                 prefetch=False,
                 device=device,
                 placing=placing(device, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
-                rows=False,  # costs are those of whole vectors
+                rows=False,  # the cost file describes whole vectors
             )
             weights = made[plan.server].buffer(WEIGHTS).vector
             for role in (plan.learners[0], plan.statistics):
@@ -285,7 +284,7 @@ def _accumulate(server: "Executor", turn: int) -> None:
 
 
 def _evaluation_s(statistics: "Executor", batches: int) -> float:
-    """Of one test, from as many of its batches as fit into a second."""
+    """Returns the time of one evaluation, extrapolated from the batches of one second."""
     began, done = time.perf_counter(), 0
     for _ in statistics.perform(Evaluate(WEIGHTS)):
         done += 1
@@ -295,13 +294,13 @@ def _evaluation_s(statistics: "Executor", batches: int) -> float:
 
 
 def _mean(times: npt.ArrayLike) -> float:
-    """Mean, because that is what a rate comes from, without the slowest: on a shared machine those are not ours."""
+    """Returns the mean, because rates follow from it, without the slowest times, which other users may cause."""
     taken = np.sort(np.asarray(times, np.float64))
     return float(taken[: max(1, math.ceil(len(taken) * _KEPT))].mean())
 
 
 def _median_s(do: Callable[[int], object], times: int) -> float:
-    """Median duration; the first call, which warms up, does not count."""
+    """Returns the median duration. The first call, which warms up, does not count."""
     taken = []
     for turn in range(times + 1):
         began = time.perf_counter()
@@ -312,10 +311,10 @@ def _median_s(do: Callable[[int], object], times: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What follows from the measurements, in seconds; most are keys of `[simulation]`, there perhaps for each byte.
+    """Costs derived from the measurements, in seconds. Most are keys of `[simulation]`, some per byte there.
 
     Attributes:
-        transfer_s: of the model between two ranks, one way.
+        transfer_s: time to send the model from one rank to another.
     """
 
     compute_s: dict[int, float]
@@ -331,25 +330,25 @@ class Costs:
 
 
 def derive(probes: Sequence[Probe], alone: Alone) -> Costs:
-    """Takes the runs' times apart.
+    """Splits the runs' times into costs.
 
-    With one learner nothing waits for anything else, so each part of a step is one cost: a push is latency and
-    transfer, a pull is a transfer, and between them the server handles the gradient, updates and answers.
+    With one learner nothing waits for anything else, so each part of a step is one cost. A push is latency plus
+    transfer, and a pull is a transfer. Between them the server handles the gradient, updates and answers.
 
     Args:
-        probes: with one learner at every μ, and perhaps with several.
-        alone: of this process.
+        probes: runs with one learner at every μ, and possibly runs with several learners.
+        alone: measurements of this process.
     """
     single = {p.minibatch_size: p for p in probes if p.learners == 1}
     several = [p for p in probes if p.learners > 1]
     rows = np.concatenate([p.steady for p in single.values()])
     push_s, wait_s, pull_s = (_mean(rows[f"{name}_s"]) for name in ("push", "wait", "pull"))
     update_s = _mean(np.concatenate([p.updates["update_s"][_WARM:] for p in single.values()]))
-    # However its parts are told apart, the whole exchange must come out: a rate depends on that.
+    # However the exchange is split into parts, its total must be right, because a rate depends on it.
     transfer_s = max(min(push_s, pull_s), 1e-9)
     rest_s = max(0.0, push_s + wait_s + pull_s - 2 * transfer_s - update_s)
     latency_s = min(push_s - transfer_s, rest_s / 2)
-    # Of the whole cycle: where ranks outnumber cores, learners slow each other's exchange down as well.
+    # This uses the whole cycle: with more ranks than cores, learners also slow each other's exchange down.
     slower = [
         (p.cycle_s - alone_.cycle_s) / alone_.compute_s / (p.learners - 1)
         for p in several
@@ -371,14 +370,14 @@ def derive(probes: Sequence[Probe], alone: Alone) -> Costs:
 
 
 def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: str = "") -> str:
-    """The text of a cost file.
+    """Returns the text of a cost file.
 
     Args:
-        job: that was measured, resolved.
-        found: what it costs.
-        size_bytes: of its model on the wire.
-        learners: that were busy at once, at most.
-        layers: of its model, as TOML.
+        job: measured job, resolved.
+        found: costs of the job.
+        size_bytes: size of its model on the wire.
+        learners: largest number of learners that were busy at once.
+        layers: costs of the model's layers, as TOML.
     """
     model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
     held = max(1, tensor_bytes(size_bytes))

@@ -1,4 +1,4 @@
-"""Where a job's model would best be cut between its learners and a stage server."""
+"""Choice of the best cut of a job's model between its learners and a stage server."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,14 +16,14 @@ RULES: tuple[Rule, ...] = ("ralp", "auto")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What both rules say.
+    """Decisions of both rules.
 
     Attributes:
-        name: of the job.
-        layers: of its model.
-        cluster: who takes part.
-        threshold: of the skewness.
-        decisions: by rule.
+        name: name of the job.
+        layers: layers of its model.
+        cluster: nodes and links of the job.
+        threshold: threshold of the skewness.
+        decisions: decisions by rule.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Placement:
     decisions: Mapping[Rule, PlacementDecision]
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Returns the placement as plain values."""
         chosen = {rule: {"cut": d.cut and d.cut.name, "why": d.why} for rule, d in self.decisions.items()}
         about = asdict(self.decisions["ralp"])
         about = {key: value for key, value in about.items() if key not in {"cut", "why"}}
@@ -44,12 +44,12 @@ class Placement:
 def place(
     job: Job, *, threshold: float = THRESHOLD, back_speed: float = 1.0, seconds: float | None = None
 ) -> Placement:
-    """Asks both rules where to cut a job's model. Its layers are measured where its costs do not tell them.
+    """Applies both rules to a job's model. Measures its layers if the job's costs do not include them.
 
     Args:
-        job: its link and latency are those of `[simulation]`.
-        threshold: the skewness up to which "ralp" cuts.
-        back_speed: how many times as fast as a learner the stage server computes.
+        job: job whose link and latency are in `[simulation]`.
+        threshold: largest skewness for a cut by "ralp".
+        back_speed: speed of the stage server relative to a learner.
         seconds: how long steps are timed.
 
     Raises:
@@ -63,7 +63,7 @@ def place(
 
 
 def as_text(found: Placement) -> str:
-    """A table of the cuts, and what was chosen and why."""
+    """Returns a table of the cuts, and the decisions with their reasons."""
     cluster, about = found.cluster, found.decisions["ralp"]
     rate = f"{cluster.bytes_per_s:.3g} B/s, {cluster.latency_s * 1e6:.3g} µs"
     head = f"{found.name}: λ = {cluster.learners}, μ = {cluster.minibatch_size}, link of the server {rate}"
@@ -85,6 +85,6 @@ def as_text(found: Placement) -> str:
 
 
 def _said(found: Placement, cut: CutEstimate) -> str:
-    """Which rules choose a cut, and what speaks against it."""
+    """Returns the rules that choose a cut, and any objection to it."""
     rules = [rule for rule, decision in found.decisions.items() if decision.cut and decision.cut.index == cut.index]
     return ", ".join([*rules, *(["convolutions behind it"] if cut.between_convolutions else [])])

@@ -1,7 +1,6 @@
-"""Runs the points of a sweep in worker processes, several at a time, and shows how far they are.
+"""Runs the points of a sweep in worker processes, several at a time, and shows their progress.
 
-A worker is started once and runs one point after the other. It dies with this process, and what it was at is done again
-by the next sweep.
+A worker process runs one point after the other. It ends with this process. The next sweep repeats its unfinished point.
 """
 
 import multiprocessing
@@ -30,15 +29,15 @@ from rudra.studies.sweep import Driver, Point, Sweep
 GRACE_S: dict[Driver, float] = {"simulation": 3.0, "mpi": 15.0}
 """How long a worker may take to close its result file when it is stopped."""
 
-_LOOK_S = 1.0  # between two looks into a result file that is being written
-_WINDOW_S = 30.0  # over which the rate is taken
-_GUESS = {"cifar10": 50_000, "idx": 60_000, "digits": 1_437}  # training samples, until a result file tells
+_LOOK_S = 1.0  # interval between reads of a result file that is being written
+_WINDOW_S = 30.0  # period over which the rate is measured
+_GUESS = {"cifar10": 50_000, "idx": 60_000, "digits": 1_437}  # training samples, until a result file has the number
 
 Mode = Literal["bar", "lines", "quiet"]
 
 
 class Failed(NamedTuple):
-    """A point that could not be run to its end, and why."""
+    """A point that failed, and the reason."""
 
     point: Point
     reason: str
@@ -48,10 +47,10 @@ def run(sweep: Sweep, directory: Path, done: set[str], *, workers: int, mode: Mo
     """Runs the points whose files are not in `done`.
 
     Args:
-        sweep: what to run.
-        directory: locked by the caller; the result files go there.
+        sweep: points to run.
+        directory: directory of the result files, which the caller has locked.
         done: files of finished points.
-        workers: points that run at a time.
+        workers: number of points that run at a time.
         mode: "bar" for a terminal, "lines" (one for each point) for a batch log, or "quiet".
     """
     missing = [point for point in sweep.points if point.file not in done]
@@ -74,7 +73,7 @@ def run(sweep: Sweep, directory: Path, done: set[str], *, workers: int, mode: Mo
 def _ended(
     points: Sequence[Point], directory: Path, driver: Driver, workers: int, progress: "_Progress"
 ) -> Generator[tuple[Point, str | None], None, None]:
-    """Every point when it has ended, with the reason if it failed. Closing this stops the workers."""
+    """Yields every point when it has ended, with the reason if it failed. Closing the generator stops the workers."""
     waiting = deque(points)
     idle: list[_Worker] = []
     busy: dict[Connection, tuple[_Worker, Point]] = {}
@@ -84,8 +83,8 @@ def _ended(
                 worker = idle.pop() if idle else _Worker(driver)
                 point = waiting.popleft()
                 busy[worker.connection] = worker, point
-                with suppress(OSError):  # the worker says what is wrong with the file, `answer` with the worker
-                    (directory / point.file).unlink(missing_ok=True)  # of a run that did not finish
+                with suppress(OSError):  # the worker reports a bad file, and `answer` a dead worker
+                    (directory / point.file).unlink(missing_ok=True)  # left by an unfinished run
                     worker.connection.send((point.job, directory / point.file))
                 progress.began(point)
             for connection in wait(list(busy), timeout=0.2):
@@ -105,18 +104,18 @@ def _ended(
 
 
 class _Worker:
-    """A process that runs points, seen from outside."""
+    """A process that runs points, as its parent sees it."""
 
     def __init__(self, driver: Driver) -> None:
-        context = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks
+        context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads hold
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, driver, os.getpid()), daemon=True)
-        with _ignored(signal.SIGINT):  # inherited: a Ctrl-C at the terminal is for the parent, which then stops workers
+        with _ignored(signal.SIGINT):  # inherited: Ctrl-C at the terminal goes to the parent, which stops workers
             self.process.start()
         theirs.close()
 
     def answer(self) -> str | None:
-        """None where the point was finished, else why not."""
+        """Returns None if the point finished, and otherwise the reason."""
         try:
             reason: str | None = self.connection.recv()
         except (EOFError, OSError):
@@ -143,7 +142,7 @@ class _Worker:
 def _ignored(number: int) -> Iterator[None]:
     try:
         before = signal.signal(number, signal.SIG_IGN)
-    except ValueError:  # not the main thread: whoever called will have to do without
+    except ValueError:  # only the main thread can ignore a signal
         yield
         return
     try:
@@ -153,7 +152,7 @@ def _ignored(number: int) -> Iterator[None]:
 
 
 def _work(connection: Connection, driver: Driver, parent: int) -> None:
-    """Body of a worker: runs what comes until the connection is closed."""
+    """Runs points in a worker process until the connection is closed."""
     end_with_parent()
     if os.getppid() != parent:
         return
@@ -163,7 +162,7 @@ def _work(connection: Connection, driver: Driver, parent: int) -> None:
             job, file = connection.recv()
             connection.send(_execute(job, file, driver))
     except (KeyboardInterrupt, EOFError, OSError):
-        os._exit(1)  # the parent has gone, or wants this to end
+        os._exit(1)  # the parent has ended, or stops this process
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -179,12 +178,12 @@ def _execute(job: Job, file: Path, driver: Driver) -> str | None:
             return None
     except RudraError as error:
         return str(error)
-    except Exception as error:  # of the user's own model or data, most likely
+    except Exception as error:  # most likely raised by the user's own model or data
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class _Progress:
-    """One bar over all points, each weighted by the samples it trains on."""
+    """One bar over all points, each weighted by its number of training samples."""
 
     def __init__(self, sweep: Sweep, directory: Path, done: set[str], mode: Mode, file: TextIO | None = None) -> None:
         self._sweep, self._directory, self._mode = sweep, directory, mode
@@ -223,7 +222,7 @@ class _Progress:
         self._draw()
 
     def look(self) -> None:
-        """Asks the files that are being written how far they are, now and then."""
+        """Reads the progress of running points from their files, at intervals."""
         now = time.monotonic()
         if now - self._looked < _LOOK_S:
             return
@@ -279,7 +278,7 @@ def _data(point: Point) -> str:
 
 
 def summary(sweep: Sweep, directory: Path, failures: Sequence[Failed]) -> str:
-    """All points as a table, the paper's numbers beside where there are any."""
+    """Returns a table of all points, next to the paper's numbers if there are any."""
     reasons = {point.file: "failed" for point, _ in failures}
     head = ["point", "test error", "mean staleness", "virtual time" if sweep.driver == "simulation" else "time"]
     printed = any({"test_error", "time_s"} & row.keys() for row in sweep.paper)
@@ -301,7 +300,7 @@ def summary(sweep: Sweep, directory: Path, failures: Sequence[Failed]) -> str:
 
 
 def _outcome(file: Path) -> list[str]:
-    """Test error, mean staleness and training time of a finished run; read from few rows."""
+    """Returns test error, mean staleness and training time of a finished run. Only a few rows are read."""
     with open_results(file) as results:
         epochs, totals = results.epochs, results.totals
     tested = epochs["test_error"][epochs["evaluated"] != 0]

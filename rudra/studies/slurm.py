@@ -1,4 +1,4 @@
-"""The batch script of a job, from the templates in `slurm/templates`: its text is a pure function of a `BatchJob`."""
+"""The batch script of a job from the templates in `slurm/templates`. Its text is a pure function of a `BatchJob`."""
 
 import re
 import shlex
@@ -14,17 +14,17 @@ Launcher = Literal["mpirun", "srun"]
 Mpi = Literal["pmix", "pmi2"]
 
 WARNING_S = 120
-"""How long before the time limit a run is told, unless that is more than a quarter of it."""
+"""How long before the time limit a run gets the signal. With short limits it is a quarter of the limit."""
 
 NAMED = ("partition", "account", "gpus", "mem")
-"""Options of sbatch that `rudra slurm` takes by name, beside the tasks and the time."""
+"""sbatch options that `rudra slurm` takes by name, in addition to tasks and time."""
 
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+)|(\d+))", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class ArrayElement:
-    """One element of a job array: what it adds to the options of `rudra run`, and the name of its result file."""
+    """One element of a job array: its additional options of `rudra run`, and the name of its result file."""
 
     options: Sequence[str]
     file: str
@@ -32,22 +32,22 @@ class ArrayElement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchJob:
-    """All that the text of a script is made of.
+    """Contents of a batch script.
 
     Attributes:
-        about: what the script runs, in a few words.
-        command: the command line that made it.
-        file: its own name.
-        name: of the job in the queue.
-        job: as for `rudra run`.
-        options: of `rudra run`, for every point.
-        output: the result file, or the directory of those of the points.
-        points: elements of a job array; without any it is no array.
-        resources: options of sbatch, in order; None: one without a value.
-        launcher: what starts the ranks.
+        about: short description of what the script runs.
+        command: command line that made the script.
+        file: name of the script.
+        name: name of the job in the queue.
+        job: job as given to `rudra run`.
+        options: options of `rudra run`, for every point.
+        output: result file, or directory of the points' result files.
+        points: elements of a job array. Empty: the script is no array.
+        resources: options of sbatch, in order. None: an option without a value.
+        launcher: program that starts the ranks.
         mpi: how srun and the MPI library find each other: pmix for Open MPI, pmi2 for MPICH.
-        environment: directory that Rudra is installed in; a relative one is below the directory of submission.
-        warning_s: how long before the time limit the run is told.
+        environment: directory of the environment with Rudra. A relative path starts at the directory of submission.
+        warning_s: how long before the time limit the run gets the signal.
         restarts: how often the job may queue itself again.
     """
 
@@ -68,7 +68,7 @@ class BatchJob:
 
 
 def script(batch: BatchJob) -> str:
-    """The text of the batch script."""
+    """Returns the text of the batch script."""
     texts = {file.stem: file.read_text(encoding="utf-8") for file in data_files("slurm/templates", ".sh")}
     environment = shlex.quote(batch.environment)
     values = {
@@ -95,7 +95,7 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def _directives(batch: BatchJob) -> list[str]:
-    told = "B:" if batch.launcher == "mpirun" else ""  # the script alone, or the ranks alone: see the templates
+    told = "B:" if batch.launcher == "mpirun" else ""  # signals either the script or the ranks, see the templates
     options: dict[str, str | None] = {"job-name": batch.name, **batch.resources}
     if batch.points:
         options["array"] = f"0-{len(batch.points) - 1}"
@@ -120,18 +120,18 @@ def _run_lines(batch: BatchJob) -> list[str]:
 
 
 def _srun(batch: BatchJob) -> str:
-    # As with mpirun, ranks are not bound to cores: the job says how many threads each has.
+    # Ranks are not bound to cores, as with mpirun: the job defines the threads of each rank.
     options = [f"--mpi={batch.mpi}", "--cpu-bind=none", "--kill-on-bad-exit=1"]
     cpus = batch.resources.get("cpus-per-task")
-    options += [] if cpus is None else [f"--cpus-per-task={cpus}"]  # newer ones do not take it from sbatch
+    options += [] if cpus is None else [f"--cpus-per-task={cpus}"]  # newer versions do not inherit it from sbatch
     return " ".join(["srun", *options])
 
 
 def time_limit_s(text: str) -> int:
-    """Seconds of a time limit as sbatch takes it.
+    """Returns the seconds of a time limit in sbatch's format.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the text is no time limit.
     """
     found = _TIME.fullmatch(text)
     if found is None:

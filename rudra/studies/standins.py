@@ -1,9 +1,9 @@
 """Stand-ins for the eight networks of the RALP paper: their sizes, and times on its GPU, without their arithmetic.
 
-A stand-in is two layers: what RALP has learners compute, named `front`, and what it places, named `back`. Each holds as
-many parameters as those of the network, gives as many numbers, and takes its part of the time. It is for simulations
-of time alone, of jobs with `[simulation] costs = "ralp"`. `VGG11` has 1,000 classes, `VGG11_22k` those of ImageNet-22K,
-and so have the others.
+A stand-in has two layers: `front`, which learners compute in RALP, and `back`, which RALP places. Each has the
+parameters, the output size and the share of the time that its part of the network has. Stand-ins are for timing-only
+simulations of jobs with `[simulation] costs = "ralp"`. `VGG11` has 1,000 classes, and `VGG11_22k` has the classes of
+ImageNet-22K. The names of the other networks work the same way.
 """
 
 from collections import OrderedDict
@@ -19,9 +19,9 @@ class StandIn(NamedTuple):
 
     Attributes:
         front: parameters of the layers that learners compute.
-        outputs: numbers that these layers give for a sample.
+        outputs: output size of these layers for one sample.
         back: parameters of the other layers.
-        part: time of these layers, in millionths of the time of a mini-batch.
+        part: time of the learners' layers, in millionths of the time of a mini-batch.
     """
 
     front: int
@@ -30,7 +30,7 @@ class StandIn(NamedTuple):
     part: int
 
 
-STAND_INS = {  # from the shapes of the networks and the rates of the GPU, in tests/unit/convnets.py
+STAND_INS = {  # from the shapes of the networks and the speed of the GPU, in tests/unit/convnets.py
     "AlexNet": StandIn(3_207_104, 9_216, 58_631_144, 933_847),
     "AlexNet_22k": StandIn(3_207_104, 9_216, 144_016_721, 851_786),
     "GoogLeNet": StandIn(5_973_552, 1_024, 1_025_000, 999_390),
@@ -54,9 +54,9 @@ class _Piece(nn.Module):
     """Some layers of a network.
 
     Args:
-        parameters: that they hold.
-        outputs: of one sample.
-        operations: number of multiplications; both pieces together have a million.
+        parameters: number of parameters of these layers.
+        outputs: output size for one sample.
+        operations: number of multiplications. Both pieces together have a million.
     """
 
     def __init__(self, parameters: int, outputs: int, operations: int) -> None:
@@ -73,7 +73,7 @@ class _Piece(nn.Module):
 def _stand_in(name: str, classes: int) -> nn.Module:
     about = STAND_INS[name]
     front = _Piece(about.front, about.outputs, about.part)
-    back = _Piece(about.back, classes, 10**6 - about.part)  # whose outputs go nowhere
+    back = _Piece(about.back, classes, 10**6 - about.part)  # its outputs are not used
     return nn.Sequential(OrderedDict(front=front, back=back))
 
 

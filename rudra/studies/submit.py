@@ -1,4 +1,4 @@
-"""`rudra slurm`: what its command line asks for, checked with the job before it costs a place in the queue."""
+"""`rudra slurm`: checks the command line together with the job before a batch job waits in the queue."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ _T = TypeVar("_T", bound=str)
 
 
 def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints, writes or submits the script; returns the exit code."""
+    """Prints, writes or submits the script, and returns the exit code."""
     if arguments.print and arguments.submit:
         raise ConfigError("--print and --submit exclude each other")
     batch, study, notes = plan(arguments, overrides)
@@ -53,23 +53,23 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[BatchJob, "Sweep | None", list[str]]:
-    """What a command line asks for.
+    """Turns a command line into a batch job.
 
     Args:
-        arguments: of the parser; `argv` is the command line itself.
+        arguments: parsed arguments. `argv` is the command line itself.
         overrides: texts `table.key=value` for the job.
 
     Returns:
-        The batch job, the sweep if it is an array, and what is worth a word although it works.
+        The batch job, the sweep if it is an array, and notes about things that work but may be unintended.
 
     Raises:
         ConfigError: a mistake in an option, or options that contradict each other.
-        TopologyError: the job's topology cannot have so many ranks.
+        TopologyError: the job's topology does not support this number of ranks.
     """
     argv = [word for word in arguments.argv if word not in {"--print", "--submit", "--force"}]
     if not all(word.isprintable() for word in argv):
         raise ConfigError("an option holds a line break or a control character, which cannot stand in a script")
-    from rudra.results.writer import checked_name  # HDF5, for which a --help need not wait
+    from rudra.results.writer import checked_name  # imports HDF5, and --help should not wait for it
 
     launcher: Launcher = _one_of("--launcher", arguments.launcher, ("mpirun", "srun"))
     if arguments.mpi and launcher == "mpirun":
@@ -79,7 +79,7 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
     job = Job.load(arguments.job, overrides)
     named = any(override.startswith("cluster.learners=") for override in overrides)
     if job.cluster.learners is not None and not named and sum(_tasks(arguments, job)[1]) != job.plan().ranks:
-        overrides = [*overrides, "cluster.learners="]  # the command line goes before the job's file
+        overrides = [*overrides, "cluster.learners="]  # the command line overrides the job's file
         job = Job.load(arguments.job, overrides)
     output = arguments.output or Path(f"{job.name}-sweep" if arguments.grid else f"{job.name}.h5")
     output = output if arguments.grid else checked_name(output)
@@ -125,7 +125,7 @@ def _whole(option: str, text: str, least: int = 1) -> int:
 
 
 def _environment(directory: Path | None) -> str:
-    """Relative to the directory of submission where it lies below it, so that the two can move together."""
+    """Returns a path, relative if the environment is below the directory of submission: then both can move together."""
     place = Path(sys.prefix) if directory is None else directory
     if directory is not None and not (place / "bin" / "rudra").is_file():
         raise ConfigError(f"--environment {place}: no Rudra is installed there: {place / 'bin' / 'rudra'} is missing")
@@ -133,12 +133,12 @@ def _environment(directory: Path | None) -> str:
 
 
 def _mpi_of(environment: str) -> Mpi:
-    """By which protocol srun talks to the MPI of an environment."""
+    """Returns the protocol between srun and the MPI library of an environment."""
     try:
         found = shutil.which("mpirun", path=f"{environment}/bin")
         return "pmix" if is_open_mpi(find_mpirun() if found is None else Path(found)) else "pmi2"
     except LaunchError:
-        return "pmix"  # an MPI that a module will bring: more often than not Open MPI
+        return "pmix"  # a module provides the MPI, most often Open MPI
 
 
 def _set(overrides: Sequence[str]) -> list[str]:
@@ -148,7 +148,7 @@ def _set(overrides: Sequence[str]) -> list[str]:
 def _points(
     arguments: argparse.Namespace, overrides: Sequence[str]
 ) -> tuple[list[tuple[list[str], str]], "Sweep | None"]:
-    """What sets each element of an array apart, with its result file; and the sweep that they make up."""
+    """Returns the options and result file of each element of an array, and the sweep that the elements form."""
     from rudra.studies import sweep
 
     if not arguments.grid:
@@ -159,7 +159,7 @@ def _points(
 
 
 def _setting(key: str, value: object) -> str:
-    """The text `table.key=value` that is read as this value."""
+    """Returns the text `table.key=value` that is read as this value."""
     plain = f"{key}={value}"
     return (
         plain if isinstance(value, str) and parsed(plain).value == value else f"{key}={json.dumps(value, default=str)}"
@@ -167,7 +167,7 @@ def _setting(key: str, value: object) -> str:
 
 
 def _resources(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, str | None], list[int]]:
-    """Options of sbatch in the order in which they stand in the script, and the tasks of each node."""
+    """Returns options of sbatch in the script's order, and the number of tasks on each node."""
     given = {name: getattr(arguments, name.replace("-", "_")) for name in (*NAMED, "time")}
     resources: dict[str, str | None] = {key: given[key] for key in ("partition", "account") if given[key] is not None}
     counts, sizes = _tasks(arguments, job)
@@ -189,7 +189,7 @@ def _resources(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, str |
 
 
 def _tasks(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, int], list[int]]:
-    """The options of sbatch that say how many tasks there are, and how many each node gets."""
+    """Returns the sbatch options for the number of tasks, and the number of tasks on each node."""
     names = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task")
     texts = {name: getattr(arguments, name.replace("-", "_")) for name in names}
     counts = {name: _whole(f"--{name}", text) for name, text in texts.items() if text is not None}
@@ -210,7 +210,7 @@ def _tasks(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, int], lis
 
 
 def _fitted(jobs: Sequence[Job], sizes: Sequence[int]) -> tuple[str, list[str]]:
-    """What so many ranks make of the jobs, and what is odd about it."""
+    """Describes the roles of the jobs on this number of ranks, and returns notes about unused tasks."""
     from rudra.report import topology
 
     casts = [topology.of_job(job, sum(sizes), sizes) for job in jobs]
@@ -220,7 +220,7 @@ def _fitted(jobs: Sequence[Job], sizes: Sequence[int]) -> tuple[str, list[str]]:
 
 
 def _warning_s(arguments: argparse.Namespace) -> int:
-    """How long before its time limit the run is told."""
+    """Returns how long before its time limit the run gets the signal."""
     limit_s = None if arguments.time is None else time_limit_s(arguments.time)
     if arguments.warning is None:
         return WARNING_S if limit_s is None else min(WARNING_S, max(1, limit_s // 4))
@@ -250,7 +250,7 @@ def _sbatch() -> str:
 
 
 def _submit(sbatch: str, file: Path) -> str:
-    """The number of the job."""
+    """Submits the script, and returns the number of the job."""
     done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
         said = " ".join((done.stderr or done.stdout or "it said nothing").split())

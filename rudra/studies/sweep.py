@@ -1,8 +1,8 @@
-"""A grid of runs, `rudra sweep`: which points there are, where each one's results go, and which are still to be run.
+"""A grid of runs, `rudra sweep`: its points, their result files, and the points that remain to be run.
 
-A sweep's directory holds one result file for each point, named after what sets the point apart, and `sweep.json`, which
-says what they are (`rudra report` reads both). A point is finished when its file says so: whatever else is there,
-be it of a killed worker, is done again.
+A sweep's directory has one result file for each point, named after the settings of the point. `sweep.json` describes
+the points (`rudra report` reads both). A point is finished if its file says so. Any other file, such as one from a
+killed worker, is replaced.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ _SYMBOLS = {
     "topology.name": "{}",
     "simulation.machines": "",
 }
-_PAPERS = {"async": "softsync"}  # its λ-softsync
-_LONGEST_NAME = 120  # of a file, without what makes it unique
+_PAPERS = {"async": "softsync"}  # the paper calls it λ-softsync
+_LONGEST_NAME = 120  # of a file, without the part that makes it unique
 
 Driver = Literal["simulation", "mpi"]
 
@@ -52,10 +52,10 @@ class Point:
     """One run of a sweep.
 
     Attributes:
-        overrides: key of the job -> value: what sets it apart from the other points.
-        job: as it will be run.
+        overrides: settings that distinguish the point from the others: key of the job -> value.
+        job: job to run.
         file: name of its result file in the sweep's directory.
-        label: what it is called in figures.
+        label: name of the point in figures.
     """
 
     overrides: Mapping[str, Any]
@@ -66,16 +66,16 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sweep:
-    """All points of a sweep, validated; `plan` makes one.
+    """All points of a sweep, validated. `plan` makes a sweep.
 
     Attributes:
-        name: of the job.
-        title: of the report.
-        quick: whether it is the quick variant of a study.
-        driver: what runs the points.
-        figure: what the report shows first, see `rudra.job.tables.StudyTable`.
-        grid: key -> values, where the points are combinations.
-        paper: rows of the paper's numbers; `file` is the point that each belongs to, or None.
+        name: name of the job.
+        title: title of the report.
+        quick: whether this is the quick variant of a study.
+        driver: driver that runs the points.
+        figure: first figure of the report, see `rudra.job.tables.StudyTable`.
+        grid: key -> values, if the points are combinations.
+        paper: rows of the paper's numbers. `file` is the matching point, or None.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Sweep:
     paper: tuple[Mapping[str, Any], ...]
 
     def write_index(self, directory: Path) -> None:
-        """Writes `sweep.json`, all at once or not at all."""
+        """Writes `sweep.json` atomically."""
         points = [{"file": p.file, "overrides": dict(p.overrides), "label": p.label} for p in self.points]
         own = {"title": self.title, "job": self.name, "quick": self.quick, "driver": self.driver}
         index = {"format": FORMAT, **own, "grid": self.grid, "figure": self.figure}
@@ -97,10 +97,10 @@ class Sweep:
             file.write(text.encode() + b"\n")
 
     def finished(self, directory: Path, *, force: bool = False) -> set[str]:
-        """Files of the points that need not be run again.
+        """Returns the files of the points that need not be run again.
 
         Raises:
-            ConfigError: there are finished points or an index of another job, which only `force` replaces.
+            ConfigError: there are finished points or an index of another job. `force` replaces them.
         """
         if (
             not force
@@ -134,13 +134,13 @@ def plan(
     overrides: Sequence[str] = (),
     driver: Driver = "simulation",
 ) -> Sweep:
-    """What a sweep would run; everything is validated here, and nothing is run.
+    """Validates all points of a sweep, without running anything.
 
     Args:
         job: path of a TOML file, or a name that `shipped_jobs` lists.
-        grid: job key -> values; every combination is a point. By default the job's own `[study]` says.
+        grid: job key -> values. Every combination is a point. By default the job's own `[study]` defines the points.
         quick: the study's quick variant.
-        overrides: texts `table.key=value`, for all points; they win over the study's `quick`.
+        overrides: texts `table.key=value`, for all points. They take precedence over the study's `quick`.
         driver: "simulation", or "mpi" for real ranks.
 
     Raises:
@@ -175,12 +175,12 @@ def plan(
 
 
 def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
-    """Key -> values of options `table.key=v1,v2`; values are TOML, or plain strings where they are no TOML.
+    """Returns key -> values of options `table.key=v1,v2`. Values are TOML, or plain strings if they are not valid TOML.
 
-    Between commas there may be nothing: that is the key's default, None.
+    An empty value between commas is the key's default, None.
 
     Raises:
-        ConfigError: an option does not read so, or repeats a key or a value.
+        ConfigError: an option has another form, or repeats a key or a value.
     """
     grid: dict[str, list[Any]] = {}
     for option in options:
@@ -188,7 +188,7 @@ def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
         if not equals or "." not in key:
             raise ConfigError(f"--grid {option}: must read table.key=v1,v2")
         try:
-            if not all(part.strip() for part in text.split(",")):  # one that stands for the default
+            if not all(part.strip() for part in text.split(",")):  # an empty value means the default
                 raise ValueError
             values = tomllib.loads(f"values = [{text}]")["values"]
         except (ValueError, RecursionError):
@@ -200,7 +200,7 @@ def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def _changes(where: str, overrides: Mapping[str, Any]) -> list[Change]:
-    """What points, or a quick study, have of their own; `where` that stands."""
+    """Returns the changes of points or of a quick study. `where` is their origin, for messages."""
     return [
         Change(key, value, f"{where} {key}={'' if value is None else _text(value)}") for key, value in overrides.items()
     ]
@@ -212,7 +212,7 @@ def _point(
     overrides = {change.key: change.value for change in own}
     try:
         job = Job.of(path, tables, [*common, *own])
-        if driver == "simulation":  # one thread each, because several run at a time
+        if driver == "simulation":  # one thread each, because several points run at a time
             job = cost_files.load(job.resolved(threads_per_rank=job.cluster.threads_per_rank or 1))
         else:
             job = job.with_(cluster={"learners": job.cluster.learners or 4})
@@ -228,7 +228,7 @@ def _name(overrides: Mapping[str, Any]) -> str:
 
 
 def _gathered(overrides: Mapping[str, Any], learners: int) -> dict[str, Any]:
-    """What has the same value for each of all learners, `table.key.0` and so on, as one value of `table.key`."""
+    """Replaces equal values for all learners (`table.key.0` and so on) by one value of `table.key`."""
     told: dict[str, Any] = {}
     for key, value in overrides.items():
         of = key.rpartition(".")[0]
@@ -238,7 +238,7 @@ def _gathered(overrides: Mapping[str, Any], learners: int) -> dict[str, Any]:
 
 
 def _said(key: str, value: Any) -> str:
-    """A value as it stands in figures."""
+    """Returns a value as figures show it."""
     if key == "model.name":
         return _text(value).rpartition(":")[2]
     if key == "simulation.beside":
@@ -248,14 +248,14 @@ def _said(key: str, value: Any) -> str:
 
 
 def _kind_beside(keys: Mapping[str, Any]) -> str:
-    """Model and form of a job beside, where they are not those of the other."""
+    """Returns model and form of a background job, if they differ from the main job's."""
     keys = flattened(keys)
     model = _said("model.name", keys.get("model.name", "")) or "alike"
     return model if "placement.cut" not in keys else f"{model} {'placed' if keys['placement.cut'] else 'whole'}"
 
 
 def _short_keys(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys without their table, as far as they remain different; `protocol.name` is the protocol."""
+    """Returns keys without their table if they remain unique. `protocol.name` becomes `protocol`."""
     last = [key.rpartition(".")[2] for key in overrides]
     short: dict[str, Any] = {}
     for key, value in overrides.items():
@@ -265,7 +265,7 @@ def _short_keys(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _file_name(name: str) -> str:
-    """A safe file name; where that loses something, a digest keeps it different from the others."""
+    """Returns a safe file name. If characters are lost, a digest keeps the name unique."""
     safe = re.sub(r"[^\w.,=+-]+", "-", name).strip("-.")[:_LONGEST_NAME]
     return f"{safe}.h5" if safe == name else f"{safe}-{hashlib.sha256(name.encode()).hexdigest()[:8]}.h5"
 
@@ -277,7 +277,7 @@ def _text(value: Any) -> str:
 
 
 def _paper_rows(path: Path, names: Sequence[str], points: Sequence[Point]) -> Iterator[dict[str, Any]]:
-    """The rows of the named tables, each with the file of the point that it describes, or None.
+    """Returns the rows of the named tables, each with the file of the point that it describes, or None.
 
     Raises:
         ConfigError: `paper.toml` is missing or damaged, or has no such table.
@@ -301,10 +301,10 @@ def _file_of(row: Mapping[str, Any], points: Sequence[Point]) -> str | None:
 
 
 def _describes(row: Mapping[str, Any], job: Job) -> bool:
-    """Whether a row of the paper has this job's topology, protocol, μ, λ and the like, as far as it tells them."""
+    """Whether a row of the paper matches this job in all settings that the row names, such as protocol, μ and λ."""
     protocol = job.make_protocol()
     name = job.protocol.name if isinstance(job.protocol.name, str) else ""
-    alike = job.learners == 1  # all protocols are the same then
+    alike = job.learners == 1  # with one learner all protocols are the same
     modulation = protocol.default_modulation if job.protocol.modulation == "auto" else job.protocol.modulation
     ours = {
         "protocol": row.get("protocol") if alike else _PAPERS.get(name, name),
@@ -330,7 +330,7 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
 
 
 def _beside(job: Job) -> dict[str, Any]:
-    """Model and form of the last of the jobs beside; "" is a model like the job's own, "nobody" that there are none."""
+    """Returns model and form of the last background job. "": a model like the job's own. "nobody": no such job."""
     if not job.simulation.beside:
         return {"beside": "nobody", "beside_merged": None}
     keys = job.simulation.beside[-1]
@@ -339,7 +339,7 @@ def _beside(job: Job) -> dict[str, Any]:
 
 
 def _finished(file: Path) -> tuple[str, dict[str, Any]] | None:
-    """Driver and job of a finished result file; None where there is none."""
+    """Returns driver and job of a finished result file. None: the file is missing or not finished."""
     from rudra.results.reader import open_results
 
     try:
@@ -350,7 +350,7 @@ def _finished(file: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def _indexed(file: Path) -> str | None:
-    """The job of a sweep's index."""
+    """Returns the job in a sweep's index."""
     try:
         return str(json.loads(file.read_text(encoding="utf-8"))["job"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -358,7 +358,7 @@ def _indexed(file: Path) -> str | None:
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], driver: Driver) -> list[str]:
-    """What a result file's job has different from the one that is wanted, but for what a run itself decides."""
+    """Returns differences of a result file's job from the wanted job, except for settings that a run itself decides."""
     decided = {("cluster", "device")} if wanted["cluster"]["device"] == "auto" else set()
     decided |= set() if wanted["simulation"]["tensors"] else {("training", "evaluate")}
     if driver == "mpi" and wanted["cluster"]["threads_per_rank"] is None:
@@ -381,10 +381,10 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], driver: Dr
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Makes the directory if need be, and keeps other sweeps out of it.
+    """Makes the directory if it is missing, and locks it against other sweeps.
 
     Raises:
-        ResultsError: it cannot be made or written, or another sweep is at work in it.
+        ResultsError: it cannot be made or written, or another sweep uses it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -400,10 +400,10 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def workers_for(sweep: Sweep, asked: int | None) -> int:
-    """How many points may run at a time: never more threads than cores, and real ranks one job at a time.
+    """Returns how many points may run at a time: no more threads than cores, and only one job on real ranks.
 
     Raises:
-        ConfigError: more were asked for than that.
+        ConfigError: more points were requested.
     """
     threads = max(point.job.cluster.threads_per_rank or 1 for point in sweep.points)
     most = 1 if sweep.driver == "mpi" else max(1, cores() // threads)
