@@ -207,7 +207,7 @@ class Executor:
         return self.buffer(name).vector.__getitem__ if deferred is None else deferred.take
 
     def _void(self, name: str) -> None:
-        """Discards a buffer's content, after computing content that depends on it. Its own deferred content is dropped."""
+        """Discards a buffer's content, even if deferred. Content that depends on it is computed first."""
         if self._deferred:
             self._settle_made_of(name)
             self._deferred.pop(name, None)

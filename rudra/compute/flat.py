@@ -31,8 +31,8 @@ from rudra.errors import ConfigError
 
 _KEPT = 8  # vectors with cached views for each role: generations of weights and of gradients
 _SCALE, _LESS = 2.0**12, 2.0**-4
-"""Scales of the loss in float16. The first one preserves small gradients; if large gradients overflow, 2^12, 2^8, 2^4
-and 1 follow. Each step starts from the first scale, so its result depends on no other step."""
+"""Scale of the loss in float16, which preserves small gradients, and its factor when large gradients overflow. A step
+tries 2^12, 2^8, 2^4 and 1. Each step starts from 2^12, so that its result depends on no other step."""
 
 
 Gradients = Literal["autograd", "direct"]
@@ -143,7 +143,7 @@ class FlatModel:
                 view.copy_(tensor)
 
     def state_dict(self) -> tuple[StateEntry, ...]:
-        """Returns the entries of the module's `state_dict`, without additions by the module's own hooks and extra states.
+        """Returns the entries of the module's `state_dict`, except additions by its own hooks and extra states.
 
         Tensors that are not in the flat vector have their current values. Parameters are not copied.
         """
@@ -334,9 +334,9 @@ class FlatModel:
         return self._generator.get_state()
 
     def _forward(
-        """Computes output and loss, float32 in any precision."""
+        self, module: Callable[..., Any], inputs: Any, target: Any, reduction: LossReduction = "mean"
     ) -> tuple[Any, torch.Tensor]:
-        """Output and loss, float32 in any precision."""
+        """Computes output and loss, float32 in any precision."""
         if self._autocast is None:
             output = self.task.compared(called(module, moved(inputs, self.device)))
             return output, self.task.loss(output, target, reduction)

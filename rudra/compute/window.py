@@ -282,7 +282,7 @@ class Window:
         return self.end_update(of, reading, fewest)
 
     def begin_update(self, of: Contribution, reading: Reading) -> int:
-        """Records that a worker begins to write to a racing window. Returns the fewest updates of others since it read."""
+        """Records that a worker begins to write to a racing window. Returns the fewest updates of others since."""
         self._counts[of.worker * _WORDS + _BEGUN] += 1
         return max(0, self._others(self._made, of.worker) - reading.begun)
 
