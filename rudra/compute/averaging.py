@@ -32,11 +32,11 @@ def average(
     All operations are elementwise and round deterministically: a slice is bitwise identical to that slice of the whole.
 
     Args:
-        into: (size,) float32; may be one of the gradients. The other gradients do not change.
+        into: (size,) float32. It may be one of the gradients. The other gradients do not change.
         gradients: (size,) float32 each.
         samples: Number of samples of each gradient.
-        total: (size,) float32, scratch memory for the sum, separate from the gradients; may be `into`.
-        sums: Positions of gradients that are added first, as in `Plan.partial_sums`; all by default.
+        total: (size,) float32, scratch memory for the sum, separate from the gradients. It may be `into`.
+        sums: Positions of gradients that are added first, as in `Plan.partial_sums`. By default these are all.
     """
     factors = factors_of(samples)
     places = sums or [range(len(gradients))]
@@ -49,7 +49,7 @@ def average(
 
 
 def factors_of(samples: Sequence[int]) -> Sequence[int]:
-    """Returns the factor of each gradient before the sum; no factors if all have the same number of samples."""
+    """Returns the factor of each gradient before the sum, or none if all have the same number of samples."""
     return [1] * len(samples) if len(set(samples)) == 1 else samples
 
 

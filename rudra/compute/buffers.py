@@ -35,7 +35,7 @@ class ModuleBuffer(NamedTuple):
 
 
 def buffers_of(module: nn.Module) -> list[ModuleBuffer]:
-    """Returns the buffers in the order of `named_buffers`; a buffer shared by two parts of the module appears once."""
+    """Returns the buffers in the order of `named_buffers`. A buffer shared by two parts of the module appears once."""
     found: dict[int, ModuleBuffer] = {}
     for path, owner in module.named_modules():
         for key, tensor in owner.named_buffers(recurse=False):

@@ -55,7 +55,7 @@ class Chain:
 
     @classmethod
     def of(cls, module: nn.Module, parameters: Sequence[torch.Tensor], task: Task) -> Chain | None:
-        """Converts a module to a chain; None if it has other layers, or if hooks observe its layers.
+        """Converts a module to a chain. Returns None if it has other layers, or if hooks observe its layers.
 
         Args:
             module: Module to convert.
@@ -100,8 +100,8 @@ class Chain:
         Args:
             inputs: (μ, …) float32.
             target: (μ, …), in the format of the task.
-            weights: Weight of each layer, and its bias if it has one; read twice.
-            out: Tensors of the same shapes; receive all gradients except for a sparse layer's weight.
+            weights: Weight of each layer, and its bias if it has one. They are read twice.
+            out: Tensors of the same shapes that receive all gradients, except for a sparse layer's weight.
 
         Returns:
             The output of the last layer, the mean loss, and the gradient of a sparse layer's weight.

@@ -22,7 +22,7 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
         sample: Batch of one sample.
 
     Raises:
-        ConfigError: They cannot; the text says why.
+        ConfigError: The gradients cannot be computed together. The text says why.
     """
     where, instead = f"[simulation] batching = '{batching}'", "valid for this model: none"
     norms = [name for name, m in model.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -54,10 +54,10 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alo
         table: Training table with the precision.
         model: Model for that precision. It cannot be used afterwards.
         sample: Batch of one sample.
-        alone: Reason why a mini-batch may have one sample, and a valid setting instead. None: no mini-batch has only one.
+        alone: Reason why a mini-batch may have one sample, and a valid setting instead. None: all are larger.
 
     Raises:
-        ConfigError: It cannot; the text says why.
+        ConfigError: Torch cannot compute them. The text says why.
     """
     weights, out = torch.zeros(2, model.size, device=model.device)
     model.read_into(weights)

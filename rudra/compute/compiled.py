@@ -53,7 +53,7 @@ class CompiledStep:
             torch.
 
     Attributes:
-        whole: Whether one piece of code computes loss and gradient; a call of this object runs it.
+        whole: Whether one piece of code computes loss and gradient. A call of this object runs it.
         loss: (inputs, target) -> loss and output, for autograd to differentiate.
 
     Raises:
@@ -181,5 +181,5 @@ class CompiledStep:
 
 
 def _detached(leaf: Any) -> Any:
-    """Detaches tensors from autograd; other values in outputs do not change."""
+    """Detaches tensors from autograd. Other values in outputs do not change."""
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

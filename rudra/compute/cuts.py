@@ -101,7 +101,7 @@ class LayerChain:
         raise ConfigError(f"[placement] cut = {unknown(at, self.names[1:])}")
 
     def refusal(self, index: int) -> str | None:
-        """Returns the reason why the model cannot be cut after `index` layers; None if it can."""
+        """Returns the reason why the model cannot be cut after `index` layers, or None if it can."""
         if index == 0:
             return f"nothing is in front of the first layer; valid: {', '.join(self.names[1:])}"
         crossing = self.crossings[index - 1]
@@ -234,7 +234,7 @@ def chain(model: nn.Module, example: Any) -> LayerChain:
         example: Inputs of some samples.
 
     Raises:
-        ConfigError: The model is not a chain of two or more layers; the text says why.
+        ConfigError: The model is not a chain of two or more layers. The text says why.
     """
     reasons: list[str] = []
     layers = _stages(model) if callable(getattr(model, "stages", None)) else list(_expanded(_Layer("", model), reasons))
@@ -285,7 +285,7 @@ def _expanded(layer: _Layer, reasons: list[str]) -> Iterator[_Layer]:
 
 
 def _traced(layer: _Layer, reasons: list[str]) -> list[_Layer]:
-    """Returns the layers of a module's `forward`; fewer than two if it is not a chain."""
+    """Returns the layers of a module's `forward`, fewer than two if it is not a chain."""
     module = layer.run
     try:
         graph = _graph(module)
@@ -311,7 +311,7 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(module: nn.Module) -> fx.Graph | None:
-    """Returns the graph of a module's `forward` over its children; None if the graph depends on the training mode."""
+    """Returns the graph of a module's `forward` over its children, or None if it depends on the training mode."""
     training = module.training
     try:
         graphs = []
@@ -332,7 +332,7 @@ def _alone(nodes: Sequence[fx.Node], place: int) -> bool:
 def _piece(
     layer: _Layer, graph: fx.Graph, nodes: Sequence[fx.Node], start: int, stop: int, reasons: list[str]
 ) -> list[_Layer]:
-    """Returns the layers of a section of the graph. One value enters it, except at the beginning; one leaves it."""
+    """Returns the layers of a section of the graph. One value enters it, except at the beginning, and one leaves it."""
     module, part = layer.run, nodes[start:stop]
     result = _crossing(nodes, stop)
     modules = [place for place, node in enumerate(part) if node.op == "call_module"]
@@ -356,7 +356,7 @@ def _piece(
 
 
 def _crossing(nodes: Sequence[fx.Node], place: int) -> fx.Node | None:
-    """Returns the value that passes from the nodes before a place to the later nodes; None at both ends."""
+    """Returns the value that passes from the nodes before a place to the later nodes, or None at both ends."""
     later = set(nodes[place:])
     return next((node for node in nodes[:place] if any(user in later for user in node.users)), None)
 
@@ -456,7 +456,7 @@ class _Calling(nn.Module):
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two outputs are bitwise equal; NaN equals NaN."""
+    """Whether two outputs are bitwise equal, with NaN equal to NaN."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one.nan_to_num(), other.nan_to_num())
     if isinstance(one, Mapping):

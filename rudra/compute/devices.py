@@ -13,8 +13,9 @@ from topologies import Plan
 CPU = torch.device("cpu")
 
 Placing = Literal["device", "staged", "direct"]
-"""Placement of buffers. All on the computing device; all in main memory, where MPI reads and writes, with copies on the
-device (`Staging`); or on the device, where MPI reads and writes, for computing roles and in main memory for others."""
+"""Placement of buffers. "device": on the computing device. "staged": in main memory, where MPI reads and writes, with
+copies on the device (`Staging`). "direct": on the device, where MPI reads and writes, for roles that compute there, and
+in main memory for others."""
 
 
 def gpus_here() -> int:
@@ -101,5 +102,5 @@ def page_locked(length: int) -> npt.NDArray[np.uint8]:
 
 
 def lock_pages(memory: npt.NDArray[np.uint8]) -> None:
-    """Page-locks existing memory; without it, copies are slower."""
+    """Page-locks existing memory. Without it, copies are slower."""
     torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]

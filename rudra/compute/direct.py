@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 LARGE = 2**16
-"""Smallest number of elements of a layer's weight for which writing its gradient in place pays."""
+"""Smallest number of weight elements of a layer whose gradient is written in place."""
 
 
 class _LinearInto(torch.autograd.Function):
@@ -41,7 +41,7 @@ class DirectLinear:
     """Forward of a large linear layer in a model of plain layers.
 
     Attributes:
-        target: (outputs, inputs) float32, receives the weight's gradient in the next pass; None: new memory.
+        target: (outputs, inputs) float32, receives the weight's gradient in the next pass. None: new memory.
     """
 
     def __init__(self, layer: nn.Linear) -> None:

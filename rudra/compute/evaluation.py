@@ -20,8 +20,8 @@ def evaluate(
     """Evaluates weights, one batch at a time, so that the caller can do other work in between.
 
     Args:
-        model: Model that computes; may do other work between two batches.
-        weights: (size,) float32, only read; must not change until the end.
+        model: Model that computes. It may do other work between two batches.
+        weights: (size,) float32, only read. They must not change until the end.
         split: Samples of the split.
         batch_size: Number of samples in a batch.
         name: Name of the split.

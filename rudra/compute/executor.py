@@ -104,7 +104,7 @@ class Executor:
         hooks: Hooks of this role. None: it has none.
         lent: Number of transfers under way from each buffer.
         fuses: Whether averages are deferred until they are needed, so that an update can compute them in its step. This
-            requires that nobody writes to a buffer without calling `renew` first.
+            requires that every writer to a buffer calls `renew` first.
         tail: Bytes of the largest message that accompanies a tensor.
         direct: Whether MPI reads and writes the buffers on that device.
     """

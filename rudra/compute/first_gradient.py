@@ -35,7 +35,7 @@ def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = 
     """Tries the first mini-batch of the first learner in training mode, and selects how gradients are computed.
 
     Args:
-        job: Resolved job; on a device, at the initial weights.
+        job: Resolved job. On a device its model has the initial weights.
         plan: Role assignment.
         data: Data with the training set.
         device: Device that computes gradients.
@@ -144,7 +144,7 @@ def _check_pieces(job: Job, flat: FlatModel, data: Data, batch: Any, seed: int, 
 
     Args:
         job: Resolved job.
-        flat: Model at its initial weights; it is cut.
+        flat: Model at its initial weights. It is cut.
         data: Data with the shape of a sample.
         batch: Inputs and target.
         seed: Seed of dropout and similar layers.

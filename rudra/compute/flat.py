@@ -2,7 +2,7 @@
 
 `[parameters | floating-point buffers | counters]`: a gradient has the same layout. After its parameters it holds the
 buffers (such as BatchNorm's running statistics) as they were after its mini-batch. A counter is a buffer of one int64
-number without dimensions. Counters in weights are whole numbers; means of gradients may hold fractions.
+number without dimensions. Counters in weights are whole numbers. Means of gradients may hold fractions.
 """
 
 import hashlib
@@ -47,7 +47,7 @@ class FlatModel:
     Args:
         module: Float32 module on one device. Parameters used at several places are counted once.
         task: Task that defines the loss.
-        compiled: Whether compiled code computes gradients; they differ in their last bits.
+        compiled: Whether compiled code computes gradients. They differ in their last bits.
         roles: Number of roles that share this model, each with its own vectors.
         precision: "bfloat16" or "float16": torch.autocast selects the operations of forward, loss and backward that use
             it.
@@ -164,7 +164,7 @@ class FlatModel:
         Args:
             inputs: As for `gradient`.
             seed: As for `gradient`.
-            behind: (size - parameter_count,) float32; receives the buffers after this mini-batch.
+            behind: (size - parameter_count,) float32, receives the buffers after this mini-batch.
         """
         self._mode(training=True)
         views: list[torch.Tensor] = []
@@ -213,7 +213,7 @@ class FlatModel:
         Args:
             inputs: (μ, …), a tensor or several. If a tensor requires a gradient, its `grad` holds it afterwards.
             target: (μ, …), compared with the output by the task.
-            out: (size,) float32, contiguous; receives the gradient of every parameter, zero for a parameter not used in
+            out: (size,) float32, contiguous, receives the gradient of every parameter, zero for a parameter not used in
                 the output, followed by the buffers after this mini-batch. Or a gradient in rows of `row_form`, unless
                 the code is compiled or the precision differs.
             seed: Seed of the device's default generator, for dropout and similar layers, or a generator state to
@@ -272,10 +272,10 @@ class FlatModel:
     def mapped_gradients(
         self, weights: Sequence[torch.Tensor], inputs: Any, target: Any, outs: Sequence[torch.Tensor]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Computes several gradients at once by `torch.func.vmap`; they may differ from `gradient` in the last bits.
+        """Computes several gradients at once by `torch.func.vmap`. They may differ from `gradient` in the last bits.
 
         Args:
-            weights: Weights for each gradient, (size,) float32; a single vector applies to all.
+            weights: Weights for each gradient, (size,) float32. A single vector applies to all.
             inputs: (gradients, μ, …), a tensor or several.
             target: (gradients, μ, …).
             outs: (size,) float32 each, filled as by `gradient`. Their buffers are copies of the weights' buffers.
@@ -418,7 +418,7 @@ class FlatModel:
             parameter.grad = None
 
     def _taken(self) -> list[torch.Tensor | None]:
-        """Takes the gradient of each parameter; the parameter no longer holds it."""
+        """Takes the gradient of each parameter. The parameter no longer holds it."""
         found = [parameter.grad for parameter in self._parameters]
         self._release()
         return found

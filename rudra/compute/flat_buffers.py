@@ -61,7 +61,7 @@ class FlatBuffers:
         """Copies buffers that the module did not change in the vector: counters, and buffers that it replaced.
 
         Args:
-            vector: As for `place`; None: the module's changes are discarded.
+            vector: As for `place`. None: the module's changes are discarded.
             views: Views of the buffers in the vector.
         """
         if vector is not None and (count := len(self.counters)):

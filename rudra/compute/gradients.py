@@ -71,14 +71,14 @@ class GradientSource:
         self._stops = job.fault_tolerance.non_finite_loss == "stop"
         self.work, self.model = work, model
         self._inputs = _Inputs(self._seed, split, Augmentation(job.augment), self.seed)
-        # A data set that draws random numbers is read in this thread, where nobody else draws at the same time.
+        # A data set that draws random numbers is read in this thread, without concurrent draws.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
 
     def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor | RowGradient) -> BatchResult:
         """Computes the gradient of one step.
 
         Args:
-            step: Step number; consecutive steps are prefetched.
+            step: Step number. Consecutive steps are prefetched.
             work: Samples of the step.
             weights: (size,) float32, only read.
             out: Receives the gradient, as in `FlatModel.gradient`.
@@ -185,7 +185,7 @@ def joint_gradient(
     The result is not bitwise identical to the mean of separate gradients, and dropout draws other masks.
 
     Args:
-        sources: Sources of the learners; they share one model.
+        sources: Sources of the learners. They share one model.
         step: Step of all learners.
         works: Samples of each learner, equally many.
         weights: (size,) float32, only read.
@@ -214,9 +214,9 @@ def mapped_gradients(
     The gradients are not bitwise identical to `GradientSource.compute`, and dropout draws other masks.
 
     Args:
-        sources: Sources of the learners; they share one model.
-        minibatches: Step and samples of each learner; equally many samples.
-        weights: (size,) float32 for each learner, or a single vector for all; only read.
+        sources: Sources of the learners. They share one model.
+        minibatches: Step and samples of each learner. All have the same number of samples.
+        weights: (size,) float32 for each learner, or a single vector for all, only read.
         outs: (size,) float32 for each learner, filled as by `FlatModel.gradient`.
     """
     batches = [source.minibatch(*minibatch) for source, minibatch in zip(sources, minibatches, strict=True)]

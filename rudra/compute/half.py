@@ -15,11 +15,11 @@ def to_half(vector: torch.Tensor, out: torch.Tensor) -> int:
     direction. The smallest numbers may then become zero.
 
     Args:
-        vector: (size,) float32; infinite values and NaN stay.
+        vector: (size,) float32. Infinite values and NaN do not change.
         out: (size,) float16.
 
     Returns:
-        The exponent of that power, for `from_half`; 0 if all numbers fit.
+        The exponent of that power, for `from_half`, or 0 if all numbers fit.
     """
     low, high = torch.aminmax(vector)
     peak = max(-low.item(), high.item())
@@ -29,7 +29,7 @@ def to_half(vector: torch.Tensor, out: torch.Tensor) -> int:
 
 
 def from_half(half: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
-    """Reverses `to_half`; `out`: (size,) float32."""
+    """Reverses `to_half`, into `out`, (size,) float32."""
     out.copy_(half)
     if exponent:
         out.mul_(2.0**exponent)

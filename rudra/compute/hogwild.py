@@ -1,6 +1,6 @@
 """Executors for weights in a window (`rudra.compute.window`): of workers, and of the owner of the weights.
 
-Source: Hogbatch §5.1: a CPU worker refers to the global model; a GPU worker has a deep copy, made for each batch.
+Source: Hogbatch §5.1: a CPU worker refers to the global model. A GPU worker has a deep copy, made for each batch.
 """
 
 import time
@@ -42,7 +42,7 @@ class _Thread:
     Args:
         source: Source of the gradients, with its own model.
         size: Number of floats in the weights.
-        copies: Whether it computes at a copy of the weights; always on a GPU.
+        copies: Whether it computes at a copy of the weights. On a GPU it always does.
     """
 
     def __init__(self, source: GradientSource, size: int, *, copies: bool) -> None:
@@ -66,7 +66,7 @@ class _Thread:
 
 
 class Sharing(Executor):
-    """Executor of a role that fills the window of its node, or reads it while nobody computes.
+    """Executor of a role that fills the window of its node, or reads it while no worker computes.
 
     Attributes:
         window: Window of the node, set before training begins.
@@ -94,8 +94,9 @@ class HogwildExecutor(Sharing, LearnerExecutor):
     """Executor of a worker that applies its gradients to a window itself.
 
     Attributes:
-        copies: Whether gradients are computed at a copy of the weights; otherwise in place, while others write.
-        overwrites: Whether the updated copy replaces the weights; updates that others made since are lost.
+        copies: Whether gradients are computed at a copy of the weights. Otherwise they are
+            computed in place, while others write.
+        overwrites: Whether the updated copy replaces the weights, so that updates by others in between are lost.
     """
 
     worker = 0

@@ -49,7 +49,7 @@ class LearnerExecutor(Executor):
     """Executor of a learner, which computes gradients.
 
     Attributes:
-        pushes_at_once: Whether a gradient is pushed as soon as it is ready, so that the next step uses current weights.
+        pushes_at_once: Whether the learner pushes each gradient once it is ready, and then requests newer weights.
         examined: Data for evaluation, if learners evaluate weights.
     """
 

@@ -95,7 +95,7 @@ def make_executors(
         device: Device for gradients and evaluation.
         placing: Placement of buffers. Servers and optimisers compute on the device of their buffers.
         rows: Whether gradients of sparse layers may be rows (`rudra.core.rows`).
-        first_weights: Returns the weights of a warm start; only needed for jobs with one.
+        first_weights: Returns the weights of a warm start. Only jobs with a warm start need it.
         memory: Allocator for buffers in main memory, for roles that send buffers.
 
     Raises:
@@ -200,7 +200,7 @@ def _owned(job: Job, plan: Plan, flat: FlatModel, front: FlatModel, sides: Seque
         plan: Role assignment.
         flat: Model.
         front: Part of the model that learners have.
-        sides: Parts on both sides of the cut; empty if there is no cut.
+        sides: Parts on both sides of the cut, empty if there is no cut.
     """
     if not plan.parted:
         return {}

@@ -91,7 +91,7 @@ def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
         The model's output for one sample.
 
     Raises:
-        ConfigError: They do not fit; the text has both shapes.
+        ConfigError: They do not fit. The text has both shapes.
     """
     parameter = next(module.parameters(), None)
     inputs, target = info.sample

@@ -32,7 +32,7 @@ def mlp(
     """Fully connected layers with relu, sigmoid or tanh between them.
 
     Args:
-        input_shape: Shape of a sample; the network flattens it.
+        input_shape: Shape of a sample. The network flattens it.
         classes: Number of outputs.
         hidden: Width of each hidden layer.
         activation: Activation after each hidden layer.
@@ -45,7 +45,7 @@ def mlp(
     Hogbatch's networks have sigmoids, layers of 512 and no biases: covtype's 1,339,392 parameters (54 inputs, six
     hidden layers, 2 classes), delicious' 2,070,016 (500 inputs, six, 983 labels).
 
-    Source: Ma & Rusu, Heterogeneous CPU+GPU SGD, Table 2; Glorot & Bengio 2010 for the initialisation of sigmoid and
+    Source: Ma & Rusu, Heterogeneous CPU+GPU SGD, Table 2. Glorot & Bengio 2010 for the initialisation of sigmoid and
     tanh. Ma & Rusu print a standard deviation equal to the number of units, which would saturate every sigmoid. Their
     code has "hogbatch", which keeps the size of signals through layers of 512 sigmoids, unlike "fan-in".
     """
@@ -77,7 +77,7 @@ _NORMAL: dict[str, Callable[[nn.Linear, nn.Linear], float]] = {
         2 * (math.isqrt(first.in_features + first.out_features) + 1) / (layer.in_features + layer.out_features)
     ),
 }
-"""Variance of a layer's weights for each initialisation; it may depend on the first layer."""
+"""Variance of a layer's weights for each initialisation. It may depend on the first layer."""
 
 
 def _normal(layers: Sequence[nn.Linear], variance: Callable[[nn.Linear, nn.Linear], float]) -> None:
@@ -152,7 +152,7 @@ def cifar10_full(input_shape: Sequence[int], classes: int) -> nn.Module:
 
     It expects inputs of 0…255 minus the mean, because its initial weights are tiny.
 
-    Source: Rudra §4.2, which names the network without details; the details are Caffe's.
+    Source: Rudra §4.2, which names the network without details. The details are Caffe's.
     """
     depth, _, _ = _image("cifar10_full", input_shape, least=16)
     convolutions = nn.Sequential(
@@ -180,7 +180,7 @@ def cifar10_full(input_shape: Sequence[int], classes: int) -> nn.Module:
 def alexnet(input_shape: Sequence[int], classes: int, width: int = 4616, dropout: float = 0.5) -> nn.Module:
     """AlexNet: five convolutions, three fully connected layers, dropout after the first two fully connected layers.
 
-    72,221,944 parameters (288.9 MB) with 1000 classes, for any input of 3x63x63 or more; 3x224x224 is usual.
+    72,221,944 parameters (288.9 MB) with 1000 classes, for any input of 3x63x63 or more. 3x224x224 is usual.
 
     Source: Rudra §4.3, which gives about 72 M parameters and 289 MB but no widths. The convolutions here are the
     published ones in one group. `width`, of the fully connected layers, is chosen for that size instead of 4096.
@@ -220,7 +220,7 @@ def vgg16(
     Args:
         input_shape: (channels, height, width), 8x8 or more.
         classes: Number of outputs.
-        width: Channels of the first stage. The others have 2, 4, 8 and 8 times as many; the hidden layer has 8 times.
+        width: Channels of the first stage. The others have 2, 4, 8 and 8 times as many. The hidden layer has 8 times.
         batch_norm: Whether BatchNorm follows every ReLU. It needs mini-batches of two samples or more.
         dropout: Dropout before the linear layers; 0.6 times this between convolutions of the first stage, else 0.8
             times.
@@ -262,11 +262,11 @@ def resnet32(input_shape: Sequence[int], classes: int, blocks: int = 5, width: i
 
 
 def resnet50(input_shape: Sequence[int], classes: int) -> nn.Module:
-    """ResNet-50 v1.5: 25,557,032 parameters (97.49 MiB) with 1000 classes, for 32x32 or more; 3x224x224 is usual.
+    """ResNet-50 v1.5: 25,557,032 parameters (97.49 MiB) with 1000 classes, for 32x32 or more (3x224x224 is usual).
 
     Parameters and buffers have the names and shapes of torchvision's `resnet50`, so that its weights can be loaded.
 
-    Source: He et al. 2015, Deep Residual Learning, §4.1; v1.5 has its strides in 3x3 convolutions. CROSSBOW, Table 1.
+    Source: He et al. 2015, Deep Residual Learning, §4.1. v1.5 has its strides in 3x3 convolutions. CROSSBOW, Table 1.
     """
     depth, _, _ = _image("resnet50", input_shape, least=32)
     stem = {"conv1": _convolution(depth, 64, 7, 2), "bn1": nn.BatchNorm2d(64), "relu": nn.ReLU(inplace=True)}
@@ -326,7 +326,7 @@ def _residual(
     width: int,
     classes: int,
 ) -> nn.Module:
-    """Returns the stem and stages of `blocks` blocks. Each stage but the first halves the pixels and doubles the channels."""
+    """Returns the stem and stages of `blocks` blocks. Each stage but the first halves pixels and doubles channels."""
     layers = OrderedDict(stem)
     inputs = width
     for stage, count in enumerate(blocks):

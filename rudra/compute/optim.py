@@ -31,7 +31,7 @@ class UpdateRule:
     """Applies gradients to flat weights, in place.
 
     SGD uses torch's fused kernel and is bitwise identical to plain `torch.optim.SGD` over separate parameters. The
-    fused kernel rounds differently only in the elements after the last full cache line; these use the plain kernel.
+    fused kernel rounds differently only in the elements after the last full cache line. These use the plain kernel.
     Adam, AdamW and Adagrad are fused as well, and may differ from their plain forms in the last bit.
 
     Adjacent parameters of the same group of `[optimizer] groups` are stepped as one.
@@ -42,7 +42,7 @@ class UpdateRule:
 
     Args:
         table: Table of the optimiser with its options. Learning rates are given with each step.
-        weights: (P,) float32, contiguous; the rule uses this memory for its lifetime.
+        weights: (P,) float32, contiguous. The rule uses this memory for its lifetime.
         layout: Entries of the weights, and perhaps of the values after them. Without it they are one unnamed tensor.
         part: Part of the layout that these weights are (`rudra.compute.parts`). None: they are all.
         rows: Row format of gradients for `step_rows`. Torch's SGD without momentum and weight decay changes only these
@@ -129,7 +129,7 @@ class UpdateRule:
         """Updates the weights.
 
         Args:
-            gradient: (P,) float32; read only, and not needed after this returns.
+            gradient: (P,) float32, read only, and not needed after this returns.
             learning_rate: Rate of this step, including all modulation.
             norms: Norms of other owners' gradients, as `norms` returns them: for parameters before and after these.
         """
@@ -252,7 +252,7 @@ class UpdateRule:
     def _clip(
         self, gradient: torch.Tensor, most: float, others: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Returns the gradient, or a copy scaled to the norm `most`; equals `clip_grad_norm_` over the parameters.
+        """Returns the gradient, or a copy scaled to the norm `most`. It equals `clip_grad_norm_` over the parameters.
 
         If the norm is not finite, the gradient is not scaled, because scaling might make it zero and hide the problem
         from the next loss.

@@ -80,7 +80,7 @@ class AveragingExecutor(Executor):
             self._replace(action.into, after)
 
     def _add_rows(self, action: Accumulate, into: Any, gradient: Any, out: Any, form: RowForm) -> None:
-        """Averages gradients in rows; bitwise identical to `_add`."""
+        """Averages gradients in rows, bitwise identical to `_add`."""
         self._add(action, into.rest, gradient.rest, out.rest, self.parameters - form.features * form.width)
         indices, mine, its = alike(into, gradient)
         if action.into == action.gradient:
@@ -95,7 +95,7 @@ class AveragingExecutor(Executor):
     def _add(
         self, action: Accumulate, into: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, parameters: int
     ) -> None:
-        """Averages a slice or a whole vector that begins with `parameters` parameters; `out` may be `into`."""
+        """Averages a slice or a whole vector that begins with `parameters` parameters. `out` may be `into`."""
         if action.into == action.gradient:
             torch.mul(into[:parameters], action.scale, out=out[:parameters])
             if out is not into:
@@ -150,7 +150,7 @@ class OwnerExecutor(Executor):
         self._first_sha256 = sha256(weights.numpy())
 
     def sha256(self, name: str) -> str:
-        """Returns the SHA-256 of a buffer's floats, in hexadecimal; for a part, the hash of all initial weights."""
+        """Returns the SHA-256 of a buffer's floats, in hexadecimal. For a part, hashes all initial weights."""
         return super().sha256(name) if self._part is None or name != WEIGHTS else self._first_sha256
 
     def put(self, name: str, buffer: Buffer) -> None:

@@ -25,7 +25,7 @@ class Task:
     """A loss and further metrics. A user's subclass overrides the methods that differ.
 
     Args:
-        classes: Number of classes in the data; each task defines its meaning.
+        classes: Number of classes in the data. Each task defines its meaning.
 
     Attributes:
         name: Name for messages.
@@ -55,11 +55,11 @@ class Task:
         return output
 
     def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
-        """Computes the mean loss over the samples, a scalar; with "none" the loss of each sample, (samples,)."""
+        """Computes the mean loss over the samples, a scalar. With "none", the loss of each sample, (samples,)."""
         raise NotImplementedError
 
     def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | None:
-        """Computes the wrong share of each sample, (samples,); None if the task defines no error."""
+        """Computes the wrong share of each sample, (samples,). None if the task defines no error."""
         return None
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
@@ -75,7 +75,7 @@ class Task:
         return True
 
     def output_shape(self, target: torch.Tensor) -> tuple[int, ...] | None:
-        """Returns the output shape that these targets require; None if any shape is valid."""
+        """Returns the output shape that these targets require. None if any shape is valid."""
         return None
 
 

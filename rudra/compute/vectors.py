@@ -21,7 +21,7 @@ EXPONENT = 2
 """Bytes between a float16 tensor and its message. They hold the exponent of the power of two that scales the tensor."""
 
 Memory = Callable[[int], npt.NDArray[np.uint8] | None]
-"""Allocates `length` bytes of written zeros for a buffer; None: no memory is left, so the buffer allocates its own."""
+"""Allocates `length` bytes of written zeros for a buffer. None: no memory is left, so the buffer allocates its own."""
 
 Take = Callable[[slice], torch.Tensor]
 """Returns a slice of a vector, float32, valid until the next call. Slices are requested in ascending order, with at
@@ -41,7 +41,7 @@ class Buffer:
     Attributes:
         held: Number of readers in other processes. The buffer must not change until they have finished.
         borrowed: Whether the memory belongs to another process and is read-only.
-        wire: (size * 4 + tail,) uint8, the bytes to send; empty on a GPU, where no buffer is sent.
+        wire: (size * 4 + tail,) uint8, the bytes to send, empty on a GPU, where no buffer is sent.
         vector: (size,) float32, the tensor.
         version: Number that changes whenever the vector is received, averaged, updated or restored.
     """
@@ -206,7 +206,7 @@ class RowBuffer(Buffer):
 
 
 class DirectBuffer(Buffer):
-    """A buffer on the GPU on which its role computes; MPI reads and writes it there.
+    """A buffer on the GPU of its role. MPI reads and writes it there.
 
     Attributes:
         wire: (size * 4 + tail,) uint8, a tensor.

@@ -52,14 +52,14 @@ LOG = np.dtype(
         ("digest", "<u8"),
     ]
 )
-"""One logged update: its number, among all updates or those of its worker, and its contribution."""
+"""One logged update: its number, among all updates or its worker's, and its contribution."""
 
 
 class Reading(NamedTuple):
     """Time when weights were read, given by counts of other workers' updates.
 
     Attributes:
-        made: Number of updates that were complete when reading began; in a locked window, of all workers.
+        made: Number of updates that were complete when reading began. In a locked window, of all workers.
         begun: Number of updates that had begun when reading ended.
     """
 
@@ -95,8 +95,8 @@ class WindowEntry(NamedTuple):
             among the worker's own updates.
         of: Contribution of the update.
         timestamp: Number of updates that were complete when the weights of its gradient were read.
-        fewest, most: Bounds on the number of other workers' updates between reading and writing; σ lies between them.
-        digest: Digest of a sample of the new weights; 0 in a racing window, because others write at the same time.
+        fewest, most: Bounds on σ, the number of other workers' updates between reading and writing.
+        digest: Digest of a sample of the new weights. In a racing window it is 0, because others write concurrently.
     """
 
     update: int
@@ -114,7 +114,7 @@ class Shape(NamedTuple):
         size: Number of floats in the weights.
         workers: Number of workers that write to it.
         update: Kind of window, `"racing"` or `"locked"`.
-        logged: Number of latest updates in the log; in a racing window, for each worker.
+        logged: Number of latest updates in the log. In a racing window, for each worker.
     """
 
     size: int
@@ -152,7 +152,7 @@ class Window:
     """The shared weights, as one process sees them.
 
     Args:
-        memory: `shape.bytes` bytes, aligned to 64 bytes and initially zero; the same for all processes.
+        memory: `shape.bytes` bytes, aligned to 64 bytes and initially zero. The same for all processes.
         shape: Layout of the window.
         lock: Returns the lock for reads and writes of a locked window. It must exclude every thread of every process
             that shares the memory.
@@ -186,7 +186,7 @@ class Window:
     # Methods for the owner of the weights.
 
     def fill(self, weights: torch.Tensor, timestamp: int = 0) -> None:
-        """Restarts from these weights, (size,) float32, after `timestamp` updates, while nobody reads or writes."""
+        """Restarts from these weights, (size,) float32, after `timestamp` updates. Nobody may use them at the time."""
         self._numbers[:] = 0
         self._head[0] = timestamp
         self.latest.copy_(weights)
@@ -265,7 +265,7 @@ class Window:
 
         Args:
             of: Contribution of the update.
-            reading: Reading of the weights at which the gradient was computed.
+            reading: Reading of the weights that the gradient was computed from.
             gradient: (size,) float32.
             instead: Weights to subtract from. The result overwrites the current weights, so updates that others made
                 since are lost.
