@@ -202,7 +202,7 @@ class Executor:
         self._deferred[name] = Deferred(take, tuple(of), fill)
 
     def taking(self, name: str) -> Take:
-        """Returns a function that computes a buffer's content slice by slice. The caller must use it first."""
+        """Returns a function for slices of a buffer's content. Use it before anything else changes the buffer."""
         deferred = self._deferred.get(name)
         return self.buffer(name).vector.__getitem__ if deferred is None else deferred.take
 

@@ -35,7 +35,7 @@ def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = 
     """Tries the first mini-batch of the first learner in training mode, and selects how gradients are computed.
 
     Args:
-        job: Resolved job. On a device its model has the initial weights.
+        job: Resolved job. The trial uses its initial weights.
         plan: Role assignment.
         data: Data with the training set.
         device: Device that computes gradients.
@@ -102,7 +102,7 @@ def _gradient(flat: FlatModel, batch: Any, seed: int, *, guarded: bool = False) 
         guarded: Whether to reject a model that writes to its weights, in training or in evaluation.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The model writes to its weights.
     """
     weights, out = torch.empty(flat.size, device=flat.device), torch.empty(flat.size, device=flat.device)
     inputs, target = batch

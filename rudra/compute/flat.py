@@ -214,8 +214,8 @@ class FlatModel:
             inputs: (μ, …), a tensor or several. If a tensor requires a gradient, its `grad` holds it afterwards.
             target: (μ, …), compared with the output by the task.
             out: (size,) float32, contiguous, receives the gradient of every parameter, zero for a parameter not used in
-                the output, followed by the buffers after this mini-batch. Or a gradient in rows of `row_form`, unless
-                the code is compiled or the precision differs.
+                the output, followed by the buffers after this mini-batch. It may also be a gradient in rows
+                (`row_form`), but not with compiled code or another precision.
             seed: Seed of the device's default generator, for dropout and similar layers, or a generator state to
                 continue from.
 

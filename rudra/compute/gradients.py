@@ -243,7 +243,7 @@ def _outcomes(losses: npt.NDArray[Any], errors: npt.NDArray[Any], samples: int) 
 
 
 class _Inputs:
-    """Drawing of mini-batches. From samples in memory it draws several steps at once, at the cost of one draw.
+    """A source of mini-batches. From samples in memory it draws several steps at once, at the cost of one draw.
 
     The step number determines which steps are drawn together, so that a mini-batch has the same memory layout in every
     run.

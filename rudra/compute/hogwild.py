@@ -94,8 +94,8 @@ class HogwildExecutor(Sharing, LearnerExecutor):
     """Executor of a worker that applies its gradients to a window itself.
 
     Attributes:
-        copies: Whether gradients are computed at a copy of the weights. Otherwise they are
-            computed in place, while others write.
+        copies: Whether gradients are computed at a copy of the weights. Otherwise they are computed in
+            place, while others write.
         overwrites: Whether the updated copy replaces the weights, so that updates by others in between are lost.
     """
 

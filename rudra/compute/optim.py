@@ -28,7 +28,7 @@ CACHE_LINE = 16  # elements, the unit in which torch hands a vector to its threa
 
 
 class UpdateRule:
-    """Applies gradients to flat weights, in place.
+    """Update rule that applies gradients to flat weights in place.
 
     SGD uses torch's fused kernel and is bitwise identical to plain `torch.optim.SGD` over separate parameters. The
     fused kernel rounds differently only in the elements after the last full cache line. These use the plain kernel.
@@ -252,10 +252,10 @@ class UpdateRule:
     def _clip(
         self, gradient: torch.Tensor, most: float, others: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """Returns the gradient, or a copy scaled to the norm `most`. It equals `clip_grad_norm_` over the parameters.
+        """Returns the gradient, or a copy scaled to the norm `most`.
 
-        If the norm is not finite, the gradient is not scaled, because scaling might make it zero and hide the problem
-        from the next loss.
+        The result equals `clip_grad_norm_` over the parameters. If the norm is not finite, the gradient is not
+        scaled, because scaling might make it zero and hide the problem from the next loss.
         """
         import torch
 

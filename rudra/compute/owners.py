@@ -40,7 +40,7 @@ FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 
 
 class AveragingExecutor(Executor):
-    """Adds gradients, for a server."""
+    """Executor of a server that averages gradients."""
 
     @performs(Accumulate)
     def accumulate(self, action: Accumulate) -> None:

@@ -226,8 +226,9 @@ class Window:
 
     @property
     def surviving(self) -> float:
-        """Returns β, the share of updates that races did not overwrite, measured by the probes; 1 before the first
-        update.
+        """Returns β, the share of updates that races did not overwrite, measured by the probes.
+
+        It is 1 before the first update.
 
         Source: Hogbatch §6.3, which assumes a value of β.
         """
@@ -282,7 +283,7 @@ class Window:
         return self.end_update(of, reading, fewest)
 
     def begin_update(self, of: Contribution, reading: Reading) -> int:
-        """Records that a worker begins to write to a racing window. Returns the fewest updates of others since."""
+        """Records that a worker begins to write to a racing window. Returns `fewest` of its entry."""
         self._counts[of.worker * _WORDS + _BEGUN] += 1
         return max(0, self._others(self._made, of.worker) - reading.begun)
 
