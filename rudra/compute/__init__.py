@@ -1,1 +1,1 @@
-"""What computes: flat models, gradients, update rules, executors, devices."""
+"""Computation: flat models, gradients, update rules, executors, devices."""

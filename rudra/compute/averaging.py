@@ -1,4 +1,4 @@
-"""Means of gradients, and the slices in which a processor's cache has room for long vectors."""
+"""Means of gradients, and slices of long vectors that fit into a processor's cache."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,15 +7,15 @@ import torch
 CACHE_LINE = 64
 
 CHUNK = 1 << 20
-"""Elements of a slice: few enough that a processor's cache has room for them, enough to hide what a call costs."""
+"""Number of elements in a slice: few enough to fit into a processor's cache, enough to hide the cost of a call."""
 
 
 Addends = tuple[Sequence[torch.Tensor], Sequence[int]]
-"""Vectors that are added, and what each is multiplied with."""
+"""Vectors to add, and the factor of each."""
 
 
 def slices(start: int, stop: int, most: int) -> Iterator[slice]:
-    """Of these elements, so many at most each."""
+    """Yields slices from `start` to `stop` of at most `most` elements."""
     for first in range(start, stop, most):
         yield slice(first, min(first + most, stop))
 
@@ -27,16 +27,16 @@ def average(
     total: torch.Tensor | None = None,
     sums: Sequence[Sequence[int]] = (),
 ) -> None:
-    """The mean of gradients, weighted by samples, added in order.
+    """Computes the mean of gradients, weighted by samples, added in order.
 
-    Only operations on single elements that round in one way: a slice gives the bits that the whole gives.
+    All operations are elementwise and round deterministically: a slice is bitwise identical to that slice of the whole.
 
     Args:
-        into: (size,) float32; may be one of the gradients, the others are left as they are.
+        into: (size,) float32. It may be one of the gradients. The other gradients do not change.
         gradients: (size,) float32 each.
-        samples: of each.
-        total: (size,) float32, room for the sum, and none of the gradients; may be `into`.
-        sums: places of the gradients that are added first, as `Plan.partial_sums` has them; by default all.
+        samples: Number of samples of each gradient.
+        total: (size,) float32, scratch memory for the sum, separate from the gradients. It may be `into`.
+        sums: Positions of gradients that are added first, as in `Plan.partial_sums`. By default these are all.
     """
     factors = factors_of(samples)
     places = sums or [range(len(gradients))]
@@ -49,16 +49,16 @@ def average(
 
 
 def factors_of(samples: Sequence[int]) -> Sequence[int]:
-    """What each gradient is multiplied with before they are added: nothing where all are of as many samples."""
+    """Returns the factor of each gradient before the sum, or none if all have the same number of samples."""
     return [1] * len(samples) if len(set(samples)) == 1 else samples
 
 
 def added(addends: Addends, room: torch.Tensor) -> torch.Tensor:
-    """A sum, added in order.
+    """Computes a sum, added in order.
 
     Args:
-        addends: of which a single one that is not multiplied is the sum itself.
-        room: for the sum; none of the vectors.
+        addends: Vectors and factors. A single vector without a factor is returned itself.
+        room: Scratch memory for the sum, separate from the vectors.
     """
     (first, *others), factors = addends
     if any(factor != 1 for factor in factors):
@@ -75,7 +75,7 @@ def added(addends: Addends, room: torch.Tensor) -> torch.Tensor:
 
 
 def finish_mean(into: torch.Tensor, sums: Sequence[Addends], divisor: int, total: torch.Tensor) -> None:
-    """Adds partial sums in order, and scales once: the last step of `average`, whose arguments these are."""
+    """Adds partial sums in order, and scales once: the last step of `average`, with its arguments."""
     first, *others = sums
     whole = added(first, total)
     for of in others:

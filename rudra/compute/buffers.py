@@ -1,4 +1,4 @@
-"""Buffers of a module, which it may change in place or make anew: where they are, and trying it without a trace."""
+"""Buffers of a module: finding them if the module replaces them, and running a module without changing them."""
 
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
@@ -11,22 +11,22 @@ from rudra.data.trees import called
 
 
 class ModuleBuffer(NamedTuple):
-    """A tensor that a module keeps.
+    """A buffer of a module.
 
     Attributes:
-        name: in the whole module.
-        kept: by name, what the part of the module has that it belongs to.
-        key: its name there.
-        tensor: as it was found.
+        name: Name in the whole module.
+        kept: Dictionary that holds the buffer in its part of the module.
+        key: Name in this dictionary.
+        tensor: Tensor that was found.
     """
 
     name: str
-    kept: MutableMapping[str, torch.Tensor | None]  # TorchScript's modules have something like a dictionary
+    kept: MutableMapping[str, torch.Tensor | None]  # TorchScript's modules have a similar object
     key: str
     tensor: torch.Tensor
 
     def replaced(self) -> torch.Tensor | None:
-        """What the module has put in its place, if it did; the tensor is back there then."""
+        """Returns the tensor that the module put in the buffer's place, if any, and restores the original one."""
         found = self.kept[self.key]
         if found is self.tensor:
             return None
@@ -35,7 +35,7 @@ class ModuleBuffer(NamedTuple):
 
 
 def buffers_of(module: nn.Module) -> list[ModuleBuffer]:
-    """In the order of `named_buffers`, and once where two parts of the module share one."""
+    """Returns the buffers in the order of `named_buffers`. A buffer shared by two parts of the module appears once."""
     found: dict[int, ModuleBuffer] = {}
     for path, owner in module.named_modules():
         for key, tensor in owner.named_buffers(recurse=False):
@@ -46,7 +46,7 @@ def buffers_of(module: nn.Module) -> list[ModuleBuffer]:
 
 @torch.no_grad()
 def tried(module: nn.Module, inputs: Any) -> Any:
-    """The output of a module in evaluation, which leaves no trace in the module: not in its buffers either.
+    """Returns the output of a module in evaluation mode, without changes to the module or its buffers.
 
     Only lazy layers change: they get their shapes and initial weights.
     """
@@ -63,7 +63,7 @@ def tried(module: nn.Module, inputs: Any) -> Any:
 
 
 def changed(name: str) -> str:
-    """The line that refuses a model which changes this parameter itself."""
+    """Returns the message for a model that changes this parameter itself."""
     return (
         f"[model] changes {name} in `forward`, as an Embedding with max_norm or `weight.data = …` does; only updates "
         "may change weights; valid: compute with a changed copy"

@@ -1,8 +1,8 @@
 """Gradients of a chain of linear layers, without torch's autograd.
 
-A small network's step is mostly what autograd needs to note and find again: with three layers of 64 units and one
-sample 210 µs, of which the arithmetic takes 50. Here the same kernels are called in the same order, and each gradient
-is written to where it is wanted, so that the bits are those of autograd (tests compare them).
+Most of a small network's step is autograd's bookkeeping: with three layers of 64 units and one sample, 210 µs, but
+only 50 of arithmetic. Here the same kernels run in the same order, and each gradient is written directly to its
+destination. So the results are bitwise identical to autograd (tests compare them).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _BACKWARD: dict[type[nn.Module], tuple[Callable[..., Any], Callable[..., Any]]] 
     nn.Tanh: (torch.tanh, _aten.tanh_backward.default),
     nn.ReLU: (torch.relu, lambda gradient, output: _aten.threshold_backward.default(gradient, output, 0)),
 }
-"""Activation -> what it does, and the gradient of its input, of that of its output and that."""
+"""Functions of an activation: its output, and the gradient of its input from output and output gradient."""
 
 
 class Chain:
     """Linear layers with activations between them, on a CPU.
 
     Args:
-        activations: behind each layer but the last.
-        biases: whether each layer has one.
-        flattens: inputs become (μ, features) first.
-        task: what the output is for.
-        sparse: the first layer is one for sparse inputs.
+        activations: Activation after each layer but the last.
+        biases: Whether each layer has a bias.
+        flattens: Whether inputs are first reshaped to (μ, features).
+        task: Task that defines the loss.
+        sparse: Whether the first layer is for sparse inputs.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class Chain:
 
     @classmethod
     def of(cls, module: nn.Module, parameters: Sequence[torch.Tensor], task: Task) -> Chain | None:
-        """The chain that a module is; None: it is another one, or somebody looks at what its layers do.
+        """Converts a module to a chain. Returns None if it has other layers, or if hooks observe its layers.
 
         Args:
-            module: in question.
-            parameters: that are trained, in order.
-            task: what its output is for.
+            module: Module to convert.
+            parameters: Trained parameters, in order.
+            task: Task that defines the loss.
         """
         if type(module) is not nn.Sequential or not len(module) or _watched(module):
             return None
         layers = list(module)
         first = layers[0]
         flattens = type(first) is nn.Flatten and (first.start_dim, first.end_dim) == (1, -1)
-        layers = layers[flattens or type(first) is nn.Identity :]  # as sparse inputs have it in place of Flatten
+        layers = layers[flattens or type(first) is nn.Identity :]  # sparse inputs use Identity instead of Flatten
         linear, between = layers[::2], layers[1::2]
         if any(map(_watched, [first, *layers])) or any(type(layer) not in _BACKWARD for layer in between):
             return None
@@ -81,7 +81,7 @@ class Chain:
         return cls([type(layer) for layer in between], biases, flattens, task, sparse=sparse)
 
     def takes(self, inputs: Any) -> bool:
-        """Whether these are inputs that it computes with."""
+        """Whether the chain supports these inputs."""
         if self._sparse:
             return is_sparse(inputs) and inputs.dtype == torch.float32 and not inputs.requires_grad
         return (
@@ -99,9 +99,9 @@ class Chain:
 
         Args:
             inputs: (μ, …) float32.
-            target: (μ, …), as the task wants it.
-            weights: of each layer its weight and its bias, if it has one; read twice.
-            out: of the same shapes: takes the gradient, but for that of a sparse layer's weight.
+            target: (μ, …), in the format of the task.
+            weights: Weight of each layer, and its bias if it has one. They are read twice.
+            out: Tensors of the same shapes that receive all gradients, except for a sparse layer's weight.
 
         Returns:
             The output of the last layer, the mean loss, and the gradient of a sparse layer's weight.
@@ -135,13 +135,13 @@ class Chain:
         return output, loss, None
 
     def _loss(self, output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean loss, and its gradient."""
+        """Computes the mean loss and its gradient."""
         if self._plain and output.dim() == 2:
             logarithms = torch._log_softmax(output, 1, False)
             try:
                 loss, total = _aten.nll_loss_forward.default(logarithms, target, None, 1, -100)
             except IndexError:
-                return self._task.loss(output, target), output  # which says what is wrong
+                return self._task.loss(output, target), output  # raises the task's own error
             gradient = _aten.nll_loss_backward.default(self._one, logarithms, target, None, 1, -100, total)
             return loss, torch._log_softmax_backward_data(gradient, logarithms, 1, torch.float32)
         with torch.enable_grad():
@@ -152,7 +152,7 @@ class Chain:
 
 
 def _watched(module: nn.Module) -> bool:
-    """Whether somebody gets to know, or changes, what a module does."""
+    """Whether hooks observe or change the computation of a module."""
     return "forward" in vars(module) or any(
         vars(module).get(f"_{hooks}")
         for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")

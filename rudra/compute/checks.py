@@ -1,4 +1,4 @@
-"""Whether torch can compute what a job asks for: tried on one mini-batch before training."""
+"""Checks whether torch supports a job, by trying it on one mini-batch before training."""
 
 import torch
 from torch import nn
@@ -13,16 +13,16 @@ from rudra.job.tables import TrainingTable
 
 
 def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sample: Batch) -> None:
-    """Makes sure that a model's gradients can be computed together, by trying.
+    """Checks by a trial that the gradients of a model can be computed together.
 
     Args:
         batching: "big-batch" or "vmap".
-        model: in question.
-        weights: (size,) float32, that it can compute with.
-        sample: a batch of one.
+        model: Model to check.
+        weights: (size,) float32, weights for the trial.
+        sample: Batch of one sample.
 
     Raises:
-        ConfigError: they cannot; the text says why.
+        ConfigError: The gradients cannot be computed together. The text says why.
     """
     where, instead = f"[simulation] batching = '{batching}'", "valid for this model: none"
     norms = [name for name, m in model.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -42,22 +42,22 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
     if batching == "vmap":
         try:
             model.mapped_gradients([weights, weights], *put_together(torch.stack, [pair, pair]), [out, out])
-        except Exception as error:  # torch and the user's own layers raise what they like here
+        except Exception as error:  # torch and the user's own layers may raise any exception here
             what = " ".join(str(error).split())
             raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
 
 
 def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alone: tuple[str, str] | None) -> None:
-    """Makes sure that torch can compute a model's gradients in a precision, and of one sample alone, by trying.
+    """Checks by a trial that torch can compute a model's gradients in a precision, and from one sample.
 
     Args:
-        table: has the precision.
-        model: in question, made for that precision; afterwards of no use.
-        sample: a batch of one.
-        alone: because of what mini-batches may be of one sample, and what else is valid; None: they may not.
+        table: Training table with the precision.
+        model: Model for that precision. It cannot be used afterwards.
+        sample: Batch of one sample.
+        alone: Reason why a mini-batch may have one sample, and a valid setting instead. None: all are larger.
 
     Raises:
-        ConfigError: it cannot; the text says why.
+        ConfigError: Torch cannot compute them. The text says why.
     """
     weights, out = torch.zeros(2, model.size, device=model.device)
     model.read_into(weights)
@@ -66,7 +66,7 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alo
         model.gradient(*(sample if alone else put_together(joined, [sample, sample])), out, 0)
     except (RuntimeError, TypeError, ValueError) as error:
         what = " ".join(str(error).split()).partition(". ")[0][:200]  # advice for developers may follow
-        if alone is not None and isinstance(error, ValueError):  # BatchNorm's
+        if alone is not None and isinstance(error, ValueError):  # raised by BatchNorm
             where, valid = alone
             raise ConfigError(
                 f"{where}: torch cannot do this model with one sample ({what}); valid: {valid}"

@@ -1,8 +1,8 @@
 """A learner's step compiled by torch.compile: loss and gradient in few kernels.
 
-Compiled code returns gradients in fresh memory, and of a classic network nearly all belong to a few large linear
-layers. Their gradients are computed outside, straight into the flat vector: the compiled code gives the layer's inputs,
-and the gradient of its outputs, which is that of a zero ("probe") added to them.
+Compiled code returns gradients in new memory. In a classic network, most of this memory belongs to a few large linear
+layers. Their gradients are computed outside, directly in the flat vector. The compiled code returns the layer's inputs
+and the gradient of its outputs, as the gradient of a zero ("probe") that is added to them.
 """
 
 import os
@@ -22,12 +22,12 @@ from rudra.data.trees import called, first, mapped, moved
 from rudra.errors import ConfigError
 
 _OPTIONS: dict[str, Any] = {"realize_opcount_threshold": 20, "cpp_wrapper": True}
-"""Inductor's, for CPUs: that many operations are fused before a result goes to memory, which suits small mini-batches,
-and no Python stands between kernels."""
+"""Options of Inductor for CPUs: many operations are fused before a result goes to memory, which suits small
+mini-batches, and no Python code runs between kernels."""
 
 
 class _Probed:
-    """The forward of one large linear layer, whose weight's gradient is computed outside."""
+    """Forward of a large linear layer. The gradient of its weight is computed outside."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
@@ -45,18 +45,19 @@ class CompiledStep:
     """Loss, output and gradient of a module in training mode, for batches of one size.
 
     Args:
-        module: as `FlatModel` has it.
-        task: gives the loss.
-        parameters: of which gradients are wanted, in the order of the flat vector.
-        large: elements of a linear layer's weight from which on its gradient is computed outside; None: the compiled
-            code gives the loss, and its `backward` the gradients, so that hooks and checkpoints work as in torch.
+        module: Module of a `FlatModel`.
+        task: Task that defines the loss.
+        parameters: Parameters that need gradients, in the order of the flat vector.
+        large: Smallest number of elements of a linear layer's weight whose gradient is computed outside. None: the
+            compiled code returns the loss, and its `backward` the gradients, so that hooks and checkpoints work as in
+            torch.
 
     Attributes:
-        whole: whether loss and gradient are one piece of code, which a call of this object runs.
-        loss: (inputs, target) -> loss and output, of which autograd computes the gradient.
+        whole: Whether one piece of code computes loss and gradient. A call of this object runs it.
+        loss: (inputs, target) -> loss and output, for autograd to differentiate.
 
     Raises:
-        ConfigError: there is no C++ compiler.
+        ConfigError: There is no C++ compiler.
     """
 
     def __init__(self, module: nn.Module, task: Task, parameters: Sequence[torch.Tensor], large: int | None) -> None:
@@ -65,24 +66,24 @@ class CompiledStep:
             text = f"there is no C++ compiler here ({compiler}), which torch.compile needs"
             raise ConfigError(f"[training] compile = true: {text}; install g++, or leave compile out")
         import torch._dynamo.config as dynamo
-        import torch._inductor.config as inductor  # both take a while
+        import torch._inductor.config as inductor  # both imports are slow
 
-        inductor.compile_threads = 1  # in this process: workers beside MPI ranks are asking for trouble
+        inductor.compile_threads = 1  # in this process: worker processes next to MPI ranks cause trouble
         self._module, self._task = module, task
         self._parameters = list(parameters)
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._names = tuple(names[id(parameter)] for parameter in parameters)
         self._large = large or 0
         self._probed: dict[int, _Probed] = {}  # by index of the weight
-        self._batch = 0  # samples that the probes are for
-        dynamo.fail_on_recompile_limit_hit = True  # else torch computes eagerly, and says so only in its log
+        self._batch = 0  # number of samples that the probes fit
+        dynamo.fail_on_recompile_limit_hit = True  # else torch computes eagerly, and only its log says so
         options = _OPTIONS if self._parameters[0].device.type == "cpu" else None
         whole = large is not None and hasattr(dynamo, "trace_autograd_ops")  # one piece for loss and gradient
         if whole:
             dynamo.trace_autograd_ops = True
 
         def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-            """A function with a code object of its own: torch compiles eight versions for each code object."""
+            """Copies a function with a new code object: torch compiles at most eight versions for each code object."""
             own = FunctionType(function.__code__.replace(), globals(), function.__name__)
             return torch.compile(MethodType(own, self), dynamic=False, options=options)
 
@@ -93,7 +94,7 @@ class CompiledStep:
     def __call__(
         self, inputs: Any, target: Any, views: Sequence[torch.Tensor], device: torch.device
     ) -> tuple[torch.Tensor, Any]:
-        """Loss and output of a batch; gradients go to `views`, shaped as the parameters."""
+        """Returns loss and output of a batch, and writes gradients to `views`, shaped as the parameters."""
         inputs, target = moved(inputs, device), moved(target, device)
         if self._batch != len(first(target)):
             self._place_probes(inputs, target)
@@ -113,7 +114,7 @@ class CompiledStep:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Until the block ends, the module computes as torch does."""
+        """Makes the module compute as in plain torch until the block ends."""
         probes = [(probed, probed.probe) for probed in self._probed.values()]
         for probed, _ in probes:
             probed.probe = None
@@ -130,7 +131,7 @@ class CompiledStep:
     def _step(
         self, inputs: Any, target: Any
     ) -> tuple[torch.Tensor, Any, Sequence[torch.Tensor | None], dict[int, torch.Tensor]]:
-        """Loss, output, gradients, and what the layers with probes were given."""
+        """Returns loss, output, gradients, and the inputs of the layers with probes."""
         loss, output = self._loss(inputs, target)
         wanted: list[Any] = [
             self._probed[index].probe if index in self._probed else self._module.get_parameter(name)
@@ -141,7 +142,7 @@ class CompiledStep:
         return loss.detach(), mapped(_detached, output), gradients, layer_inputs
 
     def _place_probes(self, inputs: Any, target: Any) -> None:
-        """Finds the large linear layers that are used once, on a matrix, and what their probes must look like."""
+        """Finds the large linear layers that are used once, on a matrix, and the shapes of their probes."""
         self._batch = len(first(target))
         shapes: dict[nn.Linear, list[torch.Size]] = {}
         layers = self._large_layers()
@@ -163,7 +164,7 @@ class CompiledStep:
                 layer.forward = probed  # type: ignore[method-assign, assignment]
 
     def _large_layers(self) -> list[tuple[int, nn.Linear]]:
-        """Linear layers with a weight of their own, which nothing else uses; with the place of that weight."""
+        """Returns linear layers whose weight no other layer uses, with the index of that weight."""
         places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         owners: dict[int, int] = {}
         for module in self._module.modules():
@@ -180,5 +181,5 @@ class CompiledStep:
 
 
 def _detached(leaf: Any) -> Any:
-    """Without what gradients need; outputs may hold other things than tensors."""
+    """Detaches tensors from autograd. Other values in outputs do not change."""
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf

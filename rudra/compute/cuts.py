@@ -1,7 +1,7 @@
-"""A model as a chain of layers, and cuts of it in two: what a learner computes, and what a stage server does.
+"""Models as chains of layers, and cuts of a chain in two: for a learner and for a stage server.
 
-Front and back hold the model's very parameters and buffers, under the names that they have in the model, so that the
-flat vector of a front is the first part of the model's, and that of a back the rest.
+Front and back hold the model's own parameters and buffers under the names that they have in the model. So the flat
+vector of the model begins with the parameters of the front, followed by the parameters of the back.
 """
 
 import itertools
@@ -21,9 +21,9 @@ class _Layer:
     """One layer.
 
     Attributes:
-        name: in the model.
-        run: computes it.
-        within: names of modules in the model that it computes and that nobody can cut at.
+        name: Name in the model.
+        run: Module or function that computes the layer.
+        within: Names of modules inside the layer where a cut is impossible.
     """
 
     name: str
@@ -33,12 +33,12 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class CrossingValue:
-    """What goes from one layer to the next.
+    """Output that one layer passes to the next.
 
     Attributes:
-        shape: of the tensor, the first dimension of which is the sample's; None where it is not one tensor.
-        dtype: of the tensor.
-        changed: whether the next layers write over it, as in-place activations do.
+        shape: Shape of the tensor, with samples as the first dimension. None if it is not a single tensor.
+        dtype: Type of the tensor.
+        changed: Whether the next layers overwrite it, as in-place activations do.
     """
 
     shape: tuple[int, ...] | None
@@ -48,14 +48,14 @@ class CrossingValue:
 
 @dataclass(frozen=True)
 class LayerChain:
-    """A model whose layers, applied one after the other, give its output.
+    """A model as layers that give its output if applied one after the other.
 
     Attributes:
-        model: all of it.
-        names: of the layers, as they are in the model.
-        layers: what computes them; they hold the model's own parameters and buffers.
-        crossings: what goes from each layer to the next, for the example that the chain was found with.
-        within: for each layer, names of modules in it that nobody can cut at.
+        model: The whole model.
+        names: Names of the layers in the model.
+        layers: Modules that compute the layers. They hold the model's own parameters and buffers.
+        crossings: Values between consecutive layers, for the example that was used to find the chain.
+        within: For each layer, names of modules inside it where a cut is impossible.
     """
 
     model: nn.Module
@@ -65,14 +65,14 @@ class LayerChain:
     within: tuple[tuple[str, ...], ...]
 
     def cut(self, at: str | int) -> tuple[nn.Module, nn.Module]:
-        """Front and back, which are given inputs and outputs as the model is.
+        """Returns front and back. Their inputs and outputs have the format of the model's.
 
         Args:
-            at: the layer that the back begins with, or a part of the model that begins with it; as a number, how many
-                layers the front has.
+            at: First layer of the back, or a part of the model that begins with this layer. A number is the number of
+                layers in the front.
 
         Raises:
-            ConfigError: no such layer, or the model cannot be cut there.
+            ConfigError: No such layer, or the model cannot be cut there.
         """
         index = self.place(at)
         reason = self.refusal(index)
@@ -81,10 +81,10 @@ class LayerChain:
         return self._parts(index)
 
     def place(self, at: str | int) -> int:
-        """How many layers there are in front of a cut.
+        """Returns the number of layers in front of a cut.
 
         Raises:
-            ConfigError: no such layer.
+            ConfigError: No such layer.
         """
         if isinstance(at, int):
             if not 0 < at < len(self.layers):
@@ -101,7 +101,7 @@ class LayerChain:
         raise ConfigError(f"[placement] cut = {unknown(at, self.names[1:])}")
 
     def refusal(self, index: int) -> str | None:
-        """Why the model cannot be cut behind so many layers; None where it can."""
+        """Returns the reason why the model cannot be cut after `index` layers, or None if it can."""
         if index == 0:
             return f"nothing is in front of the first layer; valid: {', '.join(self.names[1:])}"
         crossing = self.crossings[index - 1]
@@ -121,7 +121,7 @@ class LayerChain:
         return None
 
     def admissible(self) -> tuple[int, ...]:
-        """All places where the model can be cut: how many layers are in front of each."""
+        """Returns the numbers of layers after which the model can be cut."""
         return tuple(index for index in range(1, len(self.layers)) if self.refusal(index) is None)
 
     def _parts(self, index: int) -> tuple["_Part", "_Part"]:
@@ -130,7 +130,7 @@ class LayerChain:
         return front, _Part(self.layers[index:], names, copies=self.crossings[index - 1].changed)
 
     def _misplaced(self, kind: str, front: nn.Module, back: nn.Module) -> str | None:
-        """Why the model's parameters, or its buffers, are not those of the front and then those of the back."""
+        """Returns why the model's parameters, or its buffers, are not the front's followed by the back's."""
         whole = {id(each): name for name, each in getattr(self.model, f"named_{kind}")()}
         sides = [{id(each): name for name, each in getattr(part, f"named_{kind}")()} for part in (front, back)]
         for key, name in sides[0].items():
@@ -150,23 +150,23 @@ class LayerChain:
 
 
 _TENSORS = ("_parameters", "_buffers", "_modules")
-"""Attributes of a module by which it would keep all layers."""
+"""Attributes of a module that would keep references to all layers."""
 
 
 class _Part(nn.Module):
-    """Some layers, applied one after the other; what they hold has the names of the model.
+    """Layers applied one after the other. Their parameters and buffers keep the names of the model.
 
     Args:
-        layers: in order.
-        names: of the model.
-        copies: whether the layers write over their input, which is not theirs.
+        layers: Modules in order.
+        names: Names in the model.
+        copies: Whether to copy the input first, because the layers overwrite it.
     """
 
     def __init__(self, layers: Sequence[nn.Module], names: "_Names", *, copies: bool) -> None:
         super().__init__()
-        self._layers = tuple(layers)  # not as modules, or they would have other names
+        self._layers = tuple(layers)  # not registered as modules, which would change their names
         self._copies = copies
-        # Hooks on a parameter's gradients, for one, live as long as the model keeps what they are registered at.
+        # Hooks on a parameter's gradients, for example, live only as long as the objects they are registered at.
         self._kept = [
             {name: kept for name, kept in vars(module).items() if name not in _TENSORS}
             for module in names.model.modules()
@@ -187,7 +187,7 @@ class _Part(nn.Module):
 
 
 class _Names:
-    """Names in a model of modules, parameters and buffers."""
+    """Names of a model's modules, parameters and buffers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -196,7 +196,7 @@ class _Names:
         self.tensors = {id(each): name for name, each in tensors}
 
     def held(self, layer: nn.Module) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-        """The model's modules in a layer, outermost ones, and its parameters and buffers outside of these."""
+        """Yields the outermost modules of the model in a layer, and the layer's other parameters and buffers."""
         name = self.modules.get(id(layer))
         if name:
             yield name, layer
@@ -207,7 +207,7 @@ class _Names:
             yield self.tensors.get(id(tensor), key), tensor
 
     def place(self, part: nn.Module, path: str, held: nn.Module | torch.Tensor) -> None:
-        """Puts a module, parameter or buffer into a part of the model under its name."""
+        """Adds a module, parameter or buffer to a part of the model under its name."""
         *parents, key = path.split(".")
         for parent in parents:
             if parent not in part._modules:
@@ -224,17 +224,17 @@ class _Names:
 
 
 def chain(model: nn.Module, example: Any) -> LayerChain:
-    """The chain that a model is.
+    """Finds the chain of layers in a model.
 
-    Its layers are what its `stages()` returns (modules in order, or a mapping of names to them), the children of
-    `nn.Sequential`, or what torch.fx finds: modules that only one tensor goes into, each with the functions behind it.
+    The layers are the result of its `stages()` (modules in order, or a mapping of names to modules), the children of
+    `nn.Sequential`, or the result of torch.fx: modules with one input tensor, each with the functions that follow it.
 
     Args:
-        model: on the device of the example.
-        example: inputs of some samples.
+        model: Model on the device of the example.
+        example: Inputs of some samples.
 
     Raises:
-        ConfigError: the model is no chain of two layers or more, and why.
+        ConfigError: The model is not a chain of two or more layers. The text says why.
     """
     reasons: list[str] = []
     layers = _stages(model) if callable(getattr(model, "stages", None)) else list(_expanded(_Layer("", model), reasons))
@@ -248,7 +248,7 @@ def chain(model: nn.Module, example: Any) -> LayerChain:
 
 
 def _stages(model: nn.Module) -> list[_Layer]:
-    """What the user's model says itself."""
+    """Returns the layers that the user's model declares."""
     found: Any = model.stages()  # type: ignore[operator]
     named = {id(module): name for name, module in model.named_modules()}
     if isinstance(found, Mapping):
@@ -263,7 +263,7 @@ def _stages(model: nn.Module) -> list[_Layer]:
 
 
 def _expanded(layer: _Layer, reasons: list[str]) -> Iterator[_Layer]:
-    """The layers that a layer consists of; it alone where it is not a chain, for the reason that is added."""
+    """Yields the layers inside a layer. If the layer is not a chain, yields the layer and records the reason."""
     module = layer.run
     hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
     if hooked or getattr(module, "_backward_pre_hooks", None):
@@ -285,11 +285,11 @@ def _expanded(layer: _Layer, reasons: list[str]) -> Iterator[_Layer]:
 
 
 def _traced(layer: _Layer, reasons: list[str]) -> list[_Layer]:
-    """The layers of a module's `forward`; fewer than two where it is no chain."""
+    """Returns the layers of a module's `forward`, fewer than two if it is not a chain."""
     module = layer.run
     try:
         graph = _graph(module)
-    except Exception as error:  # whatever a user's `forward` does with what is not a tensor
+    except Exception as error:  # a user's `forward` may fail in any way on a value that is not a tensor
         reasons.append(f"as torch.fx cannot trace {type(module).__name__}: {one_line(error).split('. ')[0]}")
         return []
     if graph is None:
@@ -311,7 +311,7 @@ class _Tracer(fx.Tracer):
 
 
 def _graph(module: nn.Module) -> fx.Graph | None:
-    """What a module's `forward` does with its children; None where that depends on whether it is training."""
+    """Returns the graph of a module's `forward` over its children, or None if it depends on the training mode."""
     training = module.training
     try:
         graphs = []
@@ -324,7 +324,7 @@ def _graph(module: nn.Module) -> fx.Graph | None:
 
 
 def _alone(nodes: Sequence[fx.Node], place: int) -> bool:
-    """Whether only one value goes from the nodes before a place to those from there on."""
+    """Whether only one value passes from the nodes before a place to the later nodes."""
     later = set(nodes[place:])
     return sum(any(user in later for user in node.users) for node in nodes[:place]) == 1
 
@@ -332,7 +332,7 @@ def _alone(nodes: Sequence[fx.Node], place: int) -> bool:
 def _piece(
     layer: _Layer, graph: fx.Graph, nodes: Sequence[fx.Node], start: int, stop: int, reasons: list[str]
 ) -> list[_Layer]:
-    """The layers of some nodes of a graph, which one value goes into, but for the first ones, and one comes from."""
+    """Returns the layers of a section of the graph. One value enters it, except at the beginning, and one leaves it."""
     module, part = layer.run, nodes[start:stop]
     result = _crossing(nodes, stop)
     modules = [place for place, node in enumerate(part) if node.op == "call_module"]
@@ -356,13 +356,13 @@ def _piece(
 
 
 def _crossing(nodes: Sequence[fx.Node], place: int) -> fx.Node | None:
-    """The value that goes from the nodes before a place to those from there on; None at both ends."""
+    """Returns the value that passes from the nodes before a place to the later nodes, or None at both ends."""
     later = set(nodes[place:])
     return next((node for node in nodes[:place] if any(user in later for user in node.users)), None)
 
 
 def _plain(body: Sequence[fx.Node], result: fx.Node | None) -> bool:
-    """Whether some nodes are a module, called with one value, and functions of what it gives."""
+    """Whether some nodes are a module, called with one value, and functions of its output."""
     first, given = body[0], set(body)
     alone = first.op == "call_module" and len(first.args) == 1 and not first.kwargs and len(first.all_input_nodes) == 1
     needed = [each for node in body[1:] for each in node.all_input_nodes] + ([result] if result else [])
@@ -372,14 +372,14 @@ def _plain(body: Sequence[fx.Node], result: fx.Node | None) -> bool:
 def _graph_module(
     module: nn.Module, graph: fx.Graph, part: Sequence[fx.Node], given: fx.Node | None, result: fx.Node | None
 ) -> fx.GraphModule:
-    """Computes some nodes of a module's graph.
+    """Builds a module that computes some nodes of a module's graph.
 
     Args:
-        module: the graph's.
-        graph: all of it.
-        part: the nodes.
-        given: whose value goes into them; None for the first ones, which have the graph's inputs.
-        result: whose value comes from them; None for the last ones.
+        module: Module of the graph.
+        graph: The whole graph.
+        part: Nodes to compute.
+        given: Node that supplies the input. None: the nodes take the graph's inputs.
+        result: Node that supplies the output. None: the nodes give the graph's output.
     """
     made, wanted = fx.Graph(), set(part)
     values: dict[fx.Node, fx.Node] = {}
@@ -394,7 +394,7 @@ def _graph_module(
 
 
 class _Then(nn.Module):
-    """A layer and the functions behind it, or functions and the layer behind them."""
+    """A layer and the functions after it, or functions and the layer after them."""
 
     def __init__(self, first: nn.Module, then: nn.Module) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def _joined(*names: str) -> str:
 
 
 def _unique(layers: Sequence[_Layer]) -> Iterator[str]:
-    """Names of the layers; a module that is used again has its number behind its name."""
+    """Yields the names of the layers. A module that is used again gets a number after its name."""
     seen: dict[str, int] = {}
     for layer in layers:
         seen[layer.name] = seen.get(layer.name, 0) + 1
@@ -418,10 +418,10 @@ def _unique(layers: Sequence[_Layer]) -> Iterator[str]:
 
 
 def _tried(model: nn.Module, layers: Sequence[nn.Module], example: Any) -> tuple[CrossingValue, ...]:
-    """What crosses from each layer to the next.
+    """Runs the layers on an example, and returns the values between consecutive layers.
 
     Raises:
-        ConfigError: the layers do not give what the model does.
+        ConfigError: The layers do not give the output of the model.
     """
     values: list[tuple[Any, int]] = []
 
@@ -444,7 +444,7 @@ def _tried(model: nn.Module, layers: Sequence[nn.Module], example: Any) -> tuple
 
 
 class _Calling(nn.Module):
-    """A model, of which another function computes the output."""
+    """A model whose output another function computes."""
 
     def __init__(self, model: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -456,7 +456,7 @@ class _Calling(nn.Module):
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two outputs are equal to the last bit; not a number equals itself."""
+    """Whether two outputs are bitwise equal, with NaN equal to NaN."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one.nan_to_num(), other.nan_to_num())
     if isinstance(one, Mapping):

@@ -1,4 +1,4 @@
-"""Where ranks compute: on the GPUs of their nodes or on the CPU, and where the vectors are that travel."""
+"""Devices of ranks, GPUs of their nodes or the CPU, and placement of the vectors that travel."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal
@@ -13,30 +13,30 @@ from topologies import Plan
 CPU = torch.device("cpu")
 
 Placing = Literal["device", "staged", "direct"]
-"""Where buffers are: all on the device that computes; all in main memory, where MPI reads and writes, while those who
-compute do so on copies (`Staging`); those of roles that compute on the device, which MPI reads and writes, and others
-in main memory."""
+"""Placement of buffers. "device": on the computing device. "staged": in main memory, where MPI reads and writes, with
+copies on the device (`Staging`). "direct": on the device, where MPI reads and writes, for roles that compute there, and
+in main memory for others."""
 
 
 def gpus_here() -> int:
-    """GPUs that torch sees in this process."""
+    """Returns the number of GPUs that torch sees in this process."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def agreed(
     wanted: str, plan: Plan, gpus: Sequence[int], hosts: Sequence[str], on_cpu: Collection[int] = ()
 ) -> Literal["cpu", "cuda"]:
-    """Where learners compute: on GPUs, but for those that are to compute on the CPU; or none of them.
+    """Decides whether learners compute on GPUs. Either all do, except those that must use the CPU, or none.
 
     Args:
         wanted: `cluster.device` of the job.
-        plan: who is who.
-        gpus: that each rank sees.
-        hosts: on which each rank is.
-        on_cpu: learners that need no GPU.
+        plan: Role assignment.
+        gpus: Number of GPUs that each rank sees.
+        hosts: Host of each rank.
+        on_cpu: Learners that need no GPU.
 
     Raises:
-        ConfigError: a GPU is wanted, and some learner has none.
+        ConfigError: A GPU is wanted, and some learner has none.
     """
     wanting = [plan.roles[learner] for learner in plan.learners if learner not in on_cpu]
     without = [role for role in wanting if not gpus[role.world_rank]]
@@ -48,16 +48,16 @@ def agreed(
 
 
 def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int, on_cpu: Collection[int] = ()) -> torch.device:
-    """The device of one rank where learners compute on GPUs.
+    """Returns the device of one rank if learners compute on GPUs.
 
-    Learners of a node, and then the statistics server, take its GPUs in turn; other servers compute in main memory.
+    The learners of a node, and then the statistics server, take its GPUs in turn. Other servers compute in main memory.
 
     Args:
-        rank: in question.
-        plan: who is who.
-        places: node of every rank, any numbers.
-        gpus: that the rank sees.
-        on_cpu: learners that need no GPU; one that is on a rank with another computes where that does.
+        rank: Rank to place.
+        plan: Role assignment.
+        places: Node of every rank, any numbers.
+        gpus: Number of GPUs that the rank sees.
+        on_cpu: Learners that need no GPU. If another learner shares their rank, they use its device.
     """
     wanting = [learner for learner in plan.learners if learner not in on_cpu]
     computing = (plan.roles[role].world_rank for role in (*wanting, plan.statistics))
@@ -66,14 +66,14 @@ def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int, on_cpu: Col
 
 
 def virtual(wanted: str, *, window: bool) -> torch.device:
-    """The device on which a process computes that does so for all roles, in virtual time.
+    """Returns the device of a process that computes for all roles, in virtual time.
 
     Args:
         wanted: `cluster.device` of the job.
-        window: whether the weights are in windows.
+        window: Whether the weights are in windows.
 
     Raises:
-        ConfigError: a GPU is wanted, and there is none, or none is used.
+        ConfigError: A GPU is wanted but missing or not used.
     """
     there = torch.cuda.is_available()
     if window:
@@ -86,21 +86,21 @@ def virtual(wanted: str, *, window: bool) -> torch.device:
 
 
 def placing(device: torch.device, *, gpu_aware_mpi: bool) -> Placing:
-    """Where the buffers of a rank are that computes on a device."""
+    """Returns the placement of buffers for a rank that computes on a device."""
     return "device" if device.type == "cpu" else "direct" if gpu_aware_mpi else "staged"
 
 
 def finish(device: torch.device) -> None:
-    """Waits until the device has done what it was given: MPI knows nothing of its streams."""
+    """Waits until the device has finished its work: MPI does not know its streams."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def page_locked(length: int) -> npt.NDArray[np.uint8]:
-    """Bytes in main memory that a GPU copies at full speed and beside other work."""
+    """Allocates bytes in main memory that a GPU copies at full speed and in parallel with other work."""
     return torch.zeros(length, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def lock_pages(memory: npt.NDArray[np.uint8]) -> None:
-    """The same of memory that is there already; without it, copies are slower."""
+    """Page-locks existing memory. Without it, copies are slower."""
     torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]

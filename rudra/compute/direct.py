@@ -1,7 +1,7 @@
-"""Large linear layers whose weight's gradient is written to where it is wanted.
+"""Large linear layers that write the gradient of their weight directly to its destination.
 
-Such layers hold nearly all of a classic network. Copying their gradients costs more than anything else that Rudra does
-in a step: fresh memory, a pass over it, and at AlexNet's size a whole model of memory more.
+Such layers hold nearly all parameters of a classic network. Copying their gradients costs more than any other work that
+Rudra adds to a step: new memory, a pass over it, and at AlexNet's size the memory of one more model.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 LARGE = 2**16
-"""Elements of a layer's weight from which writing its gradient in place pays."""
+"""Smallest number of weight elements of a layer whose gradient is written in place."""
 
 
 class _LinearInto(torch.autograd.Function):
-    """torch's linear layer, except that the gradient of its weight is written to where it is wanted."""
+    """torch's linear layer, except that the gradient of its weight is written to a given tensor."""
 
     @staticmethod
     def forward(
@@ -38,10 +38,10 @@ class _LinearInto(torch.autograd.Function):
 
 
 class DirectLinear:
-    """The forward of one large linear layer in a model of plain layers.
+    """Forward of a large linear layer in a model of plain layers.
 
     Attributes:
-        target: (outputs, inputs) float32, where the next pass writes the gradient of the weight; None: to fresh memory.
+        target: (outputs, inputs) float32, receives the weight's gradient in the next pass. None: new memory.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
@@ -62,11 +62,11 @@ def direct_layers(module: nn.Module, parameters: Sequence[torch.Tensor]) -> dict
     """Replaces the forward of a model's large linear layers.
 
     Args:
-        module: a model of plain layers, each used once.
-        parameters: those that are trained, in order.
+        module: Model of plain layers, each used once.
+        parameters: Trained parameters, in order.
 
     Returns:
-        The replaced forwards, by the index of their weight.
+        The new forwards, by the index of their weight.
     """
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
     direct: dict[int, DirectLinear] = {}

@@ -17,14 +17,14 @@ from rudra.data.sampling import seed_all
 def evaluate(
     model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, name: str = "test"
 ) -> Iterator[SplitMetrics | None]:
-    """Tests weights, one batch at a time, so that the caller can do other work in between.
+    """Evaluates weights, one batch at a time, so that the caller can do other work in between.
 
     Args:
-        model: computes; may do other work between two batches.
-        weights: (size,) float32, only read, and unchanged until the end.
-        split: the samples.
-        batch_size: samples in a batch.
-        name: of the split.
+        model: Model that computes. It may do other work between two batches.
+        weights: (size,) float32, only read. They must not change until the end.
+        split: Samples of the split.
+        batch_size: Number of samples in a batch.
+        name: Name of the split.
 
     Yields:
         None after each batch but the last, and the result after that.
@@ -39,7 +39,7 @@ def evaluate(
 
 
 def add_batch(sums: Sums, model: FlatModel, weights: torch.Tensor, split: Samples, batch_size: int, batch: int) -> None:
-    """Tests weights on one batch of a split, and adds to sums what is measured; see `evaluate`."""
+    """Evaluates weights on one batch of a split, and adds the metrics to the sums; see `evaluate`."""
     indices = np.arange(batch * batch_size, min((batch + 1) * batch_size, len(split)))
     if split.random:
         seed_all(batch * batch_size)
@@ -51,7 +51,7 @@ def add_batch(sums: Sums, model: FlatModel, weights: torch.Tensor, split: Sample
 
 
 def score_of(name: str, sums: Sums, samples: int, task: Task) -> SplitMetrics:
-    """What a split came to, of sums over all its samples."""
+    """Computes the metrics of a split from sums over all its samples."""
     means = {metric: total / samples for metric, total in sums.items()}
     loss, error = means.pop(LOSS), means.pop(ERROR)
     return SplitMetrics(name, loss, error, tuple({**task.derived(loss), **means}.items()))

@@ -1,4 +1,4 @@
-"""What a role works with: buffers, and the arithmetic that its actions ask for. Both drivers use it."""
+"""Executors: the buffers of a role, and the arithmetic of its actions. Both drivers use them."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from rudra.probe import probed
 
 @contextmanager
 def torch_as_in(job: Job) -> Iterator[None]:
-    """Threads and denormals as the job has them; afterwards as they were."""
+    """Sets threads and denormals as the job asks, and restores the previous settings afterwards."""
     restore = arithmetic_of_thread()
     torch.set_num_threads(job.cluster.threads_per_rank or 1)
     torch.set_flush_denormal(job.cluster.flush_denormals)
@@ -48,7 +48,7 @@ def torch_as_in(job: Job) -> Iterator[None]:
 
 
 def arithmetic_of_thread() -> Callable[[], None]:
-    """Gives what another thread calls to compute as this one does: these settings are a thread's own."""
+    """Returns a function that gives another thread the arithmetic settings of this one, which are per thread."""
     threads, flushed = torch.get_num_threads(), not torch.tensor(1e-40).mul(1.0).any()
     gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -65,7 +65,7 @@ Does = TypeVar("Does", bound=Callable[..., Any])
 
 
 def performs(action: type[ExecutorAction]) -> Callable[[Does], Does]:
-    """Marks the method of an executor that does a local action; those of subclasses take its place without a mark."""
+    """Marks the executor method that performs a local action. Overriding methods in subclasses need no mark."""
 
     def mark(method: Does) -> Does:
         method.performs = action  # type: ignore[attr-defined]
@@ -75,37 +75,38 @@ def performs(action: type[ExecutorAction]) -> Callable[[Does], Does]:
 
 
 def _marked(cls: type) -> dict[type[ExecutorAction], str]:
-    """Actions, and names of the methods of a class that do them."""
+    """Maps each action to the name of the method that performs it in a class."""
     return {method.performs: name for name, method in vars(cls).items() if hasattr(method, "performs")}
 
 
 class Executor:
-    """Buffers and arithmetic of one role: does its local actions, each in the method that `performs` marks.
+    """Buffers and arithmetic of one role. Each local action is performed by the method that `performs` marks.
 
     Args:
-        layout: what the flat vector holds.
-        parameters: how many of its floats are parameters; the others are model buffers.
-        gradients: that one message may stand for.
-        device: where the buffers are.
-        stage: where the role computes, if not on its buffers themselves.
-        direct: MPI reads and writes the buffers on that device.
-        memory: where buffers in main memory are to lie.
+        layout: Entries of the flat vector.
+        parameters: Number of parameters in the vector. The remaining floats are model buffers.
+        gradients: Largest number of gradients that one message combines.
+        device: Device of the buffers.
+        stage: Staging copies on the device that computes, if the role does not compute on its buffers directly.
+        direct: Whether MPI reads and writes the buffers on that device.
+        memory: Allocator for buffers in main memory.
 
     Attributes:
-        parts: of the vector, by the role that owns them, where they travel one by one, and where they lie when they
-            have come; to a shard its part is a whole.
-        parted: what the owners of those hold of the vector.
-        sizes: floats of buffers that hold something else than such a vector, by their names or the first word.
-        state_dict: what that of the model lists, for the result file; only the statistics server's executor has it.
-        step_bytes: of tensors that a step of all learners sends where layers are placed; only the statistics server's
-            executor has it.
-        form: of gradients, if they are rows; None: they are flat vectors.
-        hooks: of this role; None: there are none.
-        lent: how many transfers from each buffer are under way.
-        fuses: averages wait for who needs them, so that an update takes them in with its step. Only where nobody writes
-            to a buffer that he did not `renew`.
-        tail: bytes of the largest message that comes with a tensor.
-        direct: MPI reads and writes the buffers on that device.
+        parts: Parts of the vector by the role that owns them, if they travel separately, and their places in the
+            received vector. A shard treats its own part as the whole vector.
+        parted: Part of the vector that each of these owners holds.
+        sizes: Number of floats in buffers of another size than the vector, by buffer name or its first word.
+        state_dict: Entries of the model's `state_dict`, for the result file. Only the statistics server's executor has
+            it.
+        step_bytes: Bytes of tensors that all learners send in one step if layers are placed. Only the statistics
+            server's executor has it.
+        form: Row format of gradients. None: gradients are flat vectors.
+        hooks: Hooks of this role. None: it has none.
+        lent: Number of transfers under way from each buffer.
+        fuses: Whether averages are deferred until they are needed, so that an update can compute them in its step. This
+            requires that every writer to a buffer calls `renew` first.
+        tail: Bytes of the largest message that accompanies a tensor.
+        direct: Whether MPI reads and writes the buffers on that device.
     """
 
     _METHODS: ClassVar[dict[type[ExecutorAction], str]] = {}
@@ -132,7 +133,7 @@ class Executor:
         memory: Memory | None = None,
     ) -> None:
         self._memory = memory
-        self._idle: list[Buffer] = []  # without a name, some of them held by others still
+        self._idle: list[Buffer] = []  # unnamed buffers; other owners may still hold some of them
         self.layout = layout
         self.size = size
         self.parameters = parameters
@@ -153,25 +154,25 @@ class Executor:
 
     @property
     def computes_in_place(self) -> bool:
-        """It computes with its buffers themselves, and not with copies on a GPU."""
+        """Whether the role computes on its buffers directly and not on copies on a GPU."""
         return self._stage is None
 
     def perform(self, action: ExecutorAction) -> Iterator[Event | None]:
-        """Does a local action: gives None after each piece of long work but the last, and then what has come of it."""
+        """Performs a local action. Yields None after each piece of long work but the last, then an event."""
         done = getattr(self, self._METHODS[type(action)])(action)
         return done if isinstance(done, Iterator) else iter((done,))
 
     def moves(self, name: str) -> bool:
-        """Who changes this buffer does so in other memory while it is held."""
+        """Whether a change to this buffer goes to other memory while readers hold the old content."""
         return False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the buffers that are there."""
+        """Names of all allocated buffers."""
         return tuple(self._buffers)
 
     def buffer(self, name: str) -> Buffer:
-        """The buffer of that name, made at its first use; what was deferred is in it then."""
+        """Returns the buffer of that name, after computing deferred content. Allocates it at its first use."""
         if name in self._deferred:
             self._settle(name)
         if name not in self._buffers:
@@ -179,34 +180,34 @@ class Executor:
         return self._buffers[name]
 
     def size_of(self, name: str) -> int:
-        """Floats of the buffer of that name."""
+        """Number of floats in the buffer of that name."""
         sizes = self.sizes
         return sizes.get(name, sizes.get(name.partition(" ")[0], self.size)) if sizes else self.size
 
     @property
     def largest(self) -> int:
-        """Floats of the largest buffer."""
+        """Number of floats in the largest buffer."""
         return max(self.size, *self.sizes.values()) if self.sizes else self.size
 
     def defer(self, name: str, take: Take, of: Sequence[str] = (), fill: Callable[[], None] | None = None) -> None:
-        """The buffer of that name is to hold what `take` gives, as soon as somebody needs it.
+        """Defers filling a buffer until somebody needs its content, which `take` computes.
 
         Args:
-            name: of the buffer.
-            take: for a slice, it may read that slice of what the buffer has held so far, and no other.
-            of: names of buffers that it reads. Before their content changes it is asked for all that it has to give.
-            fill: as for `Deferred`.
+            name: Name of the buffer.
+            take: Computes one slice. It may read that slice of the buffer's previous content, and no other slice of it.
+            of: Names of the buffers that `take` reads. The deferred content is computed before any of them changes.
+            fill: As for `Deferred`.
         """
         self._void(name)
         self._deferred[name] = Deferred(take, tuple(of), fill)
 
     def taking(self, name: str) -> Take:
-        """For who takes the content of a buffer slice by slice, before anything else is done to it."""
+        """Returns a function for slices of a buffer's content. Use it before anything else changes the buffer."""
         deferred = self._deferred.get(name)
         return self.buffer(name).vector.__getitem__ if deferred is None else deferred.take
 
     def _void(self, name: str) -> None:
-        """The content of a buffer goes: what is made of it is made now, and what it was to hold is forgotten."""
+        """Discards a buffer's content, even if deferred. Content that depends on it is computed first."""
         if self._deferred:
             self._settle_made_of(name)
             self._deferred.pop(name, None)
@@ -216,10 +217,10 @@ class Executor:
             self._settle(other)
 
     def _settle(self, name: str) -> None:
-        """Puts into a buffer what it is to hold, after those that are made of it."""
+        """Computes the deferred content of a buffer, after all content that depends on the buffer."""
         self._settle_made_of(name)
         deferred = self._deferred.pop(name, None)
-        if deferred is None:  # one of those has seen to it
+        if deferred is None:  # computing the dependent content has done it already
             return
         if deferred.fill is not None:
             deferred.fill()
@@ -233,22 +234,22 @@ class Executor:
         self._replace(name, into)
 
     def _replace(self, name: str, buffer: Buffer) -> None:
-        """As `put`, and what had the name serves again, once nobody reads it."""
+        """Puts a buffer under a name as `put` does. The previous buffer is reused as soon as it has no readers."""
         before = self._buffers.get(name)
         self.put(name, buffer)
         self._use_again(before)
 
     def _use_again(self, buffer: Buffer | None) -> None:
-        """A buffer that has lost a name is spare, unless it has another one or is not ours."""
+        """Makes a buffer that lost a name spare, unless it has another name or belongs to another process."""
         if buffer is not None and not buffer.borrowed and buffer not in self._buffers.values():
             self._idle.append(buffer)
 
     def use_rows(self, form: RowForm) -> None:
-        """Gradients are rows from now on."""
+        """Stores gradients as rows from now on."""
         self.form, self.sizes = form, {GRADIENT: form.floats}
 
     def new_buffer(self, name: str = WEIGHTS) -> Buffer:
-        """A buffer without a name, as large as one of that name."""
+        """Allocates an unnamed buffer, as large as the named one."""
         if self.form is not None and name.startswith(GRADIENT):
             return RowBuffer(self.form, self.tail, self._memory)
         size = self.size_of(name)
@@ -257,7 +258,7 @@ class Executor:
         return Buffer(size, self.tail, self.device, pinned=self._pinned, memory=self._memory)
 
     def put(self, name: str, buffer: Buffer) -> None:
-        """Gives a buffer a name; other roles in this process may hold the same one."""
+        """Gives a buffer a name. Other roles in this process may hold the same buffer."""
         self._void(name)
         before = self._buffers.get(name)
         self._buffers[name] = buffer
@@ -265,18 +266,18 @@ class Executor:
             before.give_back()
 
     def spare(self, name: str = WEIGHTS) -> Buffer:
-        """A buffer without a name that nobody reads, as large as one of that name."""
+        """Returns an unnamed buffer that has no readers, as large as the named one."""
         size = self.size_of(name)
         fits = (i for i, buffer in enumerate(self._idle) if not buffer.held and len(buffer.vector) == size)
         free = next(fits, None)
         return self.new_buffer(name) if free is None else self._idle.pop(free)
 
     def reserve(self, count: int) -> None:
-        """Makes so many buffers that will be needed, before anybody waits for them."""
+        """Allocates `count` buffers in advance, so that no action waits for them later."""
         self._idle += [self.new_buffer() for _ in range(count)]
 
     def renew(self, name: str) -> Buffer:
-        """The buffer of that name, with other memory if others read what it had; its content is void."""
+        """Returns the buffer of that name with undefined content, in other memory if the old memory has readers."""
         self._void(name)
         before = self.buffer(name)
         if before.held or before.borrowed:
@@ -284,22 +285,22 @@ class Executor:
         return self._buffers[name]
 
     def held(self, but: str) -> int:
-        """How many buffers others read, beside that of this name."""
+        """Number of buffers that have readers, not counting the named one."""
         buffers = {id(buffer): buffer for name, buffer in self._buffers.items() if name != but}
         return sum(bool(buffer.held) for buffer in (*buffers.values(), *self._idle))
 
     def _give_back(self, *names: str) -> None:
-        """These gradients have served: who lent them may have them back before the role asks for others."""
+        """Returns gradients that are no longer needed to their lenders, before the role requests others."""
         for name in names:
             if isinstance(self._buffers.get(name), BorrowedBuffer):
                 self.release(name)
 
     def release(self, name: str, *, again: bool = False) -> Buffer | None:
-        """Forgets a buffer, and frees it unless somebody else holds it; memory that others see serves again.
+        """Forgets a buffer and frees it unless others hold it. Memory that other processes see is reused.
 
         Args:
-            name: of the buffer.
-            again: any memory serves again.
+            name: Name of the buffer.
+            again: Whether to reuse any memory.
         """
         self._void(name)
         buffer = self._buffers.pop(name, None)
@@ -310,24 +311,24 @@ class Executor:
         return buffer
 
     def part(self, name: str, owner: int) -> torch.Tensor:
-        """The part of a vector that travels to or from a role that owns it, float32."""
+        """Returns the part of a vector that travels to or from its owner, float32."""
         return self.buffer(name).vector[self.parts.get(owner, slice(None))]
 
     def bare(self, name: str, owner: int) -> npt.NDArray[np.float32]:
-        """That part in main memory, as it travels."""
+        """Returns that part in main memory, as it travels."""
         return self.buffer(name).array[self.parts.get(owner, slice(None))]
 
     def send(
         self, name: str, message: Message, to: int, *, halves: bool = False, near: bool = False
     ) -> npt.NDArray[Any]:
-        """What is to travel of a buffer to a role; it is lent until `sent`.
+        """Returns the data of a buffer to send to a role. The buffer stays in use until `sent`.
 
         Args:
-            name: of the buffer.
-            message: travels with it.
-            to: who gets it.
-            halves: as float16.
-            near: it is read where it lies, and need not have the message behind it.
+            name: Name of the buffer.
+            message: Message that accompanies the tensor.
+            to: Receiving role.
+            halves: Whether to send float16.
+            near: Whether the receiver reads the buffer in place, so that the message need not follow the tensor.
         """
         self.lent[name] += 1
         if message.kind in PARTS:
@@ -343,14 +344,14 @@ class Executor:
         return buffer.array if near else buffer.write(message)
 
     def sent(self, name: str) -> None:
-        """A transfer from the buffer is over."""
+        """Records that a transfer from the buffer has ended."""
         self.lent[name] -= 1
         if name == SNAPSHOT:
             self.release(name)
 
     @probed
     def sha256(self, name: str) -> str:
-        """SHA-256 of a buffer's floats, in hexadecimal."""
+        """Returns the SHA-256 of a buffer's floats, in hexadecimal."""
         return sha256(self.buffer(name).array)
 
     @performs(Hash)
@@ -359,7 +360,7 @@ class Executor:
 
     @performs(ReorderParts)
     def arrange(self, action: ReorderParts) -> None:
-        if all(len(part.stretches) == 1 for part in self.parted):  # they have come where they belong
+        if all(len(part.stretches) == 1 for part in self.parted):  # received in their final places
             return
         vector = self.buffer(action.buffer).vector
         came = vector.clone()
@@ -374,18 +375,18 @@ class Executor:
         self.renew(action.target).vector.copy_(self.buffer(action.source).vector)
 
     def state(self, *, alone: bool = False) -> dict[str, npt.NDArray[np.float32]]:
-        """A copy of all that a checkpoint needs of this role; it is good until the next one is asked for.
+        """Returns a copy of all tensors of this role for a checkpoint. The next call overwrites it.
 
         Args:
-            alone: the checkpoint has nothing of other roles.
+            alone: Whether the checkpoint contains nothing of other roles.
         """
         return {}
 
     def prepare(self) -> None:
-        """Allocates what training needs, once the model that it was made from is gone."""
+        """Allocates the memory for training, after the model that was built for initialisation is freed."""
 
     def close(self) -> None:
-        """The role is done: ends threads, and calls the hooks of the end."""
+        """Ends the role's threads and calls the hooks for the end of a run."""
         if self.hooks is not None:
             self.hooks.ended()
 

@@ -1,6 +1,6 @@
-"""The first gradient of a job, tried before training: it shows what cannot be trained, and who computes gradients.
+"""The first gradient of a job, tried before training to find jobs that fail and to select the gradient code.
 
-One rank decides for all. The decision is part of the job from then on, so that resumed runs and replays keep it.
+One rank decides for all. The job records the decision, so that resumed runs and replays keep it.
 """
 
 import math
@@ -32,20 +32,20 @@ _AGREE = 1e-6
 
 
 def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Gradients:
-    """Tries the first mini-batch of the first learner in training mode, and settles how gradients are computed.
+    """Tries the first mini-batch of the first learner in training mode, and selects how gradients are computed.
 
     Args:
-        job: resolved; on a device, at the initial weights.
-        plan: who is who.
-        data: with the training set.
-        device: where gradients are computed.
+        job: Resolved job. The trial uses its initial weights.
+        plan: Role assignment.
+        data: Data with the training set.
+        device: Device that computes gradients.
 
     Returns:
         `training.gradients` of the job: `"autograd"` or `"direct"`.
 
     Raises:
-        ConfigError: the model changes its weights itself, or torch cannot compute its gradient in the job's precision
-            or with the job's mini-batches. What the user's own code raises comes through.
+        ConfigError: The model changes its weights itself, or torch cannot compute its gradient in the job's precision
+            or with the job's mini-batches. Exceptions of the user's own code propagate.
     """
     task = tasks.make(job.task, data.info.classes)
 
@@ -80,7 +80,7 @@ def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = 
 
 
 def portion_of(job: Job, plan: Plan, role: int) -> Portion:
-    """What a learner computes; for a worker of `hogbatch` only that it may be a single sample, at an epoch's end."""
+    """Returns a learner's portion. For a worker of `hogbatch` it is one sample, which may occur at an epoch's end."""
     if plan.scheduled:
         return Portion(DEALT, 0, 1, 0)
     return portion(plan, role, job.training.minibatch_size, job.cluster.parts)
@@ -93,16 +93,16 @@ def _first_work(job: Job, plan: Plan, samples: int) -> Work:
 
 
 def _gradient(flat: FlatModel, batch: Any, seed: int, *, guarded: bool = False) -> torch.Tensor:
-    """The gradient at the initial weights, (size,) float32.
+    """Computes the gradient at the initial weights, (size,) float32.
 
     Args:
-        flat: computes.
-        batch: inputs and target.
-        seed: of dropout and the like.
-        guarded: whether to refuse a model that writes to its weights, in training or in evaluation.
+        flat: Model that computes.
+        batch: Inputs and target.
+        seed: Seed of dropout and similar layers.
+        guarded: Whether to reject a model that writes to its weights, in training or in evaluation.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: The model writes to its weights.
     """
     weights, out = torch.empty(flat.size, device=flat.device), torch.empty(flat.size, device=flat.device)
     inputs, target = batch
@@ -124,13 +124,13 @@ def _gradient(flat: FlatModel, batch: Any, seed: int, *, guarded: bool = False) 
 
 
 def _difference(module: torch.nn.Module, task: Task, batch: Any, seed: int, wanted: torch.Tensor) -> float:
-    """How far the gradient that is written directly is from autograd's, relative to the norm of that."""
+    """Returns the distance of the directly written gradient from autograd's, relative to the norm of autograd's."""
     flat = FlatModel(module, task, gradients="direct")
     return _distance(*(each[: flat.parameter_count] for each in (_gradient(flat, batch, seed), wanted)))  # no buffers
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """How far a gradient is from another one, relative to the norm of that."""
+    """Returns the distance of a gradient from the wanted one, relative to the norm of the wanted one."""
     if torch.equal(found.nan_to_num(), wanted.nan_to_num()):
         return 0.0
     norm = float(wanted.norm())
@@ -140,18 +140,18 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def _check_pieces(job: Job, flat: FlatModel, data: Data, batch: Any, seed: int, wanted: torch.Tensor) -> None:
     """Computes the gradient of a model in the two pieces that a job cuts it in, as their executors do.
 
-    A cut by torch.fx has the functions of the model's `forward`, but not what changes the gradients of these.
+    A cut by torch.fx keeps the functions of the model's `forward`, but not code that changes their gradients.
 
     Args:
-        job: resolved.
-        flat: the model, at its initial weights; it is cut.
-        data: what a sample looks like.
-        batch: inputs and target.
-        seed: of dropout and the like.
-        wanted: the gradient of the model, (size,) float32.
+        job: Resolved job.
+        flat: Model at its initial weights. It is cut.
+        data: Data with the shape of a sample.
+        batch: Inputs and target.
+        seed: Seed of dropout and similar layers.
+        wanted: Gradient of the whole model, (size,) float32.
 
     Raises:
-        ConfigError: the pieces have another one.
+        ConfigError: The pieces give another gradient.
     """
     where = f"[placement] cut = {job.placement.cut!r}"
     flat.read_into(weights := torch.empty(flat.size, device=flat.device))  # cutting may change buffers
@@ -178,15 +178,15 @@ def _check_pieces(job: Job, flat: FlatModel, data: Data, batch: Any, seed: int, 
 
 
 class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes where operations of torch write to a vector.
+    """A monitor of torch operations that write to a vector.
 
-    It sees writes through `weight.data` and writes of equal values, which raise no version and change no bits yet.
+    It sees writes through `weight.data`, which raise no version, and writes of equal values, which change no bits yet.
 
     Args:
-        vector: to be left alone.
+        vector: Vector that must not be written.
 
     Attributes:
-        writes: the first element of each piece that was written.
+        writes: First element of each piece that was written.
     """
 
     def __init__(self, vector: torch.Tensor) -> None:
@@ -214,11 +214,11 @@ def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) 
     """Tries a gradient of one sample, or one in the job's precision, with another model.
 
     Args:
-        job: resolved.
-        plan: who is who.
-        flat: the model.
-        model: makes another one.
-        data: what a sample looks like.
+        job: Resolved job.
+        plan: Role assignment.
+        flat: Model.
+        model: Function that makes another model.
+        data: Data with the shape of a sample.
     """
     alone, microbatches = None, job.training.microbatches
     portions = [portion_of(its, its_plan, role) for _, its, its_plan in parts(job, plan) for role in its_plan.learners]

@@ -1,8 +1,8 @@
-"""One model, one vector: the form in which weights and gradients travel.
+"""Models with flat vectors: weights and gradients travel as one vector each.
 
-`[parameters | floating-point buffers | counters]`: a gradient has the same layout, and carries behind its first part
-the buffers (such as BatchNorm's running statistics) as they were after its mini-batch. Counters are buffers of one
-whole number, int64 without dimensions; weights hold whole numbers, too, and only the means of gradients others.
+`[parameters | floating-point buffers | counters]`: a gradient has the same layout. After its parameters it holds the
+buffers (such as BatchNorm's running statistics) as they were after its mini-batch. A counter is a buffer of one int64
+number without dimensions. Counters in weights are whole numbers. Means of gradients may hold fractions.
 """
 
 import hashlib
@@ -29,35 +29,36 @@ from rudra.core.layout import Entry, EntryKind
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
 
-_KEPT = 8  # vectors for each role whose views are kept: generations of weights and of gradients
+_KEPT = 8  # vectors with cached views for each role: generations of weights and of gradients
 _SCALE, _LESS = 2.0**12, 2.0**-4
-"""What a loss is multiplied with in float16, where small gradients would be lost, and that scale where large ones are:
-2^12, 2^8, 2^4, 1, in each step anew, so that a step's bits depend on no other."""
+"""Scale of the loss in float16, which preserves small gradients, and its factor when large gradients overflow. A step
+tries 2^12, 2^8, 2^4 and 1. Each step starts from 2^12, so that its result depends on no other step."""
 
 
 Gradients = Literal["autograd", "direct"]
-"""What computes gradients: torch.autograd, or faster code if the model allows it (`rudra.compute.shortcuts`)."""
+"""Method of computing gradients: torch.autograd, or faster code if the model allows it (`rudra.compute.shortcuts`)."""
 
 
 class FlatModel:
-    """A module whose parameters, floating-point buffers and counters live in flat vectors that the caller owns.
+    """A module whose parameters, floating-point buffers and counters are in flat vectors that the caller owns.
 
-    Parameters that are not trained, and other integer buffers, stay with the module: every rank builds the same ones.
+    Parameters that are not trained, and other integer buffers, stay in the module: every rank builds the same ones.
 
     Args:
-        module: float32, on one device. Parameters used at several places are counted once.
-        task: what it is trained for.
-        compiled: whether gradients are computed by compiled code; they differ in their last bits.
-        roles: that share this model, each with vectors of its own.
-        precision: "bfloat16" or "float16": forward, loss and backward compute with it where torch.autocast does.
-        gradients: "direct" only for a model for which `rudra.compute.shortcuts.gradients_of` says so; the bits are
-            those of "autograd".
+        module: Float32 module on one device. Parameters used at several places are counted once.
+        task: Task that defines the loss.
+        compiled: Whether compiled code computes gradients. They differ in their last bits.
+        roles: Number of roles that share this model, each with its own vectors.
+        precision: "bfloat16" or "float16": torch.autocast selects the operations of forward, loss and backward that use
+            it.
+        gradients: "direct" is valid only if `rudra.compute.shortcuts.gradients_of` returns it for the model. Its
+            results are bitwise identical to "autograd".
 
     Attributes:
-        guard: makes sure that a pass leaves the weights as they were.
+        guard: Checks that a pass does not change the weights.
 
     Raises:
-        ConfigError: nothing to train, or a tensor that is not float32.
+        ConfigError: The model has nothing to train, or a tensor that is not float32.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class FlatModel:
         places = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         layers = [layer for layer in module.modules() if isinstance(layer, SparseLinear)]
         sparse = (places[id(each.weight)] for each in layers if id(each.weight) in places)
-        self._rows = min(sparse, default=None)  # of which layer gradients may have rows
+        self._rows = min(sparse, default=None)  # index of the sparse layer's weight
         self._generator = torch.default_generator
         if self.device.type == "cuda":
             self._generator = torch.cuda.default_generators[self.device.index or 0]
@@ -126,8 +127,8 @@ class FlatModel:
         """Makes the module compute with these weights, without a copy.
 
         Args:
-            weights: (size,) float32, contiguous. The module reads them until the next `bind`; evaluation and
-                gradients do not change them.
+            weights: (size,) float32, contiguous. The module reads them until the next `bind`. Evaluation and gradients
+                do not change them.
         """
         if weights.data_ptr() != self._weights.data_ptr():
             for parameter, view in zip(self._parameters, self._views.of(weights), strict=False):
@@ -135,16 +136,16 @@ class FlatModel:
             self._weights = weights
 
     def read_into(self, out: torch.Tensor) -> None:
-        """Copies the current values of all that the vector holds to `out`, (size,) float32."""
+        """Copies the current parameters, buffers and counters to `out`, (size,) float32."""
         with torch.no_grad():
             tensors = [*self._parameters, *self._buffers.tensors]
             for view, tensor in zip(self._views.of(out), tensors, strict=True):
                 view.copy_(tensor)
 
     def state_dict(self) -> tuple[StateEntry, ...]:
-        """What the module's `state_dict` lists, but for what hooks and extra states of the module's own add to it.
+        """Returns the entries of the module's `state_dict`, except additions by its own hooks and extra states.
 
-        Values are those of this moment, of tensors that are not in the flat vector; parameters are not copied.
+        Tensors that are not in the flat vector have their current values. Parameters are not copied.
         """
         flat = {entry.name for entry in self.layout}
         tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
@@ -158,12 +159,12 @@ class FlatModel:
         )
 
     def forward(self, inputs: Any, seed: int, behind: torch.Tensor) -> Any:
-        """What the module makes of inputs, in training, at the bound weights; for `backward`.
+        """Computes the module's output at the bound weights in training mode, for a later `backward`.
 
         Args:
-            inputs: as for `gradient`.
-            seed: as there.
-            behind: (size - parameter_count,) float32: takes the buffers after this mini-batch.
+            inputs: As for `gradient`.
+            seed: As for `gradient`.
+            behind: (size - parameter_count,) float32, receives the buffers after this mini-batch.
         """
         self._mode(training=True)
         views: list[torch.Tensor] = []
@@ -179,12 +180,12 @@ class FlatModel:
         return output
 
     def backward(self, output: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> None:
-        """Computes the gradient of what `forward` gave, at the same weights, which are to be bound again.
+        """Computes the parameter gradient for an output of `forward`. The caller must bind the same weights again.
 
         Args:
-            output: of `forward`.
-            gradient: of the loss with respect to that.
-            out: as for `gradient`; the buffers in it do not change.
+            output: Output of `forward`.
+            gradient: Gradient of the loss with respect to the output.
+            out: As for `gradient`, but the buffers in it do not change.
         """
         self._release()
         torch.autograd.backward(output, gradient)
@@ -192,12 +193,12 @@ class FlatModel:
 
     @property
     def does_without_autograd(self) -> bool:
-        """Whether faster code computes gradients of inputs that it takes."""
+        """Whether faster code than autograd computes gradients for supported inputs."""
         return self._chain is not None
 
     @property
     def row_form(self) -> RowForm | None:
-        """Of gradients in rows, which models have whose first layer is sparse."""
+        """Row format of gradients if the first layer of the model is sparse."""
         if self._rows is None:
             return None
         entry = self.layout[self._rows]
@@ -210,23 +211,24 @@ class FlatModel:
         """Computes the gradient of the mean loss at the bound weights.
 
         Args:
-            inputs: (μ, …), a tensor or several. A tensor that requires its gradient has it as its `grad` afterwards.
-            target: (μ, …), what the task compares the output with.
-            out: (size,) float32, contiguous: takes the gradient of every parameter, zero for one that had no part in
-                the output, and behind them the buffers after this mini-batch. Or the same in rows, of `row_form`; not
-                compiled, nor in another precision.
-            seed: of the device's default generator, for dropout and the like; or the state that it is to go on from.
+            inputs: (μ, …), a tensor or several. If a tensor requires a gradient, its `grad` holds it afterwards.
+            target: (μ, …), compared with the output by the task.
+            out: (size,) float32, contiguous, receives the gradient of every parameter, zero for a parameter not used in
+                the output, followed by the buffers after this mini-batch. It may also be a gradient in rows
+                (`row_form`), but not with compiled code or another precision.
+            seed: Seed of the device's default generator, for dropout and similar layers, or a generator state to
+                continue from.
 
         Returns:
-            Mean loss, and how many samples are wrong; NaN where the task knows no error.
+            Mean loss and number of wrong samples; NaN if the task defines no error.
 
         Raises:
-            DataError: a label is outside the model's classes.
+            DataError: A label is outside the model's classes.
         """
         rows = out if isinstance(out, RowGradient) else None
         if self._chain is not None and self._chain.takes(inputs):
             views = self._views.of(out) if isinstance(out, torch.Tensor) else self._views.of(out.rest, self._rows)
-            self.seed(seed)  # the task's loss may draw something
+            self.seed(seed)  # the task's loss may draw random numbers
             output, loss, found = self._chain.gradient(inputs, target, self._views.of(self._weights), views)
             if found is not None and rows is not None:
                 rows.put(found)
@@ -238,11 +240,11 @@ class FlatModel:
         return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
 
     def compiled_difference(self, inputs: Any, target: Any) -> float:
-        """Computes a gradient by compiled code and by torch, at the bound weights.
+        """Compares the gradients of compiled code and torch at the bound weights.
 
         Returns:
-            The norm of their difference, relative to torch's; NaN if the model draws random numbers, which compiled
-            code draws otherwise.
+            The norm of their difference, relative to torch's; NaN if the model draws random numbers, because compiled
+            code draws them differently.
         """
         compiled, eager = torch.empty(2, self.size, device=self.device)
         self.gradient(inputs, target, compiled, 0)
@@ -263,26 +265,26 @@ class FlatModel:
     def joint_gradient(
         self, inputs: Any, target: Any, out: torch.Tensor, seed: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
-        """As `gradient`, for a batch of several mini-batches: gives the loss of each sample and how much is wrong."""
+        """Computes `gradient` for a batch of several mini-batches. Returns the loss and the error of each sample."""
         losses, wrong = self._backward(inputs, target, out, seed, "none", self._scale)
         return losses.numpy(force=True), np.full(len(losses), np.nan) if wrong is None else wrong
 
     def mapped_gradients(
         self, weights: Sequence[torch.Tensor], inputs: Any, target: Any, outs: Sequence[torch.Tensor]
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Computes several gradients at once by `torch.func.vmap`; the bits are not those of `gradient`.
+        """Computes several gradients at once by `torch.func.vmap`. They may differ from `gradient` in the last bits.
 
         Args:
-            weights: of each gradient, (size,) float32; a single one is used for all.
+            weights: Weights for each gradient, (size,) float32. A single vector applies to all.
             inputs: (gradients, μ, …), a tensor or several.
             target: (gradients, μ, …).
-            outs: (size,) float32 each, filled as by `gradient`. The buffers in them are those of the weights.
+            outs: (size,) float32 each, filled as by `gradient`. Their buffers are copies of the weights' buffers.
 
         Returns:
-            Mean loss, and how many samples are wrong, of each gradient.
+            Mean loss and number of wrong samples for each gradient.
 
         Raises:
-            RuntimeError, ValueError: vmap cannot do this model.
+            RuntimeError, ValueError: vmap does not support this model.
         """
         self._mode(training=True)
         shared = len(weights) == 1
@@ -292,7 +294,7 @@ class FlatModel:
             for v, e in zip(torch.split(vectors, [e.size for e in self.layout], 1), self.layout, strict=True)
         ]
         count = len(self._parameters)
-        there = len(self.layout) - len(self._buffers.counters)  # counters would be of no use: no gradient changes them
+        there = len(self.layout) - len(self._buffers.counters)  # without counters: gradients do not change them
         values = {e.name: part[0] if shared else part for part, e in zip(parts[:there], self.layout, strict=False)}
         trained = {e.name: values.pop(e.name) for e in self.layout[:count]}
 
@@ -320,7 +322,7 @@ class FlatModel:
         return losses.numpy(force=True), np.array(sums, np.float32)
 
     def seed(self, seed: int | torch.Tensor) -> None:
-        """Seeds what dropout and the like draw from; or gives it a state that `random_state` told."""
+        """Seeds the generator for dropout and similar layers, or restores a state from `random_state`."""
         if isinstance(seed, int):
             self._generator.manual_seed(seed)
         else:
@@ -328,13 +330,13 @@ class FlatModel:
 
     @property
     def random_state(self) -> torch.Tensor:
-        """Where drawing stands, uint8."""
+        """State of the random generator, uint8."""
         return self._generator.get_state()
 
     def _forward(
         self, module: Callable[..., Any], inputs: Any, target: Any, reduction: LossReduction = "mean"
     ) -> tuple[Any, torch.Tensor]:
-        """Output and loss, float32 in any precision."""
+        """Computes output and loss, float32 in any precision."""
         if self._autocast is None:
             output = self.task.compared(called(module, moved(inputs, self.device)))
             return output, self.task.loss(output, target, reduction)
@@ -394,10 +396,10 @@ class FlatModel:
         return loss, self.task.wrong(output, target)
 
     def evaluate_batch(self, inputs: Any, target: Any) -> tuple[float, float, dict[str, float]]:
-        """Tests the bound weights on one batch.
+        """Evaluates the bound weights on one batch.
 
         Returns:
-            Mean loss, the share of the samples that is wrong (NaN where the task knows no error), other metrics.
+            Mean loss, share of wrong samples (NaN if the task defines no error), and other metrics.
         """
         self._mode(training=False)
         if self._buffers:
@@ -411,18 +413,18 @@ class FlatModel:
         return loss.item(), math.nan if wrong is None else float(wrong.mean()), metrics
 
     def _release(self) -> None:
-        """Forgets gradients that an earlier pass has left, so that the next one does not add to them."""
+        """Clears gradients of an earlier pass, so that the next pass does not add to them."""
         for parameter in self._parameters:
             parameter.grad = None
 
     def _taken(self) -> list[torch.Tensor | None]:
-        """The gradient of each parameter, which the parameter no longer holds."""
+        """Takes the gradient of each parameter. The parameter no longer holds it."""
         found = [parameter.grad for parameter in self._parameters]
         self._release()
         return found
 
     def _copy(self, gradients: Sequence[torch.Tensor | None], views: list[torch.Tensor]) -> None:
-        """Copies gradients to views of the flat vector; those that were written there stay."""
+        """Copies gradients to views of the flat vector, except gradients that were computed there."""
         sources, targets = [], []
         for gradient, view in zip(gradients, views, strict=False):
             if view is NOWHERE:
@@ -444,7 +446,7 @@ class FlatModel:
 
 
 def _values(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """A tensor as NumPy has it; what NumPy has no type for, such as bfloat16, becomes float32."""
+    """Converts a tensor to NumPy. Types that NumPy lacks, such as bfloat16, become float32."""
     found = tensor.detach().cpu()
     try:
         values: npt.NDArray[Any] = found.numpy()
@@ -454,5 +456,5 @@ def _values(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def sha256(vector: npt.NDArray[np.float32]) -> str:
-    """Hash of a flat vector, over its values as little-endian float32."""
+    """Returns the SHA-256 of a flat vector, over its values as little-endian float32."""
     return hashlib.sha256(np.ascontiguousarray(vector, dtype="<f4").data).hexdigest()

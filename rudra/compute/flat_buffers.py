@@ -11,18 +11,18 @@ _COUNTED = 2**20  # the mean of several float32 is nearest to the right whole nu
 
 
 class FlatBuffers:
-    """The floating-point buffers and the counters of a module, which lie in a flat vector behind the parameters.
+    """The floating-point buffers and counters of a module, placed in a flat vector after the parameters.
 
     A counter is an int64 buffer without dimensions, such as the number of batches that BatchNorm has seen. The vector
     holds its value as a float.
 
     Args:
-        module: on one device.
-        device: that.
+        module: Module on one device.
+        device: Device of the module.
 
     Attributes:
-        floats: the floating-point buffers.
-        counters: the counters.
+        floats: Floating-point buffers.
+        counters: Counters.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -33,22 +33,22 @@ class FlatBuffers:
         self._counts = torch.tensor([int(each.tensor) for each in self.counters], dtype=torch.int64, device=device)
         for counter, place in zip(self.counters, self._counts, strict=True):
             counter.tensor.data = place
-        self._placed_at = 0  # address of the vector that the floating-point buffers lie in
+        self._placed_at = 0  # address of the vector that holds the floating-point buffers
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """All of them, in the order of the vector."""
+        """All buffers, in the order of the vector."""
         return [buffer.tensor for buffer in self._all]
 
     def place(self, vector: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-        """Makes the module's buffers those of a vector; the module then changes them there, except its counters.
+        """Moves the module's buffers to a vector. The module then changes them there, except its counters.
 
         Args:
-            vector: which ends with the buffers, float32.
-            views: of the buffers in it.
+            vector: Vector that ends with the buffers, float32.
+            views: Views of the buffers in the vector.
         """
         if self.floats and self._placed_at != vector.data_ptr():
             for buffer, view in zip(self.floats, views, strict=False):
@@ -58,11 +58,11 @@ class FlatBuffers:
             self._counts.copy_(vector[-count:])
 
     def collect(self, vector: torch.Tensor | None = None, views: Sequence[torch.Tensor] = ()) -> None:
-        """Copies to a vector what the module did not change there: counters, and buffers that it replaced.
+        """Copies buffers that the module did not change in the vector: counters, and buffers that it replaced.
 
         Args:
-            vector: as for `place`; None: the module's changes are dropped.
-            views: of the buffers in it.
+            vector: As for `place`. None: the module's changes are discarded.
+            views: Views of the buffers in the vector.
         """
         if vector is not None and (count := len(self.counters)):
             vector[-count:] = self._counts
@@ -72,7 +72,7 @@ class FlatBuffers:
 
 
 def travels(buffer: torch.Tensor) -> bool:
-    """Tells whether the flat vector has such a buffer: a sparse one stays with the module, as integers do."""
+    """Whether the flat vector contains the buffer. Sparse and most integer buffers stay in the module."""
     return buffer.layout is torch.strided and (buffer.is_floating_point() or _is_counter(buffer))
 
 

@@ -1,4 +1,4 @@
-"""What a learner and the statistics server compute: gradients of drawn mini-batches, and tests of weights."""
+"""Gradients of mini-batches for learners, and sums of metrics for the statistics server."""
 
 import math
 import threading
@@ -28,14 +28,14 @@ from rudra.errors import ConfigError, DataError
 from rudra.job.job import Job
 
 _DRAWING, _CHANGING = 1, 2
-"""Of what else random numbers are drawn in a step, beside dropout."""
+"""Purposes of random numbers in a step, in addition to dropout."""
 
 
 _COMPILED = 1e-3
 """Largest difference of a compiled gradient, relative to its norm, that rounding explains."""
 
-_DEPTH = 2  # mini-batches that the input thread prepares ahead
-_TOGETHER_BYTES = 1 << 17  # that are drawn at once of samples in memory: little beside a cache, and per learner
+_DEPTH = 2  # mini-batches that the input thread prepares in advance
+_TOGETHER_BYTES = 1 << 17  # drawn at once from samples in memory: small relative to a cache, and per learner
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +43,23 @@ class BatchResult:
     """Training error of one mini-batch."""
 
     loss: float  # mean over the samples
-    errors: float  # samples that are wrong, each by its share; NaN where the task knows no error
+    errors: float  # wrong samples, each by its share; NaN if the task defines no error
     samples: int
 
 
 class GradientSource:
-    """One learner's gradients: pure functions of weights, step and work, whoever asks and when.
+    """Gradients of one learner as pure functions of weights, step and work, independent of caller and time.
 
     Args:
-        job: gives the seed.
-        learner: the learner's number.
-        work: of its first step.
-        model: computes; may be shared by several sources in one thread.
-        split: the training samples.
-        prefetch: an input thread prepares the next mini-batches meanwhile; the bits are the same without it.
+        job: Job with the seed.
+        learner: Number of the learner.
+        work: Work of the first step.
+        model: Model that computes. Several sources in one thread may share it.
+        split: Training samples.
+        prefetch: Whether an input thread prepares the next mini-batches in parallel. The result is bitwise identical.
 
     Attributes:
-        work: of the first step.
+        work: Work of the first step.
 
     Source: Rudra §3.2, the I/O thread of the data server.
     """
@@ -71,27 +71,27 @@ class GradientSource:
         self._stops = job.fault_tolerance.non_finite_loss == "stop"
         self.work, self.model = work, model
         self._inputs = _Inputs(self._seed, split, Augmentation(job.augment), self.seed)
-        # A set that draws random numbers is asked in this thread, where nobody else draws any meanwhile.
+        # A data set that draws random numbers is read in this thread, without concurrent draws.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
 
     def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor | RowGradient) -> BatchResult:
         """Computes the gradient of one step.
 
         Args:
-            step: any; consecutive steps are prefetched.
-            work: its samples.
+            step: Step number. Consecutive steps are prefetched.
+            work: Samples of the step.
             weights: (size,) float32, only read.
-            out: as `FlatModel.gradient` fills it.
+            out: Receives the gradient, as in `FlatModel.gradient`.
 
         Raises:
-            DataError: a label is out of range. Whatever else the user's dataset raises comes through.
+            DataError: A label is out of range. Other exceptions of the user's data set propagate.
         """
         return self.of_batch(step, work, self.minibatch(step, work), weights, out)
 
     def of_batch(
         self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor | RowGradient
     ) -> BatchResult:
-        """As `compute`, for who has drawn the samples."""
+        """Computes the gradient as `compute` does, from samples that the caller has drawn."""
         inputs, target = batch
         loss, errors = self._gradient(batch, weights, out, self.seed(step))
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
@@ -102,9 +102,9 @@ class GradientSource:
     def _gradient(
         self, batch: Batch, weights: torch.Tensor, out: torch.Tensor | RowGradient, seed: int
     ) -> tuple[float, float]:
-        """As `FlatModel.gradient`, in the parts that the job wants: the mean of theirs by samples.
+        """Computes `FlatModel.gradient` in the parts that the job sets: their mean, weighted by samples.
 
-        A part draws from where the one before has left the generator, and begins with its buffers.
+        Each part continues with the generator state and the buffers of the part before.
         """
         model, (inputs, target) = self.model, batch
         count = len(trees.first(target))
@@ -127,13 +127,13 @@ class GradientSource:
             if buffers:
                 weights[model.parameter_count :] = out[model.parameter_count :]
         out[trained] = mean[trained]
-        return float(np.float32(loss)), errors  # as a whole batch has it: records keep it exactly
+        return float(np.float32(loss)), errors  # as a whole batch gives it: records keep it exactly
 
     def prepare(self) -> None:
-        """Compiles what is to be compiled, by a gradient that nobody gets, so that the first step takes no longer.
+        """Compiles the step with one discarded gradient, so that the first step takes no longer than others.
 
         Raises:
-            ConfigError: torch.compile cannot do this model, or its gradient is not torch's.
+            ConfigError: torch.compile does not support this model, or its gradient differs from torch's.
         """
         if not self.model.compiled:
             return
@@ -152,22 +152,22 @@ class GradientSource:
             raise ConfigError(f"[training] compile = true: {text}; valid for this model: false")
 
     def minibatch(self, step: int, work: Work) -> Batch:
-        """The samples of one step."""
+        """Returns the samples of one step."""
         ahead = self._prefetched if work.stride else None
         return (self._inputs if ahead is None else ahead).minibatch(step, work)
 
     def seed(self, step: int) -> int:
-        """Of dropout and the like in one step."""
+        """Returns the seed of dropout and similar layers in one step."""
         return mix(self._seed, self._learner, step)
 
     def close(self) -> None:
-        """Ends the input thread, if there is one; `compute` may not be called again."""
+        """Ends the input thread, if there is one. The source cannot be used afterwards."""
         if self._prefetched is not None:
             self._prefetched.close()
 
 
 def not_finite(batch: Any) -> npt.NDArray[np.bool_]:
-    """Of which samples some number is NaN or infinite, (samples,)."""
+    """Returns which samples contain NaN or infinite numbers, (samples,)."""
     flags = np.zeros(len(trees.first(batch)), np.bool_)
 
     def look(tensor: torch.Tensor) -> None:
@@ -182,17 +182,17 @@ def joint_gradient(
 ) -> list[BatchResult]:
     """Computes the mean gradient of the same step of several learners as one big batch.
 
-    It is not bit for bit the mean of their gradients, and dropout draws other masks.
+    The result is not bitwise identical to the mean of separate gradients, and dropout draws other masks.
 
     Args:
-        sources: of the learners; they share one model.
-        step: of all of them.
-        works: the samples of each, equally many.
+        sources: Sources of the learners. They share one model.
+        step: Step of all learners.
+        works: Samples of each learner, equally many.
         weights: (size,) float32, only read.
-        out: (size,) float32, as `FlatModel.gradient` fills it.
+        out: (size,) float32, filled as by `FlatModel.gradient`.
 
     Returns:
-        What each learner's own mini-batch came to.
+        Results of each learner's own mini-batch.
     """
     batches = [source.minibatch(step, work) for source, work in zip(sources, works, strict=True)]
     inputs, target = put_together(joined, batches)
@@ -209,15 +209,15 @@ def mapped_gradients(
     weights: Sequence[torch.Tensor],
     outs: list[torch.Tensor],
 ) -> list[BatchResult]:
-    """Computes one gradient of each of several learners together, by `torch.func.vmap`.
+    """Computes one gradient for each of several learners together, by `torch.func.vmap`.
 
-    The bits are not those of `GradientSource.compute`, and dropout draws other masks.
+    The gradients are not bitwise identical to `GradientSource.compute`, and dropout draws other masks.
 
     Args:
-        sources: of the learners; they share one model.
-        minibatches: step and samples of each learner; equally many samples.
-        weights: (size,) float32 for each learner, or a single one for all; only read.
-        outs: (size,) float32 for each learner, as `FlatModel.gradient` fills it.
+        sources: Sources of the learners. They share one model.
+        minibatches: Step and samples of each learner. All have the same number of samples.
+        weights: (size,) float32 for each learner, or a single vector for all, only read.
+        outs: (size,) float32 for each learner, filled as by `FlatModel.gradient`.
     """
     batches = [source.minibatch(*minibatch) for source, minibatch in zip(sources, minibatches, strict=True)]
     inputs, target = put_together(torch.stack, batches)
@@ -229,7 +229,7 @@ def mapped_gradients(
 
 
 def put_together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
-    """One batch of several."""
+    """Combines several batches into one."""
     try:
         inputs, target = mapped(lambda *tensors: how(list(tensors)), *batches)
     except RuntimeError:
@@ -243,9 +243,10 @@ def _outcomes(losses: npt.NDArray[Any], errors: npt.NDArray[Any], samples: int) 
 
 
 class _Inputs:
-    """Draws mini-batches; of samples in memory those of several steps together, which costs no more than one.
+    """A source of mini-batches. From samples in memory it draws several steps at once, at the cost of one draw.
 
-    Which steps those are depends on the step alone, so that a mini-batch lies in memory as it does in any other run.
+    The step number determines which steps are drawn together, so that a mini-batch has the same memory layout in every
+    run.
     """
 
     def __init__(self, seed: int, split: Samples, augmentation: Augmentation, seed_of: Callable[[int], int]) -> None:
@@ -258,7 +259,7 @@ class _Inputs:
         self._drawn: dict[tuple[int, Work], Batch] = {}
 
     def indices(self, works: Sequence[Work]) -> npt.NDArray[np.int64]:
-        """Which samples mini-batches of one stream have."""
+        """Returns the sample indices of mini-batches of one stream."""
         first, *more = works
         if self._sampler is None or self._sampler.stream != first.stream:
             self._sampler = Sampler(self._seed, first.stream, len(self._split))
@@ -270,10 +271,10 @@ class _Inputs:
         wanted = (step, work)
         if wanted not in self._drawn:
             self._drawn = dict(self._draw(step, work))
-        return self._drawn.pop(wanted)  # whoever gets it may change it
+        return self._drawn.pop(wanted)  # removed from the cache: the caller may change it
 
     def _draw(self, step: int, work: Work) -> Iterator[tuple[tuple[int, Work], Batch]]:
-        """The mini-batches of several steps."""
+        """Yields the mini-batches of several steps."""
         size, together = work.count, 1
         if self._sample_bytes and work.stride:
             together = max(1, _TOGETHER_BYTES // (self._sample_bytes * size))
@@ -291,7 +292,7 @@ class _Inputs:
 
 
 class _Prefetched:
-    """The input thread and its two queues: steps go in, mini-batches or exceptions come out in the same order."""
+    """Input thread with two queues: steps go in, and mini-batches or exceptions come out in the same order."""
 
     def __init__(self, inputs: _Inputs) -> None:
         self._wanted: SimpleQueue[tuple[int, Work] | None] = SimpleQueue()
@@ -303,7 +304,7 @@ class _Prefetched:
         self._thread.start()
 
     def minibatch(self, step: int, work: Work) -> Batch:
-        if self._asked and self._asked[0] != (step, work):  # not what was foreseen: forget what is on its way
+        if self._asked and self._asked[0] != (step, work):  # not the predicted step: discard prefetched ones
             while self._asked:
                 self._asked.popleft()
                 self._ready.get()
@@ -333,11 +334,11 @@ def _prepare(
     while (minibatch := wanted.get()) is not None:
         try:
             ready.put(inputs.minibatch(*minibatch))
-        except BaseException as error:  # the learner raises it, in its own thread
+        except BaseException as error:  # the learner raises it in its own thread
             ready.put(error)
 
 
 Sums = defaultdict[str, float]
-"""What is measured, added up over samples: loss, error, and metrics by their names."""
+"""Metrics summed over samples: loss, error, and metrics by name."""
 
 LOSS, ERROR = "loss", "error"

@@ -1,4 +1,4 @@
-"""Finds models that change their own weights in a pass."""
+"""Detection of models that change their own weights in a pass."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +14,8 @@ class Untouched(NamedTuple):
     """The state of the parameters before a pass.
 
     Attributes:
-        versions: the counter of each parameter, which torch raises for changes in place that autograd sees.
-        checksum: the sum of the bits of all parameters, or None. It finds changes through `weight.data`.
+        versions: Torch's version counter of each parameter. In-place changes that autograd sees increase it.
+        checksum: Sum over the bit patterns of all parameters, or None. It detects changes through `weight.data`.
     """
 
     versions: list[int]
@@ -23,15 +23,15 @@ class Untouched(NamedTuple):
 
 
 class WeightsGuard:
-    """Makes sure that a pass leaves the parameters as they were.
+    """A check that a pass does not change the parameters.
 
     Args:
-        layout: the entries of the vector that holds the parameters.
-        parameters: the module's, in the order of the layout's first entries.
-        parameter_count: how many numbers they are.
+        layout: Entries of the vector that holds the parameters.
+        parameters: Parameters of the module, in the order of the layout's first entries.
+        parameter_count: Number of floats in the parameters.
 
     Attributes:
-        racing: whether other workers may write to the weights during a pass.
+        racing: Whether other workers may write to the weights during a pass.
     """
 
     def __init__(self, layout: Sequence[Entry], parameters: Sequence[torch.Tensor], parameter_count: int) -> None:
@@ -40,9 +40,9 @@ class WeightsGuard:
         self.racing = False
 
     def before(self, weights: torch.Tensor) -> Untouched:
-        """Notes the state of the parameters.
+        """Records the state of the parameters.
 
-        The checksum reads all of them, so passes 1, 2, 4, 8, … have one.
+        The checksum reads all parameters, so only passes 1, 2, 4, 8, … compute it.
         """
         self._passes += 1
         seldom = not self.racing and not self._passes & (self._passes - 1)
@@ -52,12 +52,13 @@ class WeightsGuard:
         """Compares the parameters with their state before the pass.
 
         Args:
-            before: that state.
-            weights: the bound vector, (size,) float32.
-            views: of that vector.
+            before: Recorded state.
+            weights: Bound vector, (size,) float32.
+            views: Views of that vector.
 
         Raises:
-            ConfigError: the model assigns or changes a parameter in `forward`. The weights' owner would not know.
+            ConfigError: The model assigns or changes a parameter in `forward`, without the knowledge of the weights'
+                owner.
         """
         for entry, parameter, view, version in zip(
             self._layout, self._parameters, views, before.versions, strict=False
@@ -65,7 +66,7 @@ class WeightsGuard:
             if parameter.data_ptr() != view.data_ptr():
                 if self.racing or not torch.equal(parameter, view):
                     raise ConfigError(changed(entry.name))
-                parameter.data = view  # the same values in other memory, as LSTM.flatten_parameters places them
+                parameter.data = view  # same values in other memory, as after LSTM.flatten_parameters
             elif parameter._version != version:
                 raise ConfigError(changed(entry.name))
         if before.checksum is not None and before.checksum != self._sum_of_bits(weights):

@@ -11,15 +11,15 @@ OVERFLOWS = 65520.0
 def to_half(vector: torch.Tensor, out: torch.Tensor) -> int:
     """Writes a vector as float16.
 
-    A vector whose largest number float16 has no room for is divided by a power of two first, so that it keeps its
-    direction. The smallest numbers may vanish then.
+    If the largest number exceeds float16's range, the vector is divided by a power of two first, so that it keeps its
+    direction. The smallest numbers may then become zero.
 
     Args:
-        vector: (size,) float32; what is infinite in it, or no number, stays so.
+        vector: (size,) float32. Infinite values and NaN do not change.
         out: (size,) float16.
 
     Returns:
-        The exponent of that power, for `from_half`; 0 where all numbers have room.
+        The exponent of that power, for `from_half`, or 0 if all numbers fit.
     """
     low, high = torch.aminmax(vector)
     peak = max(-low.item(), high.item())
@@ -29,7 +29,7 @@ def to_half(vector: torch.Tensor, out: torch.Tensor) -> int:
 
 
 def from_half(half: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
-    """Takes back what `to_half` has written; `out`: (size,) float32."""
+    """Reverses `to_half`, into `out`, (size,) float32."""
     out.copy_(half)
     if exponent:
         out.mul_(2.0**exponent)

@@ -1,6 +1,6 @@
-"""What roles work with whose weights lie in a window (`rudra.compute.window`): workers, and the owner of the weights.
+"""Executors for weights in a window (`rudra.compute.window`): of workers, and of the owner of the weights.
 
-Source: Hogbatch §5.1: a CPU worker has a reference to the global model, a GPU worker a deep copy, made for each batch.
+Source: Hogbatch §5.1: a CPU worker refers to the global model. A GPU worker has a deep copy, made for each batch.
 """
 
 import time
@@ -37,12 +37,12 @@ from topologies import Plan
 
 
 class _Thread:
-    """One thread of a worker: what computes its gradients, at which weights.
+    """One thread of a worker, which computes gradients.
 
     Args:
-        source: of the gradients, on a model of its own.
-        size: of the weights.
-        copies: it computes at a copy of them; always where it computes on a GPU.
+        source: Source of the gradients, with its own model.
+        size: Number of floats in the weights.
+        copies: Whether it computes at a copy of the weights. On a GPU it always does.
     """
 
     def __init__(self, source: GradientSource, size: int, *, copies: bool) -> None:
@@ -53,7 +53,7 @@ class _Thread:
         self._stage = Staging(size, source.model.device) if on_gpu else None
 
     def compute(self, step: int, work: Work, batch: Batch, weights: torch.Tensor) -> BatchResult:
-        """Computes a gradient at weights in main memory, to where it comes back."""
+        """Computes a gradient at weights in main memory, and returns it in main memory."""
         if self._stage is None:
             return self.source.of_batch(step, work, batch, weights, self.gradient)
         result = self.source.of_batch(step, work, batch, self.there(weights), self._stage.gradient)
@@ -61,21 +61,21 @@ class _Thread:
         return result
 
     def there(self, weights: torch.Tensor) -> torch.Tensor:
-        """Weights in main memory, where it computes."""
+        """Moves weights from main memory to the device of the thread."""
         return weights if self._stage is None else self._stage.copied(weights)
 
 
 class Sharing(Executor):
-    """What a role works with that fills the window of its node, or reads it while nobody computes.
+    """Executor of a role that fills the window of its node, or reads it while no worker computes.
 
     Attributes:
-        window: is given before training begins.
+        window: Window of the node, set before training begins.
     """
 
     window: Window
 
     def enter(self, window: Window) -> None:
-        """Shares this window from now on."""
+        """Uses this window from now on."""
         self.window = window
 
     @performs(WriteShared)
@@ -91,18 +91,19 @@ class Sharing(Executor):
 
 
 class HogwildExecutor(Sharing, LearnerExecutor):
-    """What a worker works with that brings its gradients into a window itself.
+    """Executor of a worker that applies its gradients to a window itself.
 
     Attributes:
-        copies: gradients are computed at a copy of the weights; else where they are, while others write.
-        overwrites: the weights become the copy, updated: what others have done meanwhile is lost.
+        copies: Whether gradients are computed at a copy of the weights. Otherwise they are computed in
+            place, while others write.
+        overwrites: Whether the updated copy replaces the weights, so that updates by others in between are lost.
     """
 
     worker = 0
     copies = overwrites = False
 
     def share(self, job: Job, plan: Plan, role: int, sources: Sequence[GradientSource]) -> None:
-        """How it goes about it, with sources of gradients, one for each thread, each on a model of its own."""
+        """Sets the mode of the worker, and one source of gradients for each thread, each with its own model."""
         self.worker = plan.roles[role].index
         self.copies, self.overwrites = manner(job, plan, role)
         for source in sources:
@@ -130,7 +131,7 @@ class HogwildExecutor(Sharing, LearnerExecutor):
         return [self._made(thread, *task) for task in tasks]
 
     def batches(self, step: int, works: Sequence[Work]) -> list[Batch]:
-        """The samples of gradients that are computed together, drawn at once: adjacent works of one stream."""
+        """Draws the samples of gradients that are computed together, at once: adjacent works of one stream."""
         source = self._threads[0].source
         if len(works) == 1:
             return [source.minibatch(step, works[0])]
@@ -151,14 +152,14 @@ class HogwildExecutor(Sharing, LearnerExecutor):
         return made_of(entry, window.update, time.perf_counter() - began)
 
     def contribution(self, step: int, work: Work, result: BatchResult, rate: float) -> Contribution:
-        """What is known of a gradient when it is computed."""
+        """Describes an update for the window's log once its gradient is computed."""
         return Contribution(self.worker, step, work.first, result.samples, result.loss, result.errors, rate)
 
     def weights_to_test(self, name: str) -> torch.Tensor:
         return self._threads[0].there(self.window.latest)
 
     def gradient_at(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
-        """A gradient, for who takes care of the window himself."""
+        """Computes a gradient for a caller that accesses the window itself."""
         return self._threads[0].source.of_batch(step, work, batch, weights, out)
 
     def close(self) -> None:
@@ -168,12 +169,12 @@ class HogwildExecutor(Sharing, LearnerExecutor):
 
 
 class HogwildServerExecutor(Sharing, ServerExecutor):
-    """What the owner of the weights works with that lie in a window.
+    """Executor of the owner of weights in a window.
 
-    Its own vector is what was published, or fetched last.
+    Its own vector holds the weights as last published or fetched.
 
     Attributes:
-        workers: role -> its number among those who write to the window.
+        workers: Number of each worker role among the writers of the window.
     """
 
     workers: Mapping[int, int] = {}
@@ -185,7 +186,7 @@ class HogwildServerExecutor(Sharing, ServerExecutor):
 
 
 def manner(job: Job, plan: Plan, role: int) -> tuple[bool, bool]:
-    """Whether a worker computes at a copy of the weights, and whether it overwrites them.
+    """Returns whether a worker computes at a copy of the weights, and whether it overwrites them.
 
     Source: Hogbatch §5.1, shallow and deep copies.
     """
@@ -195,7 +196,7 @@ def manner(job: Job, plan: Plan, role: int) -> tuple[bool, bool]:
 
 
 def threads_of(job: Job, plan: Plan, role: int) -> int:
-    """How many gradients a worker computes at the same time: as many as batches have parts and its rank has threads."""
+    """Returns how many gradients a worker computes at once: parts of a batch, but no more than its rank's threads."""
     if job.hogbatch.locking:
         return 1
     parts = job.hogbatch.team(plan.learner_numbers)[plan.roles[role].index].threads
@@ -203,7 +204,7 @@ def threads_of(job: Job, plan: Plan, role: int) -> int:
 
 
 def made_of(entry: WindowEntry, update: Update, seconds: float = 0.0) -> AppliedGradient:
-    """An update as roles speak of it."""
+    """Converts a log entry to the record that roles exchange."""
     worker, step, first, samples, loss, errors, rate = entry.of
     number = entry.update if update == "locked" else -1
     gradient = Gradient(number, worker, samples, step, first, entry.timestamp, entry.fewest, 1.0, loss, errors, DEALT)
@@ -211,24 +212,24 @@ def made_of(entry: WindowEntry, update: Update, seconds: float = 0.0) -> Applied
 
 
 def shape_of(job: Job, plan: Plan, size: int) -> Shape:
-    """The window for weights of so many floats."""
+    """Returns the layout of a window for weights of `size` floats."""
     most = max(table.threads for table in job.hogbatch.team(plan.learner_numbers))
     return Shape(size, plan.learner_numbers, "locked" if job.hogbatch.locking else "racing", max(LOGGED, 3 * most))
 
 
 def window_here(shape: Shape) -> Window:
-    """A window for roles that share a process."""
+    """Creates a window for roles that share a process."""
     return Window(np.zeros(shape.bytes, np.uint8), shape)
 
 
 def give_window(executors: Mapping[int, Executor], window: Window) -> None:
-    """Has the roles of a process share a window."""
+    """Makes the roles of a process share a window."""
     for executor in executors.values():
         if isinstance(executor, Sharing):
             executor.enter(window)
 
 
 def _split(tree: Any, sizes: Sequence[int]) -> Iterator[Any]:
-    """Adjacent pieces of a batch."""
+    """Yields adjacent pieces of a batch."""
     for end, size in zip(accumulate(sizes), sizes, strict=True):
         yield mapped(lambda tensor, end=end, size=size: tensor[end - size : end], tree)

@@ -1,4 +1,4 @@
-"""What computes gradients, and what tests weights."""
+"""Executors that compute gradients and evaluate weights."""
 
 import time
 from collections import Counter, defaultdict
@@ -30,15 +30,15 @@ from rudra.data.samples import Samples
 from rudra.job.job import Job
 
 TRAIN = "train"
-"""The training set, as a split that is tested."""
+"""Name of the training set as a split for evaluation."""
 
 
 class Examined(NamedTuple):
-    """What weights are tested on.
+    """Data for the evaluation of weights.
 
     Attributes:
-        splits: by name.
-        batch_size: samples that are computed at a time.
+        splits: Splits by name.
+        batch_size: Number of samples that are computed at once.
     """
 
     splits: Mapping[str, Samples]
@@ -46,11 +46,11 @@ class Examined(NamedTuple):
 
 
 class LearnerExecutor(Executor):
-    """Computes gradients.
+    """Executor of a learner, which computes gradients.
 
     Attributes:
-        pushes_at_once: a gradient is pushed as soon as it is ready, and what computes it is current.
-        examined: what to test, where learners do that.
+        pushes_at_once: Whether the learner pushes each gradient once it is ready, and then requests newer weights.
+        examined: Data for evaluation, if learners evaluate weights.
     """
 
     source: GradientSource
@@ -58,7 +58,7 @@ class LearnerExecutor(Executor):
     examined: Examined | None = None
 
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
-        """What computes, and how its learner goes about it."""
+        """Sets the source of gradients, and whether its learner pushes at once."""
         self.source, self.pushes_at_once = source, pushes_at_once
 
     def prepare(self) -> None:
@@ -71,11 +71,11 @@ class LearnerExecutor(Executor):
         if self._stage is None:
             outcome = self.source.compute(action.step, action.work, weights.vector, gradient.gradient)
             if self.direct:
-                finish(self.device)  # MPI may write to the weights at once
+                finish(self.device)  # MPI may overwrite the weights at once
         else:
             staged = self._stage.gradient
             outcome = self.source.compute(action.step, action.work, self._stage.weights(weights), staged)
-            gradient.vector.copy_(staged)  # returns when all of it is here: MPI may send it at once
+            gradient.vector.copy_(staged)  # returns when the copy is complete: MPI may send it at once
         yield self.computed(action, outcome)
 
     @performs(ComputeEvaluationPart)
@@ -95,12 +95,12 @@ class LearnerExecutor(Executor):
         yield EvaluationPartComputed(action.part, np.array(found, records.SUM))
 
     def weights_to_test(self, name: str) -> torch.Tensor:
-        """Those in a buffer, where the model computes."""
+        """Returns the weights in a buffer, on the device of the model."""
         buffer = self.buffer(name)
         return buffer.vector if self._stage is None else self._stage.weights(buffer)
 
     def computed(self, action: Compute | BackpropFirstStage, outcome: BatchResult) -> Computed:
-        """What a computation came to; its weights are still in their buffer."""
+        """Returns the result of a computation whose weights are still in their buffer."""
         found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
         if self.hooks is not None:
             buffer = self.buffer(action.weights)
@@ -113,18 +113,18 @@ class LearnerExecutor(Executor):
 
 
 class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
-    """What a learner works with that updates weights of its own."""
+    """Executor of a learner that updates its own weights."""
 
 
 class StatisticsExecutor(Executor):
-    """Tests weights, one batch at a time."""
+    """Executor that evaluates weights, one batch at a time."""
 
     def test(self, job: Job, flat: FlatModel, splits: Mapping[str, Samples]) -> None:
-        """What to test, on which samples."""
+        """Sets the splits to evaluate."""
         self._flat, self._splits, self._batch_size = flat, splits, job.training.evaluation_batch_size
 
     def try_out(self, buffer: str) -> tuple[str, ...]:
-        """Tests one batch; what it measures beside loss and error."""
+        """Evaluates one batch. Returns the names of metrics other than loss and error."""
         split = next(iter(self._splits.values()))
         self._flat.bind(self.buffer(buffer).vector)
         batch = split.batch(np.arange(min(self._batch_size, len(split))))
@@ -154,7 +154,7 @@ class StatisticsExecutor(Executor):
             counts[split.decode()] += samples if name == LOSS.encode() else 0
         scores = [score_of(name, found, counts[name], self._flat.task) for name, found in sums.items()]
         for place, score in enumerate(scores):
-            if score.split == TRAIN:  # the columns are of the gradients
+            if score.split == TRAIN:  # the columns contain sums over gradients
                 more = ((LOSS, score.loss), (ERROR, score.error))
                 scores[place] = structs.replace(score, metrics=(*more, *score.metrics))
         return Evaluated(action.buffer, tuple(scores), 0.0)

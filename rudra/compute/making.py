@@ -1,4 +1,4 @@
-"""Makes the executors of a process's roles, which share one model, and sees whether the job can be computed."""
+"""Creation of a process's executors, which share one model, and checks that the job can be computed."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -68,7 +68,7 @@ EXECUTORS: dict[Variant, type[Executor]] = {
     Variant.FIRST_STAGE_SHARDED_LEARNER: FirstStageExecutor,
     Variant.FIRST_STAGE_REPLICA: FirstStageReplicaExecutor,
 }
-"""What does the local actions of each variant of a role."""
+"""Executor class of each variant of a role."""
 
 
 def make_executors(
@@ -84,23 +84,23 @@ def make_executors(
     first_weights: FirstWeights | None = None,
     memory: Memory | None = None,
 ) -> dict[int, Executor]:
-    """Executors of some roles of one process, which share one model.
+    """Creates executors for some roles of one process, which share one model.
 
     Args:
-        job: resolved.
-        plan: who is who.
-        roles: ids of the roles.
-        data: as far as roles here need it.
-        prefetch: whether each learner gets an input thread.
-        device: where to compute gradients and tests.
-        placing: where buffers are; servers and optimisers work where theirs are.
-        rows: gradients of sparse layers may be rows (`rudra.core.rows`).
-        first_weights: gives those of a warm start; jobs without one need none.
-        memory: where buffers in main memory are to lie, of roles that send any.
+        job: Resolved job.
+        plan: Role assignment.
+        roles: Ids of the roles.
+        data: Data that roles in this process need.
+        prefetch: Whether each learner gets an input thread.
+        device: Device for gradients and evaluation.
+        placing: Placement of buffers. Servers and optimisers compute on the device of their buffers.
+        rows: Whether gradients of sparse layers may be rows (`rudra.core.rows`).
+        first_weights: Returns the weights of a warm start. Only jobs with a warm start need it.
+        memory: Allocator for buffers in main memory, for roles that send buffers.
 
     Raises:
-        ConfigError: the model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
-            options are wrong, or there is no such hook.
+        ConfigError: The model does not fit the data, torch cannot compute it in the job's precision, the optimiser's
+            options are wrong, or a hook does not exist.
     """
     task = tasks.make(job.task, data.info.classes)
     kinds = [plan.traits(role) for role in roles]
@@ -115,7 +115,7 @@ def make_executors(
         return FlatModel(module, task, roles, job.training.precision, compiled=compiled, gradients=gradients)
 
     def piece(roles: int, *, back: bool) -> tuple[FlatModel, ModelCut]:
-        """The layers on one side of the cut, with parameters of their own."""
+        """Returns the layers on one side of the cut, with their own parameters."""
         found = cut_model(job, models.build(job.model, data.info, job.training.seed).to(device), data.info)
         return FlatModel(found.back if back else found.front, task, roles, gradients=gradients), found
 
@@ -140,7 +140,7 @@ def make_executors(
     for role in roles:
         kind, part = plan.traits(role), owned.get(role)
         cls = Executor if kind.tests and data.test is None else EXECUTORS[kind.variant]
-        own = flat if fronts is None else fronts[0]  # which it computes gradients with
+        own = flat if fronts is None else fronts[0]  # the model for gradients
         if sides and part is None and kind.updates:  # one of several replicas
             part = sides[kind.concludes]
         whole = flat if part is not None or kind.tests else own
@@ -193,14 +193,14 @@ def make_executors(
 
 
 def _owned(job: Job, plan: Plan, flat: FlatModel, front: FlatModel, sides: Sequence[Part]) -> dict[int, Part]:
-    """Which part of the flat vector each owner has, where one does not have all.
+    """Returns the part of the flat vector that each owner has, if no single owner has all.
 
     Args:
-        job: resolved.
-        plan: who is who.
-        flat: the model.
-        front: what learners have of it.
-        sides: of a cut in it; empty where there is none.
+        job: Resolved job.
+        plan: Role assignment.
+        flat: Model.
+        front: Part of the model that learners have.
+        sides: Parts on both sides of the cut, empty if there is no cut.
     """
     if not plan.parted:
         return {}
@@ -213,7 +213,7 @@ def _owned(job: Job, plan: Plan, flat: FlatModel, front: FlatModel, sides: Seque
 
 
 def _check_shared(flat: FlatModel) -> None:
-    """That workers can share all that a model learns."""
+    """Checks that workers can share all tensors that a model learns."""
     if flat.size > flat.parameter_count:
         raise ConfigError(
             f"[hogbatch] weights = 'shared': the model has buffers ({flat.layout[-1].name}), which are no weights that "
@@ -222,7 +222,7 @@ def _check_shared(flat: FlatModel) -> None:
 
 
 def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> None:
-    """That the model fits the task and the data, and that the target is of something that is measured."""
+    """Checks that the model fits the task and the data, and that the target names a metric that is evaluated."""
     output = models.check_model_output(flat.module, task, data.info)
     if job.training.target is not None and data.test is not None:
         measured = tasks.measured(task, output, data.info.sample[1])
@@ -241,7 +241,7 @@ def _allocated(
     placing: Placing,
     memory: Memory | None,
 ) -> Executor:
-    """An executor of a role of that kind, with room for the whole vector, or for the part of it that the role owns."""
+    """Creates an executor of a role's kind, with memory for the whole vector or for the part that the role owns."""
     computes = not kind.serves
     stage = Staging(flat.size, flat.device) if placing == "staged" and computes else None
     direct = placing == "direct" and computes

@@ -1,4 +1,4 @@
-"""How a job's model is built and checked.
+"""Building and checking a job's model.
 
 Weights are a pure function of the seed: every rank builds the same ones without a message.
 """
@@ -25,17 +25,17 @@ from rudra.plugins import call, choose
 
 
 def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
-    """The job's model with its initial weights.
+    """Builds the job's model with its initial weights.
 
     Args:
-        table: which model. A factory gets the table's options, and `input_shape`, `classes` and `sparse` of the data
-            where its signature names them. Lazy layers of a user's model get their shapes from a sample.
-        info: the data that it must fit.
-        seed: of the weights, also where a factory draws them by NumPy.
+        table: Table of the model. A factory receives the table's options. It also receives `input_shape`, `classes` and
+            `sparse` of the data if its signature names them. A sample defines the shapes of a user model's lazy layers.
+        info: Description of the data.
+        seed: Seed of the weights, even if a factory draws them by NumPy.
 
     Raises:
-        ConfigError: no such model, options that it does not take, or a factory that gives no `torch.nn.Module`;
-            a model with lazy layers that does not take the inputs.
+        ConfigError: The model does not exist or rejects the options, a factory returns no `torch.nn.Module`, or a model
+            with lazy layers does not accept the inputs.
     """
     name = table.name if isinstance(table.name, str) else getattr(table.name, "__qualname__", repr(table.name))
     factory = choose("[model] name", table.name, MODELS)
@@ -52,7 +52,7 @@ def build(table: ModelTable, info: DataInfo, seed: int) -> nn.Module:
                     _finish_lazy_layers(module, info)
         except Exception as error:
             if isinstance(error, ConfigError) or factory not in MODELS.values():
-                raise  # the user's own code says best itself what is wrong
+                raise  # the user's own exception says best what is wrong
             options = ", ".join(table.options)
             raise ConfigError(f"[model] {name} cannot be made with these options ({options}): {error!r}") from None
     if not isinstance(module, nn.Module):
@@ -69,7 +69,7 @@ def _finish_lazy_layers(module: nn.Module, info: DataInfo) -> None:
 
 @contextmanager
 def _taking(info: DataInfo) -> Iterator[None]:
-    """Raises ConfigError where a model does not take the inputs."""
+    """Raises ConfigError if a model does not accept the inputs."""
     try:
         yield
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -83,15 +83,15 @@ def _taking(info: DataInfo) -> Iterator[None]:
 
 
 def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
-    """Makes sure that model, task and data fit: the model takes the inputs and gives what the task compares.
+    """Checks that model, task and data fit: the model accepts the inputs and gives output that the task can compare.
 
-    Weights belong to whoever updates them, and so a model that changes its own is refused.
+    The owner updates the weights, so a model that changes its own weights is rejected.
 
     Returns:
-        What it gave for one sample.
+        The model's output for one sample.
 
     Raises:
-        ConfigError: they do not; the text has both shapes.
+        ConfigError: They do not fit. The text has both shapes.
     """
     parameter = next(module.parameters(), None)
     inputs, target = info.sample

@@ -1,6 +1,6 @@
-"""The networks that Rudra ships.
+"""Networks that Rudra ships.
 
-Each factory gets the shape of one input, the number of classes, and the options of the job.
+Each factory receives the shape of one input, the number of classes, and the options of the job.
 """
 
 import itertools
@@ -32,22 +32,22 @@ def mlp(
     """Fully connected layers with relu, sigmoid or tanh between them.
 
     Args:
-        input_shape: of a sample, which is flattened.
-        classes: number of outputs.
-        hidden: width of each hidden layer.
-        activation: behind each of these.
-        biases: of all layers.
+        input_shape: Shape of a sample. The network flattens it.
+        classes: Number of outputs.
+        hidden: Width of each hidden layer.
+        activation: Activation after each hidden layer.
+        biases: Whether all layers have a bias.
         initialisation: "auto", torch's for relu and Xavier's for the others; "fan-in", normal with deviation 1/√n for
             n inputs of a layer; or "hogbatch", normal with variance 2 d / (inputs + outputs of the layer), where d is
-            ⌊√(inputs + outputs of the first layer)⌋ + 1. The last two begin with biases of 0.
-        sparse: the first layer is a `SparseLinear`, for sparse inputs; all begins with the same weights.
+            ⌊√(inputs + outputs of the first layer)⌋ + 1. With the last two, biases start at 0.
+        sparse: Whether the first layer is a `SparseLinear`, for sparse inputs. The initial weights do not depend on it.
 
     Hogbatch's networks have sigmoids, layers of 512 and no biases: covtype's 1,339,392 parameters (54 inputs, six
     hidden layers, 2 classes), delicious' 2,070,016 (500 inputs, six, 983 labels).
 
-    Source: Ma & Rusu, Heterogeneous CPU+GPU SGD, Table 2; Glorot & Bengio 2010 for the initialisation of sigmoid and
-    tanh. Ma & Rusu print a standard deviation of the number of units, which would saturate every sigmoid; "hogbatch"
-    is what their code has, with which signals keep their size through layers of 512 sigmoids, unlike with "fan-in".
+    Source: Ma & Rusu, Heterogeneous CPU+GPU SGD, Table 2. Glorot & Bengio 2010 for the initialisation of sigmoid and
+    tanh. Ma & Rusu print a standard deviation equal to the number of units, which would saturate every sigmoid. Their
+    code has "hogbatch", which keeps the size of signals through layers of 512 sigmoids, unlike "fan-in".
     """
     if activation not in _ACTIVATIONS:
         raise ConfigError(f"[model] mlp has no activation {activation!r}; valid: {', '.join(_ACTIVATIONS)}")
@@ -77,7 +77,7 @@ _NORMAL: dict[str, Callable[[nn.Linear, nn.Linear], float]] = {
         2 * (math.isqrt(first.in_features + first.out_features) + 1) / (layer.in_features + layer.out_features)
     ),
 }
-"""Name of an initialisation -> variance of a layer's weights, which may depend on the first layer."""
+"""Variance of a layer's weights for each initialisation. It may depend on the first layer."""
 
 
 def _normal(layers: Sequence[nn.Linear], variance: Callable[[nn.Linear, nn.Linear], float]) -> None:
@@ -88,11 +88,11 @@ def _normal(layers: Sequence[nn.Linear], variance: Callable[[nn.Linear, nn.Linea
 
 
 def _xavier(layers: Sequence[nn.Linear], *, sigmoid: bool) -> None:
-    """Gives the layers Xavier's weights, by which signals keep their size from one tanh to the next.
+    """Initialises the layers with Xavier's weights, which keep the size of signals from one tanh to the next.
 
-    With sigmoids, the network begins as the one of tanh that it equals by σ(x) = 1/2 + tanh(x / 2) / 2: twice the
-    weights in front of a sigmoid, twice those behind, and biases that take the 1/2 away. With torch's weights or
-    Xavier's own, networks of four or more layers of sigmoids hardly learn.
+    With sigmoids, the network starts equal to a network of tanh by σ(x) = 1/2 + tanh(x / 2) / 2: twice the weights
+    before a sigmoid, twice the weights after it, and biases that cancel the 1/2. With torch's weights or Xavier's own,
+    networks of four or more sigmoid layers hardly learn.
     """
     for index, layer in enumerate(layers):
         behind, before = sigmoid and index > 0, sigmoid and index < len(layers) - 1
@@ -107,9 +107,9 @@ def lenet(
 ) -> nn.Module:
     """Caffe's LeNet: 431,080 parameters on 28x28x1 and ten classes.
 
-    Inputs below 20x20 get 3x3 convolutions that keep the size, and only one pooling, behind the second. Channels
-    (32, 64) and 1024 hidden units give the size of CROSSBOW's (1,111,946 parameters, 4.24 MiB), which has ReLU behind
-    the convolutions and dropout, too.
+    Inputs below 20x20 get 3x3 convolutions that keep the size, and only one pooling, after the second convolution.
+    Channels (32, 64) and 1024 hidden units give the size of CROSSBOW's LeNet (1,111,946 parameters, 4.24 MiB). CROSSBOW
+    also has ReLU after the convolutions, and dropout.
     """
     depth, height, width = _image("lenet", input_shape, least=4)
     small = min(height, width) < 20
@@ -126,7 +126,7 @@ def lenet(
     model = nn.Sequential(*convolutions, nn.Linear(features, hidden), nn.ReLU(inplace=True), nn.Linear(hidden, classes))
     for layer in model:
         if isinstance(layer, nn.Conv2d | nn.Linear):
-            bound = math.sqrt(3 / layer.weight[0].numel())  # Caffe's "xavier": by the inputs of a neuron alone
+            bound = math.sqrt(3 / layer.weight[0].numel())  # Caffe's "xavier": depends only on a neuron's inputs
             nn.init.uniform_(layer.weight, -bound, bound)
             nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
     return model
@@ -140,7 +140,7 @@ class _LocalNorm(nn.Module):
         self.size, self.alpha = size, alpha
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        # A depthwise convolution takes a third of the time of torch's pooling, and two roots less than a power.
+        # A depthwise convolution takes a third of the time of torch's pooling, and two roots take less than a power.
         channels = inputs.shape[1]
         weight = inputs.new_full((channels, 1, self.size, self.size), self.alpha / self.size**2)
         root = torch.rsqrt(1 + functional.conv2d(inputs * inputs, weight, padding=self.size // 2, groups=channels))
@@ -150,9 +150,9 @@ class _LocalNorm(nn.Module):
 def cifar10_full(input_shape: Sequence[int], classes: int) -> nn.Module:
     """Caffe's cifar10_full: 89,578 parameters on 32x32x3 and ten classes.
 
-    It expects inputs of 0…255 minus the mean: its first weights are tiny for that reason.
+    It expects inputs of 0…255 minus the mean, because its initial weights are tiny.
 
-    Source: Rudra §4.2, which names the network but no detail; these are Caffe's.
+    Source: Rudra §4.2, which names the network without details. The details are Caffe's.
     """
     depth, _, _ = _image("cifar10_full", input_shape, least=16)
     convolutions = nn.Sequential(
@@ -178,12 +178,12 @@ def cifar10_full(input_shape: Sequence[int], classes: int) -> nn.Module:
 
 
 def alexnet(input_shape: Sequence[int], classes: int, width: int = 4616, dropout: float = 0.5) -> nn.Module:
-    """AlexNet: five convolutions, three fully connected layers, dropout behind the first two of these.
+    """AlexNet: five convolutions, three fully connected layers, dropout after the first two fully connected layers.
 
-    72,221,944 parameters (288.9 MB) with 1000 classes, for any input of 3x63x63 or more; 3x224x224 is usual.
+    72,221,944 parameters (288.9 MB) with 1000 classes, for any input of 3x63x63 or more. 3x224x224 is usual.
 
     Source: Rudra §4.3, which gives about 72 M parameters and 289 MB but no widths. The convolutions here are the
-    published ones in one group; `width`, of the fully connected layers, is chosen for that size instead of 4096.
+    published ones in one group. `width`, of the fully connected layers, is chosen for that size instead of 4096.
     """
     depth, _, _ = _image("alexnet", input_shape, least=63)
     return nn.Sequential(
@@ -219,10 +219,11 @@ def vgg16(
 
     Args:
         input_shape: (channels, height, width), 8x8 or more.
-        classes: number of outputs.
-        width: channels of the first stage; the others have 2, 4, 8 and 8 times as many, and so has the hidden layer.
-        batch_norm: behind every ReLU. It needs mini-batches of two samples or more.
-        dropout: in front of the linear layers; 0.6 times that between convolutions of the first stage, else 0.8 times.
+        classes: Number of outputs.
+        width: Channels of the first stage. The others have 2, 4, 8 and 8 times as many. The hidden layer has 8 times.
+        batch_norm: Whether BatchNorm follows every ReLU. It needs mini-batches of two samples or more.
+        dropout: Dropout before the linear layers; 0.6 times this between convolutions of the first stage, else 0.8
+            times.
 
     Source: CROSSBOW, Table 1, with the layers of its code and of github.com/geifmany/cifar-vgg. He's initialisation.
     """
@@ -247,9 +248,9 @@ def resnet32(input_shape: Sequence[int], classes: int, blocks: int = 5, width: i
 
     Args:
         input_shape: (channels, height, width), 8x8 or more.
-        classes: number of outputs.
-        blocks: of each of the three stages: 5 make ResNet-32, and 3 make ResNet-20 (269,722 parameters).
-        width: channels of the first stage; the others have twice and four times as many.
+        classes: Number of outputs.
+        blocks: Number of blocks in each of the three stages: 5 for ResNet-32, 3 for ResNet-20 (269,722 parameters).
+        width: Channels of the first stage. The others have twice and four times as many.
 
     Source: He et al. 2015, Deep Residual Learning, §4.2. CROSSBOW's code has projections in two shortcuts instead.
     """
@@ -261,11 +262,11 @@ def resnet32(input_shape: Sequence[int], classes: int, blocks: int = 5, width: i
 
 
 def resnet50(input_shape: Sequence[int], classes: int) -> nn.Module:
-    """ResNet-50 v1.5: 25,557,032 parameters (97.49 MiB) with 1000 classes, for 32x32 or more; 3x224x224 is usual.
+    """ResNet-50 v1.5: 25,557,032 parameters (97.49 MiB) with 1000 classes, for 32x32 or more (3x224x224 is usual).
 
     Parameters and buffers have the names and shapes of torchvision's `resnet50`, so that its weights can be loaded.
 
-    Source: He et al. 2015, Deep Residual Learning, §4.1; v1.5 has its strides in 3x3 convolutions. CROSSBOW, Table 1.
+    Source: He et al. 2015, Deep Residual Learning, §4.1. v1.5 has its strides in 3x3 convolutions. CROSSBOW, Table 1.
     """
     depth, _, _ = _image("resnet50", input_shape, least=32)
     stem = {"conv1": _convolution(depth, 64, 7, 2), "bn1": nn.BatchNorm2d(64), "relu": nn.ReLU(inplace=True)}
@@ -273,7 +274,7 @@ def resnet50(input_shape: Sequence[int], classes: int) -> nn.Module:
 
 
 class _Basic(nn.Module):
-    """Two 3x3 convolutions; the shortcut takes every other pixel and gives zeros in the new channels (option A)."""
+    """Two 3x3 convolutions. The shortcut takes every other pixel and has zeros in the new channels (option A)."""
 
     expansion = 1  # output channels / width
 
@@ -295,7 +296,7 @@ class _Basic(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions; the shortcut is a projection where the shape changes (option B)."""
+    """1x1, 3x3 and 1x1 convolutions. If the shape changes, the shortcut is a projection (option B)."""
 
     expansion = 4
 
@@ -325,7 +326,7 @@ def _residual(
     width: int,
     classes: int,
 ) -> nn.Module:
-    """Stages of so many blocks, each but the first with half the pixels and twice the channels, behind the stem."""
+    """Returns the stem and stages of `blocks` blocks. Each stage but the first halves pixels and doubles channels."""
     layers = OrderedDict(stem)
     inputs = width
     for stage, count in enumerate(blocks):
@@ -339,16 +340,16 @@ def _residual(
 
 
 def lstm(input_shape: Sequence[int], classes: int, hidden: int = 128, layers: int = 2) -> nn.Module:
-    """Characters to the ones that follow them: 280,897 parameters with 65 characters.
+    """LSTM that predicts the next characters: 280,897 parameters with 65 characters.
 
-    Its inputs are (samples, T) int64, its outputs (samples, T, classes), for any T. Every batch begins with a state of
+    Its inputs are (samples, T) int64, its outputs (samples, T, classes), for any T. Every batch starts with a state of
     zeros.
 
     Args:
         input_shape: (T,).
-        classes: different characters.
-        hidden: units of each layer, and size of the embedding.
-        layers: LSTMs, one on another.
+        classes: Number of different characters.
+        hidden: Number of units in each layer, and size of the embedding.
+        layers: Number of stacked LSTMs.
 
     Source: github.com/karpathy/char-rnn, its default network, with an embedding in front.
     """
@@ -361,12 +362,12 @@ def lstm(input_shape: Sequence[int], classes: int, hidden: int = 128, layers: in
 
 
 class _Hidden(nn.LSTM):
-    """Gives the hidden states of all steps, and nothing else."""
+    """LSTM that returns only the hidden states of all steps."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         if not inputs.is_cuda:
             return super().forward(inputs)[0]
-        with warnings.catch_warnings():  # cuDNN copies weights that lie in a larger vector together, and warns of it
+        with warnings.catch_warnings():  # cuDNN copies weights of a larger vector together, and warns of it
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
             return super().forward(inputs)[0]
 
@@ -385,18 +386,18 @@ def _image(name: str, input_shape: Sequence[int], least: int) -> tuple[int, int,
 
 
 def _features(layers: nn.Module, input_shape: Sequence[int]) -> int:
-    """Outputs of the layers for one sample."""
+    """Returns the number of outputs of the layers for one sample."""
     with torch.no_grad():
         return int(layers(torch.zeros(1, *input_shape)).shape[1])
 
 
 def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """Without a bias, as the BatchNorm behind it has one; keeps the size but for the stride."""
+    """Returns a convolution that keeps the size except for the stride. BatchNorm follows, so it has no bias."""
     return nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
 
 
 def _he(model: nn.Module) -> nn.Module:
-    """Gives convolutions He's normal weights, by which signals keep their size behind ReLUs."""
+    """Initialises convolutions with He's normal weights, which keep the size of signals after ReLUs."""
     for layer in model.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")

@@ -1,4 +1,4 @@
-"""Update rules: torch's optimisers, stepping over one flat vector."""
+"""Update rules: torch's optimisers, applied to one flat vector."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rudra.compute.rows import RowForm, RowGradient
     from rudra.core.layout import Entry
 
-    Piece = tuple[torch.nn.Parameter, slice, slice]  # what of the weights, and of the parameter
-    Slice = tuple[slice, list[tuple[int, list[Piece]]]]  # what of the weights, and what of each of the groups in it
+    Piece = tuple[torch.nn.Parameter, slice, slice]  # slices of the weights, and of the parameter
+    Slice = tuple[slice, list[tuple[int, list[Piece]]]]  # slice of the weights, and its pieces in each group
 
 _WITH_MOMENTUM = {"sgd", "rmsprop"}
 _NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}
@@ -28,27 +28,28 @@ CACHE_LINE = 16  # elements, the unit in which torch hands a vector to its threa
 
 
 class UpdateRule:
-    """Applies gradients to flat weights, in place.
+    """Update rule that applies gradients to flat weights in place.
 
-    SGD uses torch's fused kernel and equals plain `torch.optim.SGD` over separate parameters bit for bit: the kernel
-    rounds differently only in the elements behind the last full cache line, so these go through the plain one.
+    SGD uses torch's fused kernel and is bitwise identical to plain `torch.optim.SGD` over separate parameters. The
+    fused kernel rounds differently only in the elements after the last full cache line. These use the plain kernel.
     Adam, AdamW and Adagrad are fused as well, and may differ from their plain forms in the last bit.
 
-    Neighbours in the vector that belong to the same group of `[optimizer] groups` are stepped as one.
+    Adjacent parameters of the same group of `[optimizer] groups` are stepped as one.
 
-    Under `momentum_form = "caffe"` the velocity v ← m v + α g is itself what is subtracted from the weights, so that a
-    new rate concerns new gradients alone. That is torch's own step at the rate 1, with the rate in the gradient and in
-    the weight decay: any rate will do, 0 too, and the velocity is all that there is to remember.
+    With `momentum_form = "caffe"` the velocity v ← m v + α g is subtracted from the weights directly, so a new rate
+    affects only new gradients. This equals torch's step at rate 1 with the rate moved into the gradient and the weight
+    decay. So any rate works, even 0, and the velocity is the only state.
 
     Args:
-        table: which optimiser, with its options; learning rates are given with each step.
-        weights: (P,) float32, contiguous, lent for the lifetime of the rule.
-        layout: of the weights, and perhaps of what lies behind them; without it they are one tensor without a name.
-        part: these weights are this part of those of the layout (`rudra.compute.parts`); None: they are all.
-        rows: of gradients for `step_rows`; torch's SGD, without momentum and weight decay, changes these rows alone.
+        table: Table of the optimiser with its options. Learning rates are given with each step.
+        weights: (P,) float32, contiguous. The rule uses this memory for its lifetime.
+        layout: Entries of the weights, and perhaps of the values after them. Without it they are one unnamed tensor.
+        part: Part of the layout that these weights are (`rudra.compute.parts`). None: they are all.
+        rows: Row format of gradients for `step_rows`. Torch's SGD without momentum and weight decay changes only these
+            rows.
 
     Raises:
-        ConfigError: no such optimiser, options that it does not take, or a group of parameters that are not there.
+        ConfigError: No such optimiser, unknown options, or a group of parameters that do not exist.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class UpdateRule:
         self._clip_norm = table.clip_norm
         self._caffe = table.momentum_form == "caffe" and table.momentum > 0
         scales = self._caffe or table.clip_norm is not None
-        self._scaled = torch.zeros_like(weights if scales else weights[:0])  # what is lent is only read
+        self._scaled = torch.zeros_like(weights if scales else weights[:0])  # borrowed gradients are read-only
         self._weights = weights
         self._sgd = table.name == "sgd"
         self._slices: dict[int, list[Slice]] = {}  # by their largest size
         self._places: dict[torch.nn.Parameter, slice] = {}
-        self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> part of the whole, of that
-        self._factors: list[float] = []  # of each of the optimiser's groups
+        self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> whole parameter, and slices
+        self._factors: list[float] = []  # of each optimiser group
         groups: list[dict[str, Any]] = []
         tail = CACHE_LINE if self._sgd else 1
         runs = runs_of(table.groups, parameters) if parameters else [(_REST, slice(0, len(weights)))]
@@ -110,7 +111,7 @@ class UpdateRule:
             groups.append({"params": [self._rows], "fused": False})
             self._factors.append(row_group.rate_factor)
         try:
-            for fused in {fusible, False}:  # an option may be taken, and fail in the first step
+            for fused in {fusible, False}:  # an option may be accepted and fail in the first step
                 trial = torch.nn.Parameter(torch.zeros(CACHE_LINE))
                 trial.grad = torch.zeros(CACHE_LINE)
                 flags = {"fused": fused} if fusible else {}
@@ -118,7 +119,7 @@ class UpdateRule:
             if table.name not in OPTIMIZERS:
                 _check_own(lambda trial: cls(trial, lr=table.learning_rate, **options))
             self.optimizer: torch.optim.Optimizer = cls(groups, lr=table.learning_rate, **plain, **options)
-        except Exception as error:  # torch checks some options, and stumbles over others
+        except Exception as error:  # torch checks some options, and fails on others with any exception
             raise ConfigError(f"[optimizer] {table.name}: {' '.join(str(error).split())}") from None
         self._decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
 
@@ -128,9 +129,9 @@ class UpdateRule:
         """Updates the weights.
 
         Args:
-            gradient: (P,) float32; read only, and free again when this returns.
-            learning_rate: of this step, with every modulation in it.
-            norms: of gradients that others have, as `norms` gives them, of parameters before these and behind them.
+            gradient: (P,) float32, read only, and not needed after this returns.
+            learning_rate: Rate of this step, including all modulation.
+            norms: Norms of other owners' gradients, as `norms` returns them: for parameters before and after these.
         """
         if self._clip_norm is not None:
             gradient = self._clip(gradient, self._clip_norm, norms)
@@ -143,7 +144,7 @@ class UpdateRule:
             parameter.grad = None
 
     def step_rows(self, gradient: RowGradient, learning_rate: float) -> None:
-        """As `step`, with a gradient in rows."""
+        """Updates the weights as `step` does, with a gradient in rows."""
         import torch
 
         form, rows = gradient.form, gradient.rows
@@ -154,7 +155,7 @@ class UpdateRule:
         if rows is None:
             self._rows.grad = gradient.whole
         else:
-            # What torch's SGD does with them, after 30 µs of looking whether there is more to do.
+            # Equals torch's SGD for these rows, but skips its 30 µs of checks for other work.
             places, shape = rows.indices.long()[None], self._rows.shape
             sparse = torch.sparse_coo_tensor(places, rows.values, shape, check_invariants=False, is_coalesced=True)
             self._rows.data.add_(sparse, alpha=-rate)
@@ -163,7 +164,7 @@ class UpdateRule:
             parameter.grad = None
 
     def _set_rates(self, learning_rate: float) -> list[float]:
-        """Of each of the optimiser's groups."""
+        """Sets and returns the rate of each optimiser group."""
         rates = [learning_rate * factor for factor in self._factors]
         for group, rate, decay in zip(self.optimizer.param_groups, rates, self._decays, strict=True):
             group["lr"] = 1.0 if self._caffe else rate
@@ -173,7 +174,7 @@ class UpdateRule:
 
     @property
     def sliceable(self) -> bool:
-        """Whether `step_in_slices` is possible now: SGD, once its momentum is there, and if no norm is needed first."""
+        """Whether `step_in_slices` is possible now: SGD with allocated momentum, and no norm needed first."""
         groups = self.optimizer.param_groups
         return (
             self._sgd
@@ -192,14 +193,14 @@ class UpdateRule:
         most: int,
         after: Callable[[slice], None] | None = None,
     ) -> None:
-        """As `step`, to the same bits, for who makes the gradient as it goes.
+        """Updates the weights, bitwise identical to `step`, for a caller that computes the gradient during the step.
 
         Args:
-            gradient: gives a slice of it, which is only read, until the next one is asked for; in ascending order.
-                The weights of that slice are not needed before, and not changed before.
-            learning_rate: of this step.
-            most: elements of a slice.
-            after: is called with each slice that has been stepped, while that is in the cache.
+            gradient: Returns a slice of the gradient, read-only and valid until the next call. Slices are requested in
+                ascending order. The weights of a slice are not read or changed before its request.
+            learning_rate: Rate of this step.
+            most: Largest number of elements in a slice.
+            after: Called with each slice after its step, while the slice is in the cache.
         """
         from torch.optim.sgd import sgd
 
@@ -222,7 +223,7 @@ class UpdateRule:
                 after(whole)
 
     def _cut(self, most: int) -> Iterator[Slice]:
-        """Slices of the weights: cuts lie where the kernels' arithmetic is the same as without, as those of parts."""
+        """Yields slices of the weights. As for parts, cuts do not change the arithmetic of the kernels."""
         places = sorted((place.start, place.stop) for place in self._places.values())
         cuts = [0]
         for start, stop in places:
@@ -243,7 +244,7 @@ class UpdateRule:
             yield whole, groups
 
     def norms(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Of the gradient of each parameter, (parameters,) float32."""
+        """Returns the norm of each parameter's gradient, (parameters,) float32."""
         import torch
 
         return torch.stack([torch.linalg.vector_norm(each) for each in torch.split(gradient, self._sizes)])
@@ -251,9 +252,10 @@ class UpdateRule:
     def _clip(
         self, gradient: torch.Tensor, most: float, others: tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """The gradient, or a copy that is scaled to the norm `most`; equal to `clip_grad_norm_` over the parameters.
+        """Returns the gradient, or a copy scaled to the norm `most`.
 
-        Where the norm is not finite the gradient stays what it is, and the next loss tells: scaled, it might be zero.
+        The result equals `clip_grad_norm_` over the parameters. If the norm is not finite, the gradient is not
+        scaled, because scaling might make it zero and hide the problem from the next loss.
         """
         import torch
 
@@ -265,13 +267,13 @@ class UpdateRule:
         return self._times(scale, gradient, slice(None)) if norm.isfinite() and scale < 1 else gradient
 
     def _times(self, scale: float | torch.Tensor, gradient: torch.Tensor, part: slice) -> torch.Tensor:
-        """A part of the gradient at another scale, which is good until the next one."""
+        """Returns a part of the gradient at another scale, valid until the next call."""
         import torch
 
         return torch.mul(gradient, scale, out=self._scaled[part])
 
     def move(self, weights: torch.Tensor) -> None:
-        """Goes on with weights in another place, which hold the same."""
+        """Continues with weights in other memory, which holds the same values."""
         self._weights = weights
         for parameter, part in self._places.items():
             parameter.data = weights[part]
@@ -279,15 +281,15 @@ class UpdateRule:
             self._rows.data = weights[form.part].view(form.features, form.width)
 
     def reset(self) -> None:
-        """Forgets all that the optimiser remembers."""
+        """Clears the state of the optimiser."""
         self.optimizer.state.clear()
         self.prepare()
 
     def prepare(self) -> None:
-        """Allocates and touches SGD's momentum, so that the first update takes no longer than the others.
+        """Allocates and touches SGD's momentum, so that the first update takes no longer than later ones.
 
-        Velocity of zero is what the first step starts from, except under dampening, which torch does not apply to that
-        step; there, and in Adam and RMSprop, the first step allocates.
+        The first step starts from a velocity of zero. Torch does not apply dampening to that step, so with dampening,
+        and in Adam and RMSprop, the first step allocates its own state.
         """
         import torch
 
@@ -297,7 +299,7 @@ class UpdateRule:
                     self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the optimiser remembers: its own tensors, by a name that says which part of the weights they are for."""
+        """Returns the state tensors of the optimiser by names that identify their parts of the weights."""
         import torch
 
         found = {}
@@ -308,16 +310,16 @@ class UpdateRule:
         return found
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Goes on from what `state` gave, in this process or another one; of all weights, also for a part of them.
+        """Takes over the state of all weights that `state` returned in any process, even if the rule owns only a part.
 
         Raises:
-            ValueError: it is not that of this optimiser and these weights.
+            ValueError: The state does not match this optimiser and these weights.
         """
         for name, value in state.items():
             key, _, number = name.rpartition(".")
             if not (number.isdigit() and int(number) < self._count):
                 raise ValueError(f"optimiser state {name} does not fit")
-            if int(number) not in self._numbered:  # of another part
+            if int(number) not in self._numbered:  # belongs to another part
                 continue
             parameter, whole, inside = self._numbered[int(number)]
             if value.numel() not in {1, whole.stop - whole.start}:
@@ -327,7 +329,7 @@ class UpdateRule:
             self.optimizer.state[parameter][key] = own.clone()
 
     def state_bytes(self) -> int:
-        """Memory that the optimiser's state takes now."""
+        """Memory that the optimiser's state occupies now."""
         import torch
 
         values = (value for state in self.optimizer.state.values() for value in state.values())
@@ -335,10 +337,10 @@ class UpdateRule:
 
 
 def optimizer_of(table: OptimizerTable) -> tuple[Any, dict[str, Any]]:
-    """The class that a table names, and its keyword arguments beside the learning rate.
+    """Returns the optimiser class of a table, and its keyword arguments except the learning rate.
 
     Raises:
-        ConfigError: there is no such class, or it does not take them.
+        ConfigError: There is no such class, or it does not accept them.
     """
     import torch
 
@@ -352,10 +354,10 @@ def optimizer_of(table: OptimizerTable) -> tuple[Any, dict[str, Any]]:
 
 
 def _check_own(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Makes sure that a user's optimiser steps over parts of a flat vector, and that a checkpoint can hold its state.
+    """Checks that a user's optimiser works on parts of a flat vector, and that a checkpoint can hold its state.
 
     Raises:
-        ValueError: it cannot, or it has other state than tensors.
+        ValueError: It does not, or its state contains other things than tensors.
     """
     import torch
 
@@ -388,14 +390,14 @@ def _check_own(make: Callable[[Any], torch.optim.Optimizer]) -> None:
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What an optimiser has beside its state, so that a change shows."""
+    """Describes the attributes of an optimiser outside its state, to detect changes."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     own = {key: value for key, value in vars(optimizer).items() if isinstance(value, bool | int | float | str | list)}
     return [repr(groups), repr({key: value for key, value in own.items() if key != "param_groups"})]
 
 
 def uncompiled(cls: Any) -> Any:
-    """An optimiser without what torch wraps around its methods for a compiler, whose import takes over a second."""
+    """Returns an optimiser without torch's compiler wrappers, whose import takes over a second."""
     import torch
 
     bare = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "zero_grad")}
@@ -406,10 +408,10 @@ _REST = ParameterGroup(parameters=("*",))
 
 
 def runs_of(groups: Sequence[ParameterGroup], layout: Sequence[Entry]) -> Iterator[tuple[ParameterGroup, slice]]:
-    """Slices of the flat vector, as long as can be, each of parameters of one group.
+    """Yields the longest possible slices of the flat vector whose parameters belong to one group.
 
     Raises:
-        ConfigError: a group of parameters that are not there.
+        ConfigError: A group names parameters that do not exist.
     """
     parameters = [entry for entry in layout if entry.kind == "parameter"]
     names = [entry.name for entry in parameters]
@@ -429,7 +431,7 @@ def runs_of(groups: Sequence[ParameterGroup], layout: Sequence[Entry]) -> Iterat
 
 
 def _around(runs: Iterable[tuple[ParameterGroup, slice]], hole: slice) -> Iterator[tuple[ParameterGroup, slice]]:
-    """The runs without what is in the hole."""
+    """Yields the runs without the elements in the hole."""
     for group, run in runs:
         for piece in (slice(run.start, min(run.stop, hole.start)), slice(max(run.start, hole.stop), run.stop)):
             if piece.start < piece.stop:
@@ -437,7 +439,7 @@ def _around(runs: Iterable[tuple[ParameterGroup, slice]], hole: slice) -> Iterat
 
 
 def _parts(runs: Iterable[tuple[ParameterGroup, slice]], tail: int) -> dict[tuple[ParameterGroup, bool], list[slice]]:
-    """The runs of each group, for the fused kernel as far as they are a multiple of `tail`, and for the plain one."""
+    """Returns each group's runs: multiples of `tail` for the fused kernel, and the rest for the plain one."""
     parts: dict[tuple[ParameterGroup, bool], list[slice]] = {}
     for group, run in runs:
         middle = run.stop - (run.stop - run.start) % tail
@@ -448,7 +450,7 @@ def _parts(runs: Iterable[tuple[ParameterGroup, slice]], tail: int) -> dict[tupl
 
 
 def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:
-    """Keyword arguments for the optimiser's class, checked against its signature."""
+    """Returns keyword arguments for the optimiser's class, checked against its signature."""
     valid = [key for key in inspect.signature(cls).parameters if key not in _NOT_OPTIONS]
     for key in table.options:
         if key not in valid:

@@ -1,4 +1,4 @@
-"""What servers work with: averages of gradients, and weights that they own and update."""
+"""Executors of servers: they average gradients, and own and update weights."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,11 +36,11 @@ from rudra.job.job import Job
 from topologies import Plan
 
 FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
-"""Gives the weights of a warm start: what a result file holds for a model of that layout, (size,) float32."""
+"""Returns the weights of a warm start: the weights in a result file for a model of that layout, (size,) float32."""
 
 
 class AveragingExecutor(Executor):
-    """Adds gradients, for a server."""
+    """Executor of a server that averages gradients."""
 
     @performs(Accumulate)
     def accumulate(self, action: Accumulate) -> None:
@@ -65,7 +65,7 @@ class AveragingExecutor(Executor):
 
     @cached_property
     def _scratch(self) -> dict[str, torch.Tensor]:
-        """Room for a slice of each average that waits."""
+        """Scratch memory for one slice of each deferred average."""
         return {}
 
     def _accumulate(self, action: Accumulate) -> None:
@@ -80,7 +80,7 @@ class AveragingExecutor(Executor):
             self._replace(action.into, after)
 
     def _add_rows(self, action: Accumulate, into: Any, gradient: Any, out: Any, form: RowForm) -> None:
-        """As `_add`, for gradients in rows: to the same bits."""
+        """Averages gradients in rows, bitwise identical to `_add`."""
         self._add(action, into.rest, gradient.rest, out.rest, self.parameters - form.features * form.width)
         indices, mine, its = alike(into, gradient)
         if action.into == action.gradient:
@@ -95,7 +95,7 @@ class AveragingExecutor(Executor):
     def _add(
         self, action: Accumulate, into: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, parameters: int
     ) -> None:
-        """Does it to a slice, or all, which begins with so many parameters; `out` may be `into`."""
+        """Averages a slice or a whole vector that begins with `parameters` parameters. `out` may be `into`."""
         if action.into == action.gradient:
             torch.mul(into[:parameters], action.scale, out=out[:parameters])
             if out is not into:
@@ -109,7 +109,7 @@ class AveragingExecutor(Executor):
 
 
 class OwnerExecutor(Executor):
-    """Lets the optimiser step weights of its own, or a part of the weights."""
+    """Executor of a role that updates its own weights, or a part of the weights, with the optimiser."""
 
     _part: Part | None = None
 
@@ -121,12 +121,12 @@ class OwnerExecutor(Executor):
         first_weights: FirstWeights | None = None,
         part: Part | None = None,
     ) -> None:
-        """Takes over the weights that the model was built with, or those of a warm start; or a part of them."""
+        """Takes over the initial weights of the model or of a warm start, or a part of them."""
         own = self.buffer(WEIGHTS).vector
         weights = own if part is None else torch.empty(flat.size)
         flat.read_into(weights)
         if flat.device == weights.device and part is None:
-            flat.bind(weights)  # frees the model's own: a server has no room for both
+            flat.bind(weights)  # frees the model's own weights: a server has no room for both
         if job.training.warm_start is not None:
             assert first_weights is not None
             weights.copy_(torch.from_numpy(first_weights(job.training.warm_start, flat.layout)))
@@ -135,22 +135,22 @@ class OwnerExecutor(Executor):
             self._take_part(weights)
         self._rule = self._rule_of(job, plan, own[: self.parameters])
         here = [entry for entry in self.layout if part is None or entry in part]
-        self._counters = sum(entry.kind == "counter" for entry in here)  # the last ones of them
+        self._counters = sum(entry.kind == "counter" for entry in here)  # they are the last entries
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
-        """What updates the weights."""
+        """Returns the rule that updates the weights."""
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
         part = None if self._part is None else self._part.stretches[0]
         return UpdateRule(table, weights, self.layout, part, self.form)
 
     def _take_part(self, weights: torch.Tensor) -> None:
-        """Begins with a part of these; only now can it tell their digest."""
+        """Starts with a part of these weights, and records the digest of all of them, which is not available later."""
         assert self._part is not None
         self.buffer(WEIGHTS).vector.copy_(torch.cat([weights[stretch] for stretch in self._part.stretches]))
         self._first_sha256 = sha256(weights.numpy())
 
     def sha256(self, name: str) -> str:
-        """SHA-256 of a buffer's floats, in hexadecimal; where those are a part, of all weights at the beginning."""
+        """Returns the SHA-256 of a buffer's floats, in hexadecimal. For a part, hashes all initial weights."""
         return super().sha256(name) if self._part is None or name != WEIGHTS else self._first_sha256
 
     def put(self, name: str, buffer: Buffer) -> None:
@@ -162,7 +162,7 @@ class OwnerExecutor(Executor):
         self._rule.prepare()
 
     def state_bytes(self) -> int:
-        """Memory that the optimiser's state takes now."""
+        """Memory that the optimiser's state occupies now."""
         return self._rule.state_bytes()
 
     @cached_property
@@ -170,18 +170,18 @@ class OwnerExecutor(Executor):
         return {}
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
-        """All that a checkpoint needs, which has nothing of others if this one is alone."""
+        """Returns all tensors for a checkpoint, without tensors of other roles if `alone`."""
         state = {f"optimizer.{name}": value for name, value in self._rule.state().items()}
         return {**dict(zip(stretch_names(len(self.stretches)), self.stretches, strict=True)), **state}
 
     @property
     def stretches(self) -> tuple[torch.Tensor, ...]:
-        """The weights that it owns, as they lie in the vector of all."""
+        """Returns the weights that the role owns, as pieces of the whole vector."""
         own = self.buffer(WEIGHTS).vector
         return (own,) if self._part is None else tuple(own[part] for part in self._part.within)
 
     def last_state(self) -> dict[str, npt.NDArray[np.float32]]:
-        """All that a checkpoint needs, when nothing of it changes any more: not copied where it lies in main memory."""
+        """Returns all tensors for a checkpoint after the last change, without copying tensors in main memory."""
         return {name: tensor.reshape(-1).to("cpu", torch.float32).numpy() for name, tensor in self._tensors().items()}
 
     def state(self, *, alone: bool = False) -> dict[str, npt.NDArray[np.float32]]:
@@ -193,10 +193,10 @@ class OwnerExecutor(Executor):
         return {name: self._copies[name] for name in tensors}
 
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Takes over what `state` gave; after `prepare`.
+        """Takes over tensors that `state` returned. Call it after `prepare`.
 
         Raises:
-            CheckpointError: the tensors are not those of this model and optimiser.
+            CheckpointError: The tensors do not match this model and optimiser.
         """
         found = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
         weights = found.pop(WEIGHTS, None)
@@ -250,7 +250,7 @@ class OwnerExecutor(Executor):
         return NormsComputed(self._rule.norms(gradient).numpy().tobytes())
 
     def _sampled(self, buffer: Buffer, timestamp: int) -> tuple[bytes, ...]:
-        """Of each stretch of a part of the weights, a sample."""
+        """Returns a sample of each stretch of a part of the weights."""
         if self._part is None:
             return ()
         stretches = zip(self._part.within, self._part.stretches, strict=True)
@@ -258,9 +258,9 @@ class OwnerExecutor(Executor):
         return tuple(buffer.sampled(slice(place.start + those.start, place.stop, those.step)) for place, those in which)
 
     def _update_in_slices(self, action: Update, before: torch.Tensor, weights: torch.Tensor) -> None:
-        """Every slice is averaged, copied if the weights move, and stepped while it is in the cache.
+        """Averages each slice, copies it if the weights have readers, and steps it while it is in the cache.
 
-        What was deferred is not written down, and void afterwards: nobody reads a gradient that was applied.
+        The deferred average is not stored and is invalid afterwards: an applied gradient is not read again.
         """
         take = self.taking(action.gradient)
 
@@ -281,25 +281,24 @@ class OwnerExecutor(Executor):
         return name == WEIGHTS
 
     def _replica(self) -> Callable[[], npt.NDArray[np.float32]] | None:
-        """Gives the floats of a replica beside the weights, where there is one."""
+        """Returns a function that gives the floats of the replica, if the role has one in addition to the weights."""
         return None
 
     def _is_read(self) -> bool:
-        """Others read the weights that are about to change."""
+        """Whether others read the weights that are about to change."""
         return self.buffer(WEIGHTS).held > 0
 
 
 def _floats(norms: tuple[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Norms as they are computed with, if there are any."""
+    """Converts norms from bytes to tensors, if there are any."""
     before, behind = (torch.from_numpy(np.frombuffer(each, np.float32).copy()) for each in norms)
     return (before, behind) if any(norms) else None
 
 
 class ServerExecutor(AveragingExecutor, OwnerExecutor):
-    """What the parameter server works with.
+    """Executor of the parameter server.
 
-    Copies of the weights that go down the weights' tree are made when they must be: until the next update, the weights
-    themselves will do.
+    Copies for the broadcast tree of the weights are deferred: until the next update, the weights themselves are sent.
     """
 
     def copy(self, action: Copy) -> None:
@@ -312,7 +311,7 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
     def send(
         self, name: str, message: Message, to: int, *, halves: bool = False, near: bool = False
     ) -> npt.NDArray[Any]:
-        if message.kind is MessageKind.SNAPSHOT and not near and self._is_lent():  # a message goes behind the weights
+        if message.kind is MessageKind.SNAPSHOT and not near and self._is_lent():  # the message follows the weights
             before = self.buffer(WEIGHTS)
             self._replace(WEIGHTS, self.spare())
             self.buffer(WEIGHTS).vector.copy_(before.vector)
@@ -322,7 +321,7 @@ class ServerExecutor(AveragingExecutor, OwnerExecutor):
         return self._is_lent() or super()._is_read()
 
     def _is_lent(self) -> bool:
-        """Copies that the weights stand for are under way; those that are not are forgotten."""
+        """Whether weights are being sent instead of their copies. Forgets transfers that have ended."""
         weights = self.buffer(WEIGHTS)
         sharing = [name for name, buffer in self._buffers.items() if buffer is weights and name.startswith(DOWNCAST)]
         if any(self.lent[name] for name in sharing):

@@ -1,7 +1,7 @@
-"""Weights in parts: where they are cut, and how what several owners keep becomes what one would.
+"""Weights in parts: where they are cut, and how the states of several owners are joined to the state of one.
 
-Cuts lie where the arithmetic on a part gives the bits of the arithmetic on the whole: between runs of parameters that
-an optimiser steps together, or a multiple of a cache line behind the beginning of one. Buffers are in the last part.
+Cuts keep arithmetic on a part bitwise identical to arithmetic on the whole. They are between runs of parameters that an
+optimiser steps together, or a multiple of a cache line after the start of a run. Buffers are in the last part.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from rudra.job.tables import OptimizerTable
 
 
 def cut(table: OptimizerTable, layout: Sequence[Entry], count: int) -> tuple[slice, ...]:
-    """Divides a flat vector into so many parts, with parameters as even as can be.
+    """Divides a flat vector into `count` parts, with numbers of parameters as even as possible.
 
     Args:
-        table: the optimiser, which may have groups of parameters.
-        layout: of the vector.
-        count: of the parts.
+        table: Table of the optimiser, which may have groups of parameters.
+        layout: Layout of the vector.
+        count: Number of parts.
 
     Raises:
-        ConfigError: the model is too small for so many.
+        ConfigError: The model is too small for this number of parts.
     """
     size = layout[-1].offset + layout[-1].size
     runs = [run for _, run in runs_of(table.groups, layout)]
@@ -40,7 +40,7 @@ def cut(table: OptimizerTable, layout: Sequence[Entry], count: int) -> tuple[sli
 
 
 def _nearest(runs: Sequence[slice], place: int) -> int:
-    """The possible cut that is nearest to a place."""
+    """Returns the possible cut nearest to a place."""
     possible: list[int] = []
     for run in runs:
         inside = min(max(place, run.start), run.stop) - run.start
@@ -50,16 +50,16 @@ def _nearest(runs: Sequence[slice], place: int) -> int:
 
 
 def joined(states: Sequence[NamedVectors]) -> dict[str, NDArray[np.float32]]:
-    """What several owners hand over for a checkpoint, in the order of their parts, as one owner would.
+    """Joins the checkpoint states of several owners, in the order of their parts, to the state of a single owner.
 
-    What belongs to a single number of weights each is put together; of what is one number for all of them, such as a
-    count of steps, all owners have the same. Weights in several stretches come by `stretch_names`.
+    Tensors with one number for each weight are concatenated. A value for all weights, such as a count of steps, is the
+    same at every owner. Stretches of weights have names from `stretch_names`.
     """
     names = dict.fromkeys(name for state in states for name in state)
     found = {}
     for name in names:
         pieces = [state[name] for state in states if name in state]
-        # No part of a vector that was cut is that short, but a stretch may be.
+        # No part of a cut vector is so short, but a stretch may be.
         single = all(len(piece) == 1 for piece in pieces) and not name.startswith(WEIGHTS)
         found[name] = pieces[0] if single or len(pieces) == 1 else np.concatenate(pieces)
     stretches = [found.pop(name) for name in [*found] if name == WEIGHTS or name.startswith(f"{WEIGHTS} ")]
@@ -69,5 +69,5 @@ def joined(states: Sequence[NamedVectors]) -> dict[str, NDArray[np.float32]]:
 
 
 def stretch_names(count: int) -> list[str]:
-    """What the stretches of an owner's weights are called in what it hands over."""
+    """Returns the names of the stretches of an owner's weights in its checkpoint state."""
     return [WEIGHTS, *(f"{WEIGHTS} {number}" for number in range(1, count))]

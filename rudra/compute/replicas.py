@@ -1,4 +1,4 @@
-"""What a learner works with that averages: a replica of its own, and the weights on which all agree."""
+"""Executors of averaging learners, which have a replica of their own and a copy of the agreed weights."""
 
 import math
 import time
@@ -35,10 +35,10 @@ from topologies import Plan
 
 
 def outer_rule(job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
-    """The optimiser of the weights on which replicas agree, as `[averaging]` has it.
+    """Returns the optimiser that `[averaging]` sets for the agreed weights.
 
     Raises:
-        ConfigError: it does not take its options.
+        ConfigError: The optimiser does not accept its options.
     """
     name, momentum, options = Averaging.of(job.make_protocol(plan)).outer
     try:
@@ -49,14 +49,14 @@ def outer_rule(job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
 
 
 class ElasticExecutor(LearnerExecutor):
-    """Steps a replica, which is corrected by weights that have come from elsewhere.
+    """Executor that steps a replica and corrects it by weights received from elsewhere.
 
-    Differences are of parameters. In place of differences of model buffers stand those of the replica itself
-    (BatchNorm's statistics): their mean, by samples, is the weights', and each replica keeps its own.
+    Differences contain parameters only. In the positions of model buffers (BatchNorm's statistics) they contain the
+    replica's own values. The weights get the mean of these values by samples, and each replica keeps its own.
     """
 
     def train_alone(self, job: Job, plan: Plan, role: int) -> None:
-        """Has a replica of its own, and the job's optimiser for it."""
+        """Creates the replica, and the job's optimiser for it."""
         replica = self.buffer(REPLICA).vector
         self._inner = UpdateRule(job.optimizer, replica[: self.parameters], self.layout)
 
@@ -70,7 +70,7 @@ class ElasticExecutor(LearnerExecutor):
         self._inner.prepare()
 
     def _rule_for(self, replica: str) -> UpdateRule:
-        """What steps a buffer."""
+        """Returns the rule that steps a replica."""
         return self._inner
 
     @performs(StepReplica)
@@ -99,7 +99,7 @@ class ElasticExecutor(LearnerExecutor):
             elif difference is not None and action.elasticity:
                 replica[part].add_(difference[part], alpha=action.elasticity)
 
-        if rule.sliceable:  # each slice goes through memory once
+        if rule.sliceable:  # each slice passes through memory once
             rule.step_in_slices(before, action.learning_rate, CHUNK, after)
         else:
             parts = list(slices(0, parameters, CHUNK))
@@ -125,7 +125,7 @@ class ElasticExecutor(LearnerExecutor):
 
 
 class AveragerExecutor(ElasticExecutor, OwnerExecutor):
-    """Steps a replica, and the weights by the mean of the differences between them and all replicas."""
+    """Executor that steps a replica, and steps the weights by the mean difference between them and all replicas."""
 
     _own: tuple[str, ...] = (REPLICA,)
 
@@ -151,10 +151,10 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         return shared | {self._prefix + name: tensor for name, tensor in own.items()}
 
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Takes over the weights, and the replica if that is there; else it begins from the weights.
+        """Takes over the weights, and the replica if the state has one. Otherwise the replica starts from the weights.
 
         Raises:
-            CheckpointError: the tensors are not those of this model and these optimisers.
+            CheckpointError: The tensors do not match this model and these optimisers.
         """
         super().restore({name: tensor for name, tensor in tensors.items() if not name.startswith(REPLICA)})
         try:
@@ -164,11 +164,11 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         if found:
             return
         self._begin_anew(*self._own)
-        if not any(name.startswith(REPLICA) for name in tensors):  # nobody's: all do so
+        if not any(name.startswith(REPLICA) for name in tensors):  # no replica at all: all learners restart
             self._rule.reset()
 
     def _restore_own(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Takes over the replica, if it is there."""
+        """Takes over the replica, if the state has one."""
         start = self._prefix
         own = {name.removeprefix(start): tensor for name, tensor in tensors.items() if name.startswith(start)}
         if not own:
@@ -179,7 +179,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         return True
 
     def _begin_anew(self, *names: str) -> None:
-        """From the weights, whose optimiser goes on."""
+        """Restarts buffers from the weights. The optimiser of the weights keeps its state."""
         for name in names:
             super().restart(ResetReplica(name, WEIGHTS))
 
@@ -200,8 +200,10 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
 
 
 class ReferrerExecutor(AveragerExecutor):
-    """Steps a replica that is corrected by the reference of its block, that by the mean difference of all its replicas,
-    and the weights by those of all references.
+    """Executor that steps a replica with a reference for each block of learners.
+
+    The reference corrects the replica. The mean difference of the block's replicas corrects the reference, and the mean
+    difference of all references corrects the weights.
     """
 
     _own = (REPLICA, REFERENCE)
@@ -231,20 +233,20 @@ class ReferrerExecutor(AveragerExecutor):
         return tensors
 
     def _restore_own(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Takes over reference and replica, if the reference is there."""
+        """Takes over reference and replica, if the state has the reference."""
         left = dict(tensors)
         reference = left.pop(self._of_group + REFERENCE, None)
         if reference is None:
             return False
         self.renew(REFERENCE).vector.copy_(reference)
         self.buffer(REFERENCE).version += 1
-        if not super()._restore_own(left):  # others of the block have theirs
+        if not super()._restore_own(left):  # other members of the block have their replicas
             self._begin_anew(REPLICA)
         return True
 
 
 class CentralExecutor(ServerExecutor):
-    """Has weights with which replicas exchange one by one: what comes for a gradient is a replica."""
+    """Executor of a server that exchanges its weights with one replica at a time. It receives replicas as gradients."""
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         return outer_rule(job, plan, weights)

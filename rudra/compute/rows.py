@@ -1,8 +1,8 @@
-"""Gradients of which one layer's part is rows: those of a sparse layer's weight that are not zero.
+"""Gradients in rows: the part of a sparse layer's weight holds only the rows that are not zero.
 
-`[head | all other parts of the flat vector | indices | rows]`, or, where that would not be shorter, the whole part
-behind the others. So a gradient is one piece of memory of any length up to a bound, as it is computed, averaged, sent
-and applied. The head says how many rows there are.
+The format is `[head | all other parts of the flat vector | indices | rows]`. If this would not be shorter, the whole
+part follows the others. So a gradient is one piece of memory of variable but bounded length. It is computed, averaged,
+sent and applied in this form. The head holds the number of rows.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,17 @@ import torch
 
 from rudra.compute.sparse import SparseRows, rows_of
 
-_LINE = 16  # floats of a cache line, with which each piece begins
+_LINE = 16  # floats of a cache line; each piece begins with a new line
 _WHOLE = -1
 
 
 class RowForm(NamedTuple):
-    """Which part of the flat vector is rows.
+    """Part of the flat vector that gradients store as rows.
 
     Attributes:
-        start: its first element.
-        features, width: rows that it has in all, and floats of each.
-        size: of the flat vector.
+        start: First element of the part.
+        features, width: Number of all rows of the part, and floats in each.
+        size: Number of floats in the flat vector.
     """
 
     start: int
@@ -31,29 +31,29 @@ class RowForm(NamedTuple):
 
     @property
     def part(self) -> slice:
-        """Where it lies in the flat vector."""
+        """Slice of the flat vector with the part."""
         return slice(self.start, self.start + self.features * self.width)
 
     @property
     def others(self) -> int:
-        """Floats of all other parts."""
+        """Number of floats in all other parts."""
         return self.size - self.features * self.width
 
     @property
     def floats(self) -> int:
-        """Of the longest gradient."""
+        """Number of floats in the longest gradient."""
         return _LINE + _padded(self.others) + self.features * self.width
 
 
 class RowGradient:
-    """One gradient, in memory that its owner lends.
+    """One gradient, in memory that belongs to the caller.
 
     Args:
-        memory: (form.floats,) float32; for one that is only read, `used` floats of it will do.
-        form: which part is rows.
+        memory: (form.floats,) float32. For a read-only gradient the first `used` floats suffice.
+        form: Row format of the gradient.
 
     Attributes:
-        rest: (form.others,) float32, the flat vector without that part.
+        rest: (form.others,) float32, the flat vector without the part in rows.
     """
 
     def __init__(self, memory: torch.Tensor, form: RowForm) -> None:
@@ -64,7 +64,7 @@ class RowGradient:
 
     @property
     def rows(self) -> SparseRows | None:
-        """The rows, where they lie; None: the part is whole."""
+        """Rows in place, without a copy. None: the part is whole."""
         count, width = self._count.item(), self.form.width
         if count == _WHOLE:
             return None
@@ -74,20 +74,20 @@ class RowGradient:
 
     @property
     def whole(self) -> torch.Tensor:
-        """(count, width): the part where it lies if it is whole, else a copy with zeros between the rows."""
+        """Returns the part as (count, width): in place if it is whole, else a copy with zeros between the rows."""
         rows = self.rows
         shape = self.form.features, self.form.width
         return self._behind.view(shape) if rows is None else rows.among(self.form.features)
 
     @property
     def used(self) -> int:
-        """Floats of the memory, from its beginning, that hold the gradient."""
+        """Number of floats at the beginning of the memory that hold the gradient."""
         count, form = int(self._count.item()), self.form
         behind = form.features * form.width if count == _WHOLE else _padded(count) + count * form.width
         return _LINE + _padded(form.others) + behind
 
     def put(self, rows: SparseRows) -> None:
-        """Takes these rows for the part."""
+        """Stores these rows as the part."""
         count, first = len(rows.indices), _padded(len(rows.indices))
         if first + count * self.form.width > self.form.features * self.form.width:
             self.put_whole(rows.among(self.form.features))
@@ -97,7 +97,7 @@ class RowGradient:
         self._behind[first : first + count * self.form.width].view(-1, self.form.width).copy_(rows.values)
 
     def put_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Takes for the part what autograd gave for it: a sparse COO matrix, a dense one, or None for zeros."""
+        """Stores an autograd gradient as the part: a sparse COO matrix, a dense one, or None for zeros."""
         if gradient is None:
             self.put(SparseRows(torch.empty(0, dtype=torch.int32), self._behind.new_empty(0, self.form.width)))
         elif gradient.layout is torch.sparse_coo:
@@ -106,7 +106,7 @@ class RowGradient:
             self.put_whole(gradient)
 
     def put_whole(self, part: torch.Tensor) -> None:
-        """Takes this (count, width) for the part, which may be what `whole` gave."""
+        """Stores a (count, width) matrix as the part, which may be the result of `whole`."""
         self._count[0] = _WHOLE
         there = self._behind.view(self.form.features, self.form.width)
         if part.data_ptr() != there.data_ptr():
@@ -114,10 +114,10 @@ class RowGradient:
 
 
 def alike(one: RowGradient, other: RowGradient) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """The parts of two gradients, with zeros where only the other has a row.
+    """Returns the parts of two gradients with the same rows, adding zeros for rows that only one gradient has.
 
     Returns:
-        Indices of the rows of both; None: they are whole. Then the rows of each.
+        Indices of the rows of both, or None if the parts are whole, followed by the rows of each gradient.
     """
     mine, its = one.rows, other.rows
     if mine is None or its is None:

@@ -1,4 +1,4 @@
-"""The rates of a job's schedule, of which torch knows most."""
+"""Learning rates of a job's schedule, mostly from torch's schedulers."""
 
 import inspect
 import math
@@ -16,32 +16,32 @@ from topologies import Plan
 
 
 def schedule_of(job: Job, plan: Plan, training_samples: int) -> Schedule:
-    """The learning rates of a job.
+    """Returns the learning rates of a job.
 
     Args:
-        job: resolved.
-        plan: who is who.
-        training_samples: size of the training set, by which epochs are counted.
+        job: Resolved job.
+        plan: Role assignment.
+        training_samples: Size of the training set, which defines the epochs.
 
     Raises:
-        ConfigError: the schedule is not there, does not take its options, or gives no rates.
+        ConfigError: The schedule does not exist, rejects its options, or gives no rates.
     """
     return planned(job.optimizer, job.training.epochs, expected_updates(job, plan, training_samples))
 
 
 def planned(table: OptimizerTable, epochs: int, updates: int | None = None) -> Schedule:
-    """The learning rates of a table.
+    """Returns the learning rates of a table.
 
-    Cosine and torch's other schedulers are stepped once an epoch, and begin with the first epoch that the warm-up has
-    no part in; or once an update.
+    Cosine and torch's other schedulers are stepped once an epoch, starting with the first epoch after the warm-up, or
+    once an update.
 
     Args:
-        table: [optimizer] of the job.
-        epochs: of the job.
-        updates: that these will take; None: nobody can tell.
+        table: [optimizer] table of the job.
+        epochs: Number of epochs of the job.
+        updates: Number of updates in these epochs. None: not known in advance.
 
     Raises:
-        ConfigError: as for `schedule_of`.
+        ConfigError: As for `schedule_of`.
     """
     if table.schedule in ("step", "plateau"):
         return Schedule.stepped(table, table.milestones)
@@ -56,7 +56,7 @@ def planned(table: OptimizerTable, epochs: int, updates: int | None = None) -> S
 
 
 def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
-    """Updates of a run in which every update is of c gradients; None where the protocol decides that otherwise."""
+    """Returns the number of updates of a run if every update has c gradients. None if the protocol differs."""
     protocol = job.make_protocol(plan)
     if plan.scheduled or type(protocol).update_due is not Protocol.update_due:
         return None
@@ -65,7 +65,7 @@ def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
 
 
 def _stepped(table: OptimizerTable, epochs: int) -> tuple[float, ...]:
-    """What one of torch's schedulers gives for each epoch, or each update."""
+    """Returns the rates of a torch scheduler for each epoch or update."""
     optimizer = uncompiled(torch.optim.SGD)([torch.nn.Parameter(torch.zeros(1))], lr=table.learning_rate)
     shipped = {"cosine": torch.optim.lr_scheduler.CosineAnnealingLR}
     make, options = choose("[optimizer] schedule", table.schedule, shipped), table.schedule_options
@@ -81,10 +81,10 @@ def _stepped(table: OptimizerTable, epochs: int) -> tuple[float, ...]:
         scheduler = make(optimizer, **options)
         rates = [float(optimizer.param_groups[0]["lr"])]
         while len(rates) < epochs:
-            optimizer.step()  # torch warns of a scheduler that is ahead of its optimiser
+            optimizer.step()  # torch warns if a scheduler is stepped before its optimiser
             scheduler.step()
             rates.append(float(optimizer.param_groups[0]["lr"]))
-    except Exception as error:  # the scheduler may be anybody's
+    except Exception as error:  # a scheduler may raise any exception
         raise ConfigError(f"[optimizer] schedule: {' '.join(str(error).split())}") from error
     for step, rate in enumerate(rates):
         if not (math.isfinite(rate) and rate >= 0):

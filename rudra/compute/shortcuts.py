@@ -1,7 +1,7 @@
 """Models whose gradients may be computed by faster code than torch.autograd's.
 
-torch.autograd defines every gradient. Faster code runs only for models of plain layers, in which nothing can observe or
-change a gradient, and only if the first mini-batch's gradient agrees (`rudra.compute.first_gradient`).
+torch.autograd defines every gradient. Faster code runs only for models of plain layers without observers or changes of
+gradients, and only if the first mini-batch's gradient agrees (`rudra.compute.first_gradient`).
 """
 
 from torch import nn
@@ -27,8 +27,8 @@ def gradients_of(module: nn.Module, task: Task) -> Gradients:
     """Decides from a model's structure whether its gradients may be written without autograd's copies.
 
     Args:
-        module: the model.
-        task: what its output is compared with; a user's own loss may do anything with the output.
+        module: Model.
+        task: Task of the output. A user's own loss may do anything with the output.
 
     Returns:
         `"direct"`: the model consists of plain torch layers in nested `nn.Sequential`, uses each layer and each

@@ -1,11 +1,11 @@
-"""A linear layer for inputs of which most is 0: it reads, and its gradient has, only the rows of features that occur.
+"""A linear layer for mostly zero inputs. It reads only rows of features that occur, and its gradient has only these.
 
-Its weight is (features, outputs), the transpose of torch's, so that all that belongs to a feature is one row: a sample
-reads as many rows as it has features, and a mini-batch's gradient is zero but for the rows of the features in it.
-Both products, forward and of the gradient, are sums of rows with factors, for which torch's `embedding_bag` is the
-fastest kernel on CPUs: 1.2 to 2.7 times as fast as its products of CSR matrices, and 5 to 20 times as `index_add_`.
+Its weight is (features, outputs), the transpose of torch's, so that each feature has one row. A sample reads one row
+for each of its features. The gradient of a mini-batch is zero except in the rows of its features. Both products,
+forward and of the gradient, are sums of scaled rows. Torch's `embedding_bag` is the fastest kernel for them on CPUs:
+1.2 to 2.7 times as fast as torch's products of CSR matrices, and 5 to 20 times as fast as `index_add_`.
 
-Source: Ma & Rusu, Heterogeneous CPU+GPU SGD, Table 2, whose real-sim has 20,958 features, of which samples have few.
+Source: Ma & Rusu, Heterogeneous CPU+GPU SGD, Table 2: real-sim has 20,958 features, and each sample has few.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ class SparseRows(NamedTuple):
     """Some rows of a matrix.
 
     Attributes:
-        indices: (count,) int32, which rows, ascending.
+        indices: (count,) int32, ascending indices of the rows.
         values: (count, width) float32.
     """
 
@@ -31,14 +31,14 @@ class SparseRows(NamedTuple):
     values: torch.Tensor
 
     def among(self, count: int) -> torch.Tensor:
-        """The matrix of so many rows, of which the others are zero; (count, width)."""
+        """Returns the matrix with `count` rows, all others zero; (count, width)."""
         found = self.values.new_zeros(count, self.values.shape[1])
         found[self.indices] = self.values
         return found
 
 
 def rows_of(gradient: torch.Tensor) -> SparseRows:
-    """The rows of a gradient that torch holds as a sparse COO matrix; those that occur several times are added."""
+    """Returns the rows of a torch sparse COO gradient. Rows that occur several times are added."""
     indices = gradient._indices()[0]
     if len(indices) > 1 and not bool((indices[1:] > indices[:-1]).all()):
         gradient = gradient.coalesce()
@@ -49,19 +49,19 @@ def rows_of(gradient: torch.Tensor) -> SparseRows:
 def product(
     starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """X W + b, of X in compressed rows, without a gradient."""
+    """Computes X W + b for X in compressed rows, without a gradient."""
     output = _sums(columns, weight, starts, values)
     return output if bias is None else output.add_(bias)
 
 
 def _sums(places: torch.Tensor, of: torch.Tensor, starts: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Sums of rows `of[places]` with factors, from each start to the next; (len(starts) - 1, width)."""
+    """Computes sums of rows `of[places]` with factors, from each start to the next; (len(starts) - 1, width)."""
     found: torch.Tensor = torch.embedding_bag(of, places, starts, False, 0, False, factors, True)[0]
     return found
 
 
 class _OfRows(torch.autograd.Function):
-    """`product`, with gradients of weight and bias; that of the weight is a sparse COO matrix."""
+    """`product` with gradients of weight and bias. The weight's gradient is a sparse COO matrix."""
 
     @staticmethod
     def forward(
@@ -92,9 +92,9 @@ class _OfRows(torch.autograd.Function):
 def gradient_of(
     starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor
 ) -> SparseRows:
-    """The weight's gradient Xᵀ G: the rows of the columns that occur in X."""
+    """Computes the weight's gradient Xᵀ G: only the rows for columns that occur in X."""
     device = columns.device
-    of, first = columns.numpy(force=True), starts.numpy(force=True)  # NumPy's small operations take half the time
+    of, first = columns.numpy(force=True), starts.numpy(force=True)  # small operations take half the time in NumPy
     if len(first) == 2 and (of[1:] > of[:-1]).all():
         return SparseRows(columns, torch.outer(values, gradient[0]))
     order = np.argsort(of, kind="stable")
@@ -109,14 +109,14 @@ def gradient_of(
 
 
 class SparseLinear(nn.Module):
-    """A linear layer for inputs in compressed rows; dense ones will do, too.
+    """A linear layer for inputs in compressed rows. It also accepts dense inputs.
 
-    It begins with the weights of torch's `Linear`, transposed.
+    Its initial weights are the transposed weights of torch's `Linear`.
 
     Args:
-        in_features: features of a sample.
-        out_features: numbers that it gives for each sample.
-        bias: whether it adds one.
+        in_features: Number of features in a sample.
+        out_features: Number of outputs for each sample.
+        bias: Whether it adds a bias.
 
     Attributes:
         weight: (in_features, out_features).
@@ -131,7 +131,7 @@ class SparseLinear(nn.Module):
 
     @classmethod
     def like(cls, layer: nn.Linear) -> "SparseLinear":
-        """One with the weights of another layer."""
+        """Creates a layer with the weights of another layer."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._take(layer)
@@ -143,7 +143,7 @@ class SparseLinear(nn.Module):
         self.register_parameter("bias", layer.bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Outputs (count, out_features), of inputs (count, in_features) CSR with int32 indices, or dense (count, …)."""
+        """Computes (count, out_features) from inputs: (count, in_features) CSR, int32 indices, or dense (count, …)."""
         if not is_sparse(inputs):
             return functional.linear(inputs.flatten(1), self.weight.t(), self.bias)
         if inputs.shape[1] != self.in_features:

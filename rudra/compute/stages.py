@@ -1,7 +1,8 @@
-"""Layers placed on ranks: where a model is cut, and what computes its first layers and its last ones.
+"""Layers placed on ranks: the cut of a model, and executors for its first and last layers.
 
-The first layers' parameters come first in the flat vector, and so do their buffers among the buffers: so both sides
-are parts of it (`rudra.core.layout.Part`), each a vector like that of a model of its own, and a snapshot is both.
+The first layers' parameters come first in the flat vector, and their buffers come first among the buffers. So both
+sides are parts of the vector (`rudra.core.layout.Part`), each with the layout of a separate model's vector. A snapshot
+contains both.
 """
 
 import math
@@ -51,17 +52,17 @@ from rudra.job.tables import OptimizerTable
 from topologies import Plan
 
 BACK = "back."
-"""How names begin of what the owner of the last layers keeps for a checkpoint, beside its weights."""
+"""Prefix of the names of state that the owner of the last layers adds to its weights in a checkpoint."""
 
 
 class ModelCut(NamedTuple):
-    """A model in two pieces, which share its parameters.
+    """A model in two pieces that share its parameters.
 
     Attributes:
-        front, back: the first layers, and the last ones.
-        floats: that the first layers' vector has, with their buffers.
-        shape: of the one tensor that crosses, of one sample.
-        random: floats that the state of the random generator takes behind that tensor; 0: it need not travel.
+        front, back: First layers, and last layers.
+        floats: Number of floats in the first layers' vector, including their buffers.
+        shape: Shape of the one tensor that crosses the cut, for one sample.
+        random: Number of floats for the random generator's state after that tensor. 0: the state need not travel.
     """
 
     front: nn.Module
@@ -71,9 +72,9 @@ class ModelCut(NamedTuple):
     random: int
 
     def placed(self, size: int, samples: int, info: DataInfo) -> Placed:
-        """How large the pieces are, compared with a vector of so many floats, for mini-batches of so many samples.
+        """Measures the pieces relative to a vector of `size` floats, for mini-batches of `samples` samples.
 
-        Operations are counted, by what takes over a second to import.
+        Operations are counted by a module that takes over a second to import.
         """
         pieces = self.front, self.back
         modes = [piece.training for piece in pieces]
@@ -88,15 +89,15 @@ class ModelCut(NamedTuple):
         return Placed(self.floats / size, self.crossing(samples) / size, back)
 
     def sent(self, samples: int) -> int:
-        """Bytes of tensors that a mini-batch takes, there and back: 2 (O + P), ralp.txt §4.3."""
+        """Returns the bytes of tensors that a mini-batch sends in both directions: 2 (O + P), ralp.txt §4.3."""
         trained = sum(parameter.numel() for parameter in self.front.parameters() if parameter.requires_grad)
         return 2 * 4 * (samples * math.prod(self.shape) + trained)
 
     def parts(self, table: OptimizerTable, layout: Sequence[Entry]) -> tuple[Part, ...]:
-        """Which part of the flat vector each side has.
+        """Returns the part of the flat vector on each side of the cut.
 
         Raises:
-            ConfigError: a group of the optimiser's is of parameters that neither has.
+            ConfigError: A group of the optimiser has only parameters that neither side has.
         """
         list(runs_of(table.groups, layout))
         first = {name for name, _ in (*self.front.named_parameters(), *self.front.named_buffers())}
@@ -107,23 +108,23 @@ class ModelCut(NamedTuple):
         return Part(tuple(sides[True])), Part(tuple(sides[False]))
 
     def crossing(self, samples: int) -> int:
-        """That travel for a mini-batch, each way."""
+        """Returns the number of floats that a mini-batch sends in each direction."""
         return samples * math.prod(self.shape) + self.random
 
 
 def cut_model(job: Job, module: nn.Module, info: DataInfo) -> ModelCut:
-    """Cuts a model where the job says.
+    """Cuts a model at the place that the job sets.
 
     Args:
-        job: resolved.
-        module: the model.
-        info: what a sample looks like.
+        job: Resolved job.
+        module: Model to cut.
+        info: Description of a sample.
 
     Raises:
-        ConfigError: the model has no such layer, or cannot be cut there.
+        ConfigError: The model has no such layer, or cannot be cut there.
     """
     where, inputs = f"[placement] cut = {job.placement.cut!r}", info.sample[0]
-    module.eval()  # BatchNorm cannot do with one sample
+    module.eval()  # BatchNorm in training mode rejects one sample
     front, back = chain(module, inputs).cut(job.placement.cut)
     with torch.no_grad():
         crossing = called(front, inputs)
@@ -138,7 +139,7 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> ModelCut:
 
 
 def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:
-    """Whether layers draw random numbers in training, and what they give; changes their buffers."""
+    """Returns whether layers draw random numbers in training, and their output. Changes their buffers."""
     piece.train()
     before = torch.default_generator.get_state()
     with torch.no_grad():
@@ -147,17 +148,17 @@ def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:
 
 
 class FirstStageExecutor(LearnerExecutor):
-    """What a learner works with that has the first layers.
+    """Executor of a learner that has the first layers.
 
     Attributes:
-        activations: floats of what it ships.
+        activations: Number of floats of activations that it sends.
     """
 
-    _open: torch.Tensor | None = None  # what the last forward pass gave, with all that its gradient needs
-    _behind: torch.Tensor  # and the buffers after it
+    _open: torch.Tensor | None = None  # output of the last forward pass, with the graph for its gradient
+    _behind: torch.Tensor  # buffers after that pass
 
     def place(self, cut: ModelCut, samples: int) -> None:
-        """What it ships, of mini-batches of so many samples."""
+        """Allocates memory for the activations of mini-batches of `samples` samples."""
         self.cut, self.activations = cut, samples * math.prod(cut.shape)
         self.sizes = dict.fromkeys((ACTIVATIONS, ACTIVATION_GRADIENT), cut.crossing(samples))
         self._behind = torch.empty(self.size - self.parameters)
@@ -179,7 +180,7 @@ class FirstStageExecutor(LearnerExecutor):
         model, output = self.source.model, self._open
         assert output is not None
         self._open = None
-        model.bind(self.buffer(action.weights).vector)  # others may have computed with this module meanwhile
+        model.bind(self.buffer(action.weights).vector)  # others may have computed with this module in between
         gradient = self.buffer(action.returned).vector[: self.activations].view(output.shape)
         into = self.buffer(action.gradient).vector
         model.backward(output, gradient, into)
@@ -188,12 +189,12 @@ class FirstStageExecutor(LearnerExecutor):
 
 
 class PieceExecutor(OwnerExecutor):
-    """What an owner of some layers, or of a part of these, works with: its optimiser knows of no others."""
+    """Executor of an owner of some layers or a part of them. Its optimiser covers only these."""
 
     _side: Part
 
     def own_side(self, side: Part) -> None:
-        """Which part of the flat vector the layers have; before `own`."""
+        """Sets the part of the flat vector with the layers. Call it before `own`."""
         self._side = side
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
@@ -214,7 +215,7 @@ class PieceExecutor(OwnerExecutor):
         self._side_sha256 = sha256(torch.cat([weights[stretch] for stretch in self._side.stretches]).numpy())
 
     def hash(self, action: Hash) -> Hashed:
-        """Of all weights of its side, which other owners may have parts of; those at the beginning then."""
+        """Hashes all weights of its side. If other owners have parts of the side, hashes the initial weights."""
         alone = self._part == self._side
         return Hashed(sha256(self.buffer(action.buffer).array) if alone else self._side_sha256)
 
@@ -225,16 +226,16 @@ class _FirstStageOwner(PieceExecutor):
 
 
 class FirstStageServerExecutor(_FirstStageOwner, ServerExecutor):
-    """What a parameter server works with that owns the first layers, or a part of them."""
+    """Executor of a parameter server that owns the first layers, or a part of them."""
 
 
 class FirstStageReplicaExecutor(FirstStageExecutor, _FirstStageOwner, ReplicaExecutor):
-    """What a learner works with that updates first layers of its own."""
+    """Executor of a learner that updates its own first layers."""
 
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
         tensors = parts.joined([tensors])
         weights = tensors.get(WEIGHTS)
-        if weights is not None and len(weights) == self.size:  # those of another replica
+        if weights is not None and len(weights) == self.size:  # the weights of another replica
             whole = np.zeros(self._of, np.float32)
             for place, stretch in zip(self._side.within, self._side.stretches, strict=True):
                 whole[stretch] = weights[place]
@@ -243,18 +244,18 @@ class FirstStageReplicaExecutor(FirstStageExecutor, _FirstStageOwner, ReplicaExe
 
 
 class LastStageExecutor(PieceExecutor, ServerExecutor):
-    """What the stage server works with, which owns the last layers and computes with them."""
+    """Executor of the stage server, which owns the last layers and computes with them."""
 
     def conclude_for(self, job: Job, plan: Plan, split: Samples, back: FlatModel, cut: ModelCut, role: int) -> None:
-        """Whose mini-batches it concludes: it draws those of all learners again, for their targets.
+        """Sets the mini-batches to complete. They are drawn again for all learners, to obtain their targets.
 
         Args:
-            job: resolved.
-            plan: who is who.
-            split: the training samples.
-            back: computes.
-            cut: whose last layers that has.
-            role: its id.
+            job: Resolved job.
+            plan: Role assignment.
+            split: Training samples.
+            back: Model of the last layers, which computes.
+            cut: Cut that these layers belong to.
+            role: Id of the stage server's role.
         """
         self._cut, size = cut, job.training.minibatch_size
         shares, mine = job.cluster.parts, [i for i in plan.learners if plan.stage_of(i) == role]

@@ -1,4 +1,4 @@
-"""Copies of buffers on the device that computes, where the buffers themselves are in main memory."""
+"""Copies of buffers on the device that computes. The buffers themselves are in main memory."""
 
 from functools import cached_property
 
@@ -8,11 +8,11 @@ from rudra.compute.vectors import Buffer
 
 
 class Staging:
-    """Vectors on the device where a role computes, while its buffers lie in main memory, where MPI reads and writes.
+    """Vectors on the device where a role computes. Its buffers are in main memory, where MPI reads and writes.
 
     Args:
-        size: of a vector.
-        device: that computes; a CPU will do, too.
+        size: Number of floats in a vector.
+        device: Device that computes, may be a CPU.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -21,7 +21,7 @@ class Staging:
 
     @cached_property
     def gradient(self) -> torch.Tensor:
-        """Room for a gradient, (size,) float32."""
+        """Memory for a gradient, (size,) float32."""
         return torch.zeros(self.size, device=self.device)
 
     @cached_property
@@ -29,9 +29,10 @@ class Staging:
         return torch.zeros(self.size, device=self.device)
 
     def weights(self, buffer: Buffer) -> torch.Tensor:
-        """A buffer's vector, (size,) float32, which is copied if it is not here yet; good until the next one.
+        """Returns a buffer's vector on the device, (size,) float32, valid until the next call. Copies it if needed.
 
-        The device may be reading the buffer still: it must not change until what was computed of it has come back.
+        The copy may still be in progress: the buffer must not change until the result of the computation has been
+        copied back.
         """
         if self._held != (buffer, buffer.version):
             self.copied(buffer.vector)
@@ -39,6 +40,6 @@ class Staging:
         return self._weights
 
     def copied(self, vector: torch.Tensor) -> torch.Tensor:
-        """A copy of weights in main memory, (size,) float32, as good for as long."""
+        """Copies weights from main memory, (size,) float32, valid until the next call of `copied` or `weights`."""
         self._held = None
         return self._weights.copy_(vector, non_blocking=True)

@@ -1,6 +1,6 @@
-"""What a model is trained for: its loss, what counts as an error, and what else a test measures.
+"""Tasks: the loss of a model, its error, and further evaluation metrics.
 
-Samples and outputs may be tensors, or tuples, lists and dictionaries of them; their first dimension is the sample's.
+Samples and outputs may be tensors, or tuples, lists and dictionaries of tensors. The first dimension indexes samples.
 """
 
 import inspect
@@ -22,15 +22,15 @@ LossReduction = Literal["mean", "none"]
 
 
 class Task:
-    """A loss, and what else is measured; a class of your own overrides what differs.
+    """A loss and further metrics. A user's subclass overrides the methods that differ.
 
     Args:
-        classes: of the data; what the number means is the task's.
+        classes: Number of classes in the data. Each task defines its meaning.
 
     Attributes:
-        name: for people.
-        wants: what targets must be, for people.
-        own: the user's metrics, by name: (output, target) -> a mean over the samples.
+        name: Name for messages.
+        wants: Description of valid targets, for messages.
+        own: User's metrics by name: (output, target) -> a mean over the samples.
     """
 
     name = "task"
@@ -41,52 +41,52 @@ class Task:
         self.own: dict[str, Callable[[Any, Any], Any]] = {}
 
     def measure(self, output: Any, target: Any) -> dict[str, float]:
-        """All metrics of one batch."""
+        """Computes all metrics of one batch."""
         output = self.matched(output, target)
         own = {name: metric(output, target) for name, metric in self.own.items()}
         return {name: float(value) for name, value in {**self.metrics(output, target), **own}.items()}
 
     def compared(self, output: Any) -> Any:
-        """What of a model's output is compared with targets: its `logits` if it has them, as Hugging Face's have."""
+        """Selects the tensor to compare with targets: the output, or its `logits` (Hugging Face) if it has them."""
         return getattr(output, "logits", output)
 
     def matched(self, output: Any, target: Any) -> Any:
-        """What is compared, in the form of these targets."""
+        """Shapes the selected output for comparison with these targets."""
         return output
 
     def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
-        """Mean over the samples, a scalar; with "none" the loss of each sample, (samples,)."""
+        """Computes the mean loss over the samples, a scalar. With "none", the loss of each sample, (samples,)."""
         raise NotImplementedError
 
     def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | None:
-        """The share of each sample that is wrong, (samples,); None where the task knows no error."""
+        """Computes the wrong share of each sample, (samples,). None if the task defines no error."""
         return None
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
-        """What else a test measures on a batch: means over its samples."""
+        """Computes further evaluation metrics of a batch: means over its samples."""
         return {}
 
     def derived(self, loss: float) -> Mapping[str, float]:
-        """Metrics that follow from the mean loss of a whole test."""
+        """Computes metrics that follow from the mean loss of a whole evaluation."""
         return {}
 
     def fits(self, target: Any) -> bool:
-        """Whether targets are of the kind that the task works with."""
+        """Whether the task supports targets of this kind."""
         return True
 
     def output_shape(self, target: torch.Tensor) -> tuple[int, ...] | None:
-        """What the output for these targets must look like; None where anything may do."""
+        """Returns the output shape that these targets require. None if any shape is valid."""
         return None
 
 
 class Classification(Task):
-    """Cross-entropy; the most probable class is right or wrong.
+    """Cross-entropy. The error is the share of samples whose most probable class is wrong.
 
     Args:
-        classes: that there are.
-        label_smoothing: share of the target's probability that all classes have together, 0 … 1.
-        weight: of each class in the loss, (classes,) numbers > 0. As in torch, the mean loss of a batch is divided by
-            the weights of its samples.
+        classes: Number of classes.
+        label_smoothing: Share of the target's probability that is spread over all classes, 0 … 1.
+        weight: Weight of each class in the loss, (classes,) numbers > 0. As in torch, the mean loss of a batch is
+            divided by the weights of its samples.
     """
 
     name = "classification"
@@ -108,7 +108,7 @@ class Classification(Task):
 
     @property
     def plain(self) -> bool:
-        """Whether the loss is cross-entropy and no more."""
+        """Whether the loss is cross-entropy without options."""
         return self._weight is None and self._smoothing == 0
 
     def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
@@ -139,11 +139,11 @@ class Classification(Task):
 
 
 class MultiLabel(Task):
-    """Binary cross-entropy, averaged over the labels; the most probable label is among those of the sample or not.
+    """Binary cross-entropy, averaged over the labels. The error is whether the most probable label is not a target.
 
     Args:
-        classes: labels.
-        k: of precision@k, the share of the k most probable labels that are right.
+        classes: Number of labels.
+        k: Values of k for precision@k, the share of the k most probable labels that are right.
     """
 
     name = "multi-label"
@@ -178,7 +178,7 @@ class MultiLabel(Task):
 class Language(Task):
     """Cross-entropy over the tokens of sequences: outputs (samples, T, classes), targets (samples, T).
 
-    Targets below 0 are not learned. Perplexity is e to the mean loss.
+    Targets below 0 are ignored. Perplexity is e to the mean loss.
     """
 
     name = "language"
@@ -210,7 +210,7 @@ class Regression(Task):
     """Squared error, or another one, over all numbers of a sample.
 
     Args:
-        classes: numbers of one target.
+        classes: Number of values in one target.
         loss: "mse", "l1" or "huber".
     """
 
@@ -229,7 +229,7 @@ class Regression(Task):
         self._loss = self._LOSSES[loss]
 
     def matched(self, output: Any, target: Any) -> Any:
-        """A network with one output gives (samples, 1), and targets may be (samples,): no broadcasting."""
+        """Shapes outputs (samples, 1) like targets (samples,) if needed, so that the loss does not broadcast."""
         one = isinstance(output, torch.Tensor) and output.dim() == target.dim() + 1 and output.shape[-1] == 1
         return output[..., 0] if one else output
 
@@ -251,10 +251,10 @@ class OwnLoss(Task):
     """The user's own loss.
 
     Args:
-        classes: of the data.
+        classes: Number of classes in the data.
         loss: (output, target, **options) -> a scalar tensor, the mean over the samples.
-        name: of it, for people.
-        options: of the job; lists of numbers are handed over as tensors.
+        name: Name of the loss, for messages.
+        options: Options in the job. Lists of numbers are passed as tensors.
     """
 
     def __init__(
@@ -282,12 +282,12 @@ class OwnLoss(Task):
 
 
 def measured(task: Task, output: Any, target: Any) -> list[str]:
-    """Names of all that a test measures: the loss, perhaps an error, and metrics.
+    """Returns the names of all evaluation metrics: the loss, an error if the task defines one, and others.
 
     Args:
-        task: in question.
-        output: of the model for a sample or more, as it is compared.
-        target: of these samples.
+        task: Task that defines the metrics.
+        output: Model output for one or more samples, after `compared`.
+        target: Targets of these samples.
     """
     there = trees.moved(target, trees.first(output).device)
     names = ["loss"] if task.wrong(output, target) is None else ["loss", "error"]
@@ -298,14 +298,14 @@ TASKS: dict[str, type[Task]] = {cls.name: cls for cls in (Classification, MultiL
 
 
 def make(table: TaskTable, classes: int) -> Task:
-    """The job's task.
+    """Creates the task of a job.
 
     Args:
-        table: which one, or whose loss and metrics.
-        classes: of the data.
+        table: Table that names the task, or the user's loss and metrics.
+        classes: Number of classes in the data.
 
     Raises:
-        ConfigError: no such task, or options that it does not take.
+        ConfigError: No such task, or unknown options.
     """
     name, found = _found("name", table.name, TASKS)
     if isinstance(found, type) and issubclass(found, Task):
@@ -329,7 +329,7 @@ def _are_numbers(*values: Any) -> bool:
 
 
 def _found(key: str, named: Any, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """What a job names, and what it is called."""
+    """Returns the name and the value of an object that a job selects."""
     if not isinstance(named, str):
         return getattr(named, "__name__", type(named).__name__), named
     found = choose(f"[task] {key}", named, known)

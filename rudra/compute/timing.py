@@ -1,6 +1,7 @@
-"""The layers of a model, each timed in the steps of its training, and what they hold and give.
+"""Timing of a model's layers during training steps, and sizes of their parameters and outputs.
 
-Forward, the clock is read between layers; backward, whenever the gradient of what a layer gave is known.
+In the forward pass, the clock is read between layers. In the backward pass, it is read when the gradient of a layer's
+output is ready.
 """
 
 import math
@@ -17,15 +18,15 @@ from rudra.core.placement import Layer
 
 
 class TimedChain(nn.Module):
-    """A model that notes when each of its layers has begun and ended.
+    """A model that records when each of its layers begins and ends.
 
     Args:
-        chain: of the model.
-        device: where it computes.
+        chain: Model as a chain of layers.
+        device: Device that computes.
 
     Attributes:
-        every: it notes the times of each layer, or of one in so many, which tells what notes cost.
-        notes: of the latest step, forward and backward.
+        every: Interval of timed layers: 1 times every layer, n times one in n. Together they show the timing's cost.
+        notes: Times of the latest step, forward and backward.
     """
 
     def __init__(self, chain: LayerChain, device: torch.device) -> None:
@@ -33,9 +34,9 @@ class TimedChain(nn.Module):
         self.model = chain.model
         self._layers, self._cuda = chain.layers, device.type == "cuda"
         self._alone = not self._cuda and torch.get_num_threads() == 1
-        self._forward: list[float] = []  # before each layer, and behind the last
-        self._backward: dict[int, float] = {}  # when the gradient of a layer's output was known
-        self._over = 0.0  # when that of the first parameter was
+        self._forward: list[float] = []  # before each layer, and after the last
+        self._backward: dict[int, float] = {}  # when the gradient of a layer's output was ready
+        self._over = 0.0  # when the gradient of the first parameter was ready
         self.every, self.notes = 1, 0
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
@@ -54,21 +55,21 @@ class TimedChain(nn.Module):
         return value
 
     def listen(self) -> None:
-        """Has the gradient of the first parameter noted, too, which comes last: it ends the layers' part of a step."""
+        """Records when the first parameter's gradient is ready. It comes last and ends the layers' part of a step."""
         first = next(p for layer in self._layers for p in layer.parameters() if p.requires_grad)
         first.register_hook(self._computed)  # type: ignore[no-untyped-call]
 
     def now(self) -> float:
-        """Seconds, when all that was asked for is computed: of this thread alone where it does everything itself.
+        """Returns seconds after all requested work is complete: this thread's CPU time if it does all the work itself.
 
-        What else a shared machine does meanwhile then does not count.
+        CPU time excludes the work of other processes on a shared machine.
         """
         if self._cuda:
             torch.cuda.synchronize()
         return time.thread_time() if self._alone else time.perf_counter()
 
     def parts(self, began: float, ended: float) -> list[float]:
-        """Seconds of the latest step: each layer forward, each backward, the loss, and what remains."""
+        """Returns seconds of the latest step: each layer forward, each backward, the loss, and the rest."""
         count = len(self._layers)
         forward = [after - before for before, after in zip(self._forward, self._forward[1:], strict=False)]
         known = [self._backward.get(index) for index in range(count)]
@@ -88,7 +89,7 @@ class TimedChain(nn.Module):
 
 
 class Through(nn.Module):
-    """A model that autograd takes the gradient of, also where a learner would do without."""
+    """A model whose gradient autograd computes, even if a learner would use faster code."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class Through(nn.Module):
 
 
 def layers_of(chain: LayerChain) -> tuple[Layer, ...]:
-    """What a model's layers hold and give, without times."""
+    """Returns the sizes of a model's layers and their outputs, without times."""
     admissible = chain.admissible()
     return tuple(
         Layer(name, kind_of(layer), size, _output_bytes(chain, index), cut=index in admissible)
@@ -108,7 +109,7 @@ def layers_of(chain: LayerChain) -> tuple[Layer, ...]:
 
 
 def _held(chain: LayerChain) -> Iterator[int]:
-    """Bytes of the parameters that each layer trains; those that several share belong to the first."""
+    """Yields the bytes of each layer's trained parameters. Shared parameters count for their first layer."""
     seen: set[int] = set()
     for layer in chain.layers:
         new = {id(p): p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad}
@@ -117,7 +118,7 @@ def _held(chain: LayerChain) -> Iterator[int]:
 
 
 def _output_bytes(chain: LayerChain, index: int) -> int:
-    """Of one sample, where the back has so many layers in front of it."""
+    """Returns the output bytes for one sample if `index` layers are in front of the back."""
     if index == len(chain.layers):
         return 0
     crossing = chain.crossings[index - 1]
@@ -135,7 +136,7 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def kind_of(layer: nn.Module) -> str:
-    """What kind a layer is; a block is of the first kind here that it has anything of."""
+    """Returns the kind of a layer. For a block it is the first kind in this list that it contains."""
     inside = list(layer.modules())
     for kind, types in _KINDS.items():
         if any(isinstance(module, types) for module in inside):

@@ -1,4 +1,4 @@
-"""Vectors that roles work with, and their memory: a buffer's own, that of another process, or not written yet."""
+"""Vectors of roles and their memory: own memory, memory of another process, or content that is deferred."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -18,32 +18,32 @@ from rudra.core.wire import decode, encode
 from rudra.probe import probed
 
 EXPONENT = 2
-"""Bytes between a tensor that travels as float16 and its message: by which power of two it was divided."""
+"""Bytes between a float16 tensor and its message. They hold the exponent of the power of two that scales the tensor."""
 
 Memory = Callable[[int], npt.NDArray[np.uint8] | None]
-"""Gives so many bytes for a buffer, zeros that are written; None: it has none, and the buffer gets some of its own."""
+"""Allocates `length` bytes of written zeros for a buffer. None: no memory is left, so the buffer allocates its own."""
 
 Take = Callable[[slice], torch.Tensor]
-"""Gives a slice of a vector, float32, which is good until the next one is asked for; they are asked for in ascending
-order, at most `CHUNK` elements each, from a multiple of `CACHE_LINE` on."""
+"""Returns a slice of a vector, float32, valid until the next call. Slices are requested in ascending order, with at
+most `CHUNK` elements each, and start at multiples of `CACHE_LINE`."""
 
 
 class Buffer:
-    """A vector and, behind it, room for a message's header and rows: one piece of memory, one transfer.
+    """A vector followed by room for a message's header and rows: one piece of memory, one transfer.
 
     Args:
-        size: of the vector.
-        tail: bytes behind it.
-        device: where the vector is.
-        pinned: page-locked, so that a GPU copies it at full speed and beside other work.
-        memory: where it is to lie, if it is in main memory.
+        size: Number of floats in the vector.
+        tail: Number of bytes after the vector.
+        device: Device of the vector.
+        pinned: Whether memory is page-locked, so that a GPU copies it at full speed and in parallel with other work.
+        memory: Allocator for a buffer in main memory.
 
     Attributes:
-        held: by so many readers, in other processes: until they are done it must not change.
-        borrowed: of another process, and only read.
-        wire: (size * 4 + tail,) uint8, what travels; empty on a GPU, where nothing does.
+        held: Number of readers in other processes. The buffer must not change until they have finished.
+        borrowed: Whether the memory belongs to another process and is read-only.
+        wire: (size * 4 + tail,) uint8, the bytes to send, empty on a GPU, where no buffer is sent.
         vector: (size,) float32, the tensor.
-        version: another one whenever the vector was received, averaged, updated or restored.
+        version: Number that changes whenever the vector is received, averaged, updated or restored.
     """
 
     held = 0
@@ -66,7 +66,7 @@ class Buffer:
             self._array: npt.NDArray[np.float32] | None = None
             return
         # NumPy asks for huge pages, which make transfers between processes a third faster than torch's memory does.
-        # Zeros that are written, not promised: transfers into untouched memory are many times slower.
+        # Zeros are written, not only promised: transfers into untouched memory are many times slower.
         self.wire = self._bytes(size * 4 + tail, pinned=pinned)
         self._array = self.wire[: size * 4].view(np.float32)
         self.vector = torch.from_numpy(self._array)
@@ -83,75 +83,75 @@ class Buffer:
 
     @property
     def gradient(self) -> torch.Tensor | RowGradient:
-        """What gradients are computed into, averaged and applied."""
+        """Gradient memory that executors fill, average and apply."""
         return self.vector
 
     @property
     def array(self) -> npt.NDArray[np.float32]:
-        """The tensor in main memory: the same memory on a CPU, a copy from a GPU."""
+        """Tensor in main memory: the same memory on a CPU, a copy from a GPU."""
         return self.vector.numpy(force=True) if self._array is None else self._array
 
     def sampled(self, which: slice) -> bytes:
-        """Some elements, float32."""
-        # NumPy where it will do: every microsecond counts here, and torch takes twice as many.
+        """Returns some elements, float32."""
+        # NumPy if possible: every microsecond counts here, and torch takes twice as many.
         taken = self.vector[which].numpy(force=True) if self._array is None else self._array[which]
         return taken.tobytes()
 
     @probed
     def digest(self, timestamp: int) -> int:
-        """64 bits that tell weights of one timestamp from others (`rudra.core.digest`)."""
+        """Returns a 64-bit digest that distinguishes weights of one timestamp (`rudra.core.digest`)."""
         return digest_of(self.sampled(sample(timestamp, len(self.vector))))
 
     def write(self, message: Message) -> npt.NDArray[np.uint8]:
-        """Puts a message behind the tensor; returns what is to travel: no more of the tail than is used."""
+        """Writes a message after the tensor. Returns the bytes to send, without the unused rest of the tail."""
         data_ = encode(message)
         self._tail[: len(data_)] = data_
         return self.wire[: len(self.wire) - len(self._tail) + len(data_)]
 
     def read(self) -> Message:
-        """The message behind a vector that has come."""
+        """Returns the message after a received vector."""
         self.version += 1
         return decode(self._tail)
 
     def take_half(self, half: torch.Tensor) -> None:
-        """Takes over a tensor that another buffer has as float16: (size * 2 + 2,) uint8."""
+        """Copies another buffer's float16 tensor: (size * 2 + 2,) uint8."""
         floats = len(self.vector) * 2
         exponent = half[floats : floats + EXPONENT].view(torch.int16)
         from_half(half[:floats].view(torch.float16), int(exponent[0]), self.vector)
 
     @cached_property
     def half(self) -> npt.NDArray[np.uint8]:
-        """Room for the tensor as float16, its exponent, and a message: (size * 2 + 2 + tail,) uint8."""
+        """Memory for the tensor as float16, its exponent, and a message: (size * 2 + 2 + tail,) uint8."""
         return self._bytes(len(self.vector) * 2 + EXPONENT + len(self._tail))
 
     @cached_property
     def _halves(self) -> tuple[torch.Tensor, npt.NDArray[np.int16], memoryview]:
-        """The three parts of `half`."""
+        """Three parts of `half`: tensor, exponent and message."""
         floats = len(self.vector) * 2
         numbers = torch.from_numpy(self.half[:floats].view(np.float16))
         return numbers, self.half[floats : floats + EXPONENT].view(np.int16), self.half[floats + EXPONENT :].data
 
     def write_half(self, message: Message) -> npt.NDArray[np.uint8]:
-        """As `write`, with the tensor as float16."""
+        """Writes a message as `write` does, with the tensor as float16."""
         (numbers, exponent, tail), data_ = self._halves, encode(message)
         exponent[0] = to_half(self.vector, numbers)
         tail[: len(data_)] = data_
         return self.half[: len(self.half) - len(tail) + len(data_)]
 
     def read_half(self) -> Message:
-        """Takes over what came as float16."""
+        """Takes over a tensor received as float16."""
         self.version += 1
         self.take_half(torch.from_numpy(self.half))
         return decode(self._halves[2])
 
 
 class BorrowedBuffer(Buffer):
-    """A vector of another process, which lends it, and which is only read.
+    """A read-only vector in another process's memory.
 
     Args:
         vector: (size,) float32.
-        give_back: is called when nobody here needs it any more.
-        form: of a gradient in rows.
+        give_back: Called when this process no longer needs the vector.
+        form: Row format, if the vector is a gradient in rows.
     """
 
     borrowed = True
@@ -169,12 +169,12 @@ class BorrowedBuffer(Buffer):
 
 
 class RowBuffer(Buffer):
-    """A gradient in rows, behind the room for a message: what is used of both is one piece of memory.
+    """A gradient in rows after the room for a message: the used parts of both are one piece of memory.
 
     Args:
-        form: which part of the flat vector is rows.
-        tail: bytes of the room for a message.
-        memory: where it is to lie.
+        form: Row format of the gradient.
+        tail: Bytes of the room for a message.
+        memory: Allocator for the buffer.
 
     Attributes:
         vector: (form.floats,) float32, all the memory of the gradient.
@@ -195,7 +195,7 @@ class RowBuffer(Buffer):
 
     @property
     def array(self) -> npt.NDArray[np.float32]:
-        """What is used of the vector, in main memory."""
+        """Used part of the vector, in main memory."""
         assert self._array is not None
         return self._array[: self._rows.used]
 
@@ -206,7 +206,7 @@ class RowBuffer(Buffer):
 
 
 class DirectBuffer(Buffer):
-    """A buffer that lies where its role computes, on a GPU, and which MPI reads and writes there.
+    """A buffer on the GPU of its role. MPI reads and writes it there.
 
     Attributes:
         wire: (size * 4 + tail,) uint8, a tensor.
@@ -233,12 +233,12 @@ class DirectBuffer(Buffer):
 
 
 class Deferred(NamedTuple):
-    """What a buffer is to hold once somebody needs it.
+    """Content of a buffer that is computed once somebody needs it.
 
     Attributes:
-        take: gives it, slice by slice.
-        of: names of the buffers that it is made of.
-        fill: puts all of it into the buffer, if there is a faster way than slice by slice.
+        take: Computes the content slice by slice.
+        of: Names of the buffers that the content depends on.
+        fill: Fills the whole buffer, if there is a faster way than slice by slice.
     """
 
     take: Take

@@ -1,4 +1,4 @@
-"""Views of flat vectors: pieces of a vector, shaped as the tensors of a model."""
+"""Views of flat vectors: pieces of a vector, shaped like the tensors of a model."""
 
 from collections.abc import Sequence
 
@@ -7,15 +7,15 @@ import torch
 from rudra.core.layout import Entry
 
 NOWHERE = torch.empty(0)
-"""Stands for the view of a tensor that lies outside the vector."""
+"""Placeholder for the view of a tensor that is outside the vector."""
 
 
 class FlatViews:
-    """Cuts vectors of one layout, and keeps the views of the latest ones.
+    """Views of vectors with one layout. It caches the views of the latest vectors.
 
     Args:
-        layout: the entries of a vector, without gaps.
-        kept: how many vectors' views are kept, and with them the vectors' memory.
+        layout: Entries of a vector, without gaps.
+        kept: Number of vectors whose views are cached, which keeps these vectors in memory.
     """
 
     def __init__(self, layout: Sequence[Entry], kept: int) -> None:
@@ -27,7 +27,7 @@ class FlatViews:
 
         Args:
             vector: (size,) float32.
-            without: index of an entry that the vector lacks; its view is `NOWHERE`.
+            without: Index of an entry that the vector lacks. Its view is `NOWHERE`.
         """
         address = vector.data_ptr()
         views = self._views.get(address)

@@ -1,14 +1,15 @@
-"""Weights that several workers of a node share and update themselves: a window of memory that all of them map.
+"""Shared-memory windows: weights that several workers of a node map and update directly.
 
-Under `"racing"` there is one vector. Workers read it and add to it whenever they like, without a lock (Hogwild); what
-two of them write to one element at the same time may be lost, and nothing is promised. How much is lost is measured:
-behind the weights lie probes, to each of which every update adds 1 by the same kind of write (`surviving`).
+A `"racing"` window has one vector. Workers read it and add to it at any time without a lock (Hogwild). If two workers
+write to one element at the same time, one write may be lost, and there are no guarantees. Probes measure the loss: they
+follow the weights, and every update adds 1 to each probe by the same kind of write (`surviving`).
 
-Under `"locked"` there are two generations of the vector, of which a number says which is the latest. It is copied under
-a lock, and an update is written into the other one, again under the lock; then the number changes. So whoever dies in
-between leaves the latest generation whole. Who made which generation, of which, is logged beside them.
+A `"locked"` window has two generations of the vector, and a number that says which is the latest. Workers copy it under
+a lock. They write an update into the other generation, again under the lock, and then change the number. So if a worker
+dies during an update, the latest generation is still complete. A log records the worker and the source of each
+generation.
 
-Source: Hogbatch §5.1 and §6.1 (racing), which take their updates from Hogwild (Niu et al.).
+Source: Hogbatch §5.1 and §6.1 (racing), with updates from Hogwild (Niu et al.).
 """
 
 from collections.abc import Callable, Generator
@@ -26,14 +27,14 @@ from rudra.errors import RunError
 Update = Literal["racing", "locked"]
 
 PROBES = 8
-"""Elements that count updates: a cache line of int64."""
+"""Number of elements that count updates: a cache line of int64."""
 
 LOGGED = 1 << 14
-"""Latest updates of which a log tells at least: more than are made until somebody looks who made them."""
+"""Least number of latest updates in a log: more than workers make between two reads of the log."""
 
 _LINE = 64
 _WORDS = _LINE // 8
-_BEGUN, _MADE = 0, 1  # words of a worker's cache line, which nobody else writes
+_BEGUN, _MADE = 0, 1  # words of a worker's cache line; only the worker writes to it
 
 LOG = np.dtype(
     [
@@ -51,15 +52,15 @@ LOG = np.dtype(
         ("digest", "<u8"),
     ]
 )
-"""One update: its number, among all or those of the worker, and what it was made of."""
+"""One logged update: its number, among all updates or its worker's, and its contribution."""
 
 
 class Reading(NamedTuple):
-    """When weights were read: between which counts of the others' updates.
+    """Time when weights were read, given by counts of other workers' updates.
 
     Attributes:
-        made: that were complete when reading began; in a locked window, all that there were.
-        begun: that had begun when it ended.
+        made: Number of updates that were complete when reading began. In a locked window, of all workers.
+        begun: Number of updates that had begun when reading ended.
     """
 
     made: int
@@ -67,14 +68,14 @@ class Reading(NamedTuple):
 
 
 class Contribution(NamedTuple):
-    """What an update is made of, beside the gradient.
+    """Description of an update without its gradient.
 
     Attributes:
-        worker: its number among those of the window.
-        step: which of its gradients.
-        first, samples: of the gradient, as in `rudra.core.work.Work`.
-        loss, errors: of these samples.
-        rate: α.
+        worker: Number of the worker in the window.
+        step: Index among the worker's gradients.
+        first, samples: First sample and number of samples of the gradient, as in `rudra.core.work.Work`.
+        loss, errors: Loss and errors of these samples.
+        rate: Learning rate α.
     """
 
     worker: int
@@ -87,14 +88,15 @@ class Contribution(NamedTuple):
 
 
 class WindowEntry(NamedTuple):
-    """An update that is complete.
+    """A complete update in the log.
 
     Attributes:
-        update: its number in a locked window; in a racing one nobody can tell, and it is that among the worker's own.
-        of: what it is made of.
-        timestamp: updates that were complete when the weights of its gradient were read.
-        fewest, most: how many updates of others may have come between reading and writing: σ lies between.
-        digest: of a sample of the new weights; 0 in a racing window, where others write meanwhile.
+        update: Number of the update in a locked window. In a racing window the order is unknown, so it is the number
+            among the worker's own updates.
+        of: Contribution of the update.
+        timestamp: Number of updates that were complete when the weights of its gradient were read.
+        fewest, most: Bounds on σ, the number of other workers' updates between reading and writing.
+        digest: Digest of a sample of the new weights. In a racing window it is 0, because others write concurrently.
     """
 
     update: int
@@ -106,13 +108,13 @@ class WindowEntry(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What a window holds.
+    """Layout of a window.
 
     Attributes:
-        size: floats of the weights.
-        workers: that write to it.
-        update: how.
-        logged: latest updates of which the log tells; of a racing window those of each worker.
+        size: Number of floats in the weights.
+        workers: Number of workers that write to it.
+        update: Kind of window, `"racing"` or `"locked"`.
+        logged: Number of latest updates in the log. In a racing window, for each worker.
     """
 
     size: int
@@ -122,13 +124,13 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Memory that it needs."""
+        """Memory size of the window."""
         return self.ends[-1]
 
     @property
     def ends(self) -> list[int]:
-        """Of its sections, in bytes: the number of the latest generation, the workers' counts, the log, vectors, each
-        with probes behind it.
+        """Ends of the sections in bytes: the number of the latest generation, the workers' counts, the log, and the
+        vectors, each followed by its probes.
         """
         vector = -(-self.size * 4 // _LINE) * _LINE + PROBES * 8
         log = self.logs * self.logged * LOG.itemsize
@@ -137,12 +139,12 @@ class Shape(NamedTuple):
 
     @property
     def generations(self) -> int:
-        """Vectors."""
+        """Number of vectors."""
         return 2 if self.update == "locked" else 1
 
     @property
     def logs(self) -> int:
-        """One, of all updates, or one of each worker's."""
+        """Number of logs: one for all updates, or one for each worker."""
         return 1 if self.update == "locked" else self.workers
 
 
@@ -150,16 +152,16 @@ class Window:
     """The shared weights, as one process sees them.
 
     Args:
-        memory: `shape.bytes` of it, aligned to 64 bytes, zeros at first; the same for all.
-        shape: what it holds.
-        lock: gives what is held while something is read or written, in a locked window; it has to keep out each thread
-            of each process that shares the memory.
+        memory: `shape.bytes` bytes, aligned to 64 bytes and initially zero. The same for all processes.
+        shape: Layout of the window.
+        lock: Returns the lock for reads and writes of a locked window. It must exclude every thread of every process
+            that shares the memory.
 
     Attributes:
-        update: how it is written to.
-        size: floats of the weights.
-        lock: as given.
-        vector: (size,) float32: the weights of a racing window. Those of a locked one are `latest`.
+        update: Kind of window, `"racing"` or `"locked"`.
+        size: Number of floats in the weights.
+        lock: As given.
+        vector: (size,) float32, the weights of a racing window. For a locked window use `latest`.
     """
 
     def __init__(
@@ -181,10 +183,10 @@ class Window:
         self._probes = torch.from_numpy(vectors[0][-PROBES * 8 :].view(np.int64))
         self.vector = self._vectors[0]
 
-    # Their owner.
+    # Methods for the owner of the weights.
 
     def fill(self, weights: torch.Tensor, timestamp: int = 0) -> None:
-        """Begins anew with these weights, while nobody reads or writes: (size,) float32, after so many updates."""
+        """Restarts from these weights, (size,) float32, after `timestamp` updates. Nobody may use them at the time."""
         self._numbers[:] = 0
         self._head[0] = timestamp
         self.latest.copy_(weights)
@@ -192,27 +194,27 @@ class Window:
 
     @property
     def latest(self) -> torch.Tensor:
-        """The weights, (size,) float32."""
+        """Current weights, (size,) float32."""
         return self._vectors[self._head[0] % len(self._vectors)]
 
     def updates_of(self, worker: int) -> tuple[int, int]:
-        """How many updates of a worker are complete, and how many it has begun."""
+        """Returns the numbers of updates that a worker has completed and begun."""
         return self._made[worker], self._begun[worker]
 
     @property
     def made(self) -> int:
-        """How many updates are complete, with those before this window."""
+        """Returns the number of complete updates, including updates before this window."""
         return self._head[0] if self.update == "locked" else self._head[0] + sum(self._made)
 
     def entries(self, worker: int, after: int) -> list[WindowEntry]:
-        """The updates of a worker that are complete, but for the first ones, in order.
+        """Returns the complete updates of a worker after the first `after`, in order.
 
         Args:
-            worker: its number; it makes no more updates.
-            after: how many to leave out: in a locked window of all updates, else of those of this worker.
+            worker: Number of the worker, which makes no more updates.
+            after: Number of updates to skip: in a locked window among all workers' updates, else among this worker's.
 
         Raises:
-            RunError: the log does not tell of all of them any more.
+            RunError: The log no longer contains all of them.
         """
         locked = self.update == "locked"
         ring = self._log[0 if locked else worker]
@@ -224,29 +226,31 @@ class Window:
 
     @property
     def surviving(self) -> float:
-        """β: the part of the updates that races have left, as the probes counted them; 1 before the first.
+        """Returns β, the share of updates that races did not overwrite, measured by the probes.
 
-        Source: Hogbatch §6.3, β, which is assumed there.
+        It is 1 before the first update.
+
+        Source: Hogbatch §6.3, which assumes a value of β.
         """
         made = sum(self._made)
         return float(self._probes.double().mean()) / made if made and self.update == "racing" else 1.0
 
-    # Workers.
+    # Methods for workers.
 
     def _others(self, counts: memoryview, worker: int) -> int:
         return sum(counts) - counts[worker]
 
     def begin_reading(self, worker: int) -> Reading:
-        """A worker begins to read a racing window in place."""
+        """Records that a worker begins to read a racing window in place."""
         made = self._others(self._made, worker)
         return Reading(made, made)
 
     def end_reading(self, worker: int, reading: Reading) -> Reading:
-        """It has read all of it."""
+        """Records that the worker has read all weights."""
         return Reading(reading.made, self._others(self._begun, worker))
 
     def copy(self, worker: int, into: torch.Tensor) -> Reading:
-        """Copies the weights to `into`, (size,) float32; in a locked window a whole generation."""
+        """Copies the weights to `into`, (size,) float32. In a locked window the copy is one complete generation."""
         if self.update == "locked":
             with self.lock():
                 into.copy_(self.latest)
@@ -258,14 +262,14 @@ class Window:
     def add(
         self, of: Contribution, reading: Reading, gradient: torch.Tensor, instead: torch.Tensor | None = None
     ) -> WindowEntry:
-        """Subtracts the rate times the gradient from the weights as they are now.
+        """Subtracts the rate times the gradient from the current weights.
 
         Args:
-            of: what the update is made of.
-            reading: of the weights that the gradient is of.
+            of: Contribution of the update.
+            reading: Reading of the weights that the gradient was computed from.
             gradient: (size,) float32.
-            instead: subtract from these weights, and overwrite those that there are by what comes of it: what others
-                have done meanwhile is lost.
+            instead: Weights to subtract from. The result overwrites the current weights, so updates that others made
+                since are lost.
         """
         if self.update == "locked":
             with self.lock():
@@ -279,22 +283,22 @@ class Window:
         return self.end_update(of, reading, fewest)
 
     def begin_update(self, of: Contribution, reading: Reading) -> int:
-        """A worker begins to write to a racing window; gives the fewest updates of others since it read."""
+        """Records that a worker begins to write to a racing window. Returns `fewest` of its entry."""
         self._counts[of.worker * _WORDS + _BEGUN] += 1
         return max(0, self._others(self._made, of.worker) - reading.begun)
 
     def end_update(self, of: Contribution, reading: Reading, fewest: int) -> WindowEntry:
-        """It has written all of it."""
+        """Records that the worker has completed its update."""
         most = self._others(self._begun, of.worker) - reading.made
         place = of.worker * _WORDS + _MADE
         own = self._counts[place] + 1
         entry = WindowEntry(own, of, self._head[0] + reading.made + own - 1, fewest, most, 0)
         self._log[of.worker, own % self._logged] = _row(entry)
-        self._counts[place] = own  # whoever dies before this has not done it all
+        self._counts[place] = own  # a worker that dies before this line has not completed the update
         return entry
 
     def copy_in_slices(self, worker: int, into: torch.Tensor, slices: int) -> Generator[None, None, Reading]:
-        """As `copy` of a racing window, for who lets others write between slices; yields after each."""
+        """Copies a racing window as `copy` does, but yields after each slice so that others can write in between."""
         reading = self.begin_reading(worker)
         for part in _parts(self.size, slices):
             into[part] = self.vector[part]
@@ -304,9 +308,9 @@ class Window:
     def add_in_slices(
         self, of: Contribution, reading: Reading, gradient: torch.Tensor, instead: torch.Tensor | None, slices: int
     ) -> Generator[None, None, WindowEntry]:
-        """As `add` to a racing window, for who lets others read and write between slices; yields in each.
+        """Adds to a racing window as `add` does, but yields within each slice so that others can read and write.
 
-        A slice is read, and written a moment later: what others have written to it in between is lost.
+        A slice is read and written back a moment later: writes by others in between are lost.
         """
         fewest = self.begin_update(of, reading)
         source = self.vector if instead is None else instead
@@ -331,7 +335,7 @@ class Window:
         staleness = before - reading.made
         entry = WindowEntry(update, of, reading.made, staleness, staleness, digest)
         self._log[0, update % self._logged] = _row(entry)
-        self._head[0] = update  # whoever dies before this has done nothing
+        self._head[0] = update  # a worker that dies before this line has changed nothing
         place = of.worker * _WORDS
         self._counts[place + _BEGUN] += 1
         self._counts[place + _MADE] += 1
@@ -339,7 +343,7 @@ class Window:
 
 
 def _parts(size: int, slices: int) -> list[slice]:
-    """Nearly equal slices of a vector; no more than it has elements."""
+    """Returns nearly equal slices of a vector, at most one for each element."""
     count = min(size, slices)
     return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
 
