@@ -200,7 +200,7 @@ def deaf() -> nn.Module:
 
     idleness.LEFT_S = 2.0
     for state in ServerState:
-        ParameterServer._METHODS.pop((state, Lost), None)
+        ParameterServer._ROWS.pop((state, Lost), None)
     return dying_3()
 
 
