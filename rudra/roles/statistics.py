@@ -10,6 +10,7 @@ It answers for the disk, too: a checkpoint counts when the rows up to it, and th
     GATHERING  totals, every learner's account and every epoch recorded -> DONE  finish, tell everybody
 """
 
+import math
 from collections.abc import Collection, Mapping
 from enum import auto
 from typing import Any, ClassVar
@@ -227,7 +228,12 @@ class StatisticsServer(Machine):
             return []
         buffer, epoch = self._snapshots.working
         sums = self._workers.sums(epoch)
-        return [] if sums is None else [MergeEvaluation(buffer, sums)]
+        if sums is None:
+            return []
+        if not len(sums):  # the run was stopped, and no worker was left to evaluate the weights
+            self._epochs.of(epoch)["evaluation_began_s"] = math.nan
+            return self._done()
+        return [MergeEvaluation(buffer, sums)]
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
         buffer, epoch = self._snapshots.in_work

@@ -29,6 +29,7 @@ from rudra.core.events import (
     Lost,
     ReadShared,
     Received,
+    Send,
     SharedRead,
     Started,
     Stopped,
@@ -36,7 +37,7 @@ from rudra.core.events import (
     UpdatesFound,
     WriteShared,
 )
-from rudra.core.messages import AppliedInPlace, MessageKind, WindowUpdated, WindowWeights
+from rudra.core.messages import AppliedInPlace, EpochEvaluated, MessageKind, WindowUpdated, WindowWeights
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.roles.coordinator import work_for
@@ -246,7 +247,11 @@ class WindowCoordinator(ParameterServer):
         else:
             actions.insert(0, ReadShared(WEIGHTS))
         actions += self.duties.cycle.updated(now)
-        return actions + (self._after_update(now) if self.state is TRAINING else [])
+        if self.state is TRAINING:
+            return actions + self._after_update(now)
+        if self._evaluation.is_due(ledger.epoch):  # the workers are leaving
+            actions.append(Send(self.plan.statistics, EpochEvaluated(self.id, ledger.epoch, 0.0, True, None)))
+        return actions
 
     def _advance(self, now: float) -> list[Action]:
         actions = self._process_arrived(now)

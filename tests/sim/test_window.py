@@ -226,6 +226,15 @@ def test_a_run_that_is_stopped_resumes_with_the_samples_that_are_left(weights: d
     assert torch.isfinite(resumed.weights).all()
 
 
+def test_stop_whose_last_batches_end_an_epoch_records_it_without_evaluation() -> None:
+    """The workers are leaving: nobody is left to evaluate the weights, and nobody waits for that."""
+    workers = [{"kind": "large", "min": 40, "max": 200, "compute_s": 0.05}]
+    run = job(workers, 4, "balanced", hogbatch=RACING, training={"evaluate": "workers"}, **DIGITS)
+    found = [train(run, stop_at=stop_at).rows["epochs"]["evaluated"] for stop_at in np.linspace(0.01, 0.4, 14).tolist()]
+    assert any(len(evaluated) and not evaluated[-1] for evaluated in found), found
+    assert all(evaluated[:-1].all() for evaluated in found)
+
+
 def test_the_coordinator_has_no_gradients() -> None:
     trained = train(small())
     names = [*trained.executors[trained.plan.server].names]
