@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import needs_compiler
 from plain_gradients import first_gradients, flattened, initial
 from torch import nn
 from users_models import CLASSES, WIDTH, batch
@@ -144,7 +145,9 @@ allowed."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "compiled" else n for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow, needs_compiler]) if n == "compiled" else n for n in CASES]
+)
 def test_weights_are_those_of_gradients_added_up_by_hand_and_a_replay_repeats_them(tmp_path: Path, name: str) -> None:
     parts, tables, of, tolerance = CASES[name]
     job = made(parts, **tables)

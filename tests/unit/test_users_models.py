@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiler import needs_compiler
 from torch import nn
 from torch.nn import functional
 from users_models import CLASSES, MODELS, UNSEEN, WIDTH, Of, batch, body, made
@@ -94,6 +95,7 @@ def test_gradients_computed_together_are_those_of_plain_torch_or_refused(name: s
         assert difference(out[: model.parameter_count], wanted) <= 1e-5
 
 
+@needs_compiler
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
