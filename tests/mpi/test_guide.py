@@ -159,10 +159,10 @@ def test_rules_print_what_the_page_shows(rules: tuple[Path, str]) -> None:
 def test_ones_own_protocol(rules: tuple[Path, str]) -> None:
     """Figures of virtual time are those of the page."""
     text = " ".join(RULES.split())
-    for name, pushed, others in (("async", "it pushed", "169; the"), ("bounded", "`Bounded` it pushed", "136; the")):
+    for name, pushed, others in (("async", "it pushed", "169, and the"), ("bounded", "`Bounded` it pushed", "136. The")):
         with rudra.open_results(rules[0] / f"{name}.h5") as results:
             counts, most = results.learners["pushed"], results.gradients["staleness"].max()
-        assert set(counts[1:]) == {int(others.split(";")[0])}
+        assert set(counts[1:]) == {int(others[:3])}
         assert f"{pushed} {counts[0]}" in text
         assert f"{others} largest staleness was {most}" in text
     with rudra.open_results(rules[0] / "strict.h5") as results:
