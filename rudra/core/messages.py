@@ -620,12 +620,12 @@ class StageRows(ReportedRows, frozen=True, gc=False):
 
 
 class EpochEvaluated(Message, frozen=True, gc=False):
-    """Coordinator -> statistics server: what all parts of the test of an epoch's weights came to, or some of them.
+    """Coordinator -> statistics server: sums of an evaluation by workers, in one message or several.
 
     Attributes:
-        epoch: whose weights were tested.
-        seconds: that the test took.
-        last: those are all.
+        epoch: the epoch whose weights were evaluated.
+        seconds: duration of the evaluation; NaN: a stop left no worker to evaluate the weights.
+        last: whether this message is the last one of the epoch.
         rows: `records.SUM`, or None.
     """
 

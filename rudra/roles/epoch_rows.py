@@ -103,9 +103,9 @@ class WorkersEvaluations:
             return None
         return np.concatenate([*self._sums.pop(epoch), np.empty(0, records.SUM)])
 
-    def seconds(self, epoch: int, event: Evaluated) -> float:
-        """Returns how long the evaluation of an epoch took: that by workers, or the server's own."""
-        return self._seconds.pop(epoch, event.seconds)
+    def seconds(self, epoch: int, otherwise: float = 0.0) -> float:
+        """Returns the duration of an epoch's evaluation by workers (NaN: nobody was left for it), or `otherwise`."""
+        return self._seconds.get(epoch, otherwise)
 
 
 class EpochTable:

@@ -230,14 +230,14 @@ class StatisticsServer(Machine):
         sums = self._workers.sums(epoch)
         if sums is None:
             return []
-        if not len(sums):  # the run was stopped, and no worker was left to evaluate the weights
+        if math.isnan(self._workers.seconds(epoch)):
             self._epochs.of(epoch)["evaluation_began_s"] = math.nan
             return self._done()
         return [MergeEvaluation(buffer, sums)]
 
     def _evaluated(self, event: Evaluated, now: float) -> list[Action]:
         buffer, epoch = self._snapshots.in_work
-        metrics = self._epochs.measure(epoch, event, self._workers.seconds(epoch, event))
+        metrics = self._epochs.measure(epoch, event, self._workers.seconds(epoch, event.seconds))
         keep: list[Action] = []
         if self._kept.is_best(epoch, scores_of(self._epochs.of(epoch)[0], metrics, self.split)):
             keep.append(StoreEpochWeights(buffer, epoch, self._kept.surpassed()))

@@ -15,6 +15,7 @@ A worker that dies may have made updates that it could not tell of: the coordina
 count; what is left of the worker's samples is served again.
 """
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
@@ -250,7 +251,7 @@ class WindowCoordinator(ParameterServer):
         if self.state is TRAINING:
             return actions + self._after_update(now)
         if self._evaluation.is_due(ledger.epoch):  # the workers are leaving
-            actions.append(Send(self.plan.statistics, EpochEvaluated(self.id, ledger.epoch, 0.0, True, None)))
+            actions.append(Send(self.plan.statistics, EpochEvaluated(self.id, ledger.epoch, math.nan, True, None)))
         return actions
 
     def _advance(self, now: float) -> list[Action]:

@@ -159,7 +159,8 @@ def test_rules_print_what_the_page_shows(rules: tuple[Path, str]) -> None:
 def test_ones_own_protocol(rules: tuple[Path, str]) -> None:
     """Figures of virtual time are those of the page."""
     text = " ".join(RULES.split())
-    for name, pushed, others in (("async", "it pushed", "169, and the"), ("bounded", "`Bounded` it pushed", "136. The")):
+    sentences = (("async", "it pushed", "169, and the"), ("bounded", "`Bounded` it pushed", "136. The"))
+    for name, pushed, others in sentences:
         with rudra.open_results(rules[0] / f"{name}.h5") as results:
             counts, most = results.learners["pushed"], results.gradients["staleness"].max()
         assert set(counts[1:]) == {int(others[:3])}
