@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from rudra.core.events import Action, Event, Halt, Lost, Received
-from rudra.core.messages import MessageKind, Shutdown
+from rudra.core.messages import MESSAGES, MessageKind, Shutdown
 from rudra.core.phases import Phase, Phases
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
@@ -69,19 +69,7 @@ class CoOwned(Protocol):
         """Returns what the role itself does of what it decided; others do the rest."""
 
 
-class _Row(NamedTuple):
-    """One row of the table, as a machine looks it up.
-
-    Attributes:
-        method: Handles the event.
-        state: State before.
-        trigger: Type of the event, or kind of the message that it brings.
-    """
-
-    method: Callable[[Any, Any, float], list[Action]]
-    state: States
-    trigger: Trigger
-
+Method = Callable[[Any, Any, float], list[Action]]
 
 HISTORY = 50
 """Events that a role remembers, to be shown with an error."""
@@ -98,10 +86,10 @@ class Machine:
         state: one of the subclass's enum.
     """
 
-    __slots__ = ("_co_owned", "_dead", "_history", "_rows", "id", "name", "plan", "state")
+    __slots__ = ("_co_owned", "_dead", "_history", "_methods", "id", "name", "plan", "state")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {}
-    _ROWS: ClassVar[dict[tuple[States, Any], _Row]]
+    _METHODS: ClassVar[dict[tuple[States, type], Method]]  # by the type of an event, or of the message that it brings
     state: States
 
     def __init_subclass__(cls) -> None:
@@ -110,18 +98,21 @@ class Machine:
                 raise TypeError(
                     f"{cls.__name__}.{to.method} leads from {state} to {to.states}, which are no such states"
                 )
-        cls._ROWS = {key: _Row(getattr(cls, to.method), *key) for key, to in cls.TRANSITIONS.items()}
+        cls._METHODS = {
+            (state, MESSAGES[trigger] if isinstance(trigger, MessageKind) else trigger): getattr(cls, to.method)
+            for (state, trigger), to in cls.TRANSITIONS.items()
+        }
 
     def __init__(self, role: int, plan: Plan) -> None:
         self.id = role
         self.plan = plan
         self.name = plan.roles[role].name
-        self._rows = self._ROWS
+        self._methods = self._METHODS
         self._co_owned: tuple[CoOwned, ...] = ()
         self._dead: set[int] = set()  # roles
-        # A row, a time and a sender for each event. The events themselves would keep the memory of messages in use: the
-        # next ones then find it in no cache, and a simulation takes a tenth longer.
-        self._history: deque[Any] = deque(maxlen=3 * HISTORY)
+        # The events themselves would keep the memory of messages in use: the next ones then find it in no cache, and a
+        # simulation takes a tenth longer.
+        self._history: deque[Any] = deque(maxlen=HISTORY)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -134,35 +125,33 @@ class Machine:
             ProtocolError: the state does not allow the event; nothing has changed. As any error, it has the last
                 events of the role in a note.
         """
-        kind = type(event)
-        if kind is Lost:
+        trigger: Any = type(event)
+        sender = None
+        if trigger is Received:
+            message = event.message  # type: ignore[union-attr]
+            trigger, sender = type(message), message.sender
+        elif trigger is Lost:
             if event.role in self.plan.gone or event.role in self._dead:  # type: ignore[union-attr]
                 return []
             self._dead.add(event.role)  # type: ignore[union-attr]
-        trigger: Any = kind
-        sender = None
-        if kind is Received:
-            message = event.message  # type: ignore[union-attr]
-            trigger, sender = message.kind, message.sender
-        row = self._rows.get((self.state, trigger))
-        if row is None:
-            if trigger is MessageKind.SHUTDOWN and self._dead:  # what this role still waits for was with the dead
+        key = (self.state, trigger)
+        method = self._methods.get(key)
+        if method is None:
+            if trigger is Shutdown and self._dead:  # what this role still waits for was with the dead
                 return [halt(event)]  # type: ignore[arg-type]
             if sender in self._dead:
                 return []  # said before it died, and of no use now
-            if kind is Lost:
+            if trigger is Lost:
                 return []  # this role can do without it
             refused = ProtocolError(f"{self.name} cannot take {_name_of(trigger)} while {self.state.name}")
             refused.add_note(self.story)
             raise refused
-        history = self._history
-        history.append(row)
-        history.append(now)
-        history.append(sender)
+        self._history.append((key, now, sender))
         try:
-            actions = row.method(self, event, now)
-            for weights in self._co_owned:
-                actions = weights.share(actions)
+            actions = method(self, event, now)
+            if self._co_owned:
+                for weights in self._co_owned:
+                    actions = weights.share(actions)
             return actions
         except Exception as error:
             error.add_note(self.story)
@@ -173,10 +162,9 @@ class Machine:
         """The last events of this role, for people, one a line: when, in which state, what, and from whom."""
         names = [role.name for role in self.plan.roles]
         lines = [f"The last events of {self.name}:" if self._history else f"{self.name} had no event before."]
-        past = iter(self._history)
-        for row, now, sender in zip(past, past, past, strict=True):
+        for (state, trigger), now, sender in self._history:
             source = "" if sender is None else f" from {names[sender]}"
-            lines.append(f"  {now:.6f} s  {row.state.name:12}  {_name_of(row.trigger)}{source}")
+            lines.append(f"  {now:.6f} s  {state.name:12}  {_name_of(trigger)}{source}")
         return "\n".join(lines)
 
     def _ignore(self, event: Any, now: float) -> list[Action]:
@@ -206,8 +194,9 @@ class Machine:
         return ""
 
 
-def _name_of(trigger: Trigger) -> str:
-    return trigger.name if isinstance(trigger, MessageKind) else trigger.__name__
+def _name_of(trigger: type) -> str:
+    kind: MessageKind | None = getattr(trigger, "kind", None)
+    return trigger.__name__ if kind is None else kind.name
 
 
 def halt(event: Received[Shutdown]) -> Halt:

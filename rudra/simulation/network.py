@@ -11,13 +11,17 @@ from math import inf
 from typing import Any
 
 from rudra.core.events import CancelReceive, Receive, ReceiveCancelled, Received, Reduce, Reduced, Send, Sent
-from rudra.core.messages import GRADIENTS
+from rudra.core.messages import GRADIENTS, MESSAGES, ROWS
 from rudra.simulation.actor import Actor, Offer, Route
 from rudra.simulation.costs import CostModel
 from rudra.simulation.links import Ports, SharedLinks
 from rudra.simulation.queue import Call, EventQueue, Scheduled
 from rudra.simulation.timing_only import Tensors
 from topologies import Plan
+
+# Types are looked up faster than kinds: a kind is an attribute of the class of a message.
+GRADIENT_TYPES = frozenset(MESSAGES[kind] for kind in GRADIENTS)
+ROW_TYPES = frozenset(MESSAGES[kind] for kind in ROWS)
 
 
 class Network:
@@ -167,7 +171,7 @@ class Network:
     def _offer(self, receiver: Actor, offer: Offer) -> None:
         """Handles the arrival of a tensor at its receiver."""
         route, send, arrival = offer
-        source, gradient = route.sender.role, send.message.kind in GRADIENTS
+        source, gradient = route.sender.role, type(send.message) in GRADIENT_TYPES
         for place, receive in enumerate(receiver.posted):
             if receive.gradient is gradient and (receive.source is None or receive.source == source):
                 del receiver.posted[place]
@@ -183,7 +187,7 @@ class Network:
         """Starts a transfer when both ports are free, or at once if links are shared."""
         out, into = route.out, route.into
         if self.links is not None:
-            seconds = route.transfer_s * (self._gradient_share if send.message.kind in GRADIENTS else 1.0)
+            seconds = route.transfer_s * (self._gradient_share if type(send.message) in GRADIENT_TYPES else 1.0)
             if seconds:
                 ends, about = (out, into), (self._deliver, route, (send, receive))
                 self.links.send(time, ends, seconds * route.bytes_per_s, about)
@@ -194,7 +198,9 @@ class Network:
             time = into.free_at
         if route.blocking:
             time = max(time, *(port.free_at for port in route.blocking))
-        transfer_s = route.transfer_s * self._gradient_share if send.message.kind in GRADIENTS else route.transfer_s
+        transfer_s = (
+            route.transfer_s * self._gradient_share if type(send.message) in GRADIENT_TYPES else route.transfer_s
+        )
         out.free_at = into.free_at = time = time + transfer_s
         for port in route.blocking:
             port.free_at = time
@@ -207,7 +213,8 @@ class Network:
             self._transferred(sender.role, buffer, receiver.role, receive.buffer)
         if self._sent:
             self._sent(sender.role, buffer)
-        message = message.with_own_rows()
+        if type(message) in ROW_TYPES:
+            message = message.with_own_rows()
         machine = sender.machine
         receiver.take(receiver, Received(message, receive.buffer))
         if sender.machine is machine:  # otherwise the sender has restarted
@@ -305,7 +312,7 @@ class Network:
 
     def _free_ports(self, route: Route, send: Send, end: float) -> None:
         """Frees ports if the ended transfer was their last. Transfers that already wait keep their times."""
-        seconds = route.transfer_s * (self._gradient_share if send.message.kind in GRADIENTS else 1.0)
+        seconds = route.transfer_s * (self._gradient_share if type(send.message) in GRADIENT_TYPES else 1.0)
         for port in (route.out, route.into, *route.blocking):
             if port.free_at == end:
                 port.free_at = max(self._queue.now, end - seconds)
