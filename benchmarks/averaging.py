@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.shared import learner_step_s, unconnected
 from rudra.bench.ranks import LEARNER, STATISTICS, alexnet_job, in_turns, on_ranks, train
-from rudra.findings import Goal, Report, Spread, ratios, spread
+from rudra.benchmark_report import Goal, Report, Spread, ratios, spread
 from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:

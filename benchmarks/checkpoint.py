@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rudra.bench.ranks import SERVER, alexnet_job, in_turns, lenet_job, on_ranks, train, write_images
-from rudra.findings import Goal, Report, ratios, spread
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:

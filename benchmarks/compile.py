@@ -9,13 +9,13 @@ import torch
 
 from benchmarks.shared import one_thread
 from rudra.bench.ranks import compared
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.tasks import Classification
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 
 LENET = DataInfo("lenet", 1, 1, (1, 28, 28), 10)

@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from rudra.bench.ranks import on_ranks, train
-from rudra.compute.window import Contribution, Shape, Update
-from rudra.findings import Goal, Report, ratios, spread
+from rudra.benchmark_report import Goal, Report, ratios, spread
+from rudra.compute.window import Contribution, Update, WindowLayout
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest
 from rudra.mpi.shared_window import WindowFile
@@ -218,7 +218,7 @@ def _locks(rounds: int) -> list[str]:
     for size in (23_554, 420_866):
         gradient, taken = torch.zeros(size), {}
         for update in ("racing", "locked"):
-            file = WindowFile(Shape(size, 2, update))
+            file = WindowFile(WindowLayout(size, 2, update))
             window, own = file.window, torch.empty(size)
             count = max(10, rounds // (10 if size < 100_000 else 100))
             began = time.perf_counter()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.shared import one_thread
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
@@ -17,7 +18,6 @@ from rudra.core.work import Work
 from rudra.data.load import DataInfo, in_memory, load
 from rudra.data.samples import Samples, Split
 from rudra.data.sources import Dense
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 
 SIZES = (4, 16, 64)

@@ -14,7 +14,7 @@ import torch
 from benchmarks import links
 from benchmarks.shared import data_directory, unconnected
 from rudra.bench.ranks import STATISTICS
-from rudra.findings import Goal, Report, ratios
+from rudra.benchmark_report import Goal, Report, ratios
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest
 

@@ -33,8 +33,8 @@ from tqdm import tqdm
 
 from benchmarks.shared import learner_step_s
 from rudra.bench.ranks import LEARNER, Measure, in_turns, on_ranks, step_s, train
+from rudra.benchmark_report import Report, Spread, ratios, spread
 from rudra.errors import RudraError, RunError
-from rudra.findings import Report, Spread, ratios, spread
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores, end_with_parent

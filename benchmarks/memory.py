@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, train
-from rudra.findings import Goal, Report
+from rudra.benchmark_report import Goal, Report
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest
-from rudra.simulation.rehearsal import memory_bytes
+from rudra.simulation.dry_run import memory_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI

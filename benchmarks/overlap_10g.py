@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.links import behind_a_link, missing, turn_is_over
 from rudra.bench import overlap
-from rudra.findings import Report
+from rudra.benchmark_report import Report
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,8 +16,8 @@ from torch import nn
 
 from benchmarks.links import behind_a_link, in_turns_behind, missing, on_half_the_cores, sent_bytes
 from rudra.bench.ranks import STATISTICS, in_turns, lenet_job, on_ranks, step_s, train, write_images
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.core.placement import Layer, PlacementHardware, choose
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
 from rudra.mpi.agreement import rest

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from rudra.bench.ranks import SERVER, STATISTICS, in_turns, lenet_job, on_ranks, step_s, train, write_images
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute.executor import Executor
 from rudra.compute.learners import StatisticsExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer
 from rudra.core.messages import MessageKind
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.agreement import rest
 from rudra.probe import Method, wrapped

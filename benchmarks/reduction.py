@@ -18,7 +18,7 @@ import torch
 from benchmarks import links
 from benchmarks.shared import unconnected
 from rudra.bench.ranks import LEARNER, STATISTICS, lenet_job, write_images
-from rudra.findings import Goal, Report, ratios, spread
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ import torch
 
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, TAG, in_turns, on_ranks
 from rudra.bench.stubs import Maker, StubLearner, StubStatistics, drive, kept, stub_job
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute.executor import Executor
 from rudra.compute.flat import sha256
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import ServerExecutor
 from rudra.compute.vectors import Memory
 from rudra.core.layout import Part
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from rudra.machine import cores
@@ -177,7 +177,7 @@ def _rate(comm: "MPI.Comm", job: Job, pushes: int) -> float | None:
         if role in parts:
             return UpdatingServer(SHARED_FLOATS, memory, parts[role] if plan.parted else None)
         executor = (StubStatistics if role == plan.statistics else StubLearner)(SHARED_FLOATS, memory)
-        executor.parts = parts if plan.parted else {}
+        executor.slices_by_owner = parts if plan.parted else {}
         return executor
 
     accounts = drive(mine, job, plan, made, pushes, spins=plan.ranks <= cores())

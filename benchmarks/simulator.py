@@ -12,17 +12,17 @@ import torch
 
 from rudra.api import simulate
 from rudra.bench.ranks import compared
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.data.noise import noise
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
 from rudra.results.reader import Results, open_results
-from rudra.simulation.rehearsal import memory_bytes
+from rudra.simulation.dry_run import memory_bytes
 
 
 def run(*, quick: bool) -> Report:

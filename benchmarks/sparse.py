@@ -10,18 +10,18 @@ from torch.nn import functional
 
 from benchmarks.shared import one_thread, seconds
 from rudra.bench.ranks import compared
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
-from rudra.compute.rows import RowForm, RowGradient
+from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear, gradient_of, product
 from rudra.core.events import GRADIENT, WEIGHTS, Compute, Update
 from rudra.core.layout import Entry
 from rudra.data.load import Data, DataInfo
 from rudra.data.samples import Split
 from rudra.data.sources import Dense, Source, Sparse
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from rudra.prepare.resolve import settle
@@ -117,7 +117,7 @@ class _Sparse:
         layer = SparseLinear(FEATURES, WIDTH)
         assert layer.bias is not None
         self._batches, self._wanted = itertools.cycle(batches), wanted
-        form = RowForm(0, FEATURES, WIDTH, FEATURES * WIDTH + WIDTH)
+        form = RowFormat(0, FEATURES, WIDTH, FEATURES * WIDTH + WIDTH)
         weights, layout = _flat([layer.weight, layer.bias])
         self._weight, self._bias = layer.weight.detach(), layer.bias.detach()
         self._gradient = RowGradient(torch.zeros(form.floats), form)

@@ -22,12 +22,12 @@ import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from benchmarks.contestants import LEARNERS, measure, read_kept
-from benchmarks.heats import CONTESTANTS, DATA, MOVING, RATES, SCHEDULES, SIZES, Outcome, Perform, Point, search
 from benchmarks.shared import check_only, chosen, data_directory
+from benchmarks.tta_runs import LEARNERS, measure, read_kept
+from benchmarks.tta_search import CONTESTANTS, DATA, MOVING, RATES, SCHEDULES, SIZES, Outcome, Perform, Point, search
 from rudra.bench.ranks import on_ranks
+from rudra.benchmark_report import Goal, Report, Spread, ratios, spread
 from rudra.errors import ConfigError
-from rudra.findings import Goal, Report, Spread, ratios, spread
 
 SEEDS = (2, 3, 4)  # seeds of the comparison, not of the search
 

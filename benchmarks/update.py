@@ -7,12 +7,12 @@ import torch
 
 from benchmarks.shared import seconds
 from rudra.bench.ranks import compared
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.owners import ServerExecutor
 from rudra.core.events import Accumulate, Update
 from rudra.data.load import DataInfo
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.machine import cores
 
@@ -81,10 +81,10 @@ def _compare(report: Report, server: ServerExecutor, threads: int, rounds: int) 
         server.accumulate(average)
         server.update(update)
 
-    for server.fuses, how in ((False, "one after the other"), (True, "fused")):
+    for server.lazy_average, how in ((False, "one after the other"), (True, "fused")):
         what = f"average of two and sgd step, {server.size * 4 / 1e6:.3g} MB, {how}"
         _measure(report, what, threads, both, FUSED, server.size, rounds)
-    server.fuses = False
+    server.lazy_average = False
 
 
 def _measure(

@@ -53,7 +53,7 @@ def restored(protocol: Protocol, text: str) -> None:
     try:
         protocol.restore(json.loads(text))
     except Exception as error:  # the user's own code raises what it likes
-        raise ValueError(f"restore() does not take the state {text[:80]} ({_told(error)})") from error
+        raise ValueError(f"restore() does not take the state {text[:80]} ({_text_of(error)})") from error
 
 
 def check(make: Callable[[], Protocol]) -> None:
@@ -100,7 +100,7 @@ def check_modulation(modulation: object) -> None:
             try:
                 values = [float(getattr(modulation, name)(staleness)) for _ in range(2)]
             except Exception as error:
-                raise ValueError(f"{name}({staleness}) fails ({_told(error)})") from error
+                raise ValueError(f"{name}({staleness}) fails ({_text_of(error)})") from error
             if values[0] != values[1] or not 0 <= values[0] < math.inf:
                 raise ValueError(f"{name}({staleness}) is {values[0]} and {values[1]}; valid: the same number >= 0")
     if _frozen(modulation) != before:
@@ -134,7 +134,7 @@ def _asked(protocol: Protocol, pending: int) -> bool:
     try:
         return bool(protocol.update_due(pending))
     except Exception as error:
-        raise ValueError(f"update_due({pending}) fails ({_told(error)})") from error
+        raise ValueError(f"update_due({pending}) fails ({_text_of(error)})") from error
 
 
 def _look(protocol: Protocol, updates: int) -> None:
@@ -148,7 +148,7 @@ def _look(protocol: Protocol, updates: int) -> None:
         try:
             ask()
         except Exception as error:
-            raise ValueError(f"{name} fails ({_told(error)})") from error
+            raise ValueError(f"{name} fails ({_text_of(error)})") from error
         if changed := _different(before, _contents(protocol)):
             raise ValueError(
                 f"{name} changes {changed}, but a replay asks it at other times; valid: update_due alone changes it"
@@ -189,7 +189,7 @@ def _different(before: dict[str, object], after: dict[str, object]) -> str:
     return ", ".join(sorted(name for name in {*before, *after} if not _same(before.get(name), after.get(name))))
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     """An error of the user's code, and where it was."""
     place, at = "", error.__traceback__
     while at is not None:

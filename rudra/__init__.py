@@ -16,7 +16,7 @@ if sys.argv[:1] == ["-m"] or (sys.argv and sys.argv[0].endswith("/rudra")):  # t
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from rudra import siblings as _siblings  # noqa: F401  first: checks that protocols and topologies belong to Rudra
+from rudra import package_check as _package_check  # noqa: F401  first: checks that protocols and topologies belong to Rudra
 
 if TYPE_CHECKING:
     from rudra.api import run, simulate

@@ -3,7 +3,7 @@
 import io
 import sys
 
-from rudra import interrupts, leaving
+from rudra import interrupts, process_exit
 
 
 def main() -> int:
@@ -14,7 +14,7 @@ def main() -> int:
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # file names may not be encodable
-    return leaving.soon(leave(run(sys.argv[1:])))
+    return process_exit.soon(leave(run(sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ memory = [node.size, arena.meet(node, comm.rank, %d)]
 from rudra.compute.window import Shape
 from rudra.mpi.shared_window import share_window
 near = node.size == comm.size
-window = [near, share_window(comm, 0, Shape(1000, 2, "locked"), member=True)[1] if near else ""]
+window = [near, share_window(comm, 0, WindowLayout(1000, 2, "locked"), member=True)[1] if near else ""]
 if comm.rank == 0:
     from rudra.mpi.start import gpu_aware
     print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "threads": levels[MPI.Query_thread()],

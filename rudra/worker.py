@@ -55,7 +55,7 @@ def main(file: str) -> int:
         signal.signal(number, signal.SIG_DFL)  # nothing has begun that needs an orderly end
     with _open_own(file) as stream:  # not the fork server's stream, whose position ranks would share
         sys.path[:], roles = pickle.load(stream)
-        from rudra import leaving  # noqa: F401  must come before modules with exit handlers
+        from rudra import process_exit  # noqa: F401  must come before modules with exit handlers
         from rudra.errors import LaunchError
         from rudra.log import log
         from rudra.mpi import failures
@@ -104,7 +104,7 @@ def serve(listener: int, launcher: int) -> list[str]:
     """Imports modules for ranks, and forks ranks: see `rudra.mpi.forkserver.serve`, which returns in each rank."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     gc.disable()
-    from rudra import leaving  # noqa: F401  must come before modules with exit handlers
+    from rudra import process_exit  # noqa: F401  must come before modules with exit handlers
     from rudra.mpi import forkserver
 
     with suppress(ImportError, RuntimeError):  # without MPI each rank reports it when it starts MPI
@@ -157,12 +157,12 @@ if __name__ == "__main__":
         if arguments[0] == "--serve":
             arguments = serve(*map(int, arguments[1:]))
         code = main(*arguments)
-        from rudra import leaving
+        from rudra import process_exit
         from rudra.mpi.failures import leave
         from rudra.mpi.relay import end_line
 
         os.write(2, end_line(code))
-        sys.exit(leaving.soon(leave(code)))
+        sys.exit(process_exit.soon(leave(code)))
     except KeyboardInterrupt:  # before the run: ends by a signal, not through MPI, so that other ranks notice
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
-from rudra import siblings
-from rudra.findings import Report
+from rudra import package_check
+from rudra.benchmark_report import Report
 from rudra.log import log
 from rudra.machine import cores
 
@@ -45,8 +45,8 @@ IN_CHECKOUT = "benchmarks"
 def tables() -> dict[str, Mapping[str, tuple[str, str]]]:
     """Returns the tables of the available benchmarks, by the package of their modules."""
     found: dict[str, Mapping[str, tuple[str, str]]] = {__name__: BENCHMARKS}
-    if (siblings.ROOT / IN_CHECKOUT / "__init__.py").is_file():
-        found[IN_CHECKOUT] = siblings.load(IN_CHECKOUT).BENCHMARKS
+    if (package_check.ROOT / IN_CHECKOUT / "__init__.py").is_file():
+        found[IN_CHECKOUT] = package_check.load(IN_CHECKOUT).BENCHMARKS
     return found
 
 
@@ -85,7 +85,7 @@ def measure(name: str, *, quick: bool, as_json: bool, **more: Any) -> None:
     load = os.getloadavg()[0]
     if load > 0.3 * cores() and not quick:
         log.warning(f"warning: the machine is busy (load {load:.1f}); figures may be off")
-    if (root := str(siblings.ROOT)) not in sys.path[:1]:
+    if (root := str(package_check.ROOT)) not in sys.path[:1]:
         sys.path.insert(0, root)  # ranks import the benchmark from here
     report: Report = module_of(name).run(quick=quick, **more)
     if as_json:

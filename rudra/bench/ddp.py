@@ -24,7 +24,7 @@ from rudra.bench.ranks import (
     train,
     write_images,
 )
-from rudra.findings import Goal, Report, ratios, spread
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest
 

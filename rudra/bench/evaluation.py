@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rudra.api import run as run_job
 from rudra.bench.ranks import compared
-from rudra.findings import Report, ratios, spread
+from rudra.benchmark_report import Report, ratios, spread
 from rudra.job.job import Job
 
 

@@ -20,10 +20,10 @@ from rudra.bench.ranks import (
     train,
     write_images,
 )
+from rudra.benchmark_report import Goal, Report, spread
 from rudra.compute import networks
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
-from rudra.findings import Goal, Report, spread
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest
 

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
+from rudra.benchmark_report import Goal, Report, Spread, ratios, spread
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.core.events import GRADIENT, WEIGHTS, Compute
 from rudra.core.records import TIMES
 from rudra.data.load import load
-from rudra.findings import Goal, Report, Spread, ratios, spread
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest
 from rudra.prepare.resolve import settle

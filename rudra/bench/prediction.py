@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rudra.api import run as train
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.data.noise import noise
-from rudra.findings import Goal, Report, ratios, spread
 from rudra.job.job import Job
 from rudra.prepare.cost_files import at
 from rudra.simulation.predict import predict, steady_rate

@@ -11,7 +11,7 @@ from rudra.machine import cores
 if TYPE_CHECKING:
     from protocols import Protocol
     from rudra.job.job import Job
-    from rudra.simulation.rehearsal import Crossed
+    from rudra.simulation.dry_run import Crossed
     from topologies import Plan
 
 SUMMARY = "check a job, and say what it would run"
@@ -122,7 +122,7 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     from rudra.preflight import check_devices
     from rudra.prepare import cost_files
     from rudra.results.progress import too_few
-    from rudra.simulation.rehearsal import rehearse
+    from rudra.simulation.dry_run import rehearse
 
     if (source := cost_files.source(job)) not in (None, "the job"):
         cost_files.find(source)

@@ -12,7 +12,7 @@ import torch
 from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.devices import CPU
 from rudra.compute.flat import sha256
-from rudra.compute.rows import RowForm
+from rudra.compute.rows import RowFormat
 from rudra.compute.staging import Staging
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import BorrowedBuffer, Buffer, Deferred, DirectBuffer, Memory, RowBuffer, Take
@@ -92,33 +92,33 @@ class Executor:
         memory: Allocator for buffers in main memory.
 
     Attributes:
-        parts: Parts of the vector by the role that owns them, if they travel separately, and their places in the
-            received vector. A shard treats its own part as the whole vector.
-        parted: Part of the vector that each of these owners holds.
+        slices_by_owner: Slice of the vector that each owner holds, by its role, if the slices travel separately. A
+            shard treats its own slice as the whole vector.
+        owner_parts: Part of the vector that each of these owners holds.
         sizes: Number of floats in buffers of another size than the vector, by buffer name or its first word.
         state_dict: Entries of the model's `state_dict`, for the result file. Only the statistics server's executor has
             it.
         step_bytes: Bytes of tensors that all learners send in one step if layers are placed. Only the statistics
             server's executor has it.
-        form: Row format of gradients. None: gradients are flat vectors.
+        row_format: Row format of gradients. None: gradients are flat vectors.
         hooks: Hooks of this role. None: it has none.
         lent: Number of transfers under way from each buffer.
-        fuses: Whether averages are deferred until they are needed, so that an update can compute them in its step. This
-            requires that every writer to a buffer calls `renew` first.
+        lazy_average: Whether averages are deferred until they are needed, so that an update can compute them in its
+            step. This requires that every writer to a buffer calls `renew` first.
         tail: Bytes of the largest message that accompanies a tensor.
         direct: Whether MPI reads and writes the buffers on that device.
     """
 
     _METHODS: ClassVar[dict[type[ExecutorAction], str]] = {}
 
-    parts: Mapping[int, slice] = {}
-    parted: Sequence[Part] = ()
+    slices_by_owner: Mapping[int, slice] = {}
+    owner_parts: Sequence[Part] = ()
     sizes: Mapping[str, int] = {}
     state_dict: tuple[StateEntry, ...] = ()
     step_bytes = 0
-    form: RowForm | None = None
+    row_format: RowFormat | None = None
     hooks: RoleHooks | None = None
-    fuses = False
+    lazy_average = False
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Executor:
         done = getattr(self, self._METHODS[type(action)])(action)
         return done if isinstance(done, Iterator) else iter((done,))
 
-    def moves(self, name: str) -> bool:
+    def copy_on_write(self, name: str) -> bool:
         """Whether a change to this buffer goes to other memory while readers hold the old content."""
         return False
 
@@ -226,7 +226,7 @@ class Executor:
             deferred.fill()
             return
         into = self._buffers.get(name)
-        if into is None or into.held or into.borrowed or self.lent[name]:
+        if into is None or into.readers or into.borrowed or self.lent[name]:
             into = self.spare(name)
         for part in slices(0, self.size, CHUNK):
             into.vector[part].copy_(deferred.take(part))
@@ -244,14 +244,14 @@ class Executor:
         if buffer is not None and not buffer.borrowed and buffer not in self._buffers.values():
             self._idle.append(buffer)
 
-    def use_rows(self, form: RowForm) -> None:
+    def use_rows(self, form: RowFormat) -> None:
         """Stores gradients as rows from now on."""
-        self.form, self.sizes = form, {GRADIENT: form.floats}
+        self.row_format, self.sizes = form, {GRADIENT: form.floats}
 
     def new_buffer(self, name: str = WEIGHTS) -> Buffer:
         """Allocates an unnamed buffer, as large as the named one."""
-        if self.form is not None and name.startswith(GRADIENT):
-            return RowBuffer(self.form, self.tail, self._memory)
+        if self.row_format is not None and name.startswith(GRADIENT):
+            return RowBuffer(self.row_format, self.tail, self._memory)
         size = self.size_of(name)
         if self.direct:
             return DirectBuffer(size, self.tail, self.device)
@@ -268,7 +268,7 @@ class Executor:
     def spare(self, name: str = WEIGHTS) -> Buffer:
         """Returns an unnamed buffer that has no readers, as large as the named one."""
         size = self.size_of(name)
-        fits = (i for i, buffer in enumerate(self._idle) if not buffer.held and len(buffer.vector) == size)
+        fits = (i for i, buffer in enumerate(self._idle) if not buffer.readers and len(buffer.vector) == size)
         free = next(fits, None)
         return self.new_buffer(name) if free is None else self._idle.pop(free)
 
@@ -280,14 +280,14 @@ class Executor:
         """Returns the buffer of that name with undefined content, in other memory if the old memory has readers."""
         self._void(name)
         before = self.buffer(name)
-        if before.held or before.borrowed:
+        if before.readers or before.borrowed:
             self._replace(name, self.spare(name))
         return self._buffers[name]
 
     def held(self, but: str) -> int:
         """Number of buffers that have readers, not counting the named one."""
         buffers = {id(buffer): buffer for name, buffer in self._buffers.items() if name != but}
-        return sum(bool(buffer.held) for buffer in (*buffers.values(), *self._idle))
+        return sum(bool(buffer.readers) for buffer in (*buffers.values(), *self._idle))
 
     def _give_back(self, *names: str) -> None:
         """Returns gradients that are no longer needed to their lenders, before the role requests others."""
@@ -310,13 +310,13 @@ class Executor:
             self._use_again(buffer)
         return buffer
 
-    def part(self, name: str, owner: int) -> torch.Tensor:
+    def slice_for(self, name: str, owner: int) -> torch.Tensor:
         """Returns the part of a vector that travels to or from its owner, float32."""
-        return self.buffer(name).vector[self.parts.get(owner, slice(None))]
+        return self.buffer(name).vector[self.slices_by_owner.get(owner, slice(None))]
 
-    def bare(self, name: str, owner: int) -> npt.NDArray[np.float32]:
+    def slice_array(self, name: str, owner: int) -> npt.NDArray[np.float32]:
         """Returns that part in main memory, as it travels."""
-        return self.buffer(name).array[self.parts.get(owner, slice(None))]
+        return self.buffer(name).array[self.slices_by_owner.get(owner, slice(None))]
 
     def send(
         self, name: str, message: Message, to: int, *, halves: bool = False, near: bool = False
@@ -332,7 +332,7 @@ class Executor:
         """
         self.lent[name] += 1
         if message.kind in PARTS:
-            return self.bare(name, to)
+            return self.slice_array(name, to)
         buffer = self.buffer(name)
         if buffer.borrowed:
             own = self.spare(name)
@@ -360,12 +360,12 @@ class Executor:
 
     @performs(ReorderParts)
     def arrange(self, action: ReorderParts) -> None:
-        if all(len(part.stretches) == 1 for part in self.parted):  # received in their final places
+        if all(len(part.stretches) == 1 for part in self.owner_parts):  # received in their final places
             return
         vector = self.buffer(action.buffer).vector
         came = vector.clone()
         start = 0
-        for place in (stretch for part in self.parted for stretch in part.stretches):
+        for place in (stretch for part in self.owner_parts for stretch in part.stretches):
             size = place.stop - place.start
             vector[place] = came[start : start + size]
             start += size

@@ -20,7 +20,7 @@ from rudra.compute.compiled import CompiledStep
 from rudra.compute.direct import LARGE, DirectLinear, direct_layers
 from rudra.compute.flat_buffers import FlatBuffers
 from rudra.compute.guard import WeightsGuard
-from rudra.compute.rows import RowForm, RowGradient
+from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear, rows_of
 from rudra.compute.statedict import StateEntry
 from rudra.compute.tasks import Classification, LossReduction, Task
@@ -197,13 +197,13 @@ class FlatModel:
         return self._chain is not None
 
     @property
-    def row_form(self) -> RowForm | None:
+    def row_form(self) -> RowFormat | None:
         """Row format of gradients if the first layer of the model is sparse."""
         if self._rows is None:
             return None
         entry = self.layout[self._rows]
         features, width = entry.shape
-        return RowForm(entry.offset, features, width, self.size)
+        return RowFormat(entry.offset, features, width, self.size)
 
     def gradient(
         self, inputs: Any, target: Any, out: torch.Tensor | RowGradient, seed: int | torch.Tensor

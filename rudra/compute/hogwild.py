@@ -17,7 +17,7 @@ from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.owners import ServerExecutor
 from rudra.compute.staging import Staging
-from rudra.compute.window import LOGGED, Contribution, Shape, Update, Window, WindowEntry
+from rudra.compute.window import LOGGED, Contribution, Update, Window, WindowEntry, WindowLayout
 from rudra.core.events import (
     AppliedGradient,
     FindUpdates,
@@ -211,13 +211,14 @@ def made_of(entry: WindowEntry, update: Update, seconds: float = 0.0) -> Applied
     return AppliedGradient(gradient, rate, entry.digest, seconds, entry.most)
 
 
-def shape_of(job: Job, plan: Plan, size: int) -> Shape:
+def layout_of(job: Job, plan: Plan, size: int) -> WindowLayout:
     """Returns the layout of a window for weights of `size` floats."""
     most = max(table.threads for table in job.hogbatch.team(plan.learner_numbers))
-    return Shape(size, plan.learner_numbers, "locked" if job.hogbatch.locking else "racing", max(LOGGED, 3 * most))
+    update: Update = "locked" if job.hogbatch.locking else "racing"
+    return WindowLayout(size, plan.learner_numbers, update, max(LOGGED, 3 * most))
 
 
-def window_here(shape: Shape) -> Window:
+def window_here(shape: WindowLayout) -> Window:
     """Creates a window for roles that share a process."""
     return Window(np.zeros(shape.bytes, np.uint8), shape)
 

@@ -148,9 +148,9 @@ def make_executors(
         if form is not None:
             executor.use_rows(form)
         if part is None and whole is flat:
-            executor.parts, executor.parted = travelling, tuple(owned.values())
+            executor.slices_by_owner, executor.owner_parts = travelling, tuple(owned.values())
         elif part is None and plan.sharded:
-            executor.parts = {owner: travelling[owner] for owner in plan.front_owners}
+            executor.slices_by_owner = {owner: travelling[owner] for owner in plan.front_owners}
         if isinstance(executor, PieceExecutor):
             executor.own_side(sides[kind.concludes])
         if isinstance(executor, OwnerExecutor):

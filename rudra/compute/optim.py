@@ -15,7 +15,7 @@ from rudra.job.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
 if TYPE_CHECKING:
     import torch
 
-    from rudra.compute.rows import RowForm, RowGradient
+    from rudra.compute.rows import RowFormat, RowGradient
     from rudra.core.layout import Entry
 
     Piece = tuple[torch.nn.Parameter, slice, slice]  # slices of the weights, and of the parameter
@@ -58,7 +58,7 @@ class UpdateRule:
         weights: torch.Tensor,
         layout: Sequence[Entry] = (),
         part: slice | None = None,
-        rows: RowForm | None = None,
+        rows: RowFormat | None = None,
     ) -> None:
         import torch
 
@@ -147,7 +147,7 @@ class UpdateRule:
         """Updates the weights as `step` does, with a gradient in rows."""
         import torch
 
-        form, rows = gradient.form, gradient.rows
+        form, rows = gradient.row_format, gradient.rows
         rate = self._set_rates(learning_rate)[-1]
         for parameter, part in self._places.items():
             before = form.features * form.width if part.start > form.start else 0

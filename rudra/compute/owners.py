@@ -15,7 +15,7 @@ from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import stretch_names
-from rudra.compute.rows import RowForm, RowGradient, alike
+from rudra.compute.rows import RowFormat, RowGradient, alike
 from rudra.compute.sparse import SparseRows
 from rudra.compute.vectors import Buffer
 from rudra.core.digest import sample
@@ -44,7 +44,7 @@ class AveragingExecutor(Executor):
 
     @performs(Accumulate)
     def accumulate(self, action: Accumulate) -> None:
-        if not self.fuses:
+        if not self.lazy_average:
             self._accumulate(action)
             if action.gradient != action.into:
                 self._give_back(action.gradient)
@@ -71,15 +71,15 @@ class AveragingExecutor(Executor):
     def _accumulate(self, action: Accumulate) -> None:
         gradient, before = self.buffer(action.gradient), self.buffer(action.into)
         self._void(action.into)
-        after = self.spare(action.into) if before.borrowed or before.held else before
-        if self.form is None:
+        after = self.spare(action.into) if before.borrowed or before.readers else before
+        if self.row_format is None:
             self._add(action, before.vector, gradient.vector, after.vector, self.parameters)
         else:
-            self._add_rows(action, before.gradient, gradient.gradient, after.gradient, self.form)
+            self._add_rows(action, before.gradient, gradient.gradient, after.gradient, self.row_format)
         if after is not before:
             self._replace(action.into, after)
 
-    def _add_rows(self, action: Accumulate, into: Any, gradient: Any, out: Any, form: RowForm) -> None:
+    def _add_rows(self, action: Accumulate, into: Any, gradient: Any, out: Any, form: RowFormat) -> None:
         """Averages gradients in rows, bitwise identical to `_add`."""
         self._add(action, into.rest, gradient.rest, out.rest, self.parameters - form.features * form.width)
         indices, mine, its = alike(into, gradient)
@@ -111,7 +111,7 @@ class AveragingExecutor(Executor):
 class OwnerExecutor(Executor):
     """Executor of a role that updates its own weights, or a part of the weights, with the optimiser."""
 
-    _part: Part | None = None
+    _owned_part: Part | None = None
 
     def own(
         self,
@@ -130,7 +130,7 @@ class OwnerExecutor(Executor):
         if job.training.warm_start is not None:
             assert first_weights is not None
             weights.copy_(torch.from_numpy(first_weights(job.training.warm_start, flat.layout)))
-        self._part, self._of = part, flat.size
+        self._owned_part, self._of = part, flat.size
         if part is not None:
             self._take_part(weights)
         self._rule = self._rule_of(job, plan, own[: self.parameters])
@@ -140,18 +140,18 @@ class OwnerExecutor(Executor):
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         """Returns the rule that updates the weights."""
         table = job.optimizer.model_copy(update={"momentum": job.explicit_momentum(plan)})
-        part = None if self._part is None else self._part.stretches[0]
-        return UpdateRule(table, weights, self.layout, part, self.form)
+        part = None if self._owned_part is None else self._owned_part.stretches[0]
+        return UpdateRule(table, weights, self.layout, part, self.row_format)
 
     def _take_part(self, weights: torch.Tensor) -> None:
         """Starts with a part of these weights, and records the digest of all of them, which is not available later."""
-        assert self._part is not None
-        self.buffer(WEIGHTS).vector.copy_(torch.cat([weights[stretch] for stretch in self._part.stretches]))
+        assert self._owned_part is not None
+        self.buffer(WEIGHTS).vector.copy_(torch.cat([weights[stretch] for stretch in self._owned_part.stretches]))
         self._first_sha256 = sha256(weights.numpy())
 
     def sha256(self, name: str) -> str:
         """Returns the SHA-256 of a buffer's floats, in hexadecimal. For a part, hashes all initial weights."""
-        return super().sha256(name) if self._part is None or name != WEIGHTS else self._first_sha256
+        return super().sha256(name) if self._owned_part is None or name != WEIGHTS else self._first_sha256
 
     def put(self, name: str, buffer: Buffer) -> None:
         super().put(name, buffer)
@@ -178,7 +178,7 @@ class OwnerExecutor(Executor):
     def stretches(self) -> tuple[torch.Tensor, ...]:
         """Returns the weights that the role owns, as pieces of the whole vector."""
         own = self.buffer(WEIGHTS).vector
-        return (own,) if self._part is None else tuple(own[part] for part in self._part.within)
+        return (own,) if self._owned_part is None else tuple(own[part] for part in self._owned_part.within)
 
     def last_state(self) -> dict[str, npt.NDArray[np.float32]]:
         """Returns all tensors for a checkpoint after the last change, without copying tensors in main memory."""
@@ -207,7 +207,7 @@ class OwnerExecutor(Executor):
         except ValueError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
         buffer = self.renew(WEIGHTS)
-        if self._part is None:
+        if self._owned_part is None:
             buffer.vector.copy_(weights)
         else:
             self._take_part(weights)
@@ -220,11 +220,11 @@ class OwnerExecutor(Executor):
         if self._is_read():
             self._replace(action.weights, self.spare())
         buffer = self.buffer(action.weights)
-        moves, waits = buffer is not before, action.gradient in self._deferred
-        if (moves or waits) and self._rule.sliceable and self.form is None:
+        copy_on_write, waits = buffer is not before, action.gradient in self._deferred
+        if (copy_on_write or waits) and self._rule.sliceable and self.row_format is None:
             self._update_in_slices(action, before.vector, buffer.vector)
         else:
-            if moves:
+            if copy_on_write:
                 buffer.vector.copy_(before.vector)
             gradient = self.buffer(action.gradient).gradient
             others = gradient.rest if isinstance(gradient, RowGradient) else gradient
@@ -238,7 +238,7 @@ class OwnerExecutor(Executor):
         if self.size > self.parameters:
             buffer.vector[self.size - self._counters :].round_()
         buffer.version += 1
-        digest = buffer.digest(action.timestamp) if self._part is None else 0
+        digest = buffer.digest(action.timestamp) if self._owned_part is None else 0
         sampled = self._sampled(buffer, action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
@@ -251,9 +251,9 @@ class OwnerExecutor(Executor):
 
     def _sampled(self, buffer: Buffer, timestamp: int) -> tuple[bytes, ...]:
         """Returns a sample of each stretch of a part of the weights."""
-        if self._part is None:
+        if self._owned_part is None:
             return ()
-        stretches = zip(self._part.within, self._part.stretches, strict=True)
+        stretches = zip(self._owned_part.within, self._owned_part.stretches, strict=True)
         which = [(place, sample(timestamp, self._of, stretch.start)) for place, stretch in stretches]
         return tuple(buffer.sampled(slice(place.start + those.start, place.stop, those.step)) for place, those in which)
 
@@ -277,7 +277,7 @@ class OwnerExecutor(Executor):
         self._void(action.gradient)
         self._give_back(*sources)
 
-    def moves(self, name: str) -> bool:
+    def copy_on_write(self, name: str) -> bool:
         return name == WEIGHTS
 
     def _replica(self) -> Callable[[], npt.NDArray[np.float32]] | None:
@@ -286,7 +286,7 @@ class OwnerExecutor(Executor):
 
     def _is_read(self) -> bool:
         """Whether others read the weights that are about to change."""
-        return self.buffer(WEIGHTS).held > 0
+        return self.buffer(WEIGHTS).readers > 0
 
 
 def _floats(norms: tuple[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -15,7 +15,7 @@ _LINE = 16  # floats of a cache line; each piece begins with a new line
 _WHOLE = -1
 
 
-class RowForm(NamedTuple):
+class RowFormat(NamedTuple):
     """Part of the flat vector that gradients store as rows.
 
     Attributes:
@@ -56,50 +56,50 @@ class RowGradient:
         rest: (form.others,) float32, the flat vector without the part in rows.
     """
 
-    def __init__(self, memory: torch.Tensor, form: RowForm) -> None:
-        self.form = form
+    def __init__(self, memory: torch.Tensor, form: RowFormat) -> None:
+        self.row_format = form
         self._count = memory[:1].view(torch.int32)
         self.rest = memory[_LINE : _LINE + form.others]
-        self._behind = memory[_LINE + _padded(form.others) :]
+        self._tail = memory[_LINE + _padded(form.others) :]
 
     @property
     def rows(self) -> SparseRows | None:
         """Rows in place, without a copy. None: the part is whole."""
-        count, width = self._count.item(), self.form.width
+        count, width = self._count.item(), self.row_format.width
         if count == _WHOLE:
             return None
         first = _padded(int(count))
-        values = self._behind[first : first + int(count) * width].view(-1, width)
-        return SparseRows(self._behind[: int(count)].view(torch.int32), values)
+        values = self._tail[first : first + int(count) * width].view(-1, width)
+        return SparseRows(self._tail[: int(count)].view(torch.int32), values)
 
     @property
     def whole(self) -> torch.Tensor:
         """Returns the part as (count, width): in place if it is whole, else a copy with zeros between the rows."""
         rows = self.rows
-        shape = self.form.features, self.form.width
-        return self._behind.view(shape) if rows is None else rows.among(self.form.features)
+        shape = self.row_format.features, self.row_format.width
+        return self._tail.view(shape) if rows is None else rows.among(self.row_format.features)
 
     @property
     def used(self) -> int:
         """Number of floats at the beginning of the memory that hold the gradient."""
-        count, form = int(self._count.item()), self.form
+        count, form = int(self._count.item()), self.row_format
         behind = form.features * form.width if count == _WHOLE else _padded(count) + count * form.width
         return _LINE + _padded(form.others) + behind
 
     def put(self, rows: SparseRows) -> None:
         """Stores these rows as the part."""
         count, first = len(rows.indices), _padded(len(rows.indices))
-        if first + count * self.form.width > self.form.features * self.form.width:
-            self.put_whole(rows.among(self.form.features))
+        if first + count * self.row_format.width > self.row_format.features * self.row_format.width:
+            self.put_whole(rows.among(self.row_format.features))
             return
         self._count[0] = count
-        self._behind[:count].view(torch.int32).copy_(rows.indices)
-        self._behind[first : first + count * self.form.width].view(-1, self.form.width).copy_(rows.values)
+        self._tail[:count].view(torch.int32).copy_(rows.indices)
+        self._tail[first : first + count * self.row_format.width].view(-1, self.row_format.width).copy_(rows.values)
 
     def put_gradient(self, gradient: torch.Tensor | None) -> None:
         """Stores an autograd gradient as the part: a sparse COO matrix, a dense one, or None for zeros."""
         if gradient is None:
-            self.put(SparseRows(torch.empty(0, dtype=torch.int32), self._behind.new_empty(0, self.form.width)))
+            self.put(SparseRows(torch.empty(0, dtype=torch.int32), self._tail.new_empty(0, self.row_format.width)))
         elif gradient.layout is torch.sparse_coo:
             self.put(rows_of(gradient))
         else:
@@ -108,7 +108,7 @@ class RowGradient:
     def put_whole(self, part: torch.Tensor) -> None:
         """Stores a (count, width) matrix as the part, which may be the result of `whole`."""
         self._count[0] = _WHOLE
-        there = self._behind.view(self.form.features, self.form.width)
+        there = self._tail.view(self.row_format.features, self.row_format.width)
         if part.data_ptr() != there.data_ptr():
             there.copy_(part)
 
@@ -128,7 +128,7 @@ def alike(one: RowGradient, other: RowGradient) -> tuple[torch.Tensor | None, to
     found = []
     for rows in (mine, its):
         places = torch.searchsorted(union, rows.indices)
-        found.append(rows.values.new_zeros(len(union), one.form.width).index_copy_(0, places, rows.values))
+        found.append(rows.values.new_zeros(len(union), one.row_format.width).index_copy_(0, places, rows.values))
     return union, *found
 
 

@@ -155,20 +155,20 @@ class FirstStageExecutor(LearnerExecutor):
     """
 
     _open: torch.Tensor | None = None  # output of the last forward pass, with the graph for its gradient
-    _behind: torch.Tensor  # buffers after that pass
+    _buffer_tail: torch.Tensor  # buffers after that pass
 
     def place(self, cut: ModelCut, samples: int) -> None:
         """Allocates memory for the activations of mini-batches of `samples` samples."""
         self.cut, self.activations = cut, samples * math.prod(cut.shape)
         self.sizes = dict.fromkeys((ACTIVATIONS, ACTIVATION_GRADIENT), cut.crossing(samples))
-        self._behind = torch.empty(self.size - self.parameters)
+        self._buffer_tail = torch.empty(self.size - self.parameters)
 
     @performs(RunFirstStage)
     def forward(self, action: RunFirstStage) -> Iterator[ActivationsReady]:
         source, model = self.source, self.source.model
         inputs, _ = source.minibatch(action.step, action.work)
         model.bind(self.buffer(action.weights).vector)
-        self._open = model.forward(inputs, source.seed(action.step), self._behind)
+        self._open = model.forward(inputs, source.seed(action.step), self._buffer_tail)
         into = self.buffer(action.activations).vector
         into[: self.activations] = self._open.detach().reshape(-1)
         if self.cut.random:
@@ -184,7 +184,7 @@ class FirstStageExecutor(LearnerExecutor):
         gradient = self.buffer(action.returned).vector[: self.activations].view(output.shape)
         into = self.buffer(action.gradient).vector
         model.backward(output, gradient, into)
-        into[self.parameters :] = self._behind
+        into[self.parameters :] = self._buffer_tail
         yield self.computed(action, BatchResult(action.loss, action.errors, action.samples))
 
 
@@ -198,12 +198,12 @@ class PieceExecutor(OwnerExecutor):
         self._side = side
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
-        assert self._part is not None
+        assert self._owned_part is not None
         table = job.optimizer.model_copy(update={"momentum": self._momentum(job, plan)})
         here = [e for e in self.layout if e.kind == "parameter" and e in self._side]
-        first, own = here[0].offset, self._part.stretches[0]
+        first, own = here[0].offset, self._owned_part.stretches[0]
         mine = tuple(Entry(e.name, e.shape, e.offset - first, e.size, e.kind) for e in here)
-        part = None if self._part == self._side else slice(own.start - first, own.stop - first)
+        part = None if self._owned_part == self._side else slice(own.start - first, own.stop - first)
         table = table.model_copy(update={"groups": table.groups_of([e.name for e in mine])})
         return UpdateRule(table, weights, mine, part)
 
@@ -216,7 +216,7 @@ class PieceExecutor(OwnerExecutor):
 
     def hash(self, action: Hash) -> Hashed:
         """Hashes all weights of its side. If other owners have parts of the side, hashes the initial weights."""
-        alone = self._part == self._side
+        alone = self._owned_part == self._side
         return Hashed(sha256(self.buffer(action.buffer).array) if alone else self._side_sha256)
 
 

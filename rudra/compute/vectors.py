@@ -11,7 +11,7 @@ import torch
 from rudra.compute.averaging import CACHE_LINE
 from rudra.compute.devices import CPU, finish, lock_pages, page_locked
 from rudra.compute.half import from_half, to_half
-from rudra.compute.rows import RowForm, RowGradient
+from rudra.compute.rows import RowFormat, RowGradient
 from rudra.core.digest import digest_of, sample
 from rudra.core.messages import Message
 from rudra.core.wire import decode, encode
@@ -39,14 +39,14 @@ class Buffer:
         memory: Allocator for a buffer in main memory.
 
     Attributes:
-        held: Number of readers in other processes. The buffer must not change until they have finished.
+        readers: Number of readers in other processes. The buffer must not change until they have finished.
         borrowed: Whether the memory belongs to another process and is read-only.
         wire: (size * 4 + tail,) uint8, the bytes to send, empty on a GPU, where no buffer is sent.
         vector: (size,) float32, the tensor.
         version: Number that changes whenever the vector is received, averaged, updated or restored.
     """
 
-    held = 0
+    readers = 0
     borrowed = False
 
     def __init__(
@@ -156,7 +156,7 @@ class BorrowedBuffer(Buffer):
 
     borrowed = True
 
-    def __init__(self, vector: torch.Tensor, give_back: Callable[[], None], form: RowForm | None = None) -> None:
+    def __init__(self, vector: torch.Tensor, give_back: Callable[[], None], form: RowFormat | None = None) -> None:
         self.version = 0
         self.vector = vector
         self._array = vector.numpy()
@@ -180,7 +180,7 @@ class RowBuffer(Buffer):
         vector: (form.floats,) float32, all the memory of the gradient.
     """
 
-    def __init__(self, form: RowForm, tail: int, memory: Memory | None = None) -> None:
+    def __init__(self, form: RowFormat, tail: int, memory: Memory | None = None) -> None:
         self.version = 0
         self._memory = memory
         self.wire = self._bytes(tail + form.floats * 4)

@@ -107,7 +107,7 @@ class WindowEntry(NamedTuple):
     digest: int
 
 
-class Shape(NamedTuple):
+class WindowLayout(NamedTuple):
     """Layout of a window.
 
     Attributes:
@@ -167,7 +167,7 @@ class Window:
     def __init__(
         self,
         memory: npt.NDArray[np.uint8],
-        shape: Shape,
+        shape: WindowLayout,
         lock: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.update, self.size, self.lock = shape.update, shape.size, lock

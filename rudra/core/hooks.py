@@ -2,7 +2,7 @@
 
 Both drivers call them through what they share, the executors of roles and the recorder. A hook decides nothing: it sees
 a `Moment`, and its role waits for it. What it raises ends the run, as the user's error. Two come with Rudra, `csv` and
-`tensorboard` (`rudra.results.journals`).
+`tensorboard` (`rudra.results.logging_hooks`).
 """
 
 import inspect

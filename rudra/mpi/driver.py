@@ -53,6 +53,7 @@ from rudra.mpi.arena import Arena
 from rudra.mpi.checkpoint_thread import CheckpointThread
 from rudra.mpi.clock import clock_origin
 from rudra.mpi.control_messages import ControlMessages
+from rudra.mpi.deadlock import Standstill
 from rudra.mpi.failures import Losses
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.long_work import LongWork
@@ -60,7 +61,6 @@ from rudra.mpi.patience import Patience
 from rudra.mpi.reduction import library_comm
 from rudra.mpi.reductions import Reductions
 from rudra.mpi.regroup import RankRegrouping
-from rudra.mpi.standstill import Standstill
 from rudra.mpi.states import StateTransfer
 from rudra.mpi.tags import CHANNELS, CONTROL, FAILURE_TAG, FIRST_TAG, STANDSTILL_TAG, STATES
 from rudra.mpi.tensor_traffic import TensorTags, TensorTraffic
@@ -297,13 +297,13 @@ class Rank:
         if self._events:
             role, event = self._events.popleft()
             self._handle(role, event)
-        elif not (self._poll() or self._go_on()):
+        elif not (self._poll() or self._advance()):
             return False
         return True
 
-    def _go_on(self) -> bool:
+    def _advance(self) -> bool:
         """Does a piece of long work, or returns False if there is none."""
-        if (done := self._work.go_on()) is None:
+        if (done := self._work.advance()) is None:
             return False
         role, event = done
         if event is not None:

@@ -317,15 +317,15 @@ def _state(process: int) -> str:
 
 def _rank_of(pid: int) -> int | None:
     """Returns the world rank of a process, or None if it is no rank or has ended."""
-    return _told(pid, b"OMPI_COMM_WORLD_RANK")
+    return _environment_number(pid, b"OMPI_COMM_WORLD_RANK")
 
 
 def neighbours(pid: int) -> int | None:
     """Returns the number of ranks on the node of a rank's process or proxy, or None if the process has ended."""
-    return _told(pid, b"OMPI_COMM_WORLD_LOCAL_SIZE")
+    return _environment_number(pid, b"OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
-def _told(pid: int, name: bytes) -> int | None:
+def _environment_number(pid: int, name: bytes) -> int | None:
     """Returns a number from the environment of a process."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):

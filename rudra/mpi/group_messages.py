@@ -132,7 +132,7 @@ class LentBuffers:
 
     def lend(self, buffer: Buffer) -> None:
         """Shares a buffer in this reduction."""
-        buffer.held += 1
+        buffer.readers += 1
         self._now.append(buffer)
 
     def turn(self) -> None:
@@ -148,5 +148,5 @@ class LentBuffers:
 
 def _give_back(lent: list[Buffer]) -> None:
     for buffer in lent:
-        buffer.held -= 1
+        buffer.readers -= 1
     lent.clear()

@@ -7,10 +7,10 @@ from mpi4py import MPI
 
 from rudra.errors import RunError
 from rudra.log import log
+from rudra.mpi.deadlock import LEFT_S, Standstill
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.failures import SPEAKS_S, Losses, named_ranks, stopped_neighbours
 from rudra.mpi.patience import Patience
-from rudra.mpi.standstill import LEFT_S, Standstill
 from rudra.roles.machine import listed
 from topologies import Plan
 

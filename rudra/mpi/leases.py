@@ -79,7 +79,7 @@ class Lease:
         reader: world rank of the reader.
         number: number of the lease, counted for each reader.
         going: send of the buffer.
-        moves: whether the owner writes its next changes to other memory while the tensor is read.
+        copy_on_write: whether the owner writes its next changes to other memory while the tensor is read.
         over: whether the send is complete: the reader has the place, or the owner need not wait for it.
     """
 
@@ -87,7 +87,7 @@ class Lease:
     reader: int
     number: int
     going: Going
-    moves: bool
+    copy_on_write: bool
     over: bool = False
 
 
@@ -104,7 +104,7 @@ class Leases:
         self._numbers = dict.fromkeys(arena.neighbours, 0)
 
     def lend(
-        self, buffer: Buffer, array: npt.NDArray[Any], reader: int, going: Going, *, copied: bool, moves: bool
+        self, buffer: Buffer, array: npt.NDArray[Any], reader: int, going: Going, *, copied: bool, copy_on_write: bool
     ) -> Place:
         """Opens a lease of a buffer's array and returns the array's place."""
         offset = self._arena.offset(array)
@@ -114,8 +114,8 @@ class Leases:
         number = next((number for number in range(first, first + LEASES) if number % LEASES not in used), None)
         assert number is not None, f"all {LEASES} leases to rank {reader} are open"
         self._numbers[reader] = number
-        buffer.held += 1
-        self._open.append(Lease(buffer, reader, number, going, moves))
+        buffer.readers += 1
+        self._open.append(Lease(buffer, reader, number, going, copy_on_write))
         checksum = zlib.crc32(array.data) if CHECKED else 0
         return Place(offset, array.nbytes, number, copied, checksum)
 
@@ -135,12 +135,12 @@ class Leases:
                     lease.over = True
                     over.append(lease.going)
                 if said & 1:
-                    lease.buffer.held -= 1
+                    lease.buffer.readers -= 1
                     continue
             open_.append(lease)
         self._open = open_
         for lease in open_:
-            if lease.moves and not lease.over and not self._lends_another(lease):
+            if lease.copy_on_write and not lease.over and not self._lends_another(lease):
                 lease.over = True
                 over.append(lease.going)
         return over
@@ -158,7 +158,7 @@ class Leases:
         ended = [lease for lease in self._open if which(lease)]
         self._open = [lease for lease in self._open if not which(lease)]
         for lease in ended:
-            lease.buffer.held -= 1
+            lease.buffer.readers -= 1
         return [lease.going for lease in ended if not lease.over]
 
     def to(self, role: int) -> list[Going]:

@@ -58,7 +58,7 @@ class LongWork:
         else:
             self.do_beside(self._computer, lambda: next(event for event in work if event is not None), done)
 
-    def go_on(self) -> tuple[int, Event | None] | None:
+    def advance(self) -> tuple[int, Event | None] | None:
         """Does a piece of long work. Returns its role, and its event after the last piece. None: there is no work."""
         if not self._pieces:
             return None

@@ -152,7 +152,7 @@ class GroupReduction:
             buffers = [self._begun[role][2] for role in self.roles]
             action = self._begun[self.roles[0]][0]
             if self._course is None:
-                self._course = self._go_on(buffers, to_all=action.to_all)
+                self._course = self._steps(buffers, to_all=action.to_all)
             if not next(self._course, False):
                 break
             self._ring()
@@ -163,7 +163,7 @@ class GroupReduction:
         self._begun.clear()
         return Reduced(action.sequence, self._rows.gradients, self._rows.words, action.group)
 
-    def _go_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool]:
+    def _steps(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool]:
         """Adds, after the rows of all members have arrived. Requests of one step must complete before the next step."""
         self._rows.take_in()
         self._lent.turn()

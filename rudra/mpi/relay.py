@@ -145,7 +145,7 @@ class OutputRelay:
             return self._withhold(line)
         if (told := line.lstrip(b"\r\0")).startswith(b"rudra: "):
             if death := _DEATH.fullmatch(told.decode(errors="replace")):
-                return self._told_of(death[1])
+                return self._death_notice(death[1])
             self.reported = True
         return (line + b"\n").strip(b"\0").replace(UNENDED, b"")
 
@@ -188,7 +188,7 @@ class OutputRelay:
                 return b"".join(early)
         return b""
 
-    def _told_of(self, dead: str) -> bytes:
+    def _death_notice(self, dead: str) -> bytes:
         """Records dead ranks. Several ranks may report them, each with the ranks that it knows."""
         self.died, self.about_dead = True, dead
         self.dead |= {int(rank) for rank in re.findall(r"rank (\d+)", dead)}

@@ -15,7 +15,7 @@ from rudra.compute import devices
 from rudra.compute.averaging import CHUNK
 from rudra.compute.executor import Executor
 from rudra.compute.first_gradient import try_first_gradient
-from rudra.compute.hogwild import give_window, shape_of
+from rudra.compute.hogwild import give_window, layout_of
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.core.phases import Phases
@@ -31,8 +31,8 @@ from rudra.mpi.malloc import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.node_data import NodeData
 from rudra.mpi.run_files import RunFiles
 from rudra.mpi.shared_window import share_window
+from rudra.mpi.speed_test import Trial
 from rudra.mpi.tensor_traffic import GENERATIONS
-from rudra.mpi.trial import Trial
 from rudra.prepare.phases import phases_of
 from rudra.prepare.resolve import ResolvedJob, settle
 from rudra.prepare.start import StartDecision
@@ -183,7 +183,7 @@ class RankSetup:
             # Slices make the step of a small model no faster, and threads that share cores would synchronise after each
             # slice.
             alone = self.job.cluster.threads_per_rank == 1
-            executor.fuses = executor.form is None and executor.size > CHUNK and alone
+            executor.lazy_average = executor.row_format is None and executor.size > CHUNK and alone
 
     def _restore(self) -> None:
         """Allocates the memory for training, and restores the state from a checkpoint if there is one."""
@@ -234,7 +234,7 @@ class RankSetup:
             world = comm.allgather(self._ranks.comm.rank)
             owner = next(leader for leader in several if plan.roles[leader].node == node)
         executor = self.executors.get(owner)
-        shape = None if executor is None else shape_of(self.job, plan, executor.size)
+        shape = None if executor is None else layout_of(self.job, plan, executor.size)
         window, failure = share_window(comm, world.index(plan.roles[owner].world_rank), shape, member=member)
         if several:
             comm.Free()

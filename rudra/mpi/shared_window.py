@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 from mpi4py import MPI
 
-from rudra.compute.window import Shape, Window
+from rudra.compute.window import Window, WindowLayout
 from rudra.machine import memory_file
 
 _TOKEN = 16
@@ -88,7 +88,7 @@ class WindowFile:
         OSError, AttributeError: this system has no such memory.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: WindowLayout) -> None:
         length = _PAGE + shape.bytes
         self._file = memory_file("rudra-window")
         token = secrets.token_bytes(_TOKEN)
@@ -107,7 +107,7 @@ class WindowFile:
         os.close(self._file)
 
 
-def window_at(place: tuple[int, int, bytes, Shape]) -> Window:
+def window_at(place: tuple[int, int, bytes, WindowLayout]) -> Window:
     """Maps the window of another process of this node.
 
     Raises:
@@ -123,13 +123,13 @@ def window_at(place: tuple[int, int, bytes, Shape]) -> Window:
         os.close(file)
 
 
-def _mapped(file: int, shape: Shape, *, new: bool) -> Window:
+def _mapped(file: int, shape: WindowLayout, *, new: bool) -> Window:
     memory = mmap.mmap(file, 0)
     lock = RobustLock(memory, new=new)
     return Window(np.frombuffer(memory, np.uint8)[_PAGE:], shape, lock)
 
 
-def share_window(comm: MPI.Comm, owner: int, shape: Shape | None, *, member: bool) -> tuple[Window | None, str]:
+def share_window(comm: MPI.Comm, owner: int, shape: WindowLayout | None, *, member: bool) -> tuple[Window | None, str]:
     """Gives the owner of the weights and its workers one window.
 
     Args:

@@ -92,7 +92,7 @@ class Transfers:
         self._comm, self._losses, self._executors = comm, losses, executors
         self._received, self._sent = received, sent
         self._arena, self._leases = arena, Leases(arena)
-        self._told: list[tuple[MPI.Request, bytes]] = []  # places that are being sent
+        self._places_sent: list[tuple[MPI.Request, bytes]] = []  # places that are being sent
         self._sends: list[tuple[MPI.Request, Going]] = []
         self._forgotten: list[MPI.Request] = []  # abandoned requests; their memory must stay
         self._ending: list[_Coming] = []  # also abandoned, but their memory will be used again after their end
@@ -120,10 +120,10 @@ class Transfers:
         executor = self._executors[going.role]
         array = executor.send(going.name, message, going.to, halves=halves, near=True)
         copied = executor.held(going.name) >= most
-        moves = executor.moves(going.name)
-        place = self._leases.lend(executor.buffer(going.name), array, to, going, copied=copied, moves=moves)
+        how = {"copied": copied, "copy_on_write": executor.copy_on_write(going.name)}
+        place = self._leases.lend(executor.buffer(going.name), array, to, going, **how)
         data = place.encode() + (b"" if message.kind in PARTS else encode(message))
-        self._told.append((self._comm.Isend(data, to, tag), data))
+        self._places_sent.append((self._comm.Isend(data, to, tag), data))
 
     def receive(self, wanted: Wanted) -> None:
         """Begins to receive a tensor."""
@@ -147,7 +147,7 @@ class Transfers:
             return bytearray(PLACE_BYTES + executor.tail), None
         buffer = executor.buffer(wanted.name) if joins else executor.renew(wanted.name)
         if wanted.part_of is not None:
-            return executor.bare(wanted.name, wanted.part_of), buffer
+            return executor.slice_array(wanted.name, wanted.part_of), buffer
         return buffer.half if wanted.halves else buffer.wire, buffer
 
     def _land(self, coming: _Coming) -> None:
@@ -164,12 +164,12 @@ class Transfers:
             place.check(self._arena.bytes_at(*where))
         if wanted.reads and not place.copied:
             executor.release(wanted.name)
-            form = executor.form if wanted.name.startswith(GRADIENT) else None
+            form = executor.row_format if wanted.name.startswith(GRADIENT) else None
             executor.put(wanted.name, BorrowedBuffer(self._arena.floats_at(*where), done, form))
             self._arena.say(source, place.number, done=False)
         else:
             if wanted.part_of is not None:
-                executor.part(wanted.name, wanted.part_of).copy_(self._arena.floats_at(*where))
+                executor.slice_for(wanted.name, wanted.part_of).copy_(self._arena.floats_at(*where))
             elif wanted.halves:
                 executor.renew(wanted.name).take_half(self._arena.bytes_at(*where))
             else:
@@ -194,8 +194,8 @@ class Transfers:
         if self._losses.dead:  # an uninformed role may still lease buffers to them, which would never be released
             for going in self._leases.end(lambda lease: lease.reader in self._losses.dead):
                 self._sent(going)
-        while self._told and outcome(self._told[0][0]) != "no":
-            self._told.pop(0)
+        while self._places_sent and outcome(self._places_sent[0][0]) != "no":
+            self._places_sent.pop(0)
         if self._coming:
             self._poll_receives()
         if self._wanted:
@@ -358,5 +358,5 @@ class Transfers:
         for coming in self._coming:
             coming.request.Cancel()
             self._losses.wait(coming.request)
-        for request, _ in self._told:
+        for request, _ in self._places_sent:
             self._losses.wait(request)

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from rudra.benchmark_report import Report
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
-from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.machine import cores
 

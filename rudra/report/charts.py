@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rudra.report.analysis import (
+from rudra.report.curve_styles import (
     COLOURS,
     log_ticks,
     look,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from rudra.report.analysis import COLOURS
+from rudra.report.curve_styles import COLOURS
 from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import Figure, Panel
 from rudra.report.plan_tree import Branch, by_gradients, by_weights

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rudra.report.analysis import NOT_POSITIVE, Course, Numbers, band_of, draw_band, time_unit
+from rudra.report.curve_styles import NOT_POSITIVE, Course, Numbers, band_of, draw_band, time_unit
 from rudra.report.panels import Figure, Line, Panel, grouped, own_legends, said, set_axes, thin
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable, clock_of, percent

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rudra.core.placement import Layer, PlacementDecision
-from rudra.report.analysis import COLOURS, STYLE
+from rudra.report.curve_styles import COLOURS, STYLE
 from rudra.report.palette import INK
 from rudra.report.svg import check_picture, save_drawing
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rudra.report.analysis import Blocks, blocks_of, draw_blocks, draw_histogram, mean_of
+from rudra.report.curve_styles import Blocks, blocks_of, draw_blocks, draw_histogram, mean_of
 from rudra.report.palette import INK
 from rudra.report.panels import Figure, Line, Panel, grouped, own_legends, said, set_axes, thin
 from rudra.report.runs import Run

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rudra.report.analysis import describe, look, several, together, whole, with_rate
+from rudra.report.curve_styles import describe, look, several, together, whole, with_rate
 from rudra.report.runs import Run, names_of
 from rudra.report.tables import ReportTable
 

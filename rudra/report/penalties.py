@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rudra.report.analysis import Band, draw_band, look
+from rudra.report.curve_styles import Band, draw_band, look
 from rudra.report.palette import MUTED
 from rudra.report.panels import Figure, Panel, set_axes
 from rudra.report.runs import Run, Study

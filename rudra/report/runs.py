@@ -16,7 +16,7 @@ from rudra.errors import ConfigError, ResultsError, RudraError
 from rudra.files import SWEEP_INDEX
 from rudra.job.job import Job
 from rudra.job.tables import kinds_of
-from rudra.report.analysis import Blocks, Course, Numbers, blocks_of, flat, rate_of
+from rudra.report.curve_styles import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.report.topology import Cast, of_results
 from rudra.report.workers import Workers, workers_of
 from rudra.results.reader import Results, open_results

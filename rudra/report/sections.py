@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rudra.job.simulation import DEFAULTS, UNMEASURED
-from rudra.report.analysis import matters
 from rudra.report.charts import figures
 from rudra.report.cluster_diagram import drawings
+from rudra.report.curve_styles import matters
 from rudra.report.panels import Figure
 from rudra.report.runs import Run, Study, text, varying
 from rudra.report.tables import ReportTable, comparison, summary

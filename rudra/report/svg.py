@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rudra.errors import ConfigError, ResultsError
 from rudra.files import check_output, written
-from rudra.report.analysis import COLOURS, STYLE, close, log_ticks, not_from_zero, wrapped
+from rudra.report.curve_styles import COLOURS, STYLE, close, log_ticks, not_from_zero, wrapped
 from rudra.report.palette import GRID, INK, MUTED
 from rudra.report.panels import Figure
 from rudra.report.tables import ReportTable

@@ -10,7 +10,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from rudra.report.analysis import matters
+from rudra.report.curve_styles import matters
 from rudra.report.runs import Run, Study
 
 MOST_ROWS = 5000

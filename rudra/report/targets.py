@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rudra.report.analysis import Band, draw_band, log_ticks, look, matters
+from rudra.report.curve_styles import Band, draw_band, log_ticks, look, matters
 from rudra.report.panels import Figure, Panel, set_axes
 from rudra.report.runs import Run, Study, follows, varying, words
 from rudra.report.tables import ReportTable, clock_of

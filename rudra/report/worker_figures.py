@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.report.analysis import COLOURS, Band, Numbers, draw_band, log_ticks, look, time_unit
+from rudra.report.curve_styles import COLOURS, Band, Numbers, draw_band, log_ticks, look, time_unit
 from rudra.report.panels import Figure, Panel, name_bars, set_axes, stacked_bars, thin
 from rudra.report.tables import MOST_ROWS, ReportTable, percent
 from rudra.report.workers import MANY, Workers

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from rudra.job.table import checked
 from rudra.job.tables import HogbatchTable
-from rudra.report.analysis import Numbers
+from rudra.report.curve_styles import Numbers
 from rudra.results.reader import Results
 
 MANY = 100

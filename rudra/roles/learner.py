@@ -229,9 +229,9 @@ class Learner(Machine):
         return self._advance(now) if self._answered_at is not None or self._stopping else []
 
     def _answered(self, event: Received[PullAnswer], now: float) -> list[Action]:
-        return self._go_on_with(event.message.timestamp, now)
+        return self._continue_with(event.message.timestamp, now)
 
-    def _go_on_with(self, timestamp: int, now: float) -> list[Action]:
+    def _continue_with(self, timestamp: int, now: float) -> list[Action]:
         """Lets weights of a timestamp in if they are newer, and goes on if not."""
         self._answered_at = now
         if timestamp > self.timestamp:

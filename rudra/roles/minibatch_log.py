@@ -61,7 +61,7 @@ class MinibatchLog:
         self._minibatch: tuple[float, ...] = ()
         self.began = self._since = 0.0  # the training, and the mini-batch at hand
         self._times = [0.0] * len(TIMES)
-        self.go_on(setup.job, setup.plan, setup.position)
+        self.follow(setup.job, setup.plan, setup.position)
 
     def inherit(self, before: "MinibatchLog") -> None:
         """Takes over what was noted; what was computed in vain since counts as time, not as samples."""
@@ -69,7 +69,7 @@ class MinibatchLog:
         self._samples += self._before - before._before
         self._before, self._times = before._before, before._times
 
-    def go_on(self, job: Job, plan: Plan, position: TrainingState) -> None:
+    def follow(self, job: Job, plan: Plan, position: TrainingState) -> None:
         """Begins with what was not applied yet at a position, by a job, among the learners of a plan."""
         self.step = position.step(self.learner)
         mine = portion(plan, self.diary.role, job.training.minibatch_size, job.cluster.parts)

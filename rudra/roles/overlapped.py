@@ -172,7 +172,7 @@ class OverlappedLearner(Learner):
         self._stamps[event.buffer] = event.message.timestamp
         self._pulls += self.state in {LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.HELD}
         actions = self._hand_on() + self._reopen()
-        return actions + self._go_on(now) if self.state is LearnerState.HELD else actions
+        return actions + self._continue(now) if self.state is LearnerState.HELD else actions
 
     def _hand_on(self) -> list[Action]:
         """Sends the newest weights along every edge that is idle; when training ends there, too, this ends."""
@@ -220,9 +220,9 @@ class OverlappedLearner(Learner):
         self._into = 1 - self._into
         self._outstanding += 1
         message = PushedGradient(self.id, gradient.timestamp, NOT_PULLING, (gradient,))
-        return [Send(self.server, message, self._sending), *self._go_on(now)]
+        return [Send(self.server, message, self._sending), *self._continue(now)]
 
-    def _go_on(self, now: float) -> list[Action]:
+    def _continue(self, now: float) -> list[Action]:
         """Begins the next mini-batch, or leaves, or waits for weights that hold more of what was pushed."""
         if not self._stopping and self._too_many_outstanding():
             self.state, self._computing_with = LearnerState.HELD, None
@@ -241,7 +241,7 @@ class OverlappedLearner(Learner):
 
     def _hear_of_applied(self, event: Received[GradientApplied], now: float) -> list[Action]:
         self._applied.append(event.message.timestamp)
-        return self._go_on(now) if self.state is LearnerState.HELD else []
+        return self._continue(now) if self.state is LearnerState.HELD else []
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.to == self.server and event.buffer == self._sending:
@@ -262,7 +262,7 @@ class OverlappedLearner(Learner):
 
     def _stop_held(self, event: Received[Stop], now: float) -> list[Action]:
         self._stopping = True
-        return self._go_on(now)
+        return self._continue(now)
 
     def _leave(self, now: float) -> list[Action]:
         self.state = LearnerState.LEAVING

@@ -319,7 +319,7 @@ class Replica(Machine):
         position = self.ledger.position(now)
         self.ledger.change(frozenset(), position, now)
         self.plan = self.ledger.rules.plan
-        self.log.go_on(self.ledger.rules.job, self.plan, position)
+        self.log.follow(self.ledger.rules.job, self.plan, position)
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.buffer == ACTIVATIONS:
@@ -367,7 +367,7 @@ class Replica(Machine):
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.rules.plan is not self.plan:
             self._reset_for_plan(self.ledger.rules.plan)
-            self.log.go_on(self.ledger.rules.job, self.plan, position)
+            self.log.follow(self.ledger.rules.job, self.plan, position)
         return actions
 
     def _updated_before(self, event: Updated, now: float) -> list[Action]:

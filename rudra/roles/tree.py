@@ -215,13 +215,13 @@ class TreeServer(Machine):
     def _gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event)
         self._heard[event.message.sender] = now
-        return self._work()
+        return self._process_arrived()
 
     def _take(self, event: Received[PushedGradient]) -> None:
         self.received += len(event.message.gradients) - self.buffers.take(event)
         self._received[event.message.sender] += len(event.message.gradients)
 
-    def _work(self) -> list[Action]:
+    def _process_arrived(self) -> list[Action]:
         """Averages what has arrived, and passes the average on when it is complete and the way is free."""
         actions: list[Action] = []
         buffers = self.buffers
@@ -326,7 +326,7 @@ class TreeServer(Machine):
         if event.buffer == self.buffers.lent:
             self.buffers.lent = None
             self.buffers.free.append(event.buffer)
-            actions = self._work() + self._ask()
+            actions = self._process_arrived() + self._ask()
         else:
             self._weights.returned(event.buffer)
             actions = self._fetch() if self._weights.awaited and event.buffer == self._weights.spare else []
@@ -356,7 +356,7 @@ class TreeServer(Machine):
             self._questions.lose(role)
             self._left.pop(role, None)
         if self.state is TreeServerState.TRAINING:
-            return actions + self._work() + self._ask()
+            return actions + self._process_arrived() + self._ask()
         return actions + self.buffers.post(False) + self._leave() if self.state is TreeServerState.STOPPING else []
 
     # Learners that are too slow.
@@ -386,16 +386,16 @@ class TreeServer(Machine):
         self.state = TreeServerState.STOPPING
         self._questions.waiting.clear()
         stop = Stop(self.id)
-        actions = [*(Send(to, stop) for to in self._children), *self.buffers.withdraw(), *self._work()]
+        actions = [*(Send(to, stop) for to in self._children), *self.buffers.withdraw(), *self._process_arrived()]
         return actions + self._leave()  # with no child left, there is none to wait for
 
     def _withdrawn(self, event: ReceiveCancelled, now: float) -> list[Action]:
         self.buffers.withdrawn(event.buffer)
-        return self._work()
+        return self._process_arrived()
 
     def _late_gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event)
-        return self._work() + self._leave()
+        return self._process_arrived() + self._leave()
 
     def _late_weights(self, event: Received[Weights], now: float) -> list[Action]:
         self._weights.awaited = False

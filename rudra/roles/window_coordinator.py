@@ -93,7 +93,7 @@ class WindowCoordinator(ParameterServer):
         self._reports: deque[UpdateReport] = deque()
         self._early: dict[int, UpdateReport] = {}  # by number, those that others come before
         self._at_hand: UpdateReport | None = None  # is counted, and waits for a test
-        self._told = dict.fromkeys(plan.children[self.id], 0)  # updates that each has told of
+        self._reported = dict.fromkeys(plan.children[self.id], 0)  # updates that each has told of
         self._wanted = dict.fromkeys(plan.children[self.id], 1)  # batches that each has asked for, and not got
         self._fewest = self._most = self._epoch_updates = 0  # σ of the epoch's updates, added up, lies between
         self._leaving: list[int] = []  # dead, whose last updates are not entered yet
@@ -144,7 +144,7 @@ class WindowCoordinator(ParameterServer):
 
     def _note_arrival(self, message: AppliedInPlace) -> None:
         self.received += len(message.gradients)
-        self._told[message.sender] += len(message.gradients)
+        self._reported[message.sender] += len(message.gradients)
         self.membership.count(message)
 
     def _take_in(self, message: AppliedInPlace, digest: int = 0) -> None:
@@ -269,7 +269,7 @@ class WindowCoordinator(ParameterServer):
 
     def _close(self, now: float) -> list[Action]:
         """As soon as all who are left have told of all that they did."""
-        unknown = self._leaving or (self._dead - self._looked) & self._told.keys()
+        unknown = self._leaving or (self._dead - self._looked) & self._reported.keys()
         if self._at_hand is not None or self._reports or self._early or unknown:
             return []
         stopped = self._stopping
@@ -329,7 +329,7 @@ class WindowCoordinator(ParameterServer):
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         if role not in self._looked:
-            return [FindUpdates(role, self.ledger.timestamp if self._numbered else self._told[role])]
+            return [FindUpdates(role, self.ledger.timestamp if self._numbered else self._reported[role])]
         if self._unentered(role):
             self._leaving.append(role)
             return []

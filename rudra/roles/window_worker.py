@@ -138,8 +138,8 @@ class WindowWorker(Learner):
         "_batch_s",
         "_leads",
         "_pause",
+        "_reported_at",
         "_takes",
-        "_told_at",
         "_untold",
         "_wait_s",
         "_waits_since",
@@ -175,7 +175,7 @@ class WindowWorker(Learner):
         self._untold: list[AppliedGradient] = []
         self._leads = role in setup.plan.window_leaders
         self._takes = False  # the average of the nodes' weights
-        self._wait_s = self._waits_since = self._told_at = self._batch_began = self._batch_s = 0.0
+        self._wait_s = self._waits_since = self._reported_at = self._batch_began = self._batch_s = 0.0
 
     def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
         return WindowLog(role, setup)
@@ -260,11 +260,11 @@ class WindowWorker(Learner):
         self._batch_s = now - self._batch_began
         if not self._stopping and self.log.batches:
             actions.append(self._next_batch(now))
-            if self._ahead and now - self._told_at < AHEAD_S / 4 and len(self.log.batches) > 1:
+            if self._ahead and now - self._reported_at < AHEAD_S / 4 and len(self.log.batches) > 1:
                 return actions
         elif not self._stopping:
             self.state, self._waits_since = EXCHANGING, now
-        self._told_at = now
+        self._reported_at = now
         actions += [*self._tell(), *self.log.due(now)]
         return actions + self._leave(now) if self._stopping else actions
 

@@ -75,7 +75,7 @@ class WorkLog(MinibatchLog):
         self._at_hand = Work(DEALT, 0, 0, 0)
         super().__init__(role, setup)
 
-    def go_on(self, job: Job, plan: Plan, position: TrainingState) -> None:
+    def follow(self, job: Job, plan: Plan, position: TrainingState) -> None:
         self._threads = job.hogbatch.team(plan.learner_numbers)[self.learner].threads
         self.step = position.step(self.learner)
         self._samples = position.learned_by(self.learner) - self._before
@@ -180,7 +180,7 @@ class Worker(Learner):
         self.log.take(*event.message.rows[0].item())
         self.log.began = event.message.began_ns * 1e-9
         self._leave_out_tests(now)
-        return self._go_on_with(event.message.timestamp, now)
+        return self._continue_with(event.message.timestamp, now)
 
     def _push(self, event: Computed, now: float) -> list[Action]:
         warnings, ends = self._computed(event, now)

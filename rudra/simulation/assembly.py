@@ -14,7 +14,7 @@ from rudra.job.job import Job
 from rudra.prepare.phases import phases_of
 from rudra.prepare.resolve import nodes_of
 from rudra.roles import Machine
-from rudra.simulation.beside import ENDLESS, Unrecorded, job_beside
+from rudra.simulation.background_jobs import ENDLESS, Unrecorded, job_beside
 from rudra.simulation.cluster import without_tensors
 from rudra.simulation.costs import CostModel, paces_of
 from rudra.simulation.driver import Check, RowSink, Simulation

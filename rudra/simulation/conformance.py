@@ -22,7 +22,7 @@ from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.prepare.resolve import nodes_of
-from rudra.simulation.trial import TrialRows, timing, train
+from rudra.simulation.checked_run import TrialRows, timing, train
 from topologies import Plan
 from topologies.kinds import LEARNER
 

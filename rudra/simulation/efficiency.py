@@ -20,8 +20,8 @@ Source: omnivore.txt §IV-B and appendix D-D1.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from rudra.benchmark_report import Report
 from rudra.core.events import AverageGroup, BackpropFirstStage, RunFirstStage, RunLastStage, Update
-from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.prepare.resolve import nodes_of
 from rudra.simulation.costs import CostModel

@@ -65,14 +65,14 @@ class SharedLinks:
         self._queue.at(time, self._begin, _Flow(ports, size_bytes, done), None)
 
     def _begin(self, flow: _Flow, _: None) -> None:
-        self._go_on()
+        self._schedule_next()
         self._flows.append(flow)
         self._divide()
 
     def _end(self, change: int, _: None) -> None:
         if change != self._change:
             return
-        self._go_on()
+        self._schedule_next()
         least = min(flow.left / flow.rate for flow in self._flows)
         over = [flow for flow in self._flows if flow.left / flow.rate <= least + 1e-12]
         self._flows = [flow for flow in self._flows if flow not in over]
@@ -81,7 +81,7 @@ class SharedLinks:
             self._queue.at(self._queue.now, what, whom, about)
         self._divide()
 
-    def _go_on(self) -> None:
+    def _schedule_next(self) -> None:
         """Subtracts the bytes that have crossed since the last change."""
         elapsed, self._since = self._queue.now - self._since, self._queue.now
         for flow in self._flows:

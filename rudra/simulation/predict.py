@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rudra.benchmark_report import Report
 from rudra.core.events import (
     Accumulate,
     Compute,
@@ -30,7 +31,6 @@ from rudra.core.layout import Placed
 from rudra.core.records import TIMES
 from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
-from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.prepare import cost_files
 from rudra.prepare.resolve import resolve_virtual, settle, with_cut

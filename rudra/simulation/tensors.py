@@ -79,7 +79,7 @@ class RealTensors:
         sender, receiver = self._executors[source], self._executors[to]
         if sender.size_of(source_buffer) != receiver.size_of(to_buffer):
             self._make_own((to, to_buffer))
-            receiver.part(to_buffer, source).copy_(sender.part(source_buffer, to))
+            receiver.slice_for(to_buffer, source).copy_(sender.slice_for(source_buffer, to))
             return
         self._share((source, source_buffer), (to, to_buffer))
         if self._halves and source_buffer.startswith(GRADIENT):

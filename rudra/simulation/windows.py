@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from rudra.compute.gradients import BatchResult
-from rudra.compute.hogwild import HogwildExecutor, give_window, made_of, manner, shape_of, window_here
+from rudra.compute.hogwild import HogwildExecutor, give_window, layout_of, made_of, manner, window_here
 from rudra.compute.window import Contribution
 from rudra.core.events import (
     AppliedGradient,
@@ -58,7 +58,7 @@ class SimulatedWindows:
         executors = simulation.tensors.executors
         owner = executors.get(plan.server)
         size = 1 if owner is None else owner.size
-        shape = shape_of(job, plan, size)
+        shape = layout_of(job, plan, size)
         nodes = {plan.roles[role].node for role in plan.learners}
         windows = {node: window_here(shape) for node in nodes}
         node_of = {role: plan.roles[role].node for role in plan.learners} | {plan.server: min(nodes)}
@@ -96,9 +96,9 @@ class SimulatedWindows:
         actor.computing = True
         for place, (work, rate, batch) in enumerate(zip(action.works, action.rates, batches, strict=True)):
             steps = self._steps(actor, action.step + place, work, rate, batch)
-            self._queue.later(time, self._go_on, actor, (steps, made, place))
+            self._queue.later(time, self._continue, actor, (steps, made, place))
 
-    def _go_on(self, actor: Actor, what: Thread) -> None:
+    def _continue(self, actor: Actor, what: Thread) -> None:
         """Runs the next step of a thread."""
         steps, made, place = what
         if actor.halted:
@@ -116,7 +116,7 @@ class SimulatedWindows:
             self._queued.append((actor, what))
             self._give_lock()
         else:
-            self._queue.later(self._queue.now + wait_s, self._go_on, actor, what)
+            self._queue.later(self._queue.now + wait_s, self._continue, actor, what)
 
     def _give_lock(self) -> None:
         """Gives a free lock to the first thread that waits for it."""
@@ -124,7 +124,7 @@ class SimulatedWindows:
             actor, what = self._queued.popleft()
             if not actor.halted:
                 self._holder = actor
-                self._go_on(actor, what)
+                self._continue(actor, what)
 
     def _release(self) -> None:
         self._holder = None

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rudra.benchmark_report import Report
 from rudra.core.placement import THRESHOLD, CutEstimate, Layer, PlacementDecision, PlacementHardware, Rule, choose
-from rudra.findings import Report
 from rudra.job.job import Job
 from rudra.prepare import cost_files
 from rudra.prepare.cut import cluster_of, known

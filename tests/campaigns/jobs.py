@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rudra.findings import Goal, Report
+from rudra.benchmark_report import Goal, Report
 from rudra.job.job import Job
 from rudra.results.checkpoint import path_of
 from tests.campaigns.ends import (

@@ -23,8 +23,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rudra.benchmark_report import Goal, Report
 from rudra.errors import RudraError, RunError
-from rudra.findings import Goal, Report
 from rudra.mpi.failures import ranks_below
 from rudra.results.checkpoint import path_of
 from rudra.results.reader import open_results

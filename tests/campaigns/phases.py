@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rudra.findings import Goal, Report
+from rudra.benchmark_report import Goal, Report
 from rudra.job.job import Job
 from tests.campaigns.ends import LATE_S, RANK, Fault, Outcome, accounts, at_end, hit, shown
 from tests.campaigns.progress import side_by_side

@@ -10,10 +10,10 @@ from protocols import Protocol
 from rudra.compute.executor import Executor
 from rudra.core.events import GRADIENT, BackpropFirstStage, Compute, Computed, Event, ExecutorAction, Reduce
 from rudra.job.job import Job
-from rudra.simulation import trial
+from rudra.simulation import checked_run
+from rudra.simulation.checked_run import SIZE_BYTES, TrialCheckpoint, TrialResult, TrialRows, timing, validate
 from rudra.simulation.conformance import SAMPLES, check_epochs, check_updates
 from rudra.simulation.tensors import RealTensors
-from rudra.simulation.trial import SIZE_BYTES, TrialCheckpoint, TrialResult, TrialRows, timing, validate
 
 
 def job(protocol: str, learners: int, *, n: int | None = None, epochs: int = 3, seed: int = 0, **tables: Any) -> Job:
@@ -125,5 +125,5 @@ def train(
     resumed: TrialCheckpoint | None = None,
     stop_at: float | None = None,
 ) -> TrialResult:
-    """`rudra.simulation.trial.train`, with poisoned buffers unless another kind is given."""
-    return trial.train(job_, kind, resumed=resumed, stop_at=stop_at)
+    """`rudra.simulation.checked_run.train`, with poisoned buffers unless another kind is given."""
+    return checked_run.train(job_, kind, resumed=resumed, stop_at=stop_at)

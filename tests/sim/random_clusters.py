@@ -14,8 +14,8 @@ from rudra.job.job import Job
 from rudra.prepare.resolve import nodes_of
 from rudra.roles import Machine
 from rudra.roles.ledger import Owner
+from rudra.simulation.checked_run import TrialRows, validate
 from rudra.simulation.driver import Check
-from rudra.simulation.trial import TrialRows, validate
 from topologies.kinds import TREE_SERVER
 
 WIDTHS = st.integers(2, 4)

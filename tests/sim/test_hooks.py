@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import rudra
 from rudra.errors import ConfigError, HookError
-from rudra.results import journals
+from rudra.results import logging_hooks
 
 ANY = torch.Generator().manual_seed(3)
 INPUTS = torch.randn(96, 6, generator=ANY)
@@ -325,7 +325,9 @@ def test_the_csv_hook_goes_on_with_its_file(tmp_path: Path) -> None:
     path.write_text("epoch,old\n1,x\n2,y\n3,z\n4")
     for number in (3, 4):
         metrics = {"test": {"a, b": 0.5}} if number == 4 else {}
-        journals.csv(rudra.Moment("epoch", "r", 0, "j", epoch=number, row={"loss": 0.25}, metrics=metrics), str(path))
+        logging_hooks.csv(
+            rudra.Moment("epoch", "r", 0, "j", epoch=number, row={"loss": 0.25}, metrics=metrics), str(path)
+        )
     assert lines_of(path) == [
         {"epoch": "1", "old": "x", "loss": "", "test_a, b": ""},
         {"epoch": "2", "old": "y", "loss": "", "test_a, b": ""},

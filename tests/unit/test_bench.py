@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import benchmarks
-from benchmarks import contestants, heats, islands, overlap_10g, placed, reduction, tta
-from rudra import bench, siblings
+from benchmarks import islands, overlap_10g, placed, reduction, tta, tta_runs, tta_search
+from rudra import bench, package_check
+from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.cli.main import main
 from rudra.errors import ConfigError
-from rudra.findings import Goal, Report, ratios, spread
 
 
 def test_each_benchmark_is_listed_with_its_goal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +47,7 @@ def test_an_unknown_benchmark_is_refused_before_any_runs(capsys: pytest.CaptureF
 def test_a_benchmark_of_a_checkout_is_refused_without_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(siblings, "ROOT", tmp_path)
+    monkeypatch.setattr(package_check, "ROOT", tmp_path)
     assert main(["bench", "sparse"]) == 2
     six = "ddp, overhead, pingpong, overlap, prediction, evaluation"
     said = f"rudra: benchmark 'sparse' needs a checkout of Rudra; installed are {six}\n"
@@ -101,17 +101,17 @@ def test_a_report_is_an_aligned_table_and_plain_json() -> None:
     assert json.loads(json.dumps(report.as_dict()))["rows"][0] == ["a", 1.23456, {"median": 1, "low": 1, "high": 1}]
 
 
-def outcome_of(point: heats.Point) -> heats.Outcome:
+def outcome_of(point: tta_search.Point) -> tta_search.Outcome:
     """The rate 0.05 comes furthest in one epoch; the cosine reaches the target one epoch earlier."""
     furthest = {0.02: 0.84, 0.05: 0.86}[point.rate]
     each = 0.04 if point.schedule == "cosine" else 0.02
     seconds = point.size / 16 * {"sma": 1.0, "ddp": 2.0}[point.contestant]
     epochs = range(point.epochs)
-    return heats.Outcome([furthest + each * n for n in epochs], [seconds * (n + 1) for n in epochs])
+    return tta_search.Outcome([furthest + each * n for n in epochs], [seconds * (n + 1) for n in epochs])
 
 
 def test_time_to_accuracy_is_that_of_the_first_test_that_reaches_it() -> None:
-    outcome = heats.Outcome([0.8, 0.91, 0.89], [1.0, 2.5, 4.0])
+    outcome = tta_search.Outcome([0.8, 0.91, 0.89], [1.0, 2.5, 4.0])
     assert outcome.reached(0.9) == (2.5, 2)
     assert outcome.reached(0.95) == (math.inf, 3)
 
@@ -133,33 +133,35 @@ def test_each_contestant_is_searched_by_heats(
     """A heat without a choice is left out; a point that cannot become the fastest gets no more epochs."""
     made: list[tuple[int, int]] = []
 
-    def perform(points: Sequence[heats.Point]) -> dict[heats.Point, heats.Outcome]:
+    def perform(points: Sequence[tta_search.Point]) -> dict[tta_search.Point, tta_search.Outcome]:
         made.append((len(points), points[0].epochs))
         return {point: outcome_of(point) for point in points}
 
-    best = heats.search("fashion-mnist", ["sma", "ddp"], sizes, rates, perform, schedules)
+    best = tta_search.search("fashion-mnist", ["sma", "ddp"], sizes, rates, perform, schedules)
     assert made == turns
-    assert best == {who: heats.Point("fashion-mnist", who, 16, 0.05, schedules[-1], epochs) for who in ("sma", "ddp")}
+    assert best == {
+        who: tta_search.Point("fashion-mnist", who, 16, 0.05, schedules[-1], epochs) for who in ("sma", "ddp")
+    }
 
 
 def test_who_never_reaches_the_target_is_left_out() -> None:
-    def perform(points: Sequence[heats.Point]) -> dict[heats.Point, heats.Outcome]:
+    def perform(points: Sequence[tta_search.Point]) -> dict[tta_search.Point, tta_search.Outcome]:
         short = {point: outcome_of(point) for point in points}
         return {
-            point: heats.Outcome([0.5] * point.epochs, one.seconds) if point.contestant == "ddp" else one
+            point: tta_search.Outcome([0.5] * point.epochs, one.seconds) if point.contestant == "ddp" else one
             for point, one in short.items()
         }
 
-    assert {*heats.search("fashion-mnist", ["sma", "ddp"], [16, 32], [0.02, 0.05], perform)} == {"sma"}
+    assert {*tta_search.search("fashion-mnist", ["sma", "ddp"], [16, 32], [0.02, 0.05], perform)} == {"sma"}
 
 
 def test_runs_that_are_kept_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def on_ranks(measure: Any, learners: int, *, points: Sequence[heats.Point], kept: str, **_: Any) -> None:
+    def on_ranks(measure: Any, learners: int, *, points: Sequence[tta_search.Point], kept: str, **_: Any) -> None:
         made.append(len(points))
         for point in points:
-            contestants.write_down(Path(kept), point, outcome_of(point))
+            tta_runs.write_down(Path(kept), point, outcome_of(point))
 
     monkeypatch.setenv("RUDRA_DATA", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")

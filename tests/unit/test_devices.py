@@ -18,7 +18,7 @@ from rudra.core.messages import Weights
 from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.simulation import trial
+from rudra.simulation import checked_run
 from topologies import Plan
 from topologies import load as load_topology
 
@@ -148,7 +148,7 @@ def test_copies_change_no_bit(
     tables = {"model": {"name": network}, "topology": topology, "data": {"train_limit": 240, "test_limit": 60}}
     run = job(protocol, learners, epochs=2, **tables).with_(cluster={"gradient_format": wire})
     plain = train(run, Ranks)
-    monkeypatch.setattr(trial, "make_executors", partial(make_executors, placing="staged"))
+    monkeypatch.setattr(checked_run, "make_executors", partial(make_executors, placing="staged"))
     staged = train(run, Ranks)
     assert torch.equal(plain.weights, staged.weights)
     for table in ("gradients", "updates", "epochs"):

@@ -66,7 +66,7 @@ def make(
     entries: list[Entry],
     part: slice | None = None,
     *,
-    fuses: bool = False,
+    lazy_average: bool = False,
     counters: int = 0,
     prepared: bool = True,
 ) -> ServerExecutor:
@@ -75,7 +75,7 @@ def make(
     parameters = sum(entry.size for entry in entries if entry.kind == "parameter")
     of = part or slice(0, size)
     made = ServerExecutor(tuple(entries), of.stop - of.start, min(of.stop, parameters) - of.start, 1)
-    made.fuses = fuses
+    made.lazy_average = lazy_average
     weights = made.buffer("weights").vector
     weights.copy_(random(size, 0)[of])
     made._part, made._of, made._counters = None if part is None else Part((part,)), size, counters
@@ -125,7 +125,7 @@ def test_in_slices_an_update_has_the_bits_that_it_has_in_one(
         of = part or slice(0, WHOLE)
         counters = 3 if of.stop == WHOLE else 0
         plain = make(table, layout(), part, counters=counters, prepared=prepared)
-        fused = make(table, layout(), part, fuses=True, counters=counters, prepared=prepared)
+        fused = make(table, layout(), part, lazy_average=True, counters=counters, prepared=prepared)
         for turn, scale in enumerate((1.0, 1.0, 0.3, 0.3, 1.0, 0.3)):
             held = fused.buffer("weights") if turn % 2 else None
             before = None
@@ -161,11 +161,11 @@ def test_in_slices_an_update_has_the_bits_that_it_has_in_one(
     slow=st.sets(st.integers(0, 8)),
     chunk=st.sampled_from([128, 192, 256, 1 << 20]),
     name=st.sampled_from(["sgd", "momentum", "nesterov", "caffe"]),
-    moves=st.booleans(),
+    copy_on_write=st.booleans(),
     scale=st.sampled_from([1.0, 0.7]),
 )
 def test_any_sizes_will_do(
-    runs: list[int], buffers: int, slow: set[int], chunk: int, name: str, moves: bool, scale: float
+    runs: list[int], buffers: int, slow: set[int], chunk: int, name: str, copy_on_write: bool, scale: float
 ) -> None:
     entries: list[Entry] = []
     for number, size in enumerate(runs):
@@ -175,7 +175,7 @@ def test_any_sizes_will_do(
         entries.append(Entry("mean", (buffers,), sum(runs), buffers, "buffer"))
     groups = [SLOW | {"parameters": "slow.*"}] if any(number < len(runs) for number in slow) else []
     table = OptimizerTable.model_validate({"groups": groups, **TABLES[name]})
-    plain, fused = make(table, entries), make(table, entries, fuses=True)
+    plain, fused = make(table, entries), make(table, entries, lazy_average=True)
     asked: list[slice] = []
     with pytest.MonkeyPatch.context() as patch:
         in_chunks(patch, chunk)
@@ -183,7 +183,7 @@ def test_any_sizes_will_do(
             for executor in (plain, fused):
                 for i, into in enumerate((A, B)):
                     executor.renew(into).vector.copy_(random(executor.size, 10 * turn + i))
-            fused.buffer("weights").held = int(moves)
+            fused.buffer("weights").held = int(copy_on_write)
             for executor in (plain, fused):
                 executor.accumulate(Accumulate(A, B, 0.5, scale))
                 if executor is fused:
@@ -216,7 +216,7 @@ def ways_out() -> dict[str, Any]:
 @pytest.mark.parametrize("borrowed", [(), (A,), (B,), (A, B)], ids=str)
 @pytest.mark.parametrize("way", ways_out())
 def test_an_average_is_there_for_whoever_needs_it(way: str, borrowed: tuple[str, ...]) -> None:
-    executor = make(OptimizerTable(), layout(), fuses=True)
+    executor = make(OptimizerTable(), layout(), lazy_average=True)
     gradients = {name: random(WHOLE, seed) for seed, name in enumerate((A, B), 1)}
     back = []
     for name, gradient in gradients.items():
@@ -279,7 +279,7 @@ def test_what_is_deferred_lands_in_memory_that_nobody_reads(read: str, monkeypat
 
 def test_what_is_made_of_something_deferred_comes_first() -> None:
     """Each is computed once, though one is read while the other is put in its place."""
-    executor = make(OptimizerTable(), layout(), fuses=True)
+    executor = make(OptimizerTable(), layout(), lazy_average=True)
     first, second = random(WHOLE, 1), random(WHOLE, 2)
     executor.buffer(A).vector.copy_(first)
     executor.buffer(B).vector.copy_(second)
@@ -291,7 +291,7 @@ def test_what_is_made_of_something_deferred_comes_first() -> None:
 
 
 def test_an_update_takes_all_that_is_deferred_without_writing_it() -> None:
-    executor = make(OptimizerTable(), layout(), fuses=True)
+    executor = make(OptimizerTable(), layout(), lazy_average=True)
     weights, first, second = executor.buffer("weights").vector.clone(), random(WHOLE, 1), random(WHOLE, 2)
     back = lend(executor, A, first)
     executor.buffer(B).vector.copy_(second)
@@ -311,7 +311,7 @@ def test_an_update_takes_all_that_is_deferred_without_writing_it() -> None:
 @pytest.mark.parametrize("lent", [True, False])
 @pytest.mark.parametrize("held", [True, False])
 def test_copies_that_are_lent_or_held_keep_the_weights(name: str, lent: bool, held: bool) -> None:
-    executor = make(OptimizerTable.model_validate(TABLES[name]), layout(), fuses=True)
+    executor = make(OptimizerTable.model_validate(TABLES[name]), layout(), lazy_average=True)
     other = make(OptimizerTable.model_validate(TABLES[name]), layout())
     seen: list[Any] = []
     for turn in range(4):
@@ -350,9 +350,9 @@ def test_held_weights_stay_when_others_are_restored() -> None:
 
 @pytest.mark.parametrize("action", [Accumulate(A, A, 1.0, 0.5), Accumulate(A, B, 0.5, 1.0), Accumulate(A, B, 0.5, 0.3)])
 @pytest.mark.parametrize("read", ["held", "borrowed"])
-@pytest.mark.parametrize("fuses", [False, True])
-def test_what_others_read_is_averaged_elsewhere(action: Accumulate, read: str, fuses: bool) -> None:
-    plain, executor = (make(OptimizerTable(), layout(), fuses=fuses and i == 1) for i in range(2))
+@pytest.mark.parametrize("lazy_average", [False, True])
+def test_what_others_read_is_averaged_elsewhere(action: Accumulate, read: str, lazy_average: bool) -> None:
+    plain, executor = (make(OptimizerTable(), layout(), lazy_average=lazy_average and i == 1) for i in range(2))
     for seed, name in enumerate((A, B), 1):
         plain.buffer(name).vector.copy_(random(WHOLE, seed))
         if read == "borrowed":
@@ -371,4 +371,6 @@ def test_what_others_read_is_averaged_elsewhere(action: Accumulate, read: str, f
     if read == "held":
         assert executor.spare() is old
     else:
-        assert back == ([] if fuses or action.into == action.gradient else [B]), "what was added goes back at once"
+        assert back == ([] if lazy_average or action.into == action.gradient else [B]), (
+            "what was added goes back at once"
+        )

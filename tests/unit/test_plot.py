@@ -13,7 +13,7 @@ from tests.unit.report_files import write_point
 from tests.unit.results_files import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rudra[plot]'")
-from rudra.report.analysis import wrapped
+from rudra.report.curve_styles import wrapped
 from rudra.report.plot import named, picture, plot
 from rudra.report.svg import _drawn
 

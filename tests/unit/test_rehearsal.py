@@ -11,7 +11,7 @@ from torch import nn
 from rudra.cli.main import main
 from rudra.job.job import Job
 from rudra.job.tables import OPTIMIZERS
-from rudra.simulation.rehearsal import rehearse
+from rudra.simulation.dry_run import rehearse
 
 SMALL = 'model.options={"hidden" = [8]}'
 

@@ -13,7 +13,7 @@ from rudra.compute import tasks
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import AveragingExecutor
-from rudra.compute.rows import RowForm, RowGradient
+from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear, SparseRows
 from rudra.compute.vectors import RowBuffer
 from rudra.core.events import Accumulate
@@ -24,7 +24,7 @@ from rudra.job.tables import OptimizerTable
 from rudra.report import topology
 from tests.unit.sparse_samples import WIDTH, Twice, compressed, job, matrix, write_samples
 
-FORM = RowForm(5, 12, 3, 50)
+FORM = RowFormat(5, 12, 3, 50)
 """5 floats before 12 rows of 3, 9 behind."""
 TAIL = 64
 
@@ -42,7 +42,7 @@ def gradient_of(count: int, seed: int = 0) -> RowBuffer:
 
 def flat(gradient: RowGradient) -> torch.Tensor:
     """The vector that it stands for."""
-    start = gradient.form.start
+    start = gradient.row_format.start
     return torch.cat([gradient.rest[:start], gradient.whole.flatten(), gradient.rest[start:]])
 
 

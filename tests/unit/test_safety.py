@@ -22,7 +22,7 @@ ONLY_IN = {
     "importlib.import_module": {
         "rudra/plugins.py",  # package.module:callable
         "rudra/__init__.py",
-        "rudra/siblings.py",
+        "rudra/package_check.py",
         "rudra/bench/__init__.py",
         "benchmarks/links.py",  # what the benchmark that starts it names
         "rudra/cli/main.py",

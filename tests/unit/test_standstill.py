@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rudra.mpi.standstill import AGAIN_S, Standstill
+from rudra.mpi.deadlock import AGAIN_S, Standstill
 
 ROOT, SERVER, LEARNER = 1, 0, 2
 
@@ -39,7 +39,7 @@ class Status:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[int, Standstill]:
     stub = SimpleNamespace(ANY_SOURCE=-1, BYTE=None, Status=Status, Exception=OSError)
-    monkeypatch.setattr("rudra.mpi.standstill.MPI", stub)
+    monkeypatch.setattr("rudra.mpi.deadlock.MPI", stub)
     boxes: dict[int, list[tuple[int, bytes]]] = {rank: [] for rank in (SERVER, ROOT, LEARNER)}
     comms = {rank: Comm(rank, boxes) for rank in boxes}
     return {rank: Standstill(comm, ROOT, 3, comm.tell) for rank, comm in comms.items()}  # type: ignore[arg-type]

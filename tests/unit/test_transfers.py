@@ -310,7 +310,7 @@ def test_who_changes_it_elsewhere_waits_for_readers_only_while_two_generations_a
     comm: Comm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = Neighbours(comm)
-    monkeypatch.setattr(server.executor, "moves", lambda name: name == "g")
+    monkeypatch.setattr(server.executor, "copy_on_write", lambda name: name == "g")
     first, same = server.lend(), server.lend()
     assert server.poll() == ["g", "g"], "the next one is made elsewhere"
     assert server.executor.renew("g").held == 0

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rudra.compute.optim import UpdateRule
-from rudra.compute.window import LOGGED, Contribution, Reading, Shape, Update, Window
+from rudra.compute.window import LOGGED, Contribution, Reading, Update, Window, WindowLayout
 from rudra.errors import RunError
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.shared_window import WindowFile, window_at
@@ -21,7 +21,7 @@ KINDS: tuple[Update, ...] = ("racing", "locked")
 
 
 def made(update: Update, size: int = 100, workers: int = 2) -> Window:
-    shape = Shape(size, workers, update)
+    shape = WindowLayout(size, workers, update)
     window = Window(np.zeros(shape.bytes, np.uint8), shape)
     window.fill(torch.zeros(size))
     return window
@@ -30,7 +30,7 @@ def made(update: Update, size: int = 100, workers: int = 2) -> Window:
 @contextmanager
 def shared(update: Update, size: int, workers: int = 2) -> Iterator[tuple[Window, Callable[[], Window]]]:
     """A window, and what maps it in another process."""
-    file = WindowFile(Shape(size, workers, update))
+    file = WindowFile(WindowLayout(size, workers, update))
     file.window.fill(torch.zeros(size))
     try:
         yield file.window, lambda: window_at(file.place)

@@ -83,7 +83,7 @@ class ResultsTable(Table):
 class Hook(Table):
     """Your own code, which a role calls at its updates, at epochs or at the end (`rudra.core.hooks`)."""
 
-    SHIPPED: ClassVar[dict[str, str]] = {name: f"rudra.results.journals:{name}" for name in ("csv", "tensorboard")}
+    SHIPPED: ClassVar[dict[str, str]] = {name: f"rudra.results.logging_hooks:{name}" for name in ("csv", "tensorboard")}
 
     at: Literal["update", "epoch", "end"] = Field(description="moment of the call: update, epoch or end")
     call: Named = Field(description="csv, tensorboard, or package.module:callable that takes a rudra.Moment")

@@ -17,7 +17,7 @@ from torch import distributed
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from benchmarks.heats import CONTESTANTS, DATA, MOVING, Goalpost, Outcome, Point
+from benchmarks.tta_search import CONTESTANTS, DATA, MOVING, Goalpost, Outcome, Point
 from rudra.bench.ddp import connect, wrapped
 from rudra.bench.ranks import LEARNER, STATISTICS, train
 from rudra.compute import models

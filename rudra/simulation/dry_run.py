@@ -171,7 +171,7 @@ def _pull(owners: Mapping[int, Executor], into: Executor) -> None:
     """Copies the owners' weights to a role."""
     for role, owner in owners.items():
         if into is not owner:
-            into.part(WEIGHTS, role).copy_(owner.buffer(WEIGHTS).vector)
+            into.slice_for(WEIGHTS, role).copy_(owner.buffer(WEIGHTS).vector)
 
 
 def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float, float]:

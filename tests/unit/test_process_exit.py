@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import sys
-from rudra import leaving
+from rudra import process_exit
 import atexit, threading, time
 
 class Kept:
@@ -25,7 +25,7 @@ threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
 @pytest.mark.parametrize(
     ("end", "code", "said"),
     [
-        ("sys.exit(leaving.soon(3))", 3, "thread\nhandler\n"),
+        ("sys.exit(process_exit.soon(3))", 3, "thread\nhandler\n"),
         ("sys.exit(4)", 4, "thread\nhandler\nput away\n"),
         ("leaving.soon(3); sys.stdout.flush(); sys.stdout.close(); sys.exit(3)", 3, ""),
     ],
@@ -37,7 +37,11 @@ def test_what_happens_at_the_end_happens_before_it(end: str, code: int, said: st
 
 def test_output_that_nobody_reads_is_as_python_has_it() -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", "import sys\nfrom rudra import leaving\nprint('x')\nsys.exit(leaving.soon(0))"],
+        [
+            sys.executable,
+            "-c",
+            "import sys\nfrom rudra import process_exit\nprint('x')\nsys.exit(process_exit.soon(0))",
+        ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
