@@ -220,7 +220,7 @@ class Averaging(Protocol):
 
     def _check_served(self, *, plain: bool) -> None:
         """Raises ValueError for what needs all replicas at once."""
-        where = "[topology] options.server = true lets each replica exchange with the weights alone"
+        where = "[topology] options.parameter_server = true lets each replica exchange with the weights alone"
         if not self.served_too:
             raise ValueError(f"{where}; valid with protocol easgd")
         if not plain or self.restart:
@@ -281,7 +281,7 @@ _ROUNDING = 1e-9
 SHAPES: dict[str, dict[str, Any]] = {
     "replicas": {},
     "replicas, options.groups": {},
-    "replicas, options.server": {"served": True},
+    "replicas, options.parameter_server": {"served": True},
     "hierarchical": {"blocks": (2, 2)},
 }
 """What a job may have for `[topology]` where learners average, and what a rule is told of it."""

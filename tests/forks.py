@@ -7,7 +7,7 @@ import socket
 import sys
 from functools import cache
 
-from rudra import leaving  # before what it is to outlast
+from rudra import process_exit  # before what it is to outlast
 from rudra.mpi import forkserver
 
 _SCRIPT = (sys.executable, "-P", __file__)
@@ -70,4 +70,4 @@ if __name__ == "__main__":
     sys.argv[:] = ["rudra", *arguments]
     finish.has = lambda library: False  # draws no picture of every run
     exec(before)
-    sys.exit(leaving.soon(failures.leave(main(arguments))))
+    sys.exit(process_exit.soon(failures.leave(main(arguments))))

@@ -14,7 +14,9 @@ from topologies.plan import Plan, Role, group_tree
 from topologies.tree import whole
 
 
-def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered", server: bool = False) -> Plan:
+def plan(
+    nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered", parameter_server: bool = False
+) -> Plan:
     """Learners in blocks that differ by one at most; block i is group i.
 
     Args:
@@ -23,15 +25,15 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
         reduction: "ordered": slices are exchanged and added in group_rank order; "nodes": so on each node, and then the
             sums of the nodes, one exchange for each; both of which a replay can repeat; "mpi": the library's allreduce,
             which it cannot.
-        server: that there is one with one group, too, as the paper has it; several always have one.
+        parameter_server: that there is one with one group, too, as the paper has it; several always have one.
     """
     learners = len(nodes)
     numbers = evenly(learners, groups)
     if reduction not in get_args(Reduction):
         raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: {', '.join(get_args(Reduction))}")
-    if not isinstance(server, bool):
-        raise ValueError(f"[topology] options.server = {server!r}; valid: true, false")
-    served = server or groups > 1
+    if not isinstance(parameter_server, bool):
+        raise ValueError(f"[topology] options.parameter_server = {parameter_server!r}; valid: true, false")
+    served = parameter_server or groups > 1
     roles = [Role(PARAMETER_SERVER, 0, 0)] if served else []
     roles.append(Role(STATISTICS_SERVER, 0, len(roles)))
     first = len(roles)

@@ -15,22 +15,24 @@ from topologies.plan import Plan
 
 
 def plan(
-    nodes: Sequence[int], reduction: Reduction = "ordered", server: bool = False, groups: int | None = None
+    nodes: Sequence[int], reduction: Reduction = "ordered", parameter_server: bool = False, groups: int | None = None
 ) -> Plan:
     """One group of all learners, or all with a server.
 
     Args:
         nodes: of every learner.
         reduction: how differences are added, as in `groups`; and gradients, where groups train.
-        server: that there is a parameter server, with which each learner exchanges alone.
+        parameter_server: that there is a parameter server, with which each learner exchanges alone.
         groups: number of compute groups, blocks that differ by one at most, each of which trains one replica by the
             mean of its learners' gradients; None: each learner trains one.
     """
-    together = grouped(nodes, 1, reduction, server)
+    together = grouped(nodes, 1, reduction, parameter_server)
     if groups is None:
-        return replace(base.plan(nodes) if server else together, max_gradients_per_message=1, averaging=True)
-    if server:
-        raise ValueError("[topology] options.groups: groups average with each other; valid: no options.server")
+        return replace(base.plan(nodes) if parameter_server else together, max_gradients_per_message=1, averaging=True)
+    if parameter_server:
+        raise ValueError(
+            "[topology] options.groups: groups average with each other; valid: no options.parameter_server"
+        )
     return in_blocks(together, evenly(len(nodes), groups), "replica")
 
 

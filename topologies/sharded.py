@@ -12,21 +12,22 @@ from topologies.plan import Plan, Role
 from topologies.tree import whole
 
 
-def plan(nodes: Sequence[int], shards: int = 2, apart: bool = False) -> Plan:
+def plan(nodes: Sequence[int], shards: int = 2, servers_on_own_nodes: bool = False) -> Plan:
     """Rank 0 is the parameter server and owns the first part, then come the others, the statistics server and learners.
 
     Args:
         nodes: of every learner.
         shards: N, servers among which the weights are divided; 1 is topology base.
-        apart: that each has, in a simulation, a node of its own, and not one with learners.
+        servers_on_own_nodes: that each has, in a simulation, a node of its own, and not one with learners.
     """
     if not whole(shards):
         raise ValueError(f"[topology] options.shards = {shards!r}: must be a whole number >= 1")
-    if not isinstance(apart, bool):
-        raise ValueError(f"[topology] options.apart = {apart!r}; valid: true, false")
+    if not isinstance(servers_on_own_nodes, bool):
+        raise ValueError(f"[topology] options.servers_on_own_nodes = {servers_on_own_nodes!r}; valid: true, false")
     there = list(dict.fromkeys(nodes))
     # Spread over the nodes, whose links they are there to share; the first server is where there is room.
-    places = [there[i * len(there) // shards] if len(there) > 1 and not apart else ELSEWHERE for i in range(shards)]
+    apart = servers_on_own_nodes or len(there) == 1
+    places = [ELSEWHERE if apart else there[i * len(there) // shards] for i in range(shards)]
     servers = (Role(PARAMETER_SERVER, 0, 0), *(Role(SHARD, i, i, node=places[i]) for i in range(1, shards)))
     learners = (Role(LEARNER, i, shards + 1 + i, parent=0, node=node) for i, node in enumerate(nodes))
     return Plan((*servers, Role(STATISTICS_SERVER, 0, shards, parent=0), *learners))

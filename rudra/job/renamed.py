@@ -1,7 +1,7 @@
 """Old names of tables and keys of jobs: older files of runs have them, and jobs of users may."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 
@@ -12,13 +12,13 @@ class Renamed(NamedTuple):
         old: old dotted name.
         new: new dotted name.
         values: old value -> new value, of the values that have another name, too.
-        protocol: name of the protocol that had the key; empty: the key did not depend on the protocol.
+        names: names of the protocol or topology that had the key; empty: the key did not depend on the name.
     """
 
     old: str
     new: str
     values: Mapping[Any, Any] = {}
-    protocol: str = ""
+    names: Collection[str] = ()
 
 
 RENAMED = (
@@ -31,7 +31,7 @@ RENAMED = (
     Renamed("protocol.rule", "hogbatch.rule", {None: "fixed"}),
     Renamed("protocol.lr_scaling", "hogbatch.lr_scaling", {None: "linear"}),
     *(
-        Renamed(f"protocol.options.{key}", f"hogbatch.{key}", protocol="hogbatch")
+        Renamed(f"protocol.options.{key}", f"hogbatch.{key}", names=("hogbatch",))
         for key in ("alpha", "beta", "shuffle", "counts")
     ),
     Renamed("weights.at", "hogbatch.weights", {"window": "shared"}),
@@ -46,6 +46,12 @@ RENAMED = (
     Renamed("averaging.momentum", "averaging.outer.momentum"),
     Renamed("averaging.options", "averaging.outer.options"),
     Renamed("averaging.keeps_momentum", "averaging.keep_momentum"),
+    Renamed("simulation.tear", "simulation.race_slices"),
+    Renamed("simulation.beside", "simulation.background_jobs"),
+    Renamed(
+        "topology.options.server", "topology.options.parameter_server", names=("auto", "base", "groups", "replicas")
+    ),
+    Renamed("topology.options.apart", "topology.options.servers_on_own_nodes", names=("sharded",)),
 )
 
 LISTS = ("hogbatch.workers", "workers")
@@ -94,13 +100,13 @@ def _split(name: str) -> tuple[list[str], str]:
 
 
 def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[Any]:
-    """The tables that may have the old key: one table, each of a list of tables, or none with another protocol."""
+    """The tables that may have the old key: one table, each of a list of tables, or none with another name."""
     places: list[Any] = [job]
     for table in tables:
         inner = [place.get(table) for place in places if isinstance(place, Mapping)]
         places = [one for found in inner for one in (found if isinstance(found, list | tuple) else [found])]
-    named = protocol.get("name") if isinstance(protocol := job.get("protocol"), Mapping) else None
-    fits = not each.protocol or each.protocol == named
+    named = job.get(tables[0]) if tables else None
+    fits = not each.names or (named.get("name", "auto") if isinstance(named, Mapping) else "auto") in each.names
     return [place for place in places if isinstance(place, Mapping) and fits]
 
 

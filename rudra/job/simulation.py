@@ -135,7 +135,7 @@ class SimulationTable(Table):
         description="machine of each node: of those with learners, and then of each that servers have of their own; "
         "nodes of one machine share its link, also with jobs beside; default: each node is a machine",
     )
-    beside: tuple[dict[str, Any], ...] = Field(
+    background_jobs: tuple[dict[str, Any], ...] = Field(
         (),
         description="list of tables, each of the keys in which one more job differs from this one, as `table.key = "
         "value`: it trains beside this one, on the same machines, for as long as this one does",
@@ -181,7 +181,7 @@ class SimulationTable(Table):
     copy_s_per_byte: float = Field(
         0.0, ge=0, description="seconds for each byte of weights that a server copies, such as those that are tested"
     )
-    tear: int = Field(
+    race_slices: int = Field(
         1,
         ge=1,
         le=100_000,
@@ -199,7 +199,7 @@ class SimulationTable(Table):
         "none", description="compute the gradients of several learners together: faster, but changes bits"
     )
 
-    @field_validator("beside", mode="before")
+    @field_validator("background_jobs", mode="before")
     @classmethod
     def _keys_of_tables(cls, value: Any) -> Any:
         """TOML reads `model.name = "lenet"` as a table in a table."""

@@ -64,9 +64,9 @@ def load(job: Job) -> Job:
     model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
     beside = [
         {f"simulation.{key}": value for key, value in models.get(each.get("model.name"), {}).items()} | each
-        for each in table.beside
+        for each in table.background_jobs
     ]
-    own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found, "beside": beside}
+    own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found, "background_jobs": beside}
     if models and model not in models and "compute_s" not in keys | own:
         raise ConfigError(f"{path}: has no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
     try:

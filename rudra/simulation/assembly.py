@@ -110,11 +110,11 @@ def assemble(
     )
     if plan.window:
         SimulatedWindows(simulation, job, plan)
-    for number in range(len(job.simulation.beside)):
+    for number in range(len(job.simulation.background_jobs)):
         try:
             _put_beside(simulation, job_beside(job, number))
         except ConfigError as error:
-            raise ConfigError(f"[simulation] beside, table {number + 1}: {error}") from None
+            raise ConfigError(f"[simulation] background_jobs, table {number + 1}: {error}") from None
     return simulation
 
 

@@ -19,7 +19,7 @@ def job_beside(job: Job, number: int) -> Job:
 
     Args:
         job: Resolved job with its cost file read.
-        number: Index of its table in `[simulation] beside`, from 0.
+        number: Index of its table in `[simulation] background_jobs`, from 0.
 
     Raises:
         ConfigError: The table is not a valid job, or links are used in turns.
@@ -27,10 +27,10 @@ def job_beside(job: Job, number: int) -> Job:
     if job.simulation.sharing != "equal":  # a preset may set another value
         raise ConfigError("jobs share the links of machines; valid with sharing = 'equal'")
     tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for key, value in job.simulation.beside[number].items():
+    for key, value in job.simulation.background_jobs[number].items():
         table, _, name = key.partition(".")
         tables[table][name] = _default(job, table, name) if value == "" else value
-    tables["simulation"] |= {"beside": (), "tensors": False}
+    tables["simulation"] |= {"background_jobs": (), "tensors": False}
     tables["training"] |= {"epochs": 1, "evaluate": False, "seed": job.training.seed + number + 1}
     tables["results"] |= {"minibatches": False, "checkpoint_every": "never", "keep_checkpoints": "never"}
     return job.with_(hooks=(), **dict[str, Any](tables)).without_tests().resolved()

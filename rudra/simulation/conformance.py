@@ -237,7 +237,7 @@ def determined(run: Job) -> bool:
     """Returns whether the result does not depend on the learners' speed: all learners wait for each other."""
     rule = run.make_protocol(run.plan(nodes_of(run)))
     if rule.averages:
-        return not run.topology.options.get("server")
+        return not run.topology.options.get("parameter_server")
     return rule.ordered and rule.waits and rule.gradients_per_update == rule.learners
 
 
@@ -287,7 +287,7 @@ TOPOLOGY_CASES: tuple[dict[str, Any], ...] = (
     {"name": "adv", "options": {"fan_out": [1, 2]}},
     {"name": "adv*", "options": {"fan_out": [2, 3], "weight_fan_out": 1}},
     {"name": "groups", "options": {"groups": 3}},
-    {"name": "replicas", "options": {"server": True}},
+    {"name": "replicas", "options": {"parameter_server": True}},
     {"name": "replicas", "options": {"groups": 2}},
     {"name": "hierarchical", "options": {"blocks": 3}},
 )

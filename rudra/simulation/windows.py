@@ -1,10 +1,10 @@
 """Shared window of weights in virtual time: several workers read it and write to it at the same time.
 
-Under `[simulation] tear = N` racing accesses are split into N slices. A worker that computes in place reads the slices
-one after the other during the computation. A worker that makes a copy reads them during the copy. An update reads and
-writes them one after the other during the update. Other workers access the window in between. Their order is always the
-same, so races can be studied and are reproducible. With one slice, reads and writes are atomic, as under a lock. In a
-locked window they always are.
+Under `[simulation] race_slices = N` racing accesses are split into N slices. A worker that computes in place reads the
+slices one after the other during the computation. A worker that makes a copy reads them during the copy. An update
+reads and writes them one after the other during the update. Other workers access the window in between. Their order is
+always the same, so races can be studied and are reproducible. With one slice, reads and writes are atomic, as under a
+lock. In a locked window they always are.
 """
 
 from collections import deque
@@ -68,7 +68,7 @@ class SimulatedWindows:
         self._executors = {role: e for role, e in executors.items() if isinstance(e, HogwildExecutor)}
         self._workers = {role: plan.roles[role].index for role in plan.learners}
         self._manners = {role: manner(job, plan, role) for role in plan.learners}
-        self._slices = min(size, job.simulation.tear)
+        self._slices = min(size, job.simulation.race_slices)
         self._holder: Actor | None = None  # of the lock
         self._queued: deque[tuple[Actor, Thread]] = deque()
         if owner is None:

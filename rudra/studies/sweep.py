@@ -241,7 +241,7 @@ def _said(key: str, value: Any) -> str:
     """Returns a value as figures show it."""
     if key == "model.name":
         return _text(value).rpartition(":")[2]
-    if key == "simulation.beside":
+    if key == "simulation.background_jobs":
         kinds = Counter(_kind_beside(keys) for keys in value)
         return " and ".join(f"{count} {kind}" for kind, count in kinds.items())
     return _text(value)
@@ -331,11 +331,11 @@ def _describes(row: Mapping[str, Any], job: Job) -> bool:
 
 def _beside(job: Job) -> dict[str, Any]:
     """Returns model and form of the last background job. "": a model like the job's own. "nobody": no such job."""
-    if not job.simulation.beside:
-        return {"beside": "nobody", "beside_merged": None}
-    keys = job.simulation.beside[-1]
+    if not job.simulation.background_jobs:
+        return {"background_job": "nobody", "background_merged": None}
+    keys = job.simulation.background_jobs[-1]
     model = _said("model.name", keys.get("model.name", ""))
-    return {"beside": model, "beside_merged": bool(keys.get("placement.cut", job.placement.given))}
+    return {"background_job": model, "background_merged": bool(keys.get("placement.cut", job.placement.given))}
 
 
 def _finished(file: Path) -> tuple[str, dict[str, Any]] | None:

@@ -174,7 +174,7 @@ def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, 
 
 
 def test_replicas_that_exchange_with_a_server_are_repeated_also_without_one_of_them(tmp_path: Path) -> None:
-    served = ("--set", "topology.options.server=true", "--set", "averaging.period=2")
+    served = ("--set", "topology.options.parameter_server=true", "--set", "averaging.period=2")
     output, err = without_rank_4(tmp_path, "easgd", *served)
     assert "learner 2 (rank 4) died; 3 learners are left" in err
     with rudra.open_results(output) as results:

@@ -20,7 +20,7 @@ LEARNERS = 6
 TOPOLOGIES: dict[str, dict[str, Any]] = {
     "base": {"name": "base"},
     "one group": {"name": "groups"},
-    "one group and a server": {"name": "groups", "options": {"server": True}},
+    "one group and a server": {"name": "groups", "options": {"parameter_server": True}},
     "two groups": {"name": "groups", "options": {"groups": 2}},
 }
 

@@ -95,10 +95,10 @@ def test_a_run_is_repeated_bit_for_bit(recorded: dict[str, Path], case: str) -> 
 # as can be, the first ones larger.
 ONE_AND_THREE = [0, 1, 0, 1, 0, 1]
 SUMS: dict[str, tuple[list[int], int, dict[str, Any]]] = {
-    "one and three": (ONE_AND_THREE, 1, {"server": True}),
-    "one and three, in order": (ONE_AND_THREE, 1, {"server": True, "reduction": "ordered"}),
+    "one and three": (ONE_AND_THREE, 1, {"parameter_server": True}),
+    "one and three, in order": (ONE_AND_THREE, 1, {"parameter_server": True, "reduction": "ordered"}),
     "one and three, two groups": (ONE_AND_THREE, 1, {"groups": 2}),
-    "one and three ranks of two": (ONE_AND_THREE, 2, {"server": True}),
+    "one and three ranks of two": (ONE_AND_THREE, 2, {"parameter_server": True}),
     "three and two": ([0, 0, 0, 0, 1, 1], 1, {}),
     "two and three": ([0, 0, 0, 1, 1, 1], 1, {}),
     "four and three": ([0, 0, 0, 0, 0, 1, 1, 1], 1, {}),

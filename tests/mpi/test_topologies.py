@@ -27,7 +27,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {  # and how many learners a
     "adv*": ({"name": "adv*"}, 5),
     "adv* with servers": (HIDDEN, 3),
     "one group": ({"name": "groups"}, 6),
-    "one group and a server": ({"name": "groups", "options": {"server": True}}, 5),
+    "one group and a server": ({"name": "groups", "options": {"parameter_server": True}}, 5),
     "two groups": ({"name": "groups", "options": {"groups": 2}}, 5),
     "as many groups as learners": ({"name": "groups", "options": {"groups": 5}}, 5),
 }

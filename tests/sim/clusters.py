@@ -62,7 +62,10 @@ class Guarded(RealTensors):
         assert digest == self._digest(source, source_buffer), f"{source_buffer} of role {source} changed in flight"
         super().transfer(source, source_buffer, to, to_buffer)
         if self._parted:
-            sent, got = self._executors[source].part(source_buffer, to), self._executors[to].part(to_buffer, source)
+            sent, got = (
+                self._executors[source].slice_for(source_buffer, to),
+                self._executors[to].slice_for(to_buffer, source),
+            )
             assert torch.equal(sent.view(torch.int32), got.view(torch.int32))
             return
         assert digest == self._digest(to, to_buffer)

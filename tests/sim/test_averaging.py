@@ -295,7 +295,7 @@ def test_the_outer_rate_decides_with_the_elasticity(
     [
         ("replicas", {}),
         ("replicas, options.groups", {"groups": 2}),
-        ("replicas, options.server", {"server": True}),
+        ("replicas, options.parameter_server", {"parameter_server": True}),
         ("hierarchical", {"blocks": 2}),
     ],
 )
@@ -357,7 +357,7 @@ def test_a_simulation_replays_identical(tmp_path: Any) -> None:
 
 # Each learner with a server alone.
 
-ALONE = {"name": "replicas", "options": {"server": True}}
+ALONE = {"name": "replicas", "options": {"parameter_server": True}}
 
 
 def exchanging(k: int, period: int, updates: int, epochs: int = 1, **tables: Any) -> Job:
@@ -469,7 +469,7 @@ def test_replicas_warm_up_with_every_mini_batch(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("timestamp", "made", "rate"), [(0, 3, 0.5), (3, 3, 0.5), (4, 1, 0.05), (9, 2, 0.05)])
 def test_rates_at_a_server_go_by_periods(timestamp: int, made: int, rate: float) -> None:
     """A timestamp stands for the three mini-batches of one learner; an epoch has 12 of them in all."""
-    options = {"name": "replicas", "options": {"server": True}}
+    options = {"name": "replicas", "options": {"parameter_server": True}}
     about = {"learning_rate": 0.5, "milestones": (1,)}
     run = averaged("easgd", 2, 2, averaging={"period": 3}, topology=options, optimizer=about)
     setup: Any = SimpleNamespace(

@@ -109,7 +109,7 @@ def test_an_update_takes_the_mean_of_all_learners_statistics(
 
 def test_a_server_of_replicas_moves_statistics_by_the_elasticity(tmp_path: Path) -> None:
     """Of one learner alone, α is a half."""
-    tables = {"topology": {"name": "replicas", "options": {"server": True}}, "protocol": {"name": "easgd"}}
+    tables = {"topology": {"name": "replicas", "options": {"parameter_server": True}}, "protocol": {"name": "easgd"}}
     made = job(cluster={"learners": 1}, data={"train_limit": SIZE}, training={"epochs": 1}, **tables)
     with rudra.simulate(made, output=tmp_path / "run.h5", progress="quiet") as results:
         ours, info = results.state_dict(), load(made.data).info

@@ -258,7 +258,10 @@ def test_a_simulation_replays_identical(tmp_path: Any, topology: dict[str, Any])
     ("tables", "text"),
     [
         ({"topology": {"options": {"groups": 5}}}, r"options.groups = 5, with 4 learners; valid: 1 to 4"),
-        ({"topology": {"options": {"groups": 2, "server": True}}}, "average with each other; valid: no options.server"),
+        (
+            {"topology": {"options": {"groups": 2, "parameter_server": True}}},
+            "valid: no options.parameter_server",
+        ),
         ({"topology": {"options": {"groups": 2, "reduction": "mpi"}}}, "of one group; valid here: 'ordered', 'nodes'"),
         (
             {"topology": {"name": "hierarchical", "options": {"blocks": "node"}}},

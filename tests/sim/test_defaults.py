@@ -54,7 +54,7 @@ def test_topology_auto_of_placed_layers_is_base(rule: str, protocol: str) -> Non
 
 
 def test_topology_auto_keeps_its_options() -> None:
-    tables: dict[str, Any] = {"protocol": {"name": "easgd"}, "topology": {"options": {"server": True}}}
+    tables: dict[str, Any] = {"protocol": {"name": "easgd"}, "topology": {"options": {"parameter_server": True}}}
     job = Job(**tables, cluster={"learners": 3})
     assert job.topology.name == "replicas"
     assert job.plan().served

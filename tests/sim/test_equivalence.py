@@ -124,7 +124,7 @@ def references() -> tuple[torch.Tensor, torch.Tensor]:
     return train(job).weights, plain_sgd(job, 40, union(job), 0.01 * (7 * MU / 32) ** 0.5)
 
 
-SERVED = {"name": "groups", "options": {"groups": 1, "server": True}}
+SERVED = {"name": "groups", "options": {"groups": 1, "parameter_server": True}}
 
 
 @pytest.mark.parametrize("topology", [*TREES, *GROUPS, SERVED], ids=str)

@@ -110,7 +110,7 @@ def met(weights: torch.Tensor, gradients: Vectors) -> torch.Tensor:
 
 
 REPLICAS = {"protocol": {"name": "average"}, "topology": {"name": "replicas"}}
-SERVED = {"protocol": {"name": "easgd"}, "topology": {"name": "replicas", "options": {"server": True}}}
+SERVED = {"protocol": {"name": "easgd"}, "topology": {"name": "replicas", "options": {"parameter_server": True}}}
 ONE_GROUP, TWO_GROUPS = ({"topology": {"name": "groups", "options": {"groups": groups}}} for groups in (1, 2))
 DEALT: dict[str, Any] = {
     "protocol": {"name": "hogbatch", "reference_batch_size": SIZE},

@@ -35,7 +35,7 @@ NOW: dict[str, dict[str, Any]] = {
     "sma": {
         "averaging": {"period": 2, "elasticity": 0.4, "restart": True, "keep_momentum": True, "outer": OUTER},
     },
-    "easgd": {"topology": {"options": {"server": True}}},
+    "easgd": {"topology": {"options": {"parameter_server": True}}},
 }
 """What they are now, beside what all have."""
 

@@ -105,7 +105,7 @@ PAIRS = [
     *((topology, rule) for topology in [*TREES, groups(2), groups(5)] for rule in [*RULES, {"name": "hardsync"}]),
     *((topology, rule) for topology in (HIDDEN, {"name": "adv*"}) for rule in RULES),
     *((groups(1), {"name": name}) for name in ("softsync", "async", "hardsync")),
-    ({"name": "groups", "options": {"groups": 1, "server": True}}, {"name": "hardsync"}),
+    ({"name": "groups", "options": {"groups": 1, "parameter_server": True}}, {"name": "hardsync"}),
     *(({"name": "groups", "options": {"groups": g, "reduction": "nodes"}}, {"name": "hardsync"}) for g in (1, 2)),
 ]
 

@@ -160,7 +160,7 @@ GROUPED = {"name": "groups", "options": {"groups": 2}}
         (GROUPED, ()),
         ({"name": "groups"}, ()),
         ({"name": "groups"}, (1, 3, 2, 1, 3)),
-        ({"name": "groups", "options": {"server": True, "reduction": "nodes"}}, ()),
+        ({"name": "groups", "options": {"parameter_server": True, "reduction": "nodes"}}, ()),
     ],
     ids=["two", "one", "one-shares", "server"],
 )
@@ -255,7 +255,7 @@ def test_a_momentum_correction_is_of_the_first_layers_alone(tmp_path: Path) -> N
 FRONTS: list[dict[str, Any]] = [
     {"name": "base"},
     {"name": "groups"},
-    {"name": "groups", "options": {"server": True}},
+    {"name": "groups", "options": {"parameter_server": True}},
     {"name": "groups", "options": {"groups": 2}},
     {"name": "groups", "options": {"reduction": "nodes"}},
     {"name": "sharded"},

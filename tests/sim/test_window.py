@@ -41,7 +41,7 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
         "locking": data.draw(st.sampled_from([False, True])),
         "gpu_write": data.draw(st.sampled_from(["add", "overwrite"])),
     }
-    simulation: dict[str, Any] = {"tear": data.draw(st.sampled_from([1, 5]))}
+    simulation: dict[str, Any] = {"race_slices": data.draw(st.sampled_from([1, 5]))}
     if not weights["locking"] and data.draw(st.booleans()):
         simulation |= {"nodes": data.draw(st.integers(2, 3)), "faults": ()}
     run = run.with_(hogbatch=weights, simulation=simulation)
@@ -139,7 +139,7 @@ def test_torn_reads_and_writes_repeat_themselves_and_lose_updates(tmp_path: Path
     weights, survived = {}, {}
     for name, tear in (("whole", 1), ("torn", 8), ("again", 8)):
         with rudra.simulate(
-            small(simulation={"tear": tear}), output=tmp_path / f"{name}.h5", progress="quiet"
+            small(simulation={"race_slices": tear}), output=tmp_path / f"{name}.h5", progress="quiet"
         ) as found:
             weights[name] = found.state["weights_sha256"]
             (*_, last) = found.events[found.events["kind"] == b"window"]
@@ -149,7 +149,7 @@ def test_torn_reads_and_writes_repeat_themselves_and_lose_updates(tmp_path: Path
 
 
 def test_threads_of_a_small_worker_read_at_once_and_their_staleness_is_an_interval() -> None:
-    found = train(small(threads=6, simulation={"tear": 20})).rows
+    found = train(small(threads=6, simulation={"race_slices": 20})).rows
     stale = found["gradients"]["staleness"]
     assert stale.max() >= 6, "the others of the worker, and those of the other one"
     texts = [row["text"].decode() for row in found["events"] if row["kind"] == b"window"]
@@ -164,7 +164,7 @@ def test_what_a_worker_did_that_died_counts_and_the_rest_is_served_again(
 ) -> None:
     """Before, during and after its update, and before its word of it has come, which takes 5 ms."""
     faults = [{"learner": 1, "dies_at_s": when}]
-    simulation = {"jitter": 0.0, "latency_s": 0.005, "faults": faults, "tear": 3}
+    simulation = {"jitter": 0.0, "latency_s": 0.005, "faults": faults, "race_slices": 3}
     run = small(threads=1, hogbatch={"weights": "shared", "locking": locking}, simulation=simulation)
     path = tmp_path / "out.h5"
     with rudra.simulate(run, output=path, progress="quiet") as found:

@@ -130,7 +130,7 @@ def test_in_slices_an_update_has_the_bits_that_it_has_in_one(
             held = fused.buffer("weights") if turn % 2 else None
             before = None
             if held is not None:
-                held.held, before = 1, held.vector.clone()
+                held.readers, before = 1, held.vector.clone()
             gradients = [random(WHOLE, 10 * turn + i)[of] for i in (1, 2, 3)]
             for i, gradient in enumerate(gradients):
                 into = B if i else A
@@ -150,7 +150,7 @@ def test_in_slices_an_update_has_the_bits_that_it_has_in_one(
             if held is not None and before is not None:
                 assert fused.buffer("weights") is not held
                 assert torch.equal(bits(held.vector), bits(before)), "somebody reads it still"
-                held.held = 0
+                held.readers = 0
         assert len({id(b) for b in (*fused._buffers.values(), *fused._idle)}) <= 7, "generations serve again"
 
 
@@ -183,7 +183,7 @@ def test_any_sizes_will_do(
             for executor in (plain, fused):
                 for i, into in enumerate((A, B)):
                     executor.renew(into).vector.copy_(random(executor.size, 10 * turn + i))
-            fused.buffer("weights").held = int(copy_on_write)
+            fused.buffer("weights").readers = int(copy_on_write)
             for executor in (plain, fused):
                 executor.accumulate(Accumulate(A, B, 0.5, scale))
                 if executor is fused:
@@ -202,7 +202,7 @@ def ways_out() -> dict[str, Any]:
         "sent": lambda e: e.send(A, PushedGradient(0, 1, 0, ()), 1),
         "lent": lambda e: e.send(A, PushedGradient(0, 1, 0, ()), 1, near=True),
         "hashed": lambda e: e.sha256(A),
-        "a part of it read": lambda e: e.part(A, 1),
+        "a part of it read": lambda e: e.slice_for(A, 1),
         "copied": lambda e: e.copy(Copy(A, "copy")),
         "its gradient renewed": lambda e: e.renew(B).vector.fill_(7.0),
         "its gradient put": lambda e: e.put(B, e.new_buffer()),
@@ -263,7 +263,7 @@ def test_what_is_deferred_lands_in_memory_that_nobody_reads(read: str, monkeypat
     executor_buffer = executor.buffer(A)
     if read != "borrowed":
         executor_buffer.vector.copy_(gradient)
-    executor_buffer.held = int(read == "held")
+    executor_buffer.readers = int(read == "held")
     executor.lent[A] = int(read == "lent")
     scratch = torch.empty(64)
 
@@ -318,7 +318,7 @@ def test_copies_that_are_lent_or_held_keep_the_weights(name: str, lent: bool, he
         executor.copy(Copy("weights", "downcast 0"))
         old = executor.buffer("weights")
         assert executor.buffer("downcast 0") is old, "nothing is copied before it must be"
-        executor.lent["downcast 0"], old.held, before = int(lent), int(held), old.vector.clone()
+        executor.lent["downcast 0"], old.readers, before = int(lent), int(held), old.vector.clone()
         for each in (executor, other):
             each.renew(A).vector.copy_(random(WHOLE, turn))
             done = each.update(Update(A, "weights", 0.1, turn + 1))
@@ -331,14 +331,14 @@ def test_copies_that_are_lent_or_held_keep_the_weights(name: str, lent: bool, he
             assert executor.buffer("downcast 0") is old
         assert same(state(executor), state(other))
         assert seen[-1] == seen[-2] == digest_of(new.array[sample(turn + 1, WHOLE)].tobytes())
-        executor.lent["downcast 0"] = old.held = 0
+        executor.lent["downcast 0"] = old.readers = 0
     assert len(executor._idle) <= 2
 
 
 def test_held_weights_stay_when_others_are_restored() -> None:
     executor = make(OptimizerTable(momentum=0.9), layout())
     held = executor.buffer("weights")
-    held.held, before = 1, held.vector.clone()
+    held.readers, before = 1, held.vector.clone()
     found = {name: value.copy() for name, value in executor.state().items()}
     found["weights"] += 1
     executor.restore(found)
@@ -360,14 +360,14 @@ def test_what_others_read_is_averaged_elsewhere(action: Accumulate, read: str, l
         else:
             executor.buffer(name).vector.copy_(random(WHOLE, seed))
     old = executor.buffer(A)
-    old.held = int(read == "held")
+    old.readers = int(read == "held")
     before = old.vector.clone()
     plain.accumulate(action)
     executor.accumulate(action)
     assert torch.equal(bits(plain.buffer(A).vector), bits(executor.buffer(A).vector))
     assert executor.buffer(A) is not old
     assert torch.equal(old.vector, before)
-    old.held = 0
+    old.readers = 0
     if read == "held":
         assert executor.spare() is old
     else:

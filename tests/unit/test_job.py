@@ -12,7 +12,7 @@ from protocols import Clock, Protocol
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.job.renamed import translated
+from rudra.job.renamed import answers, translated
 from rudra.job.tables import OptimizerTable
 from rudra.job.template import toml
 from topologies import Plan, base
@@ -580,6 +580,9 @@ OLD_KEYS: list[tuple[str, Any, str]] = [
     ("averaging.momentum", 0.9, "[averaging] momentum is now [averaging.outer] momentum"),
     ("averaging.options", {}, "[averaging] options is now [averaging.outer] options"),
     ("averaging.keeps_momentum", True, "[averaging] keeps_momentum is now keep_momentum"),
+    ("simulation.tear", 4, "[simulation] tear is now race_slices"),
+    ("simulation.beside", [], "[simulation] beside is now background_jobs"),
+    ("topology.options.server", True, "[topology] options.server is now parameter_server"),
 ]
 
 
@@ -599,6 +602,22 @@ def test_old_key_is_answered_with_the_new_name(
         Job().with_(**given)
     assert main(["validate", "digits", "--syntax", "--set", *HOGBATCH, "--set", f"{key}={toml(value)}"]) == 2
     assert capsys.readouterr().err == f"rudra: --set {key}={toml(value)}: {said}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "new"),
+    [
+        ("groups", {"server": True}, {"parameter_server": True}),
+        ("sharded", {"apart": True}, {"servers_on_own_nodes": True}),
+        ("mine:plan", {"server": True, "apart": True}, {"server": True, "apart": True}),
+    ],
+)
+def test_old_option_has_a_new_name_only_for_the_topology_that_had_it(
+    name: str, options: dict[str, Any], new: dict[str, Any]
+) -> None:
+    job = {"topology": {"name": name, "options": options}}
+    assert translated(job) == {"topology": {"name": name, "options": new}}
+    assert bool(answers(job)) == (options != new)
 
 
 def test_old_list_of_workers_is_answered_with_the_new_name() -> None:

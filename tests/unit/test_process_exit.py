@@ -27,7 +27,7 @@ threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
     [
         ("sys.exit(process_exit.soon(3))", 3, "thread\nhandler\n"),
         ("sys.exit(4)", 4, "thread\nhandler\nput away\n"),
-        ("leaving.soon(3); sys.stdout.flush(); sys.stdout.close(); sys.exit(3)", 3, ""),
+        ("process_exit.soon(3); sys.stdout.flush(); sys.stdout.close(); sys.exit(3)", 3, ""),
     ],
 )
 def test_what_happens_at_the_end_happens_before_it(end: str, code: int, said: str) -> None:

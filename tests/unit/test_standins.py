@@ -82,7 +82,7 @@ def test_communication_takes_what_figure_2_says(row: int) -> None:
             data={"name": "rudra.data.noise:noise", "options": {"shape": [1]}, "classes": 1000},
             training={"minibatch_size": timed(name)[1]},
             protocol={"name": "hardsync"},
-            topology={"name": "sharded", "options": {"shards": workers, "apart": True}},
+            topology={"name": "sharded", "options": {"shards": workers, "servers_on_own_nodes": True}},
             cluster={"learners": workers},
             simulation={"costs": "ralp", "tensors": False},
         )
@@ -111,7 +111,7 @@ def test_a_study_has_the_runs_that_the_paper_prints(name: str, rows: int, agains
             assert other.model == job.model
             assert not other.placement.given
         if name.startswith("table"):
-            assert len(job.simulation.beside) == 7
+            assert len(job.simulation.background_jobs) == 7
 
 
 def test_eight_jobs_have_every_gpu_once() -> None:
@@ -119,7 +119,7 @@ def test_eight_jobs_have_every_gpu_once() -> None:
     for name in ("table3", "table4"):
         for point in sweep.plan(f"ralp/{name}").points:
             table = point.job.simulation
-            places = [table.machines, *(keys["simulation.machines"] for keys in table.beside)]
+            places = [table.machines, *(keys["simulation.machines"] for keys in table.background_jobs)]
             taken = [machine for machines in places for machine in machines[:4]]
             assert sorted(taken) == sorted([*range(8)] * 4)
             assert all(machines[3] == machines[-1] for machines in places), "the stage server is the server's neighbour"

@@ -19,7 +19,10 @@ from tests.unit.results_files import new_writer, rows
         ({"protocol": "softsync", "n": 4}, 0.25),
         ({"protocol": "softsync", "n": 4, "modulation": "none"}, 1.0),
         ({"protocol": "softsync", "n": 4, "modulation": "mean_staleness"}, 1.0),
-        ({"protocol": "softsync", "n": 2, "topology": "groups", "options": {"groups": 2, "server": True}}, 0.5),
+        (
+            {"protocol": "softsync", "n": 2, "topology": "groups", "options": {"groups": 2, "parameter_server": True}},
+            0.5,
+        ),
     ],
 )
 def test_effective_rate(tmp_path: Path, about: dict, factor: float) -> None:

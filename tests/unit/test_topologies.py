@@ -237,15 +237,15 @@ def test_groups(learners: int, groups: int, sizes: list[int]) -> None:
     assert [len(members) for members in plan.groups] == sizes
     assert plan.served is (groups > 1)
     assert plan.max_gradients_per_message == max(sizes)
-    served = drawn("groups", [0] * learners, groups=groups, server=True)
+    served = drawn("groups", [0] * learners, groups=groups, parameter_server=True)
     assert served.served
     assert served.groups[0][0] == (2 if groups == 1 else plan.groups[0][0]), "after both servers"
     assert [served.roles[members[0]].parent for members in served.groups] == [0] * groups
 
 
 def test_whether_one_group_has_a_server_is_yes_or_no() -> None:
-    with pytest.raises(ValueError, match=r"options.server = 1; valid: true, false"):
-        drawn("groups", [0, 0], groups=1, server=1)
+    with pytest.raises(ValueError, match=r"options.parameter_server = 1; valid: true, false"):
+        drawn("groups", [0, 0], groups=1, parameter_server=1)
 
 
 @given(NODES, st.integers(1, 12), st.sampled_from(["ordered", "nodes", "mpi"]))
@@ -284,7 +284,7 @@ def test_blocks_of_learners_add_up_by_themselves_and_then_one_sum_of_each(
     options = {"groups": blocks} if name == "replicas" else {"blocks": blocks}
     plan = drawn(name, nodes, reduction=reduction, **options)
     check(plan, nodes)
-    alike = drawn("groups", nodes, groups=blocks, server=True)
+    alike = drawn("groups", nodes, groups=blocks, parameter_server=True)
     numbers = [[plan.roles[i].index for i in members] for members in plan.groups]
     assert numbers == [[alike.roles[i].index for i in members] for members in alike.groups]
     assert plan.workers == len(plan.groups) == blocks

@@ -275,14 +275,14 @@ def test_a_tensor_is_lent_until_its_reader_has_done_with_it(comm: Comm) -> None:
     buffer = server.executor.buffer("g")
     place = server.lend()
     assert server.poll() == []
-    assert (buffer.held, server.executor.lent["g"]) == (1, 1)
+    assert (buffer.readers, server.executor.lent["g"]) == (1, 1)
     server.say(place, TAKEN)
     assert server.poll() == ["g"]
-    assert buffer.held == 1
+    assert buffer.readers == 1
     assert server.executor.renew("g") is not buffer, "the next gradient goes elsewhere"
     server.say(place, DONE)
     assert server.poll() == []
-    assert buffer.held == 0
+    assert buffer.readers == 0
     second = server.lend()
     assert server.executor.renew("g") is buffer, "two generations take turns"
     server.say(second, DONE)
@@ -313,7 +313,7 @@ def test_who_changes_it_elsewhere_waits_for_readers_only_while_two_generations_a
     monkeypatch.setattr(server.executor, "copy_on_write", lambda name: name == "g")
     first, same = server.lend(), server.lend()
     assert server.poll() == ["g", "g"], "the next one is made elsewhere"
-    assert server.executor.renew("g").held == 0
+    assert server.executor.renew("g").readers == 0
     second = server.lend()
     assert server.poll() == [], "there is no room for a third"
     server.say(first, DONE)
@@ -331,7 +331,7 @@ def test_what_was_said_of_a_lease_long_ago_says_nothing_of_this_one(comm: Comm) 
     place = server.lend()
     server.arena.words[NEAR, place.number % LEASES] = 2 * (place.number - LEASES) + DONE
     assert server.poll() == []
-    assert server.executor.buffer("g").held == 1
+    assert server.executor.buffer("g").readers == 1
 
 
 def test_leases_have_words_of_their_own_whoever_keeps_one_for_long(comm: Comm) -> None:
@@ -352,7 +352,7 @@ def test_no_more_leases_are_open_than_have_words(comm: Comm) -> None:
     assert len({number % LEASES for number in numbers}) == LEASES
     with pytest.raises(AssertionError, match=f"all {LEASES} leases to rank {NEAR} are open"):
         server.lend()
-    assert server.executor.buffer("g").held == LEASES
+    assert server.executor.buffer("g").readers == LEASES
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -364,7 +364,7 @@ def test_the_leases_of_the_dead_are_over(comm: Comm, taken: bool) -> None:
         assert server.poll() == ["g"]
     server.lose(NEAR)
     assert server.poll() == ([] if taken else ["g"]), "a send to the dead counts as sent, once"
-    assert server.executor.buffer("g").held == 0
+    assert server.executor.buffer("g").readers == 0
     assert server.poll() == []
 
 
@@ -374,7 +374,7 @@ def test_what_is_lent_to_the_dead_by_a_role_that_is_not_told_yet_is_back_at_once
     server.lose(NEAR)
     server.lend()
     assert server.poll() == ["g"]
-    assert server.executor.buffer("g").held == 0
+    assert server.executor.buffer("g").readers == 0
     assert server.poll() == []
 
 
@@ -393,7 +393,7 @@ def test_leases_to_a_role_that_is_dropped_are_over_and_others_go_on(comm: Comm) 
     server.lend("two", to=2)
     server.transfers.drop(1, NEAR)
     assert server.heard == ["one"]
-    assert [server.executor.buffer(name).held for name in ("one", "two")] == [0, 1]
+    assert [server.executor.buffer(name).readers for name in ("one", "two")] == [0, 1]
 
 
 def test_who_begins_anew_has_lent_nothing_but_to_the_statistics_server(comm: Comm) -> None:
@@ -401,7 +401,7 @@ def test_who_begins_anew_has_lent_nothing_but_to_the_statistics_server(comm: Com
     server.lend("one", to=1)
     snapshot = server.lend("two", to=2)
     assert server.transfers.abandon({0}, but_to=2) == [Going(0, "two", 2)]
-    assert [server.executor.buffer(name).held for name in ("one", "two")] == [0, 1]
+    assert [server.executor.buffer(name).readers for name in ("one", "two")] == [0, 1]
     server.say(snapshot, DONE)
     assert server.poll() == ["two"]
 

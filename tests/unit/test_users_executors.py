@@ -50,7 +50,7 @@ class Way(NamedTuple):
 
 
 REPLICAS = {"name": "replicas"}
-SERVED = {"name": "replicas", "options": {"server": True}}
+SERVED = {"name": "replicas", "options": {"parameter_server": True}}
 BLOCK = {"name": "hierarchical", "options": {"blocks": 1}}
 ALONE = {"learners": 1}
 

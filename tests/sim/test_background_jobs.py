@@ -61,9 +61,9 @@ def test_no_link_carries_more_than_it_can_and_none_idles(flows: list[tuple[int, 
     assert max(ends) <= max(f[3] for f in flows) + sum(f[2] for f in flows) / 10 + 1e-6
 
 
-def rate(*, machines: list[int], beside: list[dict[str, Any]], **tables: Any) -> float:
+def rate(*, machines: list[int], background_jobs: list[dict[str, Any]], **tables: Any) -> float:
     costs = {"compute_s": 0.01, "jitter": 0.0, "bandwidth_bytes_per_s": 1e8, "sharing": "equal", "tensors": False}
-    simulation = {**costs, "machines": machines, "beside": beside}
+    simulation = {**costs, "machines": machines, "background_jobs": background_jobs}
     job = Job(**{**BASE, **tables}, simulation=simulation)
     return predict(job, updates=40).samples_per_s
 
@@ -75,30 +75,34 @@ BASE: dict[str, Any] = {
     "cluster": {"learners": 3},
 }
 HERE = [0, 1, 2, 3]
+SPREAD = {"shards": 2, "servers_on_own_nodes": True}
 
 
 def test_jobs_take_from_each_other_what_they_share() -> None:
-    alone = rate(machines=HERE, beside=[])
-    assert rate(machines=HERE, beside=[{"simulation.machines": [4, 5, 6, 7]}]) == pytest.approx(alone)
+    alone = rate(machines=HERE, background_jobs=[])
+    assert rate(machines=HERE, background_jobs=[{"simulation.machines": [4, 5, 6, 7]}]) == pytest.approx(alone)
     same = [{"simulation.machines": HERE}]
-    assert 0.5 * alone <= rate(machines=HERE, beside=same) * 1.1 <= 0.8 * alone
-    assert rate(machines=HERE, beside=same * 3) < 0.4 * alone
+    assert 0.5 * alone <= rate(machines=HERE, background_jobs=same) * 1.1 <= 0.8 * alone
+    assert rate(machines=HERE, background_jobs=same * 3) < 0.4 * alone
     less = [{"model.name": "mlp", "simulation": {"machines": HERE}}]
-    assert rate(machines=HERE, beside=same) < rate(machines=HERE, beside=less) < alone
+    assert rate(machines=HERE, background_jobs=same) < rate(machines=HERE, background_jobs=less) < alone
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "background_job",
     [
         {"placement": {"cut": 5, "rule": "synchronous"}, "simulation": {"machines": [*HERE, 3]}},
         {"topology.name": "groups", "simulation.machines": HERE},
         {"protocol.name": "async", "simulation.machines": HERE},
         {"protocol.name": "softsync", "protocol.n": 1, "cluster.learners": 2, "simulation.machines": [0, 1, 3]},
-        {"topology": {"name": "sharded", "options": {"shards": 2, "apart": True}}, "simulation.machines": [*HERE, 0]},
+        {
+            "topology": {"name": "sharded", "options": {"shards": 2, "servers_on_own_nodes": True}},
+            "simulation.machines": [*HERE, 0],
+        },
     ],
 )
-def test_jobs_of_every_kind_may_be_beside(beside: dict[str, Any]) -> None:
-    assert 0 < rate(machines=HERE, beside=[beside]) < rate(machines=HERE, beside=[])
+def test_jobs_of_every_kind_may_run_in_the_background(background_job: dict[str, Any]) -> None:
+    assert 0 < rate(machines=HERE, background_jobs=[background_job]) < rate(machines=HERE, background_jobs=[])
 
 
 def test_an_allreduce_alone_takes_as_long_as_in_turns() -> None:
@@ -115,16 +119,19 @@ def test_an_allreduce_alone_takes_as_long_as_in_turns() -> None:
     ("simulation", "text"),
     [
         (
-            {"sharing": "turns", "beside": [{}]},
-            "beside, table 1: jobs share the links of machines; valid with",
+            {"sharing": "turns", "background_jobs": [{}]},
+            "background_jobs, table 1: jobs share the links of machines; valid with",
         ),
-        ({"beside": [{"model.name": "lennet"}]}, "beside, table 1: .*'lennet'"),
+        ({"background_jobs": [{"model.name": "lennet"}]}, "background_jobs, table 1: .*'lennet'"),
         (
-            {"beside": [{"simulation.machines": [1]}]},
-            "beside, table 1: .*machines has 1 numbers; valid: 3 of",
+            {"background_jobs": [{"simulation.machines": [1]}]},
+            "background_jobs, table 1: .*machines has 1 numbers; valid: 3 of",
         ),
-        ({"beside": [{}], "machines": [1, 2]}, "machines has 2 numbers; valid: 3 of the nodes with learners, and 1 of"),
-        ({"beside": [{"modle.name": "mlp"}]}, "beside, table 1: unknown table 'modle'"),
+        (
+            {"background_jobs": [{}], "machines": [1, 2]},
+            "2 numbers; valid: 3 of the nodes with learners, and 1 of",
+        ),
+        ({"background_jobs": [{"modle.name": "mlp"}]}, "background_jobs, table 1: unknown table 'modle'"),
         ({"faults": [{"learner": 0, "dies_at_s": 1.0}]}, "sharing = 'equal': not with .simulation. faults so far"),
         ({"machines": [-1]}, "machines has a machine -1; valid: 0 or more"),
     ],
