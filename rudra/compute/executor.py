@@ -171,6 +171,10 @@ class Executor:
         """Names of all allocated buffers."""
         return tuple(self._buffers)
 
+    def has(self, name: str) -> bool:
+        """Returns whether the buffer of that name is allocated."""
+        return name in self._buffers
+
     def buffer(self, name: str) -> Buffer:
         """Returns the buffer of that name, after computing deferred content. Allocates it at its first use."""
         if name in self._deferred:

@@ -219,7 +219,10 @@ class RealTensors:
         self._free.setdefault(len(buffer.vector), []).append(buffer)
 
     def _held(self, place: RoleBuffer) -> Buffer:
-        held = self._executors[place[0]].buffer(place[1])
+        executor = self._executors[place[0]]
+        if not executor.has(place[1]):  # a vector that was let go, before a new one
+            executor.put(place[1], self._new(*place))
+        held = executor.buffer(place[1])
         self._holders.setdefault(held, set()).add(place)
         return held
 

@@ -17,7 +17,8 @@ from protocols import Protocol
 from rudra.compute import devices
 from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
-from rudra.core.events import GRADIENT, Compute, Copy, Reduce, Update
+from rudra.compute.vectors import Buffer
+from rudra.core.events import GRADIENT, WEIGHTS, Compute, Copy, Reduce, Update
 from rudra.core.records import Gradient
 from rudra.data.load import load
 from rudra.errors import ConfigError
@@ -379,3 +380,32 @@ def test_a_simulation_leaves_torch_as_it_was(flushed: bool, tmp_path: Path) -> N
         assert bool(torch.tensor(1e-40).mul(1.0).any()) is not flushed
     finally:
         torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tables"),
+    [
+        ("async", {"topology": {"name": "sharded"}}),
+        ("softsync", {"topology": {"name": "adv*"}}),
+        ("hardsync", {"placement": {"cut": 2}}),
+        ("easgd", {"averaging": {"period": 2}}),
+    ],
+)
+def test_simulation_of_more_updates_needs_no_more_memory(
+    protocol: str, tables: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+
+    def counted(self: Executor, name: str = WEIGHTS) -> Buffer:
+        nonlocal made
+        made += 1
+        return new_buffer(self, name)
+
+    new_buffer = Executor.new_buffer
+    monkeypatch.setattr(Executor, "new_buffer", counted)
+    found = []
+    for epochs in (2, 6):
+        made = 0
+        train(make_job(protocol, limit=160, training={"epochs": epochs}, **tables), Unpoisoned)
+        found.append(made)
+    assert found[1] <= found[0] + 2
