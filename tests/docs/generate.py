@@ -15,6 +15,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 MAKERS: dict[str, Callable[..., list[str]]] = {
     "averaging-pairs": averaging.pairs,
     "job-table": job.table,
+    "job-file": job.file,
     "models": job.models,
     "commands": commands.sections,
     "objects": results.objects,
@@ -24,7 +25,7 @@ MAKERS: dict[str, Callable[..., list[str]]] = {
     "state-diagrams": roles.state_diagrams,
 }
 
-_MARKED = re.compile(r"<!-- generated: (\S+)(?: ([\w./]+))? -->\n.*?^<!-- end -->", re.DOTALL | re.MULTILINE)
+_MARKED = re.compile(r"<!-- generated: (\S+)(?: ([\w./-]+))? -->\n.*?^<!-- end -->", re.DOTALL | re.MULTILINE)
 
 
 def filled(text: str) -> str:

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from rudra.compute.networks import MODELS
 from rudra.job.job import Job
+from rudra.job.jobfiles import shipped_jobs
 from rudra.job.table import Table
 from tests.docs import markdown
 from tests.docs.markdown import code, plain
@@ -41,6 +42,11 @@ def table(name: str) -> list[str]:
         for key, field in kind.model_fields.items()
     ]
     return markdown.table(["key", "value", "default", "meaning"], rows)
+
+
+def file(name: str) -> list[str]:
+    """Returns the text of a shipped job, as a block of code."""
+    return ["```toml", *shipped_jobs()[name].read_text(encoding="utf-8").rstrip().split("\n"), "```"]
 
 
 def models() -> list[str]:
