@@ -28,6 +28,7 @@ DATA = {
 }
 JOBS = sorted(file for file in (ROOT / "jobs").rglob("*.toml") if file.name != "paper.toml")
 STUDIES = [file for file in JOBS if "[study]" in file.read_text(encoding="utf-8")]
+GALLERY = [file for file in STUDIES if file.parent.name == "gallery"]
 
 
 def test_every_file_is_shipped() -> None:
@@ -60,8 +61,15 @@ def check(job: Job) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("file", GALLERY, ids=lambda f: f.stem)
+def test_gallery_every_point_can_be_run(file: Path) -> None:
+    for point in sweep.plan(file).points:
+        check(point.job)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [False, True], ids=["full", "quick"])
-@pytest.mark.parametrize("file", STUDIES, ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", [file for file in STUDIES if file not in GALLERY], ids=lambda f: f.stem)
 def test_every_point_of_a_study_can_be_run(file: Path, quick: bool) -> None:
     study = sweep.plan(file, quick=quick)
     for point in study.points:
