@@ -36,7 +36,7 @@ class Accounts:
         self.dropped: set[int] = set()
 
     def enter(self, message: LearnerRows) -> None:
-        """Takes rows of learners. Only the first row of a learner counts: the owner also reports a learner that died."""
+        """Takes rows of learners. A learner's first row counts: the owner also reports a learner that died."""
         self._reported.add(message.sender)
         for row in message.rows:
             if int(row["learner"]) not in self._known:

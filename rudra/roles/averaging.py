@@ -213,7 +213,7 @@ class Averager(Replica):
         return [reduce, *self._go_on_computing(now)]
 
     def _corrected(self, event: ReplicaStepped, now: float) -> list[Action]:
-        """Handles the correction of the replica or reference that the group shares; begins an average after a period."""
+        """Handles the correction of what the group shares; begins an average if a period ends with it."""
         average = [self._bring(event.distance, now)] if self._sharing.corrected() else []
         return [*average, *self._step_or_hold(now)] if self.state is HOLDING else average
 

@@ -104,7 +104,7 @@ class WorkersEvaluations:
         return np.concatenate([*self._sums.pop(epoch), np.empty(0, records.SUM)])
 
     def seconds(self, epoch: int, otherwise: float = 0.0) -> float:
-        """Returns the duration of an epoch's evaluation by workers, or `otherwise`; NaN if no worker was left for it."""
+        """Returns the duration of an epoch's evaluation by workers, or `otherwise`; NaN if no worker was left."""
         return self._seconds.get(epoch, otherwise)
 
 
