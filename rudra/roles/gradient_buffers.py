@@ -49,7 +49,7 @@ class GradientBuffers:
         return sum(len(message.gradients) for _, message in self.arrived)
 
     def post(self, training: bool) -> list[Action]:
-        """Posts receives for the free buffers; during training in the order of the sources, if the protocol needs it."""
+        """Posts receives for the free buffers; in the order of the sources during training if the protocol needs it."""
         actions: list[Action] = []
         in_order = self.ordered and training
         while self.free and (self._sources or not in_order):
@@ -63,7 +63,7 @@ class GradientBuffers:
         return actions
 
     def withdraw(self) -> list[Action]:
-        """Cancels receives at the end of training if each is for one source, because that source may push nothing more."""
+        """Cancels receives for single sources at the end of training, because these may push nothing more."""
         return [CancelReceive(buffer) for buffer in sorted(self.posted)] if self.ordered else []
 
     def withdrawn(self, buffer: str) -> None:

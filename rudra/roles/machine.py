@@ -147,7 +147,7 @@ class Machine:
             trigger, sender = message.kind, message.sender
         row = self._rows.get((self.state, trigger))
         if row is None:
-            if trigger is MessageKind.SHUTDOWN and self._dead:  # this role only waits for dead roles
+            if trigger is MessageKind.SHUTDOWN and self._dead:  # this role waits for something that only dead roles had
                 return [halt(event)]  # type: ignore[arg-type]
             if sender in self._dead:
                 return []  # sent before the sender died, and not needed now
@@ -185,7 +185,7 @@ class Machine:
         return []
 
     def inherit(self, before: Any) -> None:
-        """Takes over lasting records from `before`, a machine of the same class that had this role before a regrouping."""
+        """Takes over lasting records from `before`, the machine of this role before a regrouping, of the same class."""
 
     def validate(self) -> None:
         """Raises AssertionError unless the invariants hold; tests call it after every event."""

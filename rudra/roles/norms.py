@@ -1,6 +1,6 @@
 """Clipping by the norm of a gradient whose parts are on several roles.
 
-Each role computes the norm for every parameter that it has, and sends these norms to the other roles. Then each role
+Each role computes the gradient's norm for each of its parameters, and sends these norms to the others. Then each role
 combines all norms in the order of the parameters. The result is bitwise identical to the norm computed on one role.
 """
 
