@@ -75,7 +75,7 @@ def make_in_phase(
         phases: all phases of the run.
         gone: ids of roles that are no longer in the run.
         training_samples: number of samples in the training set, and so in an epoch.
-        position: state from which training begins.
+        position: state of training at the start.
     """
     phase = phase_at(phases, position.epoch)
     plan = phase.plan.without(gone) if gone else phase.plan
@@ -99,7 +99,7 @@ def make(
         plan: roles of the run and their connections.
         training_samples: number of samples in the training set, and so in an epoch.
         schedule: learning rates, for roles that own weights.
-        position: state from which training begins.
+        position: state of training at the start.
         phases: all phases of the run, if the job changes.
     """
     machine: Callable[[int, Setup], Machine] = MACHINES[plan.traits(role).variant]

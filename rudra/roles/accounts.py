@@ -48,7 +48,7 @@ class Accounts:
         self.dropped |= set(rows["role"][rows["kind"] == b"dropped"].tolist())
 
     def stop(self, timestamp: int) -> None:
-        """Notes that the run was stopped; `timestamp` is that of its last checkpoint, or -1 if there is none."""
+        """Notes that the run was stopped; `timestamp` names the last checkpoint, and is -1 if there is none."""
         self.code = EXIT_FAILED if timestamp < 0 else EXIT_STOPPED
 
     @property

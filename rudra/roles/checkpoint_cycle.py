@@ -34,12 +34,12 @@ class CheckpointCycle:
     Args:
         ledger: counters and records of the weights.
         every: interval between checkpoints, in updates, epochs or seconds; None: no checkpoints.
-        position: state from which training begins.
+        position: state of training at the start.
         keep: interval between kept checkpoints, in updates or epochs; None: no checkpoint is kept.
 
     Attributes:
         saving: state of training in the checkpoint that is being made; None if there is none.
-        alone: whether the last checkpoint begun leaves out the state of other roles.
+        alone: whether the last checkpoint begun omits the state of other roles.
     """
 
     def __init__(

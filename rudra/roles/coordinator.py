@@ -6,8 +6,8 @@ gradient is applied. Until then a worker that requests work waits. If a worker d
 applied already. Otherwise their samples are assigned again.
 
 Workers may also evaluate the weights at the end of each epoch (§5.2, "loss computation"). All workers are free at that
-time. During the evaluation nothing else happens: no work is assigned, deaths are handled afterwards, a request to stop
-waits, and the training clock stands still.
+time. During the evaluation nothing else happens: no work is assigned, and deaths and a request to stop are handled
+afterwards. The training clock is paused.
 """
 
 import numpy as np

@@ -2,7 +2,7 @@
 
 A gradient buffer is in one place at a time: free, posted, arrived, accumulator or lent. A transfer may write into a
 posted buffer. An arrived buffer waits to be handled. The accumulator has the first gradient of an average, and the
-others are averaged into it, weighted by their samples. A lent buffer passes an average on.
+others are averaged into it, weighted by their samples. A lent buffer is in use by the transfer of an average.
 """
 
 from collections import deque

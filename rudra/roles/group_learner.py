@@ -40,7 +40,7 @@ from rudra.roles.readiness import Readiness
 class GroupLearner(Learner):
     """Member of one of several compute groups; arguments as for `Learner`.
 
-    The states are those of `Learner`, with one more step. The group reduces a gradient before it is pushed. Then the
+    Same states as for `Learner`, with one additional step. The group reduces a gradient before it is pushed. Then the
     first member exchanges the average for newer weights, and the others wait in the same state until the weights reach
     them. A member continues after it has forwarded the weights to all its receivers.
     """

@@ -306,11 +306,11 @@ class Ledger:
         return self._snapshots.final_lent
 
     def returned(self, buffer: str) -> None:
-        """Takes back a snapshot's buffer, because the statistics server has received the snapshot."""
+        """Takes back the buffer of a snapshot whose transfer to the statistics server has ended."""
         self._snapshots.returned(buffer)
 
     def credit(self) -> list[Action]:
-        """Takes note that the statistics server has room for one more snapshot."""
+        """Takes note that the statistics server has room for one more snapshot; sends the final one if it waits."""
         return self._snapshots.credit()
 
     # Changes of the job, and regrouping without roles that have died.

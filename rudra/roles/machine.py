@@ -38,14 +38,14 @@ def self_loops(states: Iterable[States], methods: Mapping[Trigger, str]) -> dict
 
 
 class Setup(NamedTuple):
-    """Arguments from which a role is made.
+    """Arguments of a role.
 
     Attributes:
         job: resolved job.
         plan: roles of the run and their connections.
         training_samples: number of samples in the training set, and so in an epoch.
         schedule: learning rates before modulation, for roles that own weights.
-        position: state from which training begins.
+        position: state of training at the start.
         phases: all phases of the run, if the job changes; `job`, `plan` and `schedule` belong to the present phase.
     """
 
@@ -128,7 +128,7 @@ class Machine:
         """Takes one event and returns what to do, in order.
 
         Args:
-            event: what happened.
+            event: event to handle.
             now: seconds on the driver's clock.
 
         Raises:
@@ -198,7 +198,7 @@ class Machine:
 
     @property
     def tick_s(self) -> float | None:
-        """Interval in seconds at which this role now wants a `Tick` while idle; None if it wants none."""
+        """Interval in seconds between `Tick` events that this role wants now if nothing else happens; None: no ticks."""
         return None
 
     @property

@@ -13,7 +13,7 @@ class Membership:
     Args:
         plan: roles of the run and their connections.
         role: id of the server.
-        position: state from which training begins.
+        position: state of training at the start.
 
     Attributes:
         children: ids of the remaining children.
