@@ -19,7 +19,7 @@ class Accounts:
         plan: roles of the run and their connections.
 
     Attributes:
-        totals: account of the owner; None if it has not arrived.
+        totals: account of the owner, or None if it has not arrived.
         code: exit code of the run.
         gone: ids of roles whose rank has died.
         dropped: ids of roles that were dropped because they were too slow, and may never report.
@@ -64,7 +64,7 @@ class Accounts:
         """Ends the run for all roles.
 
         Args:
-            weights: buffer of the final weights; None if the run was stopped.
+            weights: buffer of the final weights, or None if the run was stopped.
             stops_at_loss: whether the death of a learner may have stopped the run.
         """
         assert self.totals is not None

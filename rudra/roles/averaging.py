@@ -61,7 +61,7 @@ _NOT_HERE = {ReplicaState.WAITING, ReplicaState.UPDATING, MessageKind.STEPPED, *
 
 
 class AveragingPeriods:
-    """Mini-batches of a replica, counted in periods; each period ends with an average.
+    """Mini-batches of a replica, counted in periods. Each period ends with an average.
 
     Args:
         rule: averaging rule.
@@ -91,7 +91,7 @@ class AveragingPeriods:
         return schedule.rate(samples // of_epoch, progress, self.number)
 
     def end(self) -> tuple[Gradient, bool]:
-        """Ends the period; returns its mini-batches as one gradient, and whether an epoch ends with them."""
+        """Ends the period and returns its mini-batches as one gradient, and whether an epoch ends with them."""
         before, self._samples = self._samples, self._samples + self._together * self._length
         gradient, self.made = joined(self.made, self.number), []
         self.number += 1
@@ -103,7 +103,7 @@ class AveragingPeriods:
 
 
 class Averager(Replica):
-    """Learner that averages; arguments, start, end and the handling of lost roles as for `Replica`."""
+    """Learner that averages. Arguments, start, end and the handling of lost roles are the same as for `Replica`."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **{key: to for key, to in Replica.TRANSITIONS.items() if not {*key} & _NOT_HERE},
@@ -213,7 +213,7 @@ class Averager(Replica):
         return [reduce, *self._go_on_computing(now)]
 
     def _corrected(self, event: ReplicaStepped, now: float) -> list[Action]:
-        """Handles the correction of what the group shares; begins an average if a period ends with it."""
+        """Handles the correction of what the group shares, and begins an average if a period ends with it."""
         average = [self._bring(event.distance, now)] if self._sharing.corrected() else []
         return [*average, *self._step_or_hold(now)] if self.state is HOLDING else average
 

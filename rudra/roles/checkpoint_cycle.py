@@ -29,16 +29,16 @@ def name_of(keep: tuple[int, str], before: int, epoch: int, timestamp: int) -> s
 
 
 class CheckpointCycle:
-    """Schedule and progress of checkpoints; only one is made at a time.
+    """Schedule and progress of checkpoints, which are made one at a time.
 
     Args:
         ledger: counters and records of the weights.
-        every: interval between checkpoints, in updates, epochs or seconds; None: no checkpoints.
+        every: interval between checkpoints, in updates, epochs or seconds. None: no checkpoints.
         position: state of training at the start.
-        keep: interval between kept checkpoints, in updates or epochs; None: no checkpoint is kept.
+        keep: interval between kept checkpoints, in updates or epochs. None: no checkpoint is kept.
 
     Attributes:
-        saving: state of training in the checkpoint that is being made; None if there is none.
+        saving: state of training in the checkpoint that is being made, or None if there is none.
         alone: whether the last checkpoint begun omits the state of other roles.
     """
 
@@ -55,11 +55,11 @@ class CheckpointCycle:
         self._last = position
         self.saving: TrainingState | None = None
         self.alone = False
-        self._kept = position.timestamp if position.steps else -1  # timestamp of the last complete checkpoint; -1: none
+        self._kept = position.timestamp if position.steps else -1  # timestamp of the last complete checkpoint, or -1
         self._ending = False
 
     def updated(self, now: float) -> list[Action]:
-        """Handles an update; begins a checkpoint if one is due."""
+        """Handles an update, and begins a checkpoint if one is due."""
         ledger = self._ledger
         wanted = self.saving is None and self.wanted(ledger.timestamp, ledger.epoch, now)
         actions = self.begin(now) if wanted else []
@@ -100,7 +100,7 @@ class CheckpointCycle:
         return (timestamp - last.timestamp if unit == "update" else epoch - last.epoch) >= count
 
     def save(self, now: float, *, alone: bool = False) -> list[Action]:
-        """Begins a checkpoint; `alone` leaves out the state of other roles."""
+        """Begins a checkpoint. With `alone` it omits the state of other roles."""
         self.saving, self._name = self._ledger.position(now), ""
         self._last, self.alone = self.saving, alone
         return [Save(WEIGHTS, self.saving, alone)]

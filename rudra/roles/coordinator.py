@@ -23,7 +23,7 @@ class Coordinator(ParameterServer):
     """Owner of the weights that also decides the order of the samples."""
 
     def _answer(self, child: int) -> list[Action]:
-        """Assigns work to a worker that requested it, if any is left and no update is due; else the worker waits."""
+        """Assigns work to a worker that requested it, if any is left and no update is due. Else the worker waits."""
         ledger = self.ledger
         assert ledger.dealer is not None
         work = None if self._update_due else ledger.dealer.deal(self.plan.roles[child].index)
@@ -41,7 +41,7 @@ class Coordinator(ParameterServer):
         self._pulls.clear()
 
     def deal_anew(self) -> list[Action]:
-        """Assigns work to all workers as if training began here; their earlier samples are assigned again."""
+        """Assigns work to all workers as if training began here. Their earlier samples are assigned again."""
         assert self.ledger.dealer is not None
         for learner in self.plan.learners:
             self.ledger.dealer.recall(self.plan.roles[learner].index)
@@ -50,6 +50,6 @@ class Coordinator(ParameterServer):
 
 
 def work_for(worker: int, batches: list[tuple[int, int]], ledger: Ledger) -> Send:
-    """Assigns batches to a worker; a batch is its first sample and its number of samples."""
+    """Assigns batches to a worker, each with its first sample and its number of samples."""
     rate, rows = ledger.rate_for(batches[0][1]), np.array(batches, records.WORK)
     return Send(worker, AssignWork(ledger.id, ledger.timestamp, round(ledger.clock.start_time * 1e9), rate, rows))

@@ -72,7 +72,7 @@ class ReplicaSteps:
 
 
 class ElasticLearner(Learner):
-    """Learner that steps its own replica; arguments as for `Learner`."""
+    """Learner that steps its own replica, with the arguments of `Learner`."""
 
     __slots__ = ("_exchanging", "_made", "_moved", "_period", "_step_began_at", "_steps")
 

@@ -22,7 +22,7 @@ class ReceivedSnapshots:
         plan: roles of the run and their connections.
 
     Attributes:
-        working: buffer and epoch of the snapshot in work; None if there is none.
+        working: buffer and epoch of the snapshot in work, or None if there is none.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -41,7 +41,7 @@ class ReceivedSnapshots:
         return [Receive(buffer, owner) for owner in self._owners]
 
     def enter(self, buffer: str | None, epoch: int) -> str:
-        """Takes an epoch's snapshot, or its announcement if no buffer is given; returns its buffer."""
+        """Takes an epoch's snapshot, or its announcement if no buffer is given and returns its buffer."""
         found = buffer or self._rooms[0]  # parts arrive in the order of the receives
         self._rooms.remove(found)
         self._waiting.append((found, epoch))
@@ -77,7 +77,7 @@ class ReceivedSnapshots:
 
 
 class WorkersEvaluations:
-    """Evaluations by workers; the statistics server adds up their parts."""
+    """Evaluations by workers, added up by the statistics server."""
 
     def __init__(self) -> None:
         self._sums: dict[int, list[Rows]] = {}  # epoch -> rows of its parts, in order
@@ -85,7 +85,7 @@ class WorkersEvaluations:
         self._digested = 0  # last epoch whose weights are digested
 
     def enter(self, message: EpochEvaluated) -> bool:
-        """Takes rows of an evaluation; returns whether they complete it."""
+        """Takes rows of an evaluation and returns whether they complete it."""
         found = self._sums.setdefault(message.epoch, [])
         if message.rows is not None:
             found.append(message.rows)
@@ -104,7 +104,7 @@ class WorkersEvaluations:
         return np.concatenate([*self._sums.pop(epoch), np.empty(0, records.SUM)])
 
     def seconds(self, epoch: int, otherwise: float = 0.0) -> float:
-        """Returns the duration of an epoch's evaluation by workers, or `otherwise`; NaN if no worker was left."""
+        """Returns the duration of an epoch's evaluation by workers, or `otherwise`. NaN: no worker was left."""
         return self._seconds.get(epoch, otherwise)
 
 
@@ -125,17 +125,17 @@ class EpochTable:
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}
 
     def enter(self, rows: Rows) -> int:
-        """Takes the row of an epoch; returns the epoch."""
+        """Takes the row of an epoch and returns the epoch."""
         epoch = int(rows[0]["epoch"])
         self._rows[epoch] = rows
         return epoch
 
     def of(self, epoch: int) -> Rows:
-        """Returns the row of an epoch; the caller may change it."""
+        """Returns the row of an epoch, which the caller may change."""
         return self._rows[epoch]
 
     def measure(self, epoch: int, event: Evaluated, seconds: float) -> list[tuple[Any, ...]]:
-        """Enters an evaluation into the row of its epoch; returns the rows of its metrics."""
+        """Enters an evaluation into the row of its epoch and returns the rows of its metrics."""
         rows = self._rows[epoch]
         rows["evaluated"], rows["evaluation_s"] = 1, seconds
         for score in event.scores:

@@ -30,7 +30,7 @@ class Goals:
         self._watch = None if target is None else Watch(Target.parse(target), job.training.target_window)
         self._patience, self._plateau = job.training.patience, job.optimizer.plateau
         self._progress = Best(target)  # for patience and plateau
-        self._worse = self._lowered = 0  # evaluations since progress or a drop of the rate; number of drops
+        self._worse = self._lowered = 0  # evaluations since progress or a drop of the rate, and number of drops
         self._ended = False  # whether the training had to end before it was resumed
 
     @property
@@ -50,7 +50,7 @@ class Goals:
         return [*lowered, *([self._end()] if self._ended else ())]
 
     def judge(self, row: np.void, scores: Scores) -> list[Action]:
-        """Decides after the evaluation of an epoch; notifies the owner and records the decision.
+        """Decides after the evaluation of an epoch, notifies the owner and records the decision.
 
         Args:
             row: row of the epoch, `records.EPOCH`.
@@ -98,7 +98,7 @@ class KeptEpochs:
         job: resolved job.
 
     Attributes:
-        last: last epoch of the training; its weights are the final ones.
+        last: last epoch of the training, with the final weights.
     """
 
     def __init__(self, job: Job) -> None:
@@ -122,7 +122,7 @@ class KeptEpochs:
         return not self.is_kept(epoch)
 
     def surpassed(self) -> tuple[int, ...]:
-        """Returns the epochs whose weights are no longer kept; each is returned only once."""
+        """Returns the epochs whose weights are no longer kept, each only once."""
         surpassed, self._surpassed = tuple(self._surpassed), []
         return surpassed
 

@@ -17,7 +17,7 @@ class GradientBuffers:
 
     Args:
         sources: ids of the roles that push to the server, in learner order.
-        buffers: number of buffers. Two serve any number of sources; a third one is needed while an average is sent.
+        buffers: number of buffers. Two serve any number of sources. A third one is needed while an average is sent.
         ordered: whether gradients are received and added in the order of the sources.
 
     Attributes:
@@ -27,7 +27,7 @@ class GradientBuffers:
     def __init__(self, sources: Sequence[int], buffers: int, ordered: bool) -> None:
         self.pool = tuple(f"{GRADIENT} {i}" for i in range(buffers))
         self.free = deque(self.pool)
-        self.posted: dict[str, int | None] = {}  # buffer -> the only source that may use it; None: any
+        self.posted: dict[str, int | None] = {}  # buffer -> the only source that may use it, or None
         self.arrived: deque[tuple[str, PushedGradient]] = deque()  # buffers and their messages
         self.accumulator: str | None = None
         self.samples = 0
@@ -49,7 +49,7 @@ class GradientBuffers:
         return sum(len(message.gradients) for _, message in self.arrived)
 
     def post(self, training: bool) -> list[Action]:
-        """Posts receives for the free buffers; in the order of the sources during training if the protocol needs it."""
+        """Posts receives for the free buffers, in the order of the sources during training if the protocol needs it."""
         actions: list[Action] = []
         in_order = self.ordered and training
         while self.free and (self._sources or not in_order):
@@ -72,7 +72,7 @@ class GradientBuffers:
         self.free.append(buffer)
 
     def take(self, event: Received[PushedGradient]) -> int:
-        """Takes a received message; returns how many of its gradients are dropped because their source is silent."""
+        """Takes a received message and returns how many of its gradients are dropped because their source is silent."""
         buffer, message = event.buffer or "", event.message
         self.posted.pop(buffer, None)
         if self._silent and message.sender in self._silent:
@@ -82,7 +82,7 @@ class GradientBuffers:
         return 0
 
     def rotate_to_turn(self) -> bool:
-        """Moves the arrived gradient whose turn it is to the front; returns False if it has not arrived."""
+        """Moves the arrived gradient whose turn it is to the front and returns False if it has not arrived."""
         for place, (_, message) in enumerate(self.arrived):
             if self._turns and message.sender == self._turns[0]:
                 self.arrived.rotate(-place)
@@ -91,7 +91,7 @@ class GradientBuffers:
 
     @property
     def turn(self) -> int | None:
-        """Source whose gradient is next in the order; None if there is none."""
+        """Source whose gradient is next in the order, or None if there is none."""
         return self._turns[0] if self._turns else None
 
     @property
@@ -100,14 +100,14 @@ class GradientBuffers:
         return not self._turns
 
     def remove(self, source: int) -> int:
-        """Removes a source that is gone; returns the number of its arrived gradients that are dropped."""
+        """Removes a source that is gone and returns the number of its arrived gradients that are dropped."""
         dropped = self._forget(source)
         for buffer in [buffer for buffer, of in self.posted.items() if of == source]:
             self.withdrawn(buffer)
         return dropped
 
     def detach(self, source: int) -> tuple[int, list[Action]]:
-        """Detaches a source that lives but has no learner left; its later gradients have no turn.
+        """Detaches a source that lives but has no learner left. Its later gradients have no turn.
 
         Returns:
             Number of its gradients that are dropped, and the actions to take.
@@ -119,12 +119,12 @@ class GradientBuffers:
         return dropped, [CancelReceive(buffer) for buffer, of in self.posted.items() if of == source]
 
     def ignore_later(self, source: int) -> int:
-        """Ignores all gradients of a source that are not added yet; returns how many had arrived and are dropped."""
+        """Ignores all gradients of a source that are not added yet and returns how many had arrived and are dropped."""
         self._silent.add(source)
         return self._drop(source)
 
     def _forget(self, source: int) -> int:
-        """Removes a source from the order; returns the number of its arrived gradients that are dropped."""
+        """Removes a source from the order and returns the number of its arrived gradients that are dropped."""
         place = self._sources.index(source)
         del self._sources[place]
         self._next_source = (self._next_source - (place < self._next_source)) % max(1, len(self._sources))
@@ -135,7 +135,7 @@ class GradientBuffers:
         return self._drop(source)
 
     def _drop(self, source: int) -> int:
-        """Drops the arrived gradients of a source; returns their number."""
+        """Drops the arrived gradients of a source and returns their number."""
         gone = [entry for entry in self.arrived if entry[1].sender == source]
         for entry in gone:
             self.arrived.remove(entry)
@@ -154,7 +154,7 @@ class GradientBuffers:
         return [Accumulate(self.accumulator, buffer, samples / self.samples, scale)]
 
     def take_average(self) -> str:
-        """Returns the buffer of the average; the caller puts the buffer back later."""
+        """Returns the buffer of the average. The caller puts the buffer back later."""
         buffer = self.accumulator
         assert buffer is not None
         self.accumulator, self.samples = None, 0
@@ -163,7 +163,7 @@ class GradientBuffers:
         return buffer
 
     def discard(self) -> int:
-        """Drops all arrived gradients; returns their number."""
+        """Drops all arrived gradients and returns their number."""
         dropped = self.waiting
         self.free.extend(buffer for buffer, _ in self.arrived)
         self.arrived.clear()

@@ -38,7 +38,7 @@ from rudra.roles.readiness import Readiness
 
 
 class GroupLearner(Learner):
-    """Member of one of several compute groups; arguments as for `Learner`.
+    """Member of one of several compute groups, with the arguments of `Learner`.
 
     Same states as for `Learner`, with one additional step. The group reduces a gradient before it is pushed. Then the
     first member exchanges the average for newer weights, and the others wait in the same state until the weights reach

@@ -80,7 +80,7 @@ class Learner(Machine):
     """Learner that pushes gradients to a server and pulls weights from it.
 
     Args:
-        role: id in the plan; its parent is the server that it pushes to.
+        role: id in the plan. The parent of this role is the server that it pushes to.
         setup: arguments of the role.
 
     Attributes:
@@ -210,7 +210,7 @@ class Learner(Machine):
         return [Send(self.server, message, GRADIENT), *warnings]
 
     def _computed(self, event: Computed, now: float) -> tuple[list[Action], bool]:
-        """Notes a mini-batch; returns actions, and whether training ends with them."""
+        """Notes a mini-batch and returns actions, and whether training ends with them."""
         actions, fails = self.log.enter(event, self.timestamp, now)
         if fails or not self._stopping:
             return actions, fails
@@ -232,7 +232,7 @@ class Learner(Machine):
         return self._go_on_with(event.message.timestamp, now)
 
     def _go_on_with(self, timestamp: int, now: float) -> list[Action]:
-        """Receives the weights of a timestamp if they are newer; otherwise continues."""
+        """Receives the weights of a timestamp if they are newer, and otherwise continues."""
         self._answered_at = now
         if timestamp > self.timestamp:
             self._expects_weights = True

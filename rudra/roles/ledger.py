@@ -87,7 +87,7 @@ class Ledger:
         samples: number of samples applied.
         applied: number of gradients applied.
         counts: counters of each learner and of each stream of samples.
-        dealer: object that assigns samples to workers; None without a coordinator.
+        dealer: object that assigns samples to workers, or None without a coordinator.
         stopped: whether training ends early.
         outbox: rows on their way to the statistics server.
         recorded_losses: ids of roles whose loss is recorded.
@@ -138,7 +138,7 @@ class Ledger:
         return self.epoch == self.epochs
 
     def start(self, now: float) -> TrainingStarted:
-        """Begins training; after a resume, the time between the two parts of the run does not count."""
+        """Begins training. After a resume, the time between the two parts of the run does not count."""
         return TrainingStarted(self.id, self.clock.start(now))
 
     def pause(self, seconds: float, text: str, now: float) -> None:
@@ -169,7 +169,7 @@ class Ledger:
         return len(self._pending.rows)
 
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
-        """Counts gradients for the next update; returns the number of their samples."""
+        """Counts gradients for the next update and returns the number of their samples."""
         pending, dealer = self._pending, self.dealer
         before = pending.samples
         self.counts.add(gradients, scale, self.timestamp + 1, pending)
@@ -213,10 +213,10 @@ class Ledger:
         return self._applied(rate, now)
 
     def enter_each(self, gradients: tuple[Gradient, ...], seconds: float, now: float) -> list[Action]:
-        """Enters updates of one gradient each that were made elsewhere; no epoch may end with them.
+        """Enters updates of one gradient each that were made elsewhere. No epoch may end with them.
 
         Args:
-            gradients: gradients of the updates; `scale` is the rate, `timestamp` the staleness.
+            gradients: gradients of the updates. Their `scale` is the rate, and `timestamp` the staleness.
             seconds: duration of each update.
             now: seconds on the driver's clock.
         """
@@ -247,7 +247,7 @@ class Ledger:
         return self.rules.schedule.rate(self.epoch, progress, self.timestamp)
 
     def _applied(self, rate: float, now: float) -> list[Action]:
-        """Enters the update that led to this timestamp; returns the actions if an epoch ends with it."""
+        """Enters the update that led to this timestamp and returns the actions if an epoch ends with it."""
         pending, self._pending = self._pending, PendingUpdate()
         count, samples = len(pending.rows), pending.samples
         row = (self.timestamp, self.epoch + 1, count, samples, rate, pending.staleness / count)
@@ -310,7 +310,7 @@ class Ledger:
         self._snapshots.returned(buffer)
 
     def credit(self) -> list[Action]:
-        """Takes note that the statistics server has room for one more snapshot; sends the final one if it waits."""
+        """Takes note that the statistics server has room for one more snapshot. Sends the final one if it waits."""
         return self._snapshots.credit()
 
     # Changes of the job, and regrouping without roles that have died.

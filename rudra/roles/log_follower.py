@@ -31,7 +31,7 @@ Due = Callable[[Entry], list[Action] | None]
 
 
 class LogFollower:
-    """Reader of the log, which carries it out entry by entry; a member of an owner of weights.
+    """Member of an owner of weights that carries out the log, entry by entry.
 
     Args:
         role: id of the owner.
@@ -122,6 +122,6 @@ class LogFollower:
         self.entries.extend(entries)
 
     def arrived(self, buffer: str) -> int:
-        """Takes note that a gradient, or a part of one, has arrived in a buffer; returns its number."""
+        """Takes note that a gradient, or a part of one, has arrived in a buffer and returns its number."""
         _, number = self.coming.pop(buffer)
         return number

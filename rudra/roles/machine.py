@@ -18,7 +18,7 @@ Trigger = MessageKind | type[Event]
 
 
 class States(Enum):
-    """States of a role; hashed by identity for speed, because every event looks up a state."""
+    """States of a role, hashed by identity for speed, because every event looks up a state."""
 
     __hash__ = object.__hash__
 
@@ -46,7 +46,7 @@ class Setup(NamedTuple):
         training_samples: number of samples in the training set, and so in an epoch.
         schedule: learning rates before modulation, for roles that own weights.
         position: state of training at the start.
-        phases: all phases of the run, if the job changes; `job`, `plan` and `schedule` belong to the present phase.
+        phases: all phases of the run, if the job changes. `job`, `plan` and `schedule` belong to the present phase.
     """
 
     job: Job
@@ -58,15 +58,15 @@ class Setup(NamedTuple):
 
     @property
     def all_phases(self) -> Phases:
-        """All phases of the run; a single one if the job does not change."""
+        """All phases of the run, or a single one if the job does not change."""
         return self.phases or (Phase(0, self.job, self.plan, self.schedule),)
 
 
 class CoOwned(Protocol):
-    """Weights that a role owns together with others; this role decides for all owners."""
+    """Weights that a role owns together with others. This role decides for all owners."""
 
     def share(self, actions: Iterable[Action]) -> list[Action]:
-        """Returns the decided actions that the role itself carries out; the other owners do the rest."""
+        """Returns the decided actions that the role itself carries out. The other owners do the rest."""
 
 
 class _Row(NamedTuple):
@@ -132,7 +132,7 @@ class Machine:
             now: seconds on the driver's clock.
 
         Raises:
-            ProtocolError: the state does not allow the event; nothing has changed. As for all errors, a note lists the
+            ProtocolError: the state does not allow the event. Nothing has changed. As for all errors, a note lists the
                 last events of the role.
         """
         kind = type(event)
@@ -188,22 +188,22 @@ class Machine:
         """Takes over lasting records from `before`, the machine of this role before a regrouping, of the same class."""
 
     def validate(self) -> None:
-        """Raises AssertionError unless the invariants hold; tests call it after every event."""
+        """Raises AssertionError unless the invariants hold. Tests call it after every event."""
 
     def validate_step(self, before: States, event: Event) -> None:
-        """Raises AssertionError unless the table allows the step from `before` to the present state; for tests."""
+        """Raises AssertionError unless the table allows the step from `before` to the present state. For tests."""
         trigger: Any = event.message.kind if isinstance(event, Received) else type(event)
         to = self.TRANSITIONS.get((before, trigger))
         assert self.state in (to.states if to else {before}), (self.name, before, trigger, self.state)
 
     @property
     def tick_s(self) -> float | None:
-        """Interval in seconds between `Tick` events that this role wants now if nothing else happens; None: no ticks."""
+        """Interval in seconds between the `Tick` events that this role wants while nothing else happens, or None."""
         return None
 
     @property
     def waiting_for(self) -> str:
-        """Text for people: the role and the event that this role waits for now; empty if it does not wait."""
+        """Text for people: the role and the event that this role waits for now, or empty."""
         return ""
 
 
@@ -217,7 +217,7 @@ def halt(event: Received[Shutdown]) -> Halt:
 
 
 def short_digest(digest: str) -> int:
-    """Returns 63 bits of a hexadecimal digest as a number for a message; 0 if there is no digest."""
+    """Returns 63 bits of a hexadecimal digest as a number for a message, or 0 without a digest."""
     return int(digest[:16] or "0", 16) >> 1
 
 

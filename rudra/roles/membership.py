@@ -17,7 +17,7 @@ class Membership:
 
     Attributes:
         children: ids of the remaining children.
-        worker: child -> its number among the protocol's workers; a group is one worker.
+        worker: child -> its number among the protocol's workers. A group is one worker.
         below: child -> number of remaining learners below it, including the child if it is a learner.
         pushed: number of gradients of each remaining learner, or of each group.
         received: child -> number of gradients that arrived from it.
@@ -32,7 +32,7 @@ class Membership:
         workers = [members[0] for members in plan.groups] or plan.learners
         self.pushed = [position.step(plan.roles[worker].index) for worker in workers]
         self._from_lost = position.applied - sum(self.pushed)  # number of gradients of lost learners
-        self._places = [-1] * plan.learner_numbers  # learner -> its place in `pushed`; -1: it is lost
+        self._places = [-1] * plan.learner_numbers  # learner -> its place in `pushed`, or -1 if it is lost
         for place, learner in enumerate(plan.learners):
             self._places[plan.roles[learner].index] = place
         self.received = {child: position.below(plan, child) for child in self.children}
@@ -66,7 +66,7 @@ class Membership:
                 self._from_lost += 1
 
     def lose(self, role: int, child: int) -> int:
-        """Removes a lost learner, which is `child` or below it; returns the number of gradients that it had pushed."""
+        """Removes a lost learner, which is `child` or below it and returns the number of gradients that it had pushed."""
         place = self._places[self._plan.roles[role].index]
         pushed = self.pushed.pop(place)
         self._from_lost += pushed

@@ -42,13 +42,13 @@ LOGGED: tuple[type[Action], ...] = (
     Reconfigure,
     ComputeNorms,
 )
-"""Actions that concern other owners; an entry of the log identifies an action by its place here."""
+"""Actions that concern other owners. An entry of the log identifies an action by its place here."""
 
 NUMBER = {kind: number for number, kind in enumerate(LOGGED)}
 
 
 def entry(action: Action, number: int = 0) -> bytes:
-    """Returns an action of the deciding owner as a log entry; `number` identifies a gradient that is received."""
+    """Returns an action of the deciding owner as a log entry. `number` identifies a received gradient."""
     role, buffer, other, fraction, scale, samples, time_s, epoch = -1, "", "", 0.0, 0.0, 0, 0.0, 0
     match action:
         case Receive():
@@ -122,7 +122,7 @@ class OwnerSteps:
     """Updates that not all owners have made yet.
 
     Args:
-        owners: ids of the owners, in the order of their parts; the first one has the ledger.
+        owners: ids of the owners, in the order of their parts. The first owner has the ledger.
 
     Attributes:
         alone: whether there is only one owner.
@@ -136,12 +136,12 @@ class OwnerSteps:
         self._complete: Counter[int] = Counter()  # timestamp -> number of owners whose samples have all arrived
 
     def here(self, event: Updated) -> Updated | None:
-        """Takes an update of the first owner's part; returns the whole update if it is complete."""
+        """Takes an update of the first owner's part and returns the whole update if it is complete."""
         *_, made = (self.there(message) for message in stepped(self._owners[0], event))
         return made
 
     def there(self, message: OwnerStepped) -> Updated | None:
-        """Takes an update of another owner's part; returns the whole update if it is complete."""
+        """Takes an update of another owner's part and returns the whole update if it is complete."""
         if message.sender not in self._owners:
             raise ProtocolError(f"role {message.sender} owns no part of the weights")
         timestamp = message.timestamp

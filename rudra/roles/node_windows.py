@@ -22,7 +22,7 @@ class NodeWindows:
         learned: for each learner, the number of its samples that are in the weights.
 
     Attributes:
-        several: whether there are several nodes; otherwise this object is not used.
+        several: whether there are several nodes. Otherwise this object is not used.
         busy: whether an average is under way.
         surviving: fraction of the updates since the last average that were not overwritten in races.
     """
@@ -53,7 +53,7 @@ class NodeWindows:
         return [*receives, *(Send(leader, asked) for leader in self._leaders)]
 
     def take(self, event: Received[WindowWeights]) -> list[Action]:
-        """Takes the weights of a node; averages when all nodes' weights have arrived."""
+        """Takes the weights of a node, and averages when the weights of all nodes have arrived."""
         self._awaited.remove(event.message.sender)
         self._surviving[event.message.sender] = event.message.surviving
         if self._awaited:

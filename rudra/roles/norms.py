@@ -24,7 +24,7 @@ class Norms:
     Attributes:
         measured: whether this role's own norms are computed.
         theirs: norms for the parameters of other roles, float32.
-        count: number of norms of other roles; -1 if it is not known yet.
+        count: number of norms of other roles, or -1 if it is not known yet.
     """
 
     measured: bool = False
