@@ -11,8 +11,8 @@ its own replica. The average of all replicas is made in parallel. `protocols.ave
                                 -> REDUCING, if training pauses until that average has updated the weights
     REDUCING   weights updated  -> COMPUTING, or after the last epoch -> STOPPED
 
-Training pauses if the replica must move towards the new weights. Under early rules it pauses at the end of an epoch.
-In a pause replicas restart if necessary, and requests are served. A request asks for the end of training, or for a
+Training pauses for an average if the replica must move towards the new weights. Under early rules, which need no such
+move, it pauses at the end of an epoch. In a pause replicas restart if necessary, and requests are served. A request asks for the end of training, or for a
 checkpoint, which has all replicas after the same mini-batch. A learner sends its request with an average. If that
 average is made in the background, training pauses for the next one.
 
@@ -65,7 +65,7 @@ class AveragingPeriods:
 
     Args:
         rule: averaging rule.
-        together: number of samples in one mini-batch of every learner together.
+        together: number of samples in one mini-batch of all learners together.
         training_samples: number of samples in an epoch.
         number: number of averages begun.
         samples: number of samples of all learners in these averages.
@@ -301,7 +301,7 @@ class Averager(Replica):
         return [*move, *actions, *self.log.close(now, self.ledger.timestamp), *account]
 
     def _save(self, now: float) -> list[Action]:
-        """Saves the state of this learner that belongs in a checkpoint."""
+        """Saves the part of a checkpoint that this learner keeps."""
         return [Save(WEIGHTS, self.ledger.position(now))] if self.id in self.plan.keepers else []
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:

@@ -4,7 +4,7 @@ A checkpoint is made in three steps while training continues. First, weights and
 to a file next to the last checkpoint. Second, the statistics server writes all rows up to this update to the disk.
 Third, the new file replaces the last one. So the result file has every row that a checkpoint needs.
 
-A kept checkpoint has a second name, so that other runs can start from it.
+A kept checkpoint has a second file name, so that other runs can start from it.
 """
 
 from rudra.core.events import WEIGHTS, Action, Commit, Committed, Received, Save, Saved, Send, Warn

@@ -41,14 +41,14 @@ class DistributedEvaluation:
         return not self._left and not self.testing
 
     def deal(self, role: int) -> int | None:
-        """Assigns the next part to a role and returns None if the role has a part already or none is left."""
+        """Assigns the next part to a role and returns it. None: the role has a part already, or none is left."""
         if role in self.testing or not self._left:
             return None
         self.testing[role] = self._left.popleft()
         return self.testing[role]
 
     def take(self, message: PartEvaluated) -> bool:
-        """Takes the result of a part, or a piece of it and returns whether the role is free again."""
+        """Takes the result of a part or a piece of it, and returns whether the role is free again."""
         if message.rows is not None:
             self._found[message.part].append(message.rows)
         if message.last:

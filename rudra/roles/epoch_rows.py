@@ -41,7 +41,7 @@ class ReceivedSnapshots:
         return [Receive(buffer, owner) for owner in self._owners]
 
     def enter(self, buffer: str | None, epoch: int) -> str:
-        """Takes an epoch's snapshot, or its announcement if no buffer is given and returns its buffer."""
+        """Takes an epoch's snapshot, or its announcement if no buffer is given, and returns its buffer."""
         found = buffer or self._rooms[0]  # parts arrive in the order of the receives
         self._rooms.remove(found)
         self._waiting.append((found, epoch))

@@ -122,6 +122,6 @@ class LogFollower:
         self.entries.extend(entries)
 
     def arrived(self, buffer: str) -> int:
-        """Takes note that a gradient, or a part of one, has arrived in a buffer and returns its number."""
+        """Takes note that a gradient, or a part of one, has arrived in a buffer, and returns its number."""
         _, number = self.coming.pop(buffer)
         return number

@@ -24,7 +24,7 @@ class States(Enum):
 
 
 class Transition:
-    """Effect of an event: the method that handles it, and all possible next states, including the present one."""
+    """Effect of an event: the method that handles it, and the possible next states, with the present one if it may stay."""
 
     __slots__ = ("method", "states")
 
@@ -203,7 +203,7 @@ class Machine:
 
     @property
     def waiting_for(self) -> str:
-        """Text for people: the role and the event that this role waits for now, or empty."""
+        """Text for people: the role and the event that this role waits for now, or an empty string."""
         return ""
 
 

@@ -66,7 +66,7 @@ class Membership:
                 self._from_lost += 1
 
     def lose(self, role: int, child: int) -> int:
-        """Removes a lost learner, which is `child` or below it and returns the number of gradients that it had pushed."""
+        """Removes a lost learner, which is `child` or below it, and returns its number of pushed gradients."""
         place = self._places[self._plan.roles[role].index]
         pushed = self.pushed.pop(place)
         self._from_lost += pushed

@@ -86,7 +86,7 @@ class MinibatchLog:
         return Compute(step, work, weights, gradient, timestamp, now - self.began)
 
     def enter(self, event: Computed, timestamp: int, now: float) -> tuple[list[Action], bool]:
-        """Notes a computed mini-batch and returns actions, and whether the run fails with them."""
+        """Notes a computed mini-batch, and returns actions and whether the run fails with them."""
         step, loss = event.step, event.loss
         compute_s = now - self._since
         self._times[0] += compute_s
