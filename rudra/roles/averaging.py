@@ -12,9 +12,9 @@ its own replica. The average of all replicas is made in parallel. `protocols.ave
     REDUCING   weights updated  -> COMPUTING, or after the last epoch -> STOPPED
 
 Training pauses for an average if the replica must move towards the new weights. Under early rules, which need no such
-move, it pauses at the end of an epoch. In a pause replicas restart if necessary, and requests are served. A request asks for the end of training, or for a
-checkpoint, which has all replicas after the same mini-batch. A learner sends its request with an average. If that
-average is made in the background, training pauses for the next one.
+move, it pauses at the end of an epoch. In a pause replicas restart if necessary, and requests are served. A request
+asks for the end of training, or for a checkpoint, which has all replicas after the same mini-batch. A learner sends its
+request with an average. If that average is made in the background, training pauses for the next one.
 
 A compute group may share a replica, or a reference that corrects its replicas (`rudra.roles.sharing`).
 
@@ -310,7 +310,7 @@ class Averager(Replica):
 
 
 def joined(made: list[Gradient], timestamp: int) -> Gradient:
-    """Joins a replica's mini-batches of a period into one gradient: the last one's step, with the samples of all.
+    """Joins a replica's mini-batches of a period into one gradient: step of the last one, samples of all.
 
     `first` is the first sample of the first mini-batch. With shares, samples of other learners are in between.
 

@@ -82,7 +82,7 @@ class GradientBuffers:
         return 0
 
     def rotate_to_turn(self) -> bool:
-        """Moves the arrived gradient whose turn it is to the front and returns False if it has not arrived."""
+        """Moves the arrived gradient whose turn it is to the front. Returns False if it has not arrived."""
         for place, (_, message) in enumerate(self.arrived):
             if self._turns and message.sender == self._turns[0]:
                 self.arrived.rotate(-place)
@@ -119,7 +119,7 @@ class GradientBuffers:
         return dropped, [CancelReceive(buffer) for buffer, of in self.posted.items() if of == source]
 
     def ignore_later(self, source: int) -> int:
-        """Ignores all gradients of a source that are not added yet and returns how many had arrived and are dropped."""
+        """Ignores all gradients of a source that are not added yet, and returns how many had arrived."""
         self._silent.add(source)
         return self._drop(source)
 

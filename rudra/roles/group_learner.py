@@ -88,7 +88,7 @@ class GroupLearner(Learner):
         self._handing_on = 0
         self._reducing = False
         self._early: Received[PullAnswer] | None = None  # answer that came before the reduction ended here
-        self._readiness = Readiness()  # of this learner and of the members below it
+        self._readiness = Readiness()  # of this learner and its `_members`
 
     @property
     def waiting_for(self) -> str:

@@ -24,7 +24,7 @@ class States(Enum):
 
 
 class Transition:
-    """Effect of an event: the method that handles it, and the possible next states, with the present one if it may stay."""
+    """Effect of an event: its method and the possible next states, with the present one if the role may stay in it."""
 
     __slots__ = ("method", "states")
 
