@@ -1,8 +1,8 @@
-"""Roles: what learners and servers do, as state machines without I/O.
+"""Roles of learners and servers, as state machines without I/O.
 
-`handle(event, now)` takes what happened and returns what should be done; drivers do it (`rudra.mpi.driver` on
-real ranks, `rudra.simulation.driver` in virtual time). A role sees no clock but `now`, no randomness, no tensor.
-`MACHINES` tells which variant of a role (`topologies.kinds`) has which machine.
+`handle(event, now)` takes an event and returns actions. A driver carries them out: `rudra.mpi.driver` on real ranks,
+`rudra.simulation.driver` in virtual time. A role has no clock except `now`, no randomness and no tensors.
+`MACHINES` maps each variant of a role (`topologies.kinds`) to its machine.
 """
 
 from collections.abc import Callable, Collection
@@ -68,14 +68,14 @@ MACHINES: dict[Variant, type[Machine]] = {
 def make_in_phase(
     role: int, phases: Phases, gone: Collection[int], training_samples: int, position: TrainingState
 ) -> Machine:
-    """The state machine of a role in the part of a run that a position is in.
+    """Returns the state machine of a role in the phase of the run that contains a position.
 
     Args:
         role: id in the plan.
-        phases: of the run.
-        gone: ids of roles that are no more.
-        training_samples: size of the training set, by which epochs are counted.
-        position: where training begins.
+        phases: all phases of the run.
+        gone: ids of roles that are no longer in the run.
+        training_samples: number of samples in the training set, and so in an epoch.
+        position: state of training at the start.
     """
     phase = phase_at(phases, position.epoch)
     plan = phase.plan.without(gone) if gone else phase.plan
@@ -91,16 +91,16 @@ def make(
     position: TrainingState = BEGINNING,
     phases: Phases = (),
 ) -> Machine:
-    """The state machine of one role of a plan.
+    """Returns the state machine of one role of a plan.
 
     Args:
         role: id in the plan.
-        job: resolved.
-        plan: who is who.
-        training_samples: size of the training set, by which epochs are counted.
-        schedule: the learning rates, for whoever owns weights.
-        position: where training begins.
-        phases: all parts of the run, where the job changes.
+        job: resolved job.
+        plan: roles of the run and their connections.
+        training_samples: number of samples in the training set, and so in an epoch.
+        schedule: learning rates, for roles that own weights.
+        position: state of training at the start.
+        phases: all phases of the run, if the job changes.
     """
     machine: Callable[[int, Setup], Machine] = MACHINES[plan.traits(role).variant]
     return machine(role, Setup(job, plan, training_samples, schedule, position, phases))

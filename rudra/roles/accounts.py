@@ -16,19 +16,19 @@ class Accounts:
 
     Args:
         role: id of the statistics server.
-        plan: who is who.
+        plan: roles of the run and their connections.
 
     Attributes:
-        totals: account of the owner; None: it is not here.
+        totals: account of the owner, or None if it has not arrived.
         code: exit code of the run.
-        gone: roles whose rank has died.
-        dropped: roles that were too slow, and may never be heard of again.
+        gone: ids of roles whose rank has died.
+        dropped: ids of roles that were dropped because they were too slow, and may never report.
     """
 
     def __init__(self, role: int, plan: Plan) -> None:
         self._role, self._roles = role, range(len(plan.roles))
         self._learners = np.zeros(plan.learner_numbers, records.LEARNER)
-        self._known: set[int] = set()  # learners whose row is here
+        self._known: set[int] = set()  # learners whose row has arrived
         self._reported: set[int] = set()  # roles that have reported rows of their own
         self.totals: Rows | None = None
         self.code = 0
@@ -36,7 +36,7 @@ class Accounts:
         self.dropped: set[int] = set()
 
     def enter(self, message: LearnerRows) -> None:
-        """Takes the rows of learners, of which the first one counts: the owner reports for a learner that died."""
+        """Takes rows of learners. A learner's first row counts: the owner also reports a learner that died."""
         self._reported.add(message.sender)
         for row in message.rows:
             if int(row["learner"]) not in self._known:
@@ -48,7 +48,7 @@ class Accounts:
         self.dropped |= set(rows["role"][rows["kind"] == b"dropped"].tolist())
 
     def stop(self, timestamp: int) -> None:
-        """The run was stopped; its last checkpoint has this timestamp, or -1 if there is none."""
+        """Notes that the run was stopped; `timestamp` names the last checkpoint, and is -1 if there is none."""
         self.code = EXIT_FAILED if timestamp < 0 else EXIT_STOPPED
 
     @property
@@ -64,8 +64,8 @@ class Accounts:
         """Ends the run for all roles.
 
         Args:
-            weights: buffer of the final weights, if the run was not stopped.
-            stops_at_loss: a run that was stopped may have been so because a learner died.
+            weights: buffer of the final weights, or None if the run was stopped.
+            stops_at_loss: whether the death of a learner may have stopped the run.
         """
         assert self.totals is not None
         assert (weights is None) == bool(self.code)

@@ -1,23 +1,24 @@
-"""Learners that average: each trains a replica of its own, and all agree on the weights now and then.
+"""Learners that average: each trains its own replica, and the replicas are averaged after each period.
 
-Source: crossbow.txt §3.2 (Algorithm 1) and §4.2, figure 8: a learner's next mini-batch waits for the correction of its
-own replica alone, and the average of all is made meanwhile. Which rules there are: `protocols.averaging`.
+Source: crossbow.txt §3.2 (Algorithm 1) and §4.2, figure 8: a learner's next mini-batch waits only for the correction of
+its own replica. The average of all replicas is made in parallel. `protocols.averaging` defines the rules.
 
-    COMPUTING  gradient ready   -> STEPPING, or HOLDING: the correction needs weights that are still being updated
+    COMPUTING  gradient ready   -> STEPPING, or HOLDING if the correction needs weights that are still being updated
     COMPUTING  gradient ready   -> POOLING, if a compute group shares a replica: average over the group
     POOLING    averaged         -> STEPPING, or HOLDING
-    HOLDING    they are updated -> STEPPING
-    STEPPING   stepped          -> COMPUTING; after a period its difference goes into an average, beside that
-                                -> REDUCING, if nothing goes on before the weights are updated by it
-    REDUCING   they are         -> COMPUTING, or after the last epoch -> STOPPED
+    HOLDING    weights updated  -> STEPPING
+    STEPPING   stepped          -> COMPUTING; after a period the replica's difference is averaged in the background
+                                -> REDUCING, if training pauses until that average has updated the weights
+    REDUCING   weights updated  -> COMPUTING, or after the last epoch -> STOPPED
 
-Nothing goes on where the replica is to move towards the new weights, and, under early rules too, where an epoch ends.
-There replicas restart, and whatever somebody asks for is done: a checkpoint, which is of all replicas after the same
-mini-batch, or the end. Whoever asks says so with an average; if that one is made beside computing, the next one is not.
+Training pauses for an average if the replica must move towards the new weights. Under early rules, which need no such
+move, it pauses at the end of an epoch. In a pause replicas restart if necessary, and requests are served. A request
+asks for the end of training, or for a checkpoint, which has all replicas after the same mini-batch. A learner sends its
+request with an average. If that average is made in the background, training pauses for the next one.
 
 A compute group may share a replica, or a reference that corrects its replicas (`rudra.roles.sharing`).
 
-What is counted as a gradient is a replica's difference: of all its mini-batches since the last one.
+The difference of a replica counts as one gradient. It covers all mini-batches since the last average.
 """
 
 from collections.abc import Mapping
@@ -60,17 +61,17 @@ _NOT_HERE = {ReplicaState.WAITING, ReplicaState.UPDATING, MessageKind.STEPPED, *
 
 
 class AveragingPeriods:
-    """Mini-batches of a replica, counted in periods, of which each ends with an average.
+    """Mini-batches of a replica, counted in periods. Each period ends with an average.
 
     Args:
-        rule: of averaging.
-        together: number of samples of a mini-batch of all learners.
-        training_samples: of an epoch.
-        number: of averages begun.
-        samples: of all learners in these averages.
+        rule: averaging rule.
+        together: number of samples in one mini-batch of all learners together.
+        training_samples: number of samples in an epoch.
+        number: number of averages begun.
+        samples: number of samples of all learners in these averages.
 
     Attributes:
-        number: as given, so far.
+        number: number of averages begun.
         made: mini-batches of this period.
     """
 
@@ -90,19 +91,19 @@ class AveragingPeriods:
         return schedule.rate(samples // of_epoch, progress, self.number)
 
     def end(self) -> tuple[Gradient, bool]:
-        """Ends the period; returns its mini-batches as one gradient, and whether an epoch ends with it."""
+        """Ends the period and returns its mini-batches as one gradient, and whether an epoch ends with them."""
         before, self._samples = self._samples, self._samples + self._together * self._length
         gradient, self.made = joined(self.made, self.number), []
         self.number += 1
         return gradient, self._samples // self._training_samples > before // self._training_samples
 
     def epoch_after(self, samples: int, periods: int) -> int:
-        """Returns the number of epochs that are complete some periods after so many samples."""
+        """Returns the number of complete epochs when `periods` more periods follow `samples` samples."""
         return (samples + periods * self._together * self._length) // self._training_samples
 
 
 class Averager(Replica):
-    """One learner and its replica; arguments as for `Replica`, whose beginning, end and losses are its own, too."""
+    """Learner that averages. Arguments, start, end and the handling of lost roles are the same as for `Replica`."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **{key: to for key, to in Replica.TRANSITIONS.items() if not {*key} & _NOT_HERE},
@@ -134,10 +135,10 @@ class Averager(Replica):
         together = sum(portion(plan, i, size, parts).count for i in plan.learners)
         about = (together, self._training_samples, ledger.timestamp, ledger.samples)
         self._periods = AveragingPeriods(self.rule, *about)
-        self._brings: Gradient  # to the average under way
+        self._brings: Gradient  # gradient for the average under way
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
-        self._distances: list[float] = []  # of all that are averaged, in the average that is ready
+        self._distances: list[float] = []  # of all replicas, in the average that is ready
         self._held_s = 0.0
 
     @property
@@ -186,7 +187,7 @@ class Averager(Replica):
 
     @property
     def _holds(self) -> bool:
-        """Whether the correction that is due with the step needs what is not ready."""
+        """Whether the correction that is due with the step needs something that is not ready."""
         return self._sharing.busy or (self.rule.early and self._periods.is_complete and self._under_way)
 
     def _step_replica(self, now: float) -> Action:
@@ -212,12 +213,12 @@ class Averager(Replica):
         return [reduce, *self._go_on_computing(now)]
 
     def _corrected(self, event: ReplicaStepped, now: float) -> list[Action]:
-        """What the group shares is corrected; if a period ends with that, it goes into an average."""
+        """Handles the correction of what the group shares, and begins an average if a period ends with it."""
         average = [self._bring(event.distance, now)] if self._sharing.corrected() else []
         return [*average, *self._step_or_hold(now)] if self.state is HOLDING else average
 
     def _end_period(self) -> None:
-        """The replica's mini-batches of a period are made, and go into an average."""
+        """Ends a period: its mini-batches go into an average."""
         self._brings, ends_epoch = self._periods.end()
         self._quiet = not self.rule.early or self._quiet_next or ends_epoch
         self._quiet_next = False
@@ -283,7 +284,7 @@ class Averager(Replica):
         if self.state is not REDUCING:
             return actions
         move: list[Action] = []
-        if self._drops:  # also where training ends, from where it may be resumed
+        if self._drops:  # also at the end of training, because it may be resumed from there
             move += self._sharing.restart(keeps_momentum=self.rule.keep_momentum)
             time_s = now - self.ledger.clock.start_time
             self.ledger.tell("averaging", self.ledger.timestamp, time_s, "the rate has dropped: all replicas restart")
@@ -300,7 +301,7 @@ class Averager(Replica):
         return [*move, *actions, *self.log.close(now, self.ledger.timestamp), *account]
 
     def _save(self, now: float) -> list[Action]:
-        """What this learner keeps goes into a checkpoint."""
+        """Saves the part of a checkpoint that this learner keeps."""
         return [Save(WEIGHTS, self.ledger.position(now))] if self.id in self.plan.keepers else []
 
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
@@ -309,13 +310,13 @@ class Averager(Replica):
 
 
 def joined(made: list[Gradient], timestamp: int) -> Gradient:
-    """What a replica's mini-batches of a period come to: counted as the last one, with the samples of all.
+    """Joins a replica's mini-batches of a period into one gradient: step of the last one, samples of all.
 
-    `first` is the first sample of the first mini-batch. With shares, the samples of other learners lie in between.
+    `first` is the first sample of the first mini-batch. With shares, samples of other learners are in between.
 
     Args:
-        made: one for each mini-batch.
-        timestamp: of the weights that the replica was corrected by last.
+        made: one gradient for each mini-batch.
+        timestamp: timestamp of the weights that corrected the replica last.
     """
     last, samples = made[-1], sum(g.samples for g in made)
     loss = sum(g.loss * g.samples for g in made) / samples

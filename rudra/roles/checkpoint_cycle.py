@@ -1,9 +1,10 @@
-"""The checkpoints of whoever owns weights.
+"""Checkpoints of a role that owns weights.
 
-Each is made in three steps, one after the other, while training goes on: weights and optimiser state are copied and
-written to a file beside the last one; the statistics server brings the rows up to there to the disk; the new file
-takes the last one's place. So whatever a checkpoint needs of the result file is there. One that is kept, for other runs
-to begin with, is such a checkpoint under a second name.
+A checkpoint is made in three steps while training continues. First, weights and optimiser state are copied and written
+to a file next to the last checkpoint. Second, the statistics server writes all rows up to this update to the disk.
+Third, the new file replaces the last one. So the result file has every row that a checkpoint needs.
+
+A kept checkpoint has a second file name, so that other runs can start from it.
 """
 
 from rudra.core.events import WEIGHTS, Action, Commit, Committed, Received, Save, Saved, Send, Warn
@@ -13,13 +14,13 @@ from rudra.roles.ledger import Ledger
 
 
 def name_of(keep: tuple[int, str], before: int, epoch: int, timestamp: int) -> str:
-    """What a checkpoint is called that is kept; empty: it is not.
+    """Returns the name of an update's checkpoint if it is kept, else an empty string.
 
     Args:
-        keep: how many updates or epochs from one to the next.
-        before: epochs that were complete before its update.
-        epoch: those that are complete with it.
-        timestamp: of the update.
+        keep: interval between kept checkpoints: a number of updates or epochs, and the unit.
+        before: number of epochs that were complete before the update.
+        epoch: number of epochs that are complete with the update.
+        timestamp: timestamp of the update.
     """
     count, unit = keep
     if unit == "update":
@@ -28,17 +29,17 @@ def name_of(keep: tuple[int, str], before: int, epoch: int, timestamp: int) -> s
 
 
 class CheckpointCycle:
-    """One checkpoint after the other.
+    """Schedule and progress of checkpoints, which are made one at a time.
 
     Args:
-        ledger: the books of the weights.
-        every: how many updates, epochs or seconds from one to the next; None: there are none.
-        position: where training begins.
-        keep: how many updates or epochs from one that is kept to the next; None: none is.
+        ledger: counters and records of the weights.
+        every: interval between checkpoints, in updates, epochs or seconds. None: no checkpoints.
+        position: state of training at the start.
+        keep: interval between kept checkpoints, in updates or epochs. None: no checkpoint is kept.
 
     Attributes:
-        saving: what is on its way to the disk.
-        alone: it has nothing of other roles.
+        saving: state of training in the checkpoint that is being made, or None if there is none.
+        alone: whether the last checkpoint begun omits the state of other roles.
     """
 
     def __init__(
@@ -49,16 +50,16 @@ class CheckpointCycle:
         keep: tuple[int, str] | None = None,
     ) -> None:
         self._ledger, self._every, self._keep = ledger, every, keep
-        self._looked = position.epoch  # complete when it was last looked whether to keep one
-        self._name = ""  # of the one on its way, if it is kept
+        self._looked = position.epoch  # epochs complete at the last decision whether to keep a checkpoint
+        self._name = ""  # of the checkpoint that is being made, if it is kept
         self._last = position
         self.saving: TrainingState | None = None
         self.alone = False
-        self._kept = position.timestamp if position.steps else -1  # timestamp of the last one that is safe
+        self._kept = position.timestamp if position.steps else -1  # timestamp of the last complete checkpoint, or -1
         self._ending = False
 
     def updated(self, now: float) -> list[Action]:
-        """An update was made; begins a checkpoint if one is due."""
+        """Handles an update, and begins a checkpoint if one is due."""
         ledger = self._ledger
         wanted = self.saving is None and self.wanted(ledger.timestamp, ledger.epoch, now)
         actions = self.begin(now) if wanted else []
@@ -66,26 +67,26 @@ class CheckpointCycle:
         return actions
 
     def wanted(self, timestamp: int, epoch: int, now: float) -> bool:
-        """Whether one is due with the update of a timestamp, with which so many epochs are complete."""
+        """Returns whether a checkpoint is due with an update, after which `epoch` epochs are complete."""
         if epoch >= self._ledger.epochs:
             return False
         due = self.saving is None and self._every is not None and self._due(self._every, timestamp, epoch, now)
         return due or bool(self._kept_name(timestamp, epoch))
 
     def begin(self, now: float) -> list[Action]:
-        """Begins the one of the last update, which is kept if it has a name."""
+        """Begins the checkpoint of the last update, and keeps it if that is due."""
         name = self._kept_name(self._ledger.timestamp, self._ledger.epoch)
         actions = self.save(now)
         self._name, self._looked = name, self._ledger.epoch
         return actions
 
     def _kept_name(self, timestamp: int, epoch: int) -> str:
-        """What the checkpoint of an update is called if it is to be kept; else nothing."""
+        """Returns the name of an update's checkpoint if it must be kept, else an empty string."""
         return "" if self._keep is None else name_of(self._keep, self._looked, epoch, timestamp)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the checkpoint of the next update is perhaps to be kept, while one before it is being written."""
+        """Whether the next update's checkpoint may have to be kept, while an earlier one is still being written."""
         if self._keep is None or self.saving is None:
             return False
         count, unit = self._keep
@@ -99,13 +100,13 @@ class CheckpointCycle:
         return (timestamp - last.timestamp if unit == "update" else epoch - last.epoch) >= count
 
     def save(self, now: float, *, alone: bool = False) -> list[Action]:
-        """Begins a checkpoint, `alone` without what other roles keep."""
+        """Begins a checkpoint. With `alone` it omits the state of other roles."""
         self.saving, self._name = self._ledger.position(now), ""
         self._last, self.alone = self.saving, alone
         return [Save(WEIGHTS, self.saving, alone)]
 
     def take(self, event: Saved | Received[RowsFlushed] | Committed, now: float) -> list[Action]:
-        """The next step: it is written, its rows are on the disk, or it has taken the last one's place."""
+        """Handles the end of a step: the file is written, the rows are on the disk, or the last file is replaced."""
         if isinstance(event, Received):
             return [Commit(event.message.timestamp, self._name)]
         assert self.saving is not None
@@ -123,7 +124,7 @@ class CheckpointCycle:
         return self._ledger.outbox.due(now) + self._end(now)
 
     def end(self, now: float) -> list[Action]:
-        """Ends a run that was stopped and is accounted for, once its last checkpoint is made, or cannot be."""
+        """Ends a stopped run after its closing account, when its last checkpoint is made or has failed."""
         self._ending = True
         return self._end(now)
 

@@ -1,13 +1,13 @@
-"""The coordinator: a parameter server that also deals the samples out, to whoever asks for work.
+"""The coordinator: a parameter server that also assigns samples to workers that request work.
 
-Source: Hogbatch (Ma and Rusu 2020), §5.1, Algorithms 1 and 2: `ScheduleWork` is the last gradient of a batch, or the
-beginning; `ExecuteWork` is `AssignWork`, which newer weights follow. An epoch ends when no sample is left and all
-workers are done, which is when the last gradient is applied; until then who asks for work waits. A gradient of a worker
-that has died counts if it is applied by then, else its samples are served again.
+Source: Hogbatch (Ma and Rusu 2020), §5.1, Algorithms 1 and 2. `ScheduleWork` is the last gradient of a batch, or the
+beginning. `ExecuteWork` is `AssignWork`, and newer weights follow it. An epoch ends when no sample is left and the last
+gradient is applied. Until then a worker that requests work waits. If a worker dies, its gradients count if they are
+applied already. Otherwise their samples are assigned again.
 
-Workers may test the weights of each epoch's end, too (§5.2, "loss computation"). All of them are free then, and until
-the test is over nothing else happens: no work is given, whoever dies is missed afterwards, a wish to stop waits, and
-the clock of the training stands still.
+Workers may also evaluate the weights at the end of each epoch (§5.2, "loss computation"). All workers are free at that
+time. During the evaluation nothing else happens: no work is assigned, and deaths and a request to stop are handled
+afterwards. The training clock is paused.
 """
 
 import numpy as np
@@ -20,10 +20,10 @@ from rudra.roles.server import NO_WEIGHTS, ParameterServer
 
 
 class Coordinator(ParameterServer):
-    """The owner of the weights, and of the order of the samples."""
+    """Owner of the weights that also decides the order of the samples."""
 
     def _answer(self, child: int) -> list[Action]:
-        """Gives who asks work, if any is left and no update is due; else it waits."""
+        """Assigns work to a worker that requested it, if any is left and no update is due. Else the worker waits."""
         ledger = self.ledger
         assert ledger.dealer is not None
         work = None if self._update_due else ledger.dealer.deal(self.plan.roles[child].index)
@@ -37,11 +37,11 @@ class Coordinator(ParameterServer):
         return [assign, Send(child, self._stamp.weights, WEIGHTS)]
 
     def hold_back(self) -> None:
-        """Gives no work to those who wait, until `deal_anew`."""
+        """Assigns no work to waiting workers until `deal_anew`."""
         self._pulls.clear()
 
     def deal_anew(self) -> list[Action]:
-        """Gives all workers work as if training began here; what they had is served again."""
+        """Assigns work to all workers as if training began here. Their earlier samples are assigned again."""
         assert self.ledger.dealer is not None
         for learner in self.plan.learners:
             self.ledger.dealer.recall(self.plan.roles[learner].index)
@@ -50,6 +50,6 @@ class Coordinator(ParameterServer):
 
 
 def work_for(worker: int, batches: list[tuple[int, int]], ledger: Ledger) -> Send:
-    """Assigns batches to a worker, each its first sample and the number of samples."""
+    """Assigns batches to a worker, each with its first sample and its number of samples."""
     rate, rows = ledger.rate_for(batches[0][1]), np.array(batches, records.WORK)
     return Send(worker, AssignWork(ledger.id, ledger.timestamp, round(ledger.clock.start_time * 1e9), rate, rows))

@@ -1,8 +1,8 @@
-"""A test of the weights of an epoch's end that is dealt out to workers, part by part, while nobody trains.
+"""Evaluation of the weights at the end of an epoch, in parts that are assigned to workers while training pauses.
 
-Source: Hogbatch (Ma and Rusu 2020), §5.2: after each pass, partial losses are added up at the coordinator, and the time
-does not count. Here the parts are always the same, whoever computes them, and added in their order, so that the sums
-have the same bits; who is faster computes more of them.
+Source: Hogbatch (Ma and Rusu 2020), §5.2: after each pass, the coordinator adds up partial losses, and the time does
+not count. Here the parts do not depend on the workers, and they are added in a fixed order. So the sums are bitwise
+identical each time, although faster workers compute more parts.
 """
 
 from collections import deque
@@ -13,19 +13,20 @@ from rudra.core import records
 from rudra.core.messages import PartEvaluated, Rows
 
 PARTS = 64
-"""Of a test: enough for the fast not to wait for the slow, and few enough messages."""
+"""Number of parts of an evaluation: enough that fast workers do not wait for slow ones, with few enough messages."""
 
 
 class DistributedEvaluation:
-    """Who tests what.
+    """Assignment and results of the parts of one evaluation.
 
     Args:
-        epoch: whose weights are tested.
-        began: when, in seconds on the driver's clock.
+        epoch: epoch whose weights are evaluated.
+        began: start of the evaluation, in seconds on the driver's clock.
 
     Attributes:
-        epoch, began: as given.
-        testing: role -> the part that it has.
+        epoch: epoch whose weights are evaluated.
+        began: start of the evaluation, in seconds on the driver's clock.
+        testing: role -> part that is assigned to it.
     """
 
     def __init__(self, epoch: int, began: float) -> None:
@@ -36,18 +37,18 @@ class DistributedEvaluation:
 
     @property
     def complete(self) -> bool:
-        """Whether all parts are there."""
+        """Whether the results of all parts have arrived."""
         return not self._left and not self.testing
 
     def deal(self, role: int) -> int | None:
-        """The next part for a role that has none; None: nothing is left."""
+        """Assigns the next part to a role and returns it. None: the role has a part already, or none is left."""
         if role in self.testing or not self._left:
             return None
         self.testing[role] = self._left.popleft()
         return self.testing[role]
 
     def take(self, message: PartEvaluated) -> bool:
-        """What a part came to, or a piece of it; whether its role is free."""
+        """Takes the result of a part or a piece of it, and returns whether the role is free again."""
         if message.rows is not None:
             self._found[message.part].append(message.rows)
         if message.last:
@@ -55,7 +56,7 @@ class DistributedEvaluation:
         return message.last
 
     def lose(self, role: int) -> None:
-        """A role is no more: somebody else has its part."""
+        """Handles the death of a role: its part is assigned to another one."""
         if role in self.testing:
             part = self.testing.pop(role)
             self._found[part].clear()
@@ -69,14 +70,14 @@ class DistributedEvaluation:
 
 
 class WorkersEvaluation:
-    """Member of a parameter server: when workers evaluate the weights of an epoch's end, and how far they are.
+    """Schedule and progress of evaluations by workers, as a member of a parameter server.
 
     Args:
         wanted: whether workers evaluate at all.
         epoch: the last epoch whose weights need no evaluation.
 
     Attributes:
-        under_way: the present evaluation; None: there is none.
+        under_way: current evaluation, or None if there is none.
     """
 
     def __init__(self, *, wanted: bool, epoch: int) -> None:
@@ -84,7 +85,7 @@ class WorkersEvaluation:
         self.under_way: DistributedEvaluation | None = None
 
     def is_due(self, epoch: int) -> bool:
-        """Whether the weights of an epoch are to be evaluated now."""
+        """Returns whether workers must evaluate the weights of an epoch now."""
         return self._wanted and epoch != self._epoch
 
     def begin(self, epoch: int, now: float) -> None:

@@ -1,13 +1,14 @@
-"""A learner that exchanges its replica with a server alone: elastic averaging, asynchronously.
+"""A learner that exchanges its replica only with a server: asynchronous elastic averaging.
 
-Source: Zhang et al. 2015, Algorithm 1. Every period the replica goes to the server, of before the mini-batch that is
-computed meanwhile, and the weights come back. The server has moved them by α towards the replica then, so the replica
-goes α/(1 - α) of what is left.
+Source: Zhang et al. 2015, Algorithm 1. Once per period the learner sends its replica to the server, and receives the
+weights. It computes the next mini-batch in parallel, so the replica that it sends does not include that mini-batch.
+The server moves the weights by α towards the replica before it returns them. So the replica moves by α/(1 - α) of the
+remaining distance.
 
-    COMPUTING  gradient ready               -> STEPPING, or EXCHANGING: the exchange is not over
-    EXCHANGING the weights are here         -> STEPPING
-    STEPPING   stepped, and corrected       -> COMPUTING
-    any        stop                         -> STOPPED    as soon as no transfer is under way
+    COMPUTING  gradient ready               -> STEPPING, or EXCHANGING if the exchange is not over
+    EXCHANGING weights received             -> STEPPING
+    STEPPING   stepped and corrected        -> COMPUTING
+    any        stop                         -> STOPPED    when no transfer is under way
 """
 
 from collections.abc import Mapping
@@ -40,13 +41,13 @@ STOPPED = LearnerState.STOPPED
 
 
 class ReplicaSteps:
-    """The steps of replicas that are corrected by a server alone.
+    """Steps of a replica that only a server corrects.
 
     Args:
-        setup: what a role is made from.
+        setup: arguments of the role.
 
     Attributes:
-        rule: by which they are.
+        rule: averaging rule of the protocol.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -55,14 +56,14 @@ class ReplicaSteps:
         self._schedule, self._training_samples = setup.schedule, setup.training_samples
 
     def step(self, timestamp: int, made: int, *, corrects: bool) -> StepReplica:
-        """A step.
+        """Returns the action that steps the replica.
 
         Args:
-            timestamp: of the weights that the replica was corrected by last, or is with this step.
-            made: mini-batches since then, with this one.
-            corrects: it is corrected now.
+            timestamp: timestamp of the weights that corrected the replica last, or that correct it with this step.
+            made: number of mini-batches since then, including this one.
+            corrects: whether the step also corrects the replica.
         """
-        before = timestamp * self.rule.period * self._samples  # as if every update had been as large
+        before = timestamp * self.rule.period * self._samples  # as if all updates had the same size
         epoch, progress = before // self._training_samples, (before + made * self._samples) / self._training_samples
         rate = self._schedule.rate(epoch, progress, timestamp)
         if not corrects:
@@ -71,7 +72,7 @@ class ReplicaSteps:
 
 
 class ElasticLearner(Learner):
-    """One learner and its replica; arguments as for `Learner`."""
+    """Learner that steps its own replica, with the arguments of `Learner`."""
 
     __slots__ = ("_exchanging", "_made", "_moved", "_period", "_step_began_at", "_steps")
 
@@ -93,7 +94,7 @@ class ElasticLearner(Learner):
         super().__init__(role, setup)
         self._steps = ReplicaSteps(setup)
         self._period = self._steps.rule.period
-        self._made: list[Gradient] = []  # by steps since the last exchange
+        self._made: list[Gradient] = []  # one for each step since the last exchange
         self._exchanging = self._moved = False
 
     def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
@@ -132,7 +133,7 @@ class ElasticLearner(Learner):
 
     def _stepped(self, event: ReplicaStepped, now: float) -> list[Action]:
         if isfinite(event.distance):
-            distance = event.distance / (1 - self._steps.rule.elasticity)  # before the weights had moved
+            distance = event.distance / (1 - self._steps.rule.elasticity)  # before the server moved the weights
             about = (self.timestamp, self.log.learner, 0)
             self.log.diary.add(MessageKind.AVERAGES, *about, distance, self._steps.rule.elasticity * distance)
         self.log.spend(0.0, 0.0, self._step_began_at - self._computed_at, 0.0, now - self._step_began_at)
@@ -140,7 +141,7 @@ class ElasticLearner(Learner):
         return due + (self._leave(now) if self._stopping else self._next(now))
 
     def _advance(self, now: float) -> list[Action]:
-        """Goes on when the exchange is over."""
+        """Continues when the exchange is over."""
         under_way = self._delivered_at is None or self._expects_weights
         if self._exchanging and (under_way or (self._answered_at is None and not self._stopping)):
             return []
@@ -156,8 +157,8 @@ class ElasticLearner(Learner):
         return self._advance(now)
 
     def _leave(self, now: float) -> list[Action]:
-        if self.state is EXCHANGING:  # with a gradient that makes no step
+        if self.state is EXCHANGING:  # its gradient makes no step
             self.log.report_unused()
-        for _ in self._made:  # nobody will hear of these
+        for _ in self._made:  # these are not pushed any more
             self.log.take_back()
         return super()._leave(now)

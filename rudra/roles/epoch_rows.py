@@ -1,4 +1,4 @@
-"""Snapshots and rows of epochs at the statistics server, from their arrival until they are recorded."""
+"""Snapshots and rows of epochs at the statistics server, from arrival to recording."""
 
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ BUFFERS = tuple(f"snapshot {i}" for i in range(CREDITS))
 
 
 class ReceivedSnapshots:
-    """Snapshots of the weights: one in work, and others that wait.
+    """Snapshots of the weights: the one in work, and those that wait.
 
     Args:
-        plan: who is who.
+        plan: roles of the run and their connections.
 
     Attributes:
-        working: buffer and epoch of the snapshot in work.
+        working: buffer and epoch of the snapshot in work, or None if there is none.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._owners, self._arranges = plan.owners, plan.stage is not None
         self._rooms: deque[str] = deque()  # buffers for the next snapshots
-        self._parts: Counter[str] = Counter()  # parts of a snapshot that are here
+        self._parts: Counter[str] = Counter()  # buffer -> number of parts that have arrived
         self._waiting: deque[tuple[str, int]] = deque()  # buffers and epochs
         self.working: tuple[str, int] | None = None
 
@@ -41,19 +41,19 @@ class ReceivedSnapshots:
         return [Receive(buffer, owner) for owner in self._owners]
 
     def enter(self, buffer: str | None, epoch: int) -> str:
-        """A snapshot of an epoch is here, or is announced if no buffer is given; returns its buffer."""
-        found = buffer or self._rooms[0]  # parts arrive in the order in which they are received
+        """Takes an epoch's snapshot, or its announcement if no buffer is given, and returns its buffer."""
+        found = buffer or self._rooms[0]  # parts arrive in the order of the receives
         self._rooms.remove(found)
         self._waiting.append((found, epoch))
         self._parts[found] += len(self._owners) if buffer else 0
         return found
 
     def enter_part(self, buffer: str) -> None:
-        """A part of a snapshot is here."""
+        """Counts a part of a snapshot that has arrived."""
         self._parts[buffer] += 1
 
     def begin(self) -> list[Action]:
-        """Begins with the next snapshot if none is in work and all its parts are here."""
+        """Begins with the next snapshot if none is in work and all parts of the next one have arrived."""
         if self.working is not None or not self._waiting:
             return []
         if self._parts[self._waiting[0][0]] < len(self._owners):
@@ -72,20 +72,20 @@ class ReceivedSnapshots:
 
     @property
     def epochs(self) -> set[int]:
-        """Epochs whose snapshots are here and not done."""
+        """Epochs whose snapshots wait or are in work."""
         return {epoch for _, epoch in (*self._waiting, self.working or ("", 0))}
 
 
 class WorkersEvaluations:
-    """Evaluations by workers, of which the statistics server adds up the parts."""
+    """Evaluations by workers, added up by the statistics server."""
 
     def __init__(self) -> None:
         self._sums: dict[int, list[Rows]] = {}  # epoch -> rows of its parts, in order
-        self._seconds: dict[int, float] = {}  # epoch -> duration of its evaluation, if all of it is here
-        self._digested = 0  # the last epoch whose weights are
+        self._seconds: dict[int, float] = {}  # epoch -> duration of its evaluation, once complete
+        self._digested = 0  # last epoch whose weights are digested
 
     def enter(self, message: EpochEvaluated) -> bool:
-        """Takes some of an evaluation; returns whether that is the last of it."""
+        """Takes rows of an evaluation and returns whether they complete it."""
         found = self._sums.setdefault(message.epoch, [])
         if message.rows is not None:
             found.append(message.rows)
@@ -94,29 +94,29 @@ class WorkersEvaluations:
         return message.last
 
     def digested(self, epoch: int) -> None:
-        """The weights of an epoch are digested."""
+        """Notes that the weights of an epoch are digested."""
         self._digested = epoch
 
     def sums(self, epoch: int) -> Rows | None:
-        """Returns an epoch's rows of `records.SUM` once, when its weights are digested and all rows are here."""
+        """Returns an epoch's rows of `records.SUM` once: when its weights are digested and all rows have arrived."""
         if epoch not in self._seconds or epoch != self._digested or epoch not in self._sums:
             return None
         return np.concatenate([*self._sums.pop(epoch), np.empty(0, records.SUM)])
 
     def seconds(self, epoch: int, otherwise: float = 0.0) -> float:
-        """Returns the duration of an epoch's evaluation by workers (NaN: nobody was left for it), or `otherwise`."""
+        """Returns the duration of an epoch's evaluation by workers, or `otherwise`. NaN: no worker was left."""
         return self._seconds.get(epoch, otherwise)
 
 
 class EpochTable:
-    """Rows of epochs and of their metrics, until all epochs before them are recorded.
+    """Rows and metrics of epochs, until all earlier epochs are recorded.
 
     Args:
-        recorded: the last epoch that is recorded.
+        recorded: last epoch that is recorded.
 
     Attributes:
-        recorded: as given.
-        last: the last epoch of the run.
+        recorded: last epoch that is recorded.
+        last: last epoch of the run.
     """
 
     def __init__(self, recorded: int, last: int) -> None:
@@ -125,21 +125,21 @@ class EpochTable:
         self._metrics: dict[int, list[tuple[Any, ...]]] = {}
 
     def enter(self, rows: Rows) -> int:
-        """Takes the row of an epoch; returns the epoch."""
+        """Takes the row of an epoch and returns the epoch."""
         epoch = int(rows[0]["epoch"])
         self._rows[epoch] = rows
         return epoch
 
     def of(self, epoch: int) -> Rows:
-        """Returns the row of an epoch, which may be changed."""
+        """Returns the row of an epoch, which the caller may change."""
         return self._rows[epoch]
 
     def measure(self, epoch: int, event: Evaluated, seconds: float) -> list[tuple[Any, ...]]:
-        """Enters an evaluation into the row of its epoch; returns the rows of its metrics."""
+        """Enters an evaluation into the row of its epoch and returns the rows of its metrics."""
         rows = self._rows[epoch]
         rows["evaluated"], rows["evaluation_s"] = 1, seconds
         for score in event.scores:
-            if score.split != "train":  # these columns are of the gradients
+            if score.split != "train":  # these columns come from the gradients
                 rows[f"{score.split}_loss"], rows[f"{score.split}_error"] = score.loss, score.error
         self._metrics[epoch] = [
             (epoch, 0, score.split, name, value) for score in event.scores for name, value in score.metrics
@@ -147,7 +147,7 @@ class EpochTable:
         return self._metrics[epoch]
 
     def complete(self, later: set[int]) -> Iterator[tuple[int, Rows, list[tuple[Any, ...]]]]:
-        """Yields the epochs that can be recorded, in order, each with its row and metrics, but none of `later`."""
+        """Yields the epochs that can be recorded, in order, with row and metrics, up to the first one in `later`."""
         while (following := self.recorded + 1) in self._rows and following not in later:
             yield following, self._rows.pop(following), self._metrics.pop(following, [])
             self.recorded = following

@@ -1,7 +1,8 @@
-"""Gradients on their way into an average: what a parameter server and a tree server have in common.
+"""Gradients on their way into an average, for parameter servers and tree servers.
 
-A gradient buffer is in one place at a time: free, posted (a transfer may land in it), arrived (to be handled), the
-accumulator (the first gradient of an average; the others are averaged into it, weighted by their samples), or lent.
+A gradient buffer is in one place at a time: free, posted, arrived, accumulator or lent. A transfer may write into a
+posted buffer. An arrived buffer waits to be handled. The accumulator has the first gradient of an average, and the
+others are averaged into it, weighted by their samples. A lent buffer is in use by the transfer of an average.
 """
 
 from collections import deque
@@ -15,26 +16,26 @@ class GradientBuffers:
     """The gradient buffers of one server.
 
     Args:
-        sources: ids of the roles that push to it, in learner order.
-        buffers: how many there are; two serve any number of sources, a third while an average is passed on.
-        ordered: tensors are received and added in the order of the sources.
+        sources: ids of the roles that push to the server, in learner order.
+        buffers: number of buffers. Two serve any number of sources. A third one is needed while an average is sent.
+        ordered: whether gradients are received and added in the order of the sources.
 
     Attributes:
-        ordered: as given.
+        ordered: whether gradients are received and added in the order of the sources.
     """
 
     def __init__(self, sources: Sequence[int], buffers: int, ordered: bool) -> None:
         self.pool = tuple(f"{GRADIENT} {i}" for i in range(buffers))
         self.free = deque(self.pool)
-        self.posted: dict[str, int | None] = {}  # buffer -> for which source alone
-        self.arrived: deque[tuple[str, PushedGradient]] = deque()  # buffers, and what came with them
+        self.posted: dict[str, int | None] = {}  # buffer -> the only source that may use it, or None
+        self.arrived: deque[tuple[str, PushedGradient]] = deque()  # buffers and their messages
         self.accumulator: str | None = None
         self.samples = 0
         self.lent: str | None = None
         self.ordered = ordered
         self._sources, self._next_source = list(sources), 0
-        self._silent: set[int] = set()  # sources that have nothing to push any more
-        self._turns = deque(self._sources if ordered else ())  # whom this average still waits for, in order
+        self._silent: set[int] = set()  # sources whose later gradients are dropped
+        self._turns = deque(self._sources if ordered else ())  # sources that this average still waits for, in order
         self._receives = {buffer: Receive(buffer, gradient=True) for buffer in self.pool}
 
     def validate(self) -> None:
@@ -44,11 +45,11 @@ class GradientBuffers:
 
     @property
     def waiting(self) -> int:
-        """Gradients that have arrived and are not added yet."""
+        """Number of gradients that have arrived and are not added yet."""
         return sum(len(message.gradients) for _, message in self.arrived)
 
     def post(self, training: bool) -> list[Action]:
-        """Lets gradients into the free buffers; in order while the training goes on, if the protocol asks for it."""
+        """Posts receives for the free buffers, in the order of the sources during training if the protocol needs it."""
         actions: list[Action] = []
         in_order = self.ordered and training
         while self.free and (self._sources or not in_order):
@@ -62,16 +63,16 @@ class GradientBuffers:
         return actions
 
     def withdraw(self) -> list[Action]:
-        """Training ends: receives that are meant for one source are no use any more, it may push nothing."""
+        """Cancels receives for single sources at the end of training, because these may push nothing more."""
         return [CancelReceive(buffer) for buffer in sorted(self.posted)] if self.ordered else []
 
     def withdrawn(self, buffer: str) -> None:
-        """A receive was taken back."""
+        """Takes back the buffer of a cancelled receive."""
         del self.posted[buffer]
         self.free.append(buffer)
 
     def take(self, event: Received[PushedGradient]) -> int:
-        """A transfer has landed; how many gradients are dropped, because nobody waits for them any more."""
+        """Takes a received message and returns how many of its gradients are dropped because their source is silent."""
         buffer, message = event.buffer or "", event.message
         self.posted.pop(buffer, None)
         if self._silent and message.sender in self._silent:
@@ -81,7 +82,7 @@ class GradientBuffers:
         return 0
 
     def rotate_to_turn(self) -> bool:
-        """Brings the arrived gradient whose turn it is to the front; False if it is not here."""
+        """Moves the arrived gradient whose turn it is to the front. Returns False if it has not arrived."""
         for place, (_, message) in enumerate(self.arrived):
             if self._turns and message.sender == self._turns[0]:
                 self.arrived.rotate(-place)
@@ -90,26 +91,26 @@ class GradientBuffers:
 
     @property
     def turn(self) -> int | None:
-        """In order: the source whose gradient is waited for."""
+        """Source whose gradient is next in the order, or None if there is none."""
         return self._turns[0] if self._turns else None
 
     @property
     def complete(self) -> bool:
-        """In order: whether all sources are in this average."""
+        """Whether this average waits for no further source in the order."""
         return not self._turns
 
     def remove(self, source: int) -> int:
-        """A source is no more; how many gradients of its, which had arrived but have no turn any more, are dropped."""
+        """Removes a source that is gone and returns the number of its arrived gradients that are dropped."""
         dropped = self._forget(source)
         for buffer in [buffer for buffer, of in self.posted.items() if of == source]:
             self.withdrawn(buffer)
         return dropped
 
     def detach(self, source: int) -> tuple[int, list[Action]]:
-        """A source lives, but all learners behind it are no more, and what is still to come of it has no turn.
+        """Detaches a source that lives but has no learner left. Its later gradients have no turn.
 
         Returns:
-            How many gradients of its are dropped, and what to do.
+            Number of its gradients that are dropped, and the actions to take.
         """
         if not self.ordered:
             return 0, []
@@ -118,12 +119,12 @@ class GradientBuffers:
         return dropped, [CancelReceive(buffer) for buffer, of in self.posted.items() if of == source]
 
     def ignore_later(self, source: int) -> int:
-        """What a source has pushed counts only if it is added by now; how many gradients are dropped with it."""
+        """Ignores all gradients of a source that are not added yet, and returns how many had arrived."""
         self._silent.add(source)
         return self._drop(source)
 
     def _forget(self, source: int) -> int:
-        """Takes a source out of the order; how many gradients that had arrived are dropped with it."""
+        """Removes a source from the order and returns the number of its arrived gradients that are dropped."""
         place = self._sources.index(source)
         del self._sources[place]
         self._next_source = (self._next_source - (place < self._next_source)) % max(1, len(self._sources))
@@ -134,7 +135,7 @@ class GradientBuffers:
         return self._drop(source)
 
     def _drop(self, source: int) -> int:
-        """Drops what has arrived of a source; how many gradients that is."""
+        """Drops the arrived gradients of a source and returns their number."""
         gone = [entry for entry in self.arrived if entry[1].sender == source]
         for entry in gone:
             self.arrived.remove(entry)
@@ -142,7 +143,7 @@ class GradientBuffers:
         return sum(len(message.gradients) for _, message in gone)
 
     def average(self, buffer: str, samples: int, scale: float) -> list[Action]:
-        """Adds a gradient to the average, in which it counts by its samples."""
+        """Adds a gradient to the average, weighted by its samples."""
         if self._turns:
             self._turns.popleft()
         self.samples += samples
@@ -153,7 +154,7 @@ class GradientBuffers:
         return [Accumulate(self.accumulator, buffer, samples / self.samples, scale)]
 
     def take_average(self) -> str:
-        """The average; whoever takes it puts the buffer back."""
+        """Returns the buffer of the average. The caller puts the buffer back later."""
         buffer = self.accumulator
         assert buffer is not None
         self.accumulator, self.samples = None, 0
@@ -162,7 +163,7 @@ class GradientBuffers:
         return buffer
 
     def discard(self) -> int:
-        """Drops what has arrived; how many gradients that was."""
+        """Drops all arrived gradients and returns their number."""
         dropped = self.waiting
         self.free.extend(buffer for buffer, _ in self.arrived)
         self.arrived.clear()

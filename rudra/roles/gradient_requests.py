@@ -1,7 +1,7 @@
-"""Requests for the gradient of a mini-batch: of the whole model, or of its first layers.
+"""Requests for the gradient of a mini-batch, for the whole model or for its first layers.
 
-A learner has one of these as a member. It asks the request for the action that begins a mini-batch. The mini-batch
-ends with the event `Computed`, whichever request it is.
+A learner has a request as a member. The request returns the action that begins a mini-batch. The mini-batch ends with
+the event `Computed` for both kinds of requests.
 """
 
 from typing import Any
@@ -39,19 +39,19 @@ class WholeModel:
         return compute
 
     def take(self, event: Any) -> list[Action]:
-        """Returns what follows from an event between the beginning of a mini-batch and its gradient."""
+        """Returns the actions after an event between the beginning of a mini-batch and its gradient."""
         raise ProtocolError(f"a learner with all layers cannot take {type(event).__name__} of a mini-batch")
 
 
 class SplitCompute:
-    """Request of a learner that has the first layers only (`rudra.roles.stage_server` has the last ones).
+    """Request of a learner that has only the first layers (`rudra.roles.stage_server` has the last ones).
 
-    The learner computes the activations of its layers and ships them to the stage server. The stage server returns
+    The learner computes the activations of its layers and sends them to the stage server. The stage server returns
     their gradient, with loss and errors. The learner then computes the gradient of its own layers.
 
     Args:
         role: id of the learner.
-        plan: who is who.
+        plan: roles of the run and their connections.
     """
 
     def __init__(self, role: int, plan: Plan) -> None:
@@ -73,7 +73,7 @@ class SplitCompute:
         return RunFirstStage(compute.step, compute.work, compute.weights, ACTIVATIONS)
 
     def take(self, event: ActivationsReady | Sent | Received[ActivationGradient]) -> list[Action]:
-        """Returns what follows from an event between the beginning of a mini-batch and its gradient."""
+        """Returns the actions after an event between the beginning of a mini-batch and its gradient."""
         assert self._wanted is not None
         if isinstance(event, ActivationsReady):
             return self._ship(self._wanted)
@@ -94,7 +94,7 @@ class SplitCompute:
     def _go_back(self, wanted: Compute) -> list[Action]:
         """Computes the gradient of the learner's layers once it has the gradient of the activations.
 
-        The activations must have been delivered: their memory is overwritten.
+        The activations must have been delivered, because their memory is overwritten.
         """
         found = self._outcome
         if found is None or not self._shipped:

@@ -1,8 +1,8 @@
-"""Learners of compute groups: synchronous inside a group, which acts as one learner of batch kμ.
+"""Learners of compute groups. A group is synchronous inside, and acts as one learner with batch size kμ.
 
-Source: omnivore.txt §IV-A and appendix D-A3. Members average their gradients on the group's communicator. Where there
-is a parameter server, the first member pushes the average and pulls for all, and weights go down a tree of the group.
-With one group there is no server (`rudra.roles.replica`).
+Source: omnivore.txt §IV-A and appendix D-A3. Members average their gradients on the group's communicator. With several
+groups there is a parameter server: the first member pushes the average and pulls for all members. The weights then go
+down a tree of the group. A single group needs no server (`rudra.roles.replica`).
 """
 
 from collections.abc import Mapping
@@ -38,10 +38,11 @@ from rudra.roles.readiness import Readiness
 
 
 class GroupLearner(Learner):
-    """One member of one of several groups; arguments as for `Learner`.
+    """Member of one of several compute groups, with the arguments of `Learner`.
 
-    As `Learner`, with this between: a gradient that is ready is reduced first; then the first member exchanges it for
-    newer weights, and the others wait in the same state for what it hands on. Each goes on when it has handed on all.
+    Same states as for `Learner`, with one additional step. The group reduces a gradient before it is pushed. Then the
+    first member exchanges the average for newer weights, and the others wait in the same state until the weights reach
+    them. A member continues after it has forwarded the weights to all its receivers.
     """
 
     __slots__ = (
@@ -80,14 +81,14 @@ class GroupLearner(Learner):
         assert group is not None
         self._group = group
         self._leads = plan.group_of(role)[0] == role
-        # Members may have come from other groups, so they count what they have pushed since they are together.
+        # Members may come from other groups, so each counts the gradients that it has pushed in this group.
         self._first, self._before = self.pushed, setup.position.below(plan, role)
         self._members = plan.children[role]
         self._receivers = plan.receivers[role]
         self._handing_on = 0
         self._reducing = False
-        self._early: Received[PullAnswer] | None = None  # what the others are told, before the reduction has ended here
-        self._readiness = Readiness()  # of this one and the members
+        self._early: Received[PullAnswer] | None = None  # answer that came before the reduction ended here
+        self._readiness = Readiness()  # of this learner and its `_members`
 
     @property
     def waiting_for(self) -> str:
@@ -102,7 +103,7 @@ class GroupLearner(Learner):
     def validate(self) -> None:
         assert 0 <= self._handing_on <= len(self._receivers)
 
-    # Start: the first member reports for all.
+    # Start: the first member reports for the whole group.
 
     def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         return [*super()._first_weights(event, now), *self._hand_on(event)]
@@ -125,10 +126,10 @@ class GroupLearner(Learner):
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         return [*(Send(to, event.message) for to in self._receivers), *super()._begin(event, now)]
 
-    # Gradients: to the group, and from its first member to the server.
+    # Gradients: reduced over the group, then pushed to the server by its first member.
 
     def _push(self, event: Computed, now: float) -> list[Action]:
-        # Who is to stop goes on for once: the others do not know yet, and will reduce.
+        # A learner that must stop still takes part in this reduction: the others may not know of the stop yet.
         stopping, self._stopping = self._stopping, False
         actions, ends = self._computed(event, now)
         if ends:
@@ -138,13 +139,13 @@ class GroupLearner(Learner):
 
     @property
     def _together(self) -> int:
-        """Gradients that each member has pushed since all began."""
+        """Number of gradients that each member has pushed since the group began."""
         return self.pushed - self._first
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self._reducing = False
         if self._stopping:
-            if self._leads:  # nobody's gradient of this step is pushed
+            if self._leads:  # the average of this step is not pushed
                 self._uncount()
             self.log.report_unused()
             return self._leave(now)
@@ -160,7 +161,7 @@ class GroupLearner(Learner):
         self.pushed -= 1
         self.log.take_back()
 
-    # Weights: from the server to the first member, and down the group.
+    # Weights: from the server to the first member, then down the tree of the group.
 
     def _answered_early(self, event: Received[PullAnswer], now: float) -> list[Action]:
         self._early = event
@@ -194,14 +195,14 @@ class GroupLearner(Learner):
     def _advance(self, now: float) -> list[Action]:
         if self._handing_on:
             return []
-        # A first member that has told the others to go on has to go with them.
+        # If the first member has forwarded an answer, the others continue, so it must continue with them.
         stopping = self._stopping
         self._stopping = stopping and not (self._leads and self._answered_at is not None)
         actions = super()._advance(now)
         self._stopping = stopping
         return actions
 
-    # The end: the first member tells the others, and how many gradients were pushed.
+    # The end: the first member notifies the others, and sends them the number of pushed gradients.
 
     def _stop_soon(self, event: Received[Stop], now: float) -> list[Action]:
         if not self._leads and self._together > event.message.pushed:

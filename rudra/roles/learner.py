@@ -1,19 +1,19 @@
-"""The learner: compute a gradient, push it, get the weights if they are newer, again.
+"""The learner: compute a gradient, push it, receive the weights if they are newer, and repeat.
 
-Source: rudra.txt §2 and §3.2. There the learner asks for the server's timestamp when its gradient is delivered, and
-holds on to its weights where they are current. Here the gradient is the question: the server answers it when it has
-handled the gradient, and newer weights follow the answer at once. That is the paper's order with one round trip less.
+Source: rudra.txt §2 and §3.2. In the paper the learner asks for the server's timestamp when its gradient is delivered,
+and keeps its weights if they are current. Here the gradient is also that request: the server answers after it has
+handled the gradient, and newer weights follow at once. The order is the paper's, with one round trip less.
 
     WAITING     first weights               -> HASHING
-    HASHING     their digest                -> READY      tell the server
+    HASHING     digest of the weights       -> READY      report the digest to the server
     READY       training starts             -> COMPUTING
-    COMPUTING   activations ready, delivered, or their gradient received -> COMPUTING
+    COMPUTING   activations ready or delivered, or their gradient received -> COMPUTING
     COMPUTING   gradient ready              -> EXCHANGING push
     EXCHANGING  delivered, answered, and the newer weights received -> COMPUTING
-    any         stop                        -> STOPPED    as soon as no transfer is under way
+    any         stop                        -> STOPPED    when no transfer is under way
     STOPPED     everything is recorded      -> DONE
 
-A learner that has the first layers only exchanges activations with a stage server while it is COMPUTING
+A learner that has only the first layers exchanges activations with a stage server while it is COMPUTING
 (`rudra.roles.gradient_requests`). The time to compute a gradient includes this exchange.
 """
 
@@ -52,7 +52,7 @@ from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_l
 from rudra.roles.minibatch_log import MinibatchLog
 
 DROPPED = -1
-"""In a message to stop: what this learner still sends is not taken."""
+"""Value of `Stop.pushed` for a dropped learner: the server ignores all that it still sends."""
 
 
 class LearnerState(States):
@@ -61,10 +61,10 @@ class LearnerState(States):
     READY = auto()
     COMPUTING = auto()
     EXCHANGING = auto()
-    HELD = auto()  # this one and the next are of learners that overlap communication alone
+    HELD = auto()  # this state and the next one: only learners that overlap communication
     LEAVING = auto()
-    TESTING = auto()  # of workers alone
-    STEPPING = auto()  # of learners that average alone
+    TESTING = auto()  # only workers
+    STEPPING = auto()  # only learners that average
     STOPPED = auto()
     DONE = auto()
 
@@ -72,23 +72,23 @@ class LearnerState(States):
 THROUGH_STAGE: Mapping[Any, str] = dict.fromkeys((ActivationsReady, MessageKind.ACTIVATION_GRADIENT), "_through_stage")
 """Events between the beginning of a mini-batch and its gradient, if a stage server has the last layers."""
 
-# Names for what is looked up all the time: an enum's attributes are slow.
+# Names for states that are looked up often: the attributes of an enum are slow.
 COMPUTING, EXCHANGING = LearnerState.COMPUTING, LearnerState.EXCHANGING
 
 
 class Learner(Machine):
-    """One learner.
+    """Learner that pushes gradients to a server and pulls weights from it.
 
     Args:
-        role: id in the plan; its parent is the server that it pushes to.
-        setup: what it is made from.
+        role: id in the plan. The parent of this role is the server that it pushes to.
+        setup: arguments of the role.
 
     Attributes:
-        log: of its mini-batches.
-        timestamp: of the weights that are computed with.
+        log: log of the learner's mini-batches.
+        timestamp: timestamp of the weights that it computes with.
     """
 
-    # A simulation has thousands of learners, each in fewer lines of the cache without a dictionary.
+    # A simulation has thousands of learners. Without a dictionary each of them needs fewer cache lines.
     __slots__ = (
         "_answered_at",
         "_computed_at",
@@ -129,7 +129,7 @@ class Learner(Machine):
         ),
         **self_loops(
             [LearnerState.STOPPED], dict.fromkeys((Sent, MessageKind.TIMESTAMP, MessageKind.WEIGHTS), "_ignore")
-        ),  # it was dropped
+        ),  # after the learner was dropped
         **{
             (state, MessageKind.SHUTDOWN): Transition("_finish", LearnerState.DONE)
             for state in (LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STOPPED)
@@ -210,7 +210,7 @@ class Learner(Machine):
         return [Send(self.server, message, GRADIENT), *warnings]
 
     def _computed(self, event: Computed, now: float) -> tuple[list[Action], bool]:
-        """Notes a mini-batch; what to do about it, and whether that is all because training ends."""
+        """Notes a mini-batch and returns actions, and whether training ends with them."""
         actions, fails = self.log.enter(event, self.timestamp, now)
         if fails or not self._stopping:
             return actions, fails
@@ -218,7 +218,7 @@ class Learner(Machine):
         return actions + self._leave(now), True
 
     def _gradient(self, event: Computed, now: float) -> Gradient:
-        """Counts a gradient that is pushed now, and describes it."""
+        """Counts and describes a gradient that is pushed now."""
         self.pushed += 1
         self._computed_at = self._pushed_at = now
         self._delivered_at = self._answered_at = None
@@ -232,7 +232,7 @@ class Learner(Machine):
         return self._continue_with(event.message.timestamp, now)
 
     def _continue_with(self, timestamp: int, now: float) -> list[Action]:
-        """Lets weights of a timestamp in if they are newer, and goes on if not."""
+        """Receives the weights of a timestamp if they are newer, and otherwise continues."""
         self._answered_at = now
         if timestamp > self.timestamp:
             self._expects_weights = True
@@ -253,12 +253,12 @@ class Learner(Machine):
         return self._leave(now) if event.message.pushed == DROPPED else self._advance(now)
 
     def _advance(self, now: float) -> list[Action]:
-        """Goes on when no transfer is under way: to the next mini-batch, or away."""
+        """Continues if no transfer is under way: begins the next mini-batch, or leaves."""
         delivered, asked = self._delivered_at, self._answered_at
         if delivered is None or self._expects_weights or (asked is None and not self._stopping):
             return []
         push_s = delivered - self._pushed_at
-        answer = now if asked is None else max(asked, delivered)  # a stop is an answer too
+        answer = now if asked is None else max(asked, delivered)  # a stop counts as an answer
         log = self.log
         log.spend(self._pushed_at - self._computed_at, push_s, answer - delivered, now - answer)
         due = log.due(now)

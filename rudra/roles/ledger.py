@@ -1,7 +1,7 @@
-"""Counters and records of weights: updates, samples and epochs, rows of what was applied, snapshots and losses.
+"""Counters and records of weights: updates, samples, epochs, rows of applied gradients, snapshots and lost roles.
 
-Each owner of weights has a ledger: a parameter server, or each learner with a replica if there is no server. Of the
-learners only the first one reports.
+Each owner of weights has a ledger. An owner is a parameter server, or each learner with a replica if there is no
+server. Among these learners only the first one reports its records.
 """
 
 import math
@@ -45,16 +45,16 @@ from rudra.roles.sums import EpochSums, LearnerCounts, PendingUpdate
 UPDATE = PACK[MessageKind.UPDATES]
 
 EVALUATES_ALL = ("always", "workers")
-"""Values of `training.evaluate` with which the weights of every epoch are evaluated."""
+"""Values of `training.evaluate` that evaluate the weights of every epoch."""
 
 
 def left_over(learners: int) -> str:
-    """Who is left, for people."""
+    """Returns text for people: the number of learners that are left."""
     return f"{learners} learner{'s are' if learners > 1 else ' is'} left"
 
 
 def outlasts(event: Event, statistics: int) -> bool:
-    """Whether an event is for an owner of the weights even if everybody else regroups."""
+    """Returns whether an owner of weights handles an event even while all other roles regroup."""
     if isinstance(event, Received):
         return event.message.sender == statistics or event.message.kind in BETWEEN_OWNERS
     if isinstance(event, Sent):
@@ -64,7 +64,7 @@ def outlasts(event: Event, statistics: int) -> bool:
 
 @runtime_checkable
 class Owner(Protocol):
-    """A role that owns weights."""
+    """Role that owns weights."""
 
     ledger: "Ledger"
 
@@ -74,22 +74,24 @@ class Ledger:
 
     Args:
         role: id of the owner.
-        setup: what the owner is made from.
-        reports: whether the statistics server receives them.
+        setup: arguments of the owner's role.
+        reports: whether the statistics server receives the records.
 
     Attributes:
-        id: of the owner.
-        rules: job, plan, protocol and learning rates at this epoch.
-        clock: of the training.
-        timestamp: of the weights: number of updates.
-        epoch, epochs: number of completed epochs, and of epochs in all.
-        samples, applied: number of samples and gradients applied.
-        counts: of each learner and of each stream of samples.
-        dealer: assigns samples, if a coordinator does.
-        stopped: training ends before its time.
+        id: id of the owner.
+        rules: job, plan, protocol and learning rates of the present epoch.
+        clock: training clock.
+        timestamp: timestamp of the weights, which is their number of updates.
+        epoch: number of completed epochs.
+        epochs: number of epochs of the whole training.
+        samples: number of samples applied.
+        applied: number of gradients applied.
+        counts: counters of each learner and of each stream of samples.
+        dealer: object that assigns samples to workers, or None without a coordinator.
+        stopped: whether training ends early.
         outbox: rows on their way to the statistics server.
-        recorded_losses: roles whose end is recorded.
-        per_update: number of its updates that count as one for the schedule.
+        recorded_losses: ids of roles whose loss is recorded.
+        per_update: number of the owner's updates that the schedule counts as one.
     """
 
     per_update = 1
@@ -106,14 +108,14 @@ class Ledger:
         self.samples, self.applied = position.samples, position.applied
         self.stopped = False
         self.outbox = (Outbox if reports else NullOutbox)(role, setup.plan.statistics, job.results.report_s)
-        self._update_rows: deque[tuple[float, ...]] = deque()  # of updates whose end is not known yet
+        self._update_rows: deque[tuple[float, ...]] = deque()  # of updates that have not ended yet
         self._snapshots = SnapshotQueue(setup.plan.statistics, all_epochs=job.training.evaluate in EVALUATES_ALL)
         self.recorded_losses: set[int] = set()
         self._sums = EpochSums.of(position)
-        self._warned = False  # of stale gradients
+        self._warned = False  # whether stale gradients were reported
 
     def _reset_counts(self, position: TrainingState) -> None:
-        """Everybody begins at this position; nothing is under way."""
+        """Resets the counters: all roles begin at this position, and nothing is under way."""
         rules = self.rules
         self.counts = LearnerCounts(rules.job, rules.plan, rules.protocol.period, position)
         self.dealer: SampleAllocator | None = None
@@ -136,20 +138,20 @@ class Ledger:
         return self.epoch == self.epochs
 
     def start(self, now: float) -> TrainingStarted:
-        """Training begins; after a resume, the time between the two parts of the run does not count."""
+        """Begins training. After a resume, the time between the two parts of the run does not count."""
         return TrainingStarted(self.id, self.clock.start(now))
 
     def pause(self, seconds: float, text: str, now: float) -> None:
-        """The clock of the training has stood still for these seconds, until now."""
+        """Records that the training clock has stood still for these seconds, until now."""
         self.clock.pause(seconds)
         self.tell("pause", self.timestamp, now - self.clock.start_time, text)
 
     def enough(self) -> None:
-        """The target is reached: the epoch under way is the last one."""
+        """Makes the present epoch the last one, because the target is reached."""
         self.epochs = min(self.epochs, self.epoch + 1)
 
     def lower(self, count: int, now: float) -> None:
-        """Evaluations got no better: the rate falls for the `count`-th time in all."""
+        """Lowers the rate for the `count`-th time in all, because evaluations got no better."""
         for text in self.rules.lower(count, self.epoch):
             if self._reports:
                 self.tell("plateau", self.timestamp, now - self.clock.start_time, text)
@@ -158,16 +160,16 @@ class Ledger:
 
     @property
     def updating(self) -> bool:
-        """Whether the end of an update is not known yet."""
+        """Whether an update has not ended yet."""
         return bool(self._update_rows)
 
     @property
     def pending(self) -> int:
-        """Number of gradients that the next update has so far."""
+        """Number of gradients that are counted for the next update."""
         return len(self._pending.rows)
 
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
-        """Counts gradients for the next update; returns the number of their samples."""
+        """Counts gradients for the next update and returns the number of their samples."""
         pending, dealer = self._pending, self.dealer
         before = pending.samples
         self.counts.add(gradients, scale, self.timestamp + 1, pending)
@@ -178,7 +180,7 @@ class Ledger:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the next update would end an epoch whose weights could not be evaluated, although all must be."""
+        """Whether the next update would end an epoch whose weights must be evaluated, but no snapshot is free."""
         snapshots = self._snapshots
         return snapshots.all_epochs and not snapshots.free and self.ends_epoch
 
@@ -188,9 +190,10 @@ class Ledger:
         return self.samples + self._pending.samples >= (self.epoch + 1) * self._training_samples
 
     def update(self, gradient: str, now: float) -> list[Action]:
-        """Updates the weights by an average of all gradients that were counted.
+        """Updates the weights by an average of all counted gradients.
 
-        If learners step replicas, these have the rate of the schedule, and the weights have another one.
+        If learners step replicas, the replicas use the rate of the schedule, and the weights use the protocol's
+        `outer_rate`.
         """
         count, samples = len(self._pending.rows), self._pending.samples
         mean_staleness = self._pending.staleness / count
@@ -205,16 +208,16 @@ class Ledger:
         return [update, *self._applied(rate, now)]
 
     def enter(self, rate: float, now: float) -> list[Action]:
-        """Enters an update by all gradients that were counted, which was made elsewhere at such a rate."""
+        """Enters an update that was made elsewhere, at this rate, by all counted gradients."""
         self.timestamp += 1
         return self._applied(rate, now)
 
     def enter_each(self, gradients: tuple[Gradient, ...], seconds: float, now: float) -> list[Action]:
-        """Enters updates of one gradient each, which were made elsewhere; no epoch may end with them.
+        """Enters updates of one gradient each that were made elsewhere. No epoch may end with them.
 
         Args:
-            gradients: `scale` is the rate, `timestamp` the staleness.
-            seconds: that each update took.
+            gradients: gradients of the updates. Their `scale` is the rate, and `timestamp` the staleness.
+            seconds: duration of each update.
             now: seconds on the driver's clock.
         """
         assert self.dealer is not None
@@ -235,16 +238,16 @@ class Ledger:
 
     @property
     def left_of_epoch(self) -> int:
-        """Number of samples of the epoch that are not applied yet."""
+        """Number of samples of the present epoch that are not applied yet."""
         return (self.epoch + 1) * self._training_samples - self.samples
 
     def rate_for(self, samples: int) -> float:
-        """Returns the present rate of the schedule for an update that applies so many samples."""
+        """Returns the present rate of the schedule for an update of `samples` samples."""
         progress = (self.samples + self._pending.samples + samples) / self._training_samples
         return self.rules.schedule.rate(self.epoch, progress, self.timestamp)
 
     def _applied(self, rate: float, now: float) -> list[Action]:
-        """Enters the update that led to this timestamp; returns what follows if an epoch ends with it."""
+        """Enters the update that led to this timestamp and returns the actions if an epoch ends with it."""
         pending, self._pending = self._pending, PendingUpdate()
         count, samples = len(pending.rows), pending.samples
         row = (self.timestamp, self.epoch + 1, count, samples, rate, pending.staleness / count)
@@ -261,7 +264,7 @@ class Ledger:
         return actions
 
     def _sum_up(self, made: PendingUpdate, count: int, now: float) -> None:
-        """Adds gradients that are applied to the totals of the run and of the epoch, and reports their rows."""
+        """Adds applied gradients to the totals of the run and of the epoch, and reports their rows."""
         self.samples += made.samples
         self.applied += count
         self._sums.add(made.loss, made.errors, made.staleness, count, made.samples)
@@ -269,7 +272,7 @@ class Ledger:
         self.outbox.extend(MessageKind.GRADIENTS, made.rows)
 
     def note(self, event: Updated, now: float) -> list[Action]:
-        """Completes the row of an update, whose end is known now."""
+        """Completes the row of an update that has ended."""
         self.outbox.add(MessageKind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
         return self.outbox.due(now)
 
@@ -292,42 +295,42 @@ class Ledger:
         return [*actions, *self._snapshots.send(Snapshot(self.id, self.timestamp, self.epochs, row))]
 
     def _warn_of_staleness(self, mean_staleness: float) -> list[Action]:
-        """Warns once of an epoch whose gradients were so stale that the rate is too high for them."""
+        """Warns once if the gradients of an epoch were too stale for the learning rate."""
         text = "" if self._warned else self.rules.staleness_warning(self.epoch, mean_staleness)
         self._warned = self._warned or bool(text)
         return [Warn(text)] if text else []
 
     @property
     def final_lent(self) -> bool:
-        """Whether the weights of the last epoch are not all sent yet."""
+        """Whether the weights of the last epoch are still being sent."""
         return self._snapshots.final_lent
 
     def returned(self, buffer: str) -> None:
-        """The statistics server has a snapshot."""
+        """Takes back the buffer of a snapshot whose transfer to the statistics server has ended."""
         self._snapshots.returned(buffer)
 
     def credit(self) -> list[Action]:
-        """The statistics server has room for one more snapshot."""
+        """Takes note that the statistics server has room for one more snapshot. Sends the final one if it waits."""
         return self._snapshots.credit()
 
     # Changes of the job, and regrouping without roles that have died.
 
     @property
     def is_to_change(self) -> bool:
-        """Whether an epoch is complete after which the job changes, and training continues."""
+        """Whether the job must change now, after a complete epoch, and training continues."""
         return self.epoch >= self.rules.until and not self.over
 
     def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
-        """Continues by the present job, at a position, without the dead."""
+        """Continues by the present job from a position, without the dead roles."""
         begun = self.rules.change(dead, position)
         self._reset_counts(position)
         for phase in begun if not self.over else ():
             self.tell("change", self.timestamp, position.time_s, f"after epoch {phase.at_epoch}: {phase.text}")
 
     def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
-        """Has all roles that are left begin again by the present job, with the weights of a position.
+        """Restarts all remaining roles by the present job, with the weights of a position.
 
-        What is under way is dropped. It is computed again, with these weights.
+        Work under way is dropped, and computed again with these weights.
         """
         plan = self.rules.plan
         lost = sorted(dead - self.recorded_losses)
@@ -360,7 +363,7 @@ class Ledger:
             self._account_for(role, pushed)
 
     def record_late_loss(self, role: int, now: float) -> list[Action]:
-        """Closes the accounts of a learner that is lost after training, and of its group: theirs may never come."""
+        """Closes the accounts of a learner lost after training and of its group, because their own may never arrive."""
         roles = self.rules.plan.roles
         if roles[role].kind_traits.trains:
             for learner in self.rules.plan.group_of(role):
@@ -380,7 +383,7 @@ class Ledger:
         return self.outbox.flush(now)
 
     def position(self, now: float) -> TrainingState:
-        """Returns where training is, without pending gradients."""
+        """Returns the present state of training, without pending gradients."""
         steps, learned = self.counts.without(self._pending, self.rules.protocol.period)
         sums = self._sums
         totals, counts = (sums.loss, sums.errors), (sums.staleness, sums.gradients, sums.samples)
@@ -394,7 +397,7 @@ class Ledger:
 
     @property
     def last_position(self) -> TrainingState:
-        """Where training was when it ended."""
+        """State of training at its end."""
         return self.position(self.clock.ended)
 
     def tell(self, kind: str, timestamp: int, time_s: float, text: str, role: int = -1) -> None:

@@ -1,4 +1,4 @@
-"""The log of an owner that decides, as another owner carries it out (`rudra.roles.multi_owner.Log`)."""
+"""The log of the deciding owner of weights, carried out by another owner (`rudra.roles.multi_owner.Log`)."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
@@ -25,23 +25,23 @@ from rudra.roles.multi_owner import LOGGED, NUMBER
 from topologies import Plan
 
 Entry = tuple[Any, ...]
-"""A row of `records.LOG`."""
+"""Row of `records.LOG`."""
 
 Due = Callable[[Entry], list[Action] | None]
 
 
 class LogFollower:
-    """Member of an owner that carries out a log, entry by entry.
+    """Member of an owner of weights that carries out the log, entry by entry.
 
     Args:
         role: id of the owner.
-        plan: who is who.
-        dead: ids of roles that have died, as the owner knows them.
+        plan: roles of the run and their connections.
+        dead: ids of roles that the owner knows to be dead.
 
     Attributes:
-        entries: that are not carried out yet.
-        coming: buffers that receive a gradient -> its source, and its number.
-        lent: number of transfers under way, by buffer.
+        entries: entries that are not carried out yet.
+        coming: buffer that receives a gradient -> source and number of the gradient.
+        lent: buffer -> number of its transfers that are under way.
     """
 
     def __init__(self, role: int, plan: Plan, dead: Collection[int]) -> None:
@@ -61,10 +61,10 @@ class LogFollower:
         return f"transfers of its {' and '.join(lent)} to end" if lent else "part of a gradient"
 
     def carry_out(self, due: Due) -> list[Action]:
-        """Carries out entries in their order until one must wait.
+        """Carries out entries in order until one must wait.
 
         Args:
-            due: returns what an entry leads to now, or None if the entry must wait.
+            due: function that returns the actions of an entry, or None if the entry must wait.
         """
         actions: list[Action] = []
         while self.entries and (now := due(self.entries[0])) is not None:
@@ -73,9 +73,9 @@ class LogFollower:
         return actions
 
     def receive_ahead(self) -> list[Action]:
-        """Carries out later entries that receive gradients, while an entry before them must wait.
+        """Carries out later entries that receive gradients, while an earlier entry must wait.
 
-        It may, unless an entry before is about the buffer, or about another gradient of that learner.
+        This is allowed unless an earlier entry uses the same buffer or receives another gradient of the same learner.
         """
         actions: list[Action] = []
         needed: set[bytes | int] = set()
@@ -89,7 +89,7 @@ class LogFollower:
         return actions
 
     def due(self, entry: Entry) -> list[Action] | None:
-        """Returns what an entry leads to, or None if it must wait."""
+        """Returns the actions of an entry, or None if it must wait."""
         what, role, buffer_, other_, number, fraction, scale, samples, time_s, epoch, _ = entry
         kind, buffer, other = LOGGED[what], buffer_.decode(), other_.decode()
         if kind is Receive:
@@ -118,10 +118,10 @@ class LogFollower:
         return [Save(WEIGHTS, BEGINNING) if kind is Save else DeclareLost(role)]
 
     def read(self, entries: Iterable[Entry]) -> None:
-        """Takes entries that have arrived."""
+        """Appends entries that have arrived."""
         self.entries.extend(entries)
 
     def arrived(self, buffer: str) -> int:
-        """A gradient, or a part of one, is in a buffer; returns its number."""
+        """Takes note that a gradient, or a part of one, has arrived in a buffer, and returns its number."""
         _, number = self.coming.pop(buffer)
         return number

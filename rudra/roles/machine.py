@@ -1,4 +1,4 @@
-"""What all roles share: a table of transitions, and rows on their way to the statistics server."""
+"""Base class of all roles: a table of transitions, and a history of events."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,13 +18,13 @@ Trigger = MessageKind | type[Event]
 
 
 class States(Enum):
-    """The states of a role; hashed by identity, because every event looks one up."""
+    """States of a role, hashed by identity for speed, because every event looks up a state."""
 
     __hash__ = object.__hash__
 
 
 class Transition:
-    """Where an event leads: a method, and the states one of which follows; the state before is named if it may stay."""
+    """Effect of an event: its method and the possible next states, with the present one if the role may stay in it."""
 
     __slots__ = ("method", "states")
 
@@ -33,20 +33,20 @@ class Transition:
 
 
 def self_loops(states: Iterable[States], methods: Mapping[Trigger, str]) -> dict[tuple[States, Any], Transition]:
-    """Rows of a table: events that are handled alike in some states, and lead to no other."""
+    """Returns rows of a table for events that leave a state unchanged, with the same method in each of the states."""
     return {(state, trigger): Transition(method, state) for state in states for trigger, method in methods.items()}
 
 
 class Setup(NamedTuple):
-    """What roles are made from.
+    """Arguments of a role.
 
     Attributes:
-        job: resolved.
-        plan: who is who.
-        training_samples: size of the training set, by which epochs are counted.
-        schedule: the learning rates before modulation, for whoever owns weights.
-        position: where training begins.
-        phases: all parts of the run, where the job changes; job, plan and schedule are those of the part at hand.
+        job: resolved job.
+        plan: roles of the run and their connections.
+        training_samples: number of samples in the training set, and so in an epoch.
+        schedule: learning rates before modulation, for roles that own weights.
+        position: state of training at the start.
+        phases: all phases of the run, if the job changes. `job`, `plan` and `schedule` belong to the present phase.
     """
 
     job: Job
@@ -58,38 +58,51 @@ class Setup(NamedTuple):
 
     @property
     def all_phases(self) -> Phases:
-        """All parts of the run: a single one where the job does not change."""
+        """All phases of the run, or a single one if the job does not change."""
         return self.phases or (Phase(0, self.job, self.plan, self.schedule),)
 
 
 class CoOwned(Protocol):
-    """Weights that a role owns together with others, for which it decides."""
+    """Weights that a role owns together with others. This role decides for all owners."""
 
     def share(self, actions: Iterable[Action]) -> list[Action]:
-        """Returns what the role itself does of what it decided; others do the rest."""
+        """Returns the decided actions that the role itself carries out. The other owners do the rest."""
 
 
-Method = Callable[[Any, Any, float], list[Action]]
+class _Row(NamedTuple):
+    """Row of the transition table, in the form that a machine looks up.
+
+    Attributes:
+        method: Method that handles the event.
+        state: State before the event.
+        trigger: Type of the event, or of the received message.
+    """
+
+    method: Callable[[Any, Any, float], list[Action]]
+    state: States
+    trigger: type
+
 
 HISTORY = 50
-"""Events that a role remembers, to be shown with an error."""
+"""Number of events that a role remembers, to show them with an error."""
 
 
 class Machine:
-    """A role. Subclasses give the table: (state, event type or message kind) -> method, and what states may follow.
+    """State machine of a role. Each subclass defines a table of transitions.
 
-    A method sets the state; that the table names it is checked by tests (`validate_step`).
+    The table maps (state, event type or message kind) to a method and the possible next states. The method sets the
+    next state. Tests check that the table lists it (`validate_step`).
 
     Attributes:
-        id: place in the plan.
-        name: as shown to people.
-        state: one of the subclass's enum.
+        id: id of the role in the plan.
+        name: name of the role in messages to people.
+        state: present state, from the subclass's enum.
     """
 
-    __slots__ = ("_co_owned", "_dead", "_history", "_methods", "id", "name", "plan", "state")
+    __slots__ = ("_co_owned", "_dead", "_history", "_rows", "id", "name", "plan", "state")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {}
-    _METHODS: ClassVar[dict[tuple[States, type], Method]]  # by the type of an event, or of the message that it brings
+    _ROWS: ClassVar[dict[tuple[States, type], _Row]]
     state: States
 
     def __init_subclass__(cls) -> None:
@@ -98,32 +111,32 @@ class Machine:
                 raise TypeError(
                     f"{cls.__name__}.{to.method} leads from {state} to {to.states}, which are no such states"
                 )
-        cls._METHODS = {
-            (state, MESSAGES[trigger] if isinstance(trigger, MessageKind) else trigger): getattr(cls, to.method)
-            for (state, trigger), to in cls.TRANSITIONS.items()
-        }
+        cls._ROWS = {}  # by types: the kind of a message takes longer to look up
+        for (state, trigger), to in cls.TRANSITIONS.items():
+            type_ = MESSAGES[trigger] if isinstance(trigger, MessageKind) else trigger
+            cls._ROWS[state, type_] = _Row(getattr(cls, to.method), state, type_)
 
     def __init__(self, role: int, plan: Plan) -> None:
         self.id = role
         self.plan = plan
         self.name = plan.roles[role].name
-        self._methods = self._METHODS
+        self._rows = self._ROWS
         self._co_owned: tuple[CoOwned, ...] = ()
-        self._dead: set[int] = set()  # roles
-        # The events themselves would keep the memory of messages in use: the next ones then find it in no cache, and a
-        # simulation takes a tenth longer.
-        self._history: deque[Any] = deque(maxlen=HISTORY)
+        self._dead: set[int] = set()  # ids of roles
+        # A row, a time and a sender for each event. Whole events would keep the memory of their messages in use. New
+        # messages would then miss the cache, and a simulation would take a tenth longer.
+        self._history: deque[Any] = deque(maxlen=3 * HISTORY)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
 
         Args:
-            event: what happened.
+            event: event to handle.
             now: seconds on the driver's clock.
 
         Raises:
-            ProtocolError: the state does not allow the event; nothing has changed. As any error, it has the last
-                events of the role in a note.
+            ProtocolError: the state does not allow the event. Nothing has changed. As for all errors, a note lists the
+                last events of the role.
         """
         trigger: Any = type(event)
         sender = None
@@ -134,21 +147,23 @@ class Machine:
             if event.role in self.plan.gone or event.role in self._dead:  # type: ignore[union-attr]
                 return []
             self._dead.add(event.role)  # type: ignore[union-attr]
-        key = (self.state, trigger)
-        method = self._methods.get(key)
-        if method is None:
-            if trigger is Shutdown and self._dead:  # what this role still waits for was with the dead
+        row = self._rows.get((self.state, trigger))
+        if row is None:
+            if trigger is Shutdown and self._dead:  # this role waits for something that only dead roles had
                 return [halt(event)]  # type: ignore[arg-type]
             if sender in self._dead:
-                return []  # said before it died, and of no use now
+                return []  # sent before the sender died, and not needed now
             if trigger is Lost:
-                return []  # this role can do without it
+                return []  # this role does not need the lost role
             refused = ProtocolError(f"{self.name} cannot take {_name_of(trigger)} while {self.state.name}")
             refused.add_note(self.story)
             raise refused
-        self._history.append((key, now, sender))
+        history = self._history
+        history.append(row)
+        history.append(now)
+        history.append(sender)
         try:
-            actions = method(self, event, now)
+            actions = row.method(self, event, now)
             if self._co_owned:
                 for weights in self._co_owned:
                     actions = weights.share(actions)
@@ -159,38 +174,39 @@ class Machine:
 
     @property
     def story(self) -> str:
-        """The last events of this role, for people, one a line: when, in which state, what, and from whom."""
+        """Last events of this role as text for people, one a line: time, state, event and sender."""
         names = [role.name for role in self.plan.roles]
         lines = [f"The last events of {self.name}:" if self._history else f"{self.name} had no event before."]
-        for (state, trigger), now, sender in self._history:
+        past = iter(self._history)
+        for row, now, sender in zip(past, past, past, strict=True):
             source = "" if sender is None else f" from {names[sender]}"
-            lines.append(f"  {now:.6f} s  {state.name:12}  {_name_of(trigger)}{source}")
+            lines.append(f"  {now:.6f} s  {row.state.name:12}  {_name_of(row.trigger)}{source}")
         return "\n".join(lines)
 
     def _ignore(self, event: Any, now: float) -> list[Action]:
-        """What comes too late to matter."""
+        """Ignores an event that comes too late to matter."""
         return []
 
     def inherit(self, before: Any) -> None:
-        """Takes over what outlasts it from who played this role until everybody regrouped: one of the same class."""
+        """Takes over lasting records from `before`, the machine of this role before a regrouping, of the same class."""
 
     def validate(self) -> None:
-        """Raises AssertionError unless the invariants hold; tests call it after every event."""
+        """Raises AssertionError unless the invariants hold. Tests call it after every event."""
 
     def validate_step(self, before: States, event: Event) -> None:
-        """Raises AssertionError unless the table says that an event leads from a state to that of now; for tests."""
+        """Raises AssertionError unless the table allows the step from `before` to the present state. For tests."""
         trigger: Any = event.message.kind if isinstance(event, Received) else type(event)
         to = self.TRANSITIONS.get((before, trigger))
         assert self.state in (to.states if to else {before}), (self.name, before, trigger, self.state)
 
     @property
     def tick_s(self) -> float | None:
-        """How often this role wants a `Tick` now while nothing happens."""
+        """Interval in seconds between the `Tick` events that this role wants while nothing else happens, or None."""
         return None
 
     @property
     def waiting_for(self) -> str:
-        """For whom and what this role waits now, for people; empty if it does not wait."""
+        """Text for people: the role and the event that this role waits for now, or an empty string."""
         return ""
 
 
@@ -200,15 +216,15 @@ def _name_of(trigger: type) -> str:
 
 
 def halt(event: Received[Shutdown]) -> Halt:
-    """What to do when the statistics server says that all is done."""
+    """Returns the action that ends a role when the statistics server shuts the run down."""
     return Halt(event.message.exit_code, event.message.apart)
 
 
 def short_digest(digest: str) -> int:
-    """63 bits of a hexadecimal digest, for the number in a message; 0 where there is none."""
+    """Returns 63 bits of a hexadecimal digest as a number for a message, or 0 without a digest."""
     return int(digest[:16] or "0", 16) >> 1
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Returns text with the first few names and the number of the others."""
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

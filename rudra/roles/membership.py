@@ -1,4 +1,4 @@
-"""Who pushes to a server: its children, the learners behind them, and how many gradients came of each."""
+"""Membership of a server: its children, the learners below them, and the number of gradients from each."""
 
 from collections.abc import Collection
 
@@ -8,20 +8,20 @@ from topologies import Plan
 
 
 class Membership:
-    """Membership of one server: the roles that push to it.
+    """Roles that push to one server, and the gradients that they pushed.
 
     Args:
-        plan: who is who.
+        plan: roles of the run and their connections.
         role: id of the server.
-        position: where training begins.
+        position: state of training at the start.
 
     Attributes:
-        children: ids of those that are left.
-        worker: child -> its place in what the protocol is told of; a group is one worker.
-        below: child -> learners that are left behind it, or are it.
-        pushed: gradients of each learner that is left, or of each group.
-        received: child -> gradients that came of it.
-        left: children that took leave -> gradients that they pushed.
+        children: ids of the remaining children.
+        worker: child -> its number among the protocol's workers. A group is one worker.
+        below: child -> number of remaining learners below it, including the child if it is a learner.
+        pushed: number of gradients of each remaining learner, or of each group.
+        received: child -> number of gradients that arrived from it.
+        left: child that has left -> number of gradients that it pushed.
     """
 
     def __init__(self, plan: Plan, role: int, position: TrainingState) -> None:
@@ -31,8 +31,8 @@ class Membership:
         self.below = {child: plan.learners_below(child) for child in self.children}
         workers = [members[0] for members in plan.groups] or plan.learners
         self.pushed = [position.step(plan.roles[worker].index) for worker in workers]
-        self._from_lost = position.applied - sum(self.pushed)  # gradients of learners that are no more
-        self._places = [-1] * plan.learner_numbers  # learner -> its place in `pushed`; -1: it is no more
+        self._from_lost = position.applied - sum(self.pushed)  # number of gradients of lost learners
+        self._places = [-1] * plan.learner_numbers  # learner -> its place in `pushed`, or -1 if it is lost
         for place, learner in enumerate(plan.learners):
             self._places[plan.roles[learner].index] = place
         self.received = {child: position.below(plan, child) for child in self.children}
@@ -40,16 +40,16 @@ class Membership:
         self._grouped = bool(plan.groups)
 
     def validate(self, received: int) -> None:
-        """Raises AssertionError unless so many gradients came in all."""
+        """Raises AssertionError unless `received` is the number of all gradients that arrived."""
         assert self._grouped or received == sum(self.pushed) + self._from_lost
 
     @property
     def complete(self) -> bool:
-        """Whether every child has left, and every gradient that it pushed came."""
+        """Whether every child has left and all its pushed gradients have arrived."""
         return all(self.left.get(child) == self.received[child] for child in self.children)
 
     def names(self, but: Collection[int] = ()) -> list[str]:
-        """Of the children, without some."""
+        """Returns the names of the children, except those in `but`."""
         return [self._plan.roles[child].name for child in self.children if child not in but]
 
     def count(self, message: PushedGradient | AppliedInPlace) -> None:
@@ -66,7 +66,7 @@ class Membership:
                 self._from_lost += 1
 
     def lose(self, role: int, child: int) -> int:
-        """A learner behind a child is no more, or is that child; how many gradients it had pushed."""
+        """Removes a lost learner, which is `child` or below it, and returns its number of pushed gradients."""
         place = self._places[self._plan.roles[role].index]
         pushed = self.pushed.pop(place)
         self._from_lost += pushed

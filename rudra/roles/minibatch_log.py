@@ -1,4 +1,4 @@
-"""What every role that computes gradients holds: an account of its mini-batches, which it reports."""
+"""Log of the mini-batches of a role that computes gradients, reported to the statistics server."""
 
 from math import isfinite
 
@@ -16,20 +16,20 @@ UNUSED = (0.0,) * (len(TIMES) - 1)
 
 
 class MinibatchLog:
-    """The mini-batches of one learner.
+    """Counts, times and rows of the mini-batches of one learner.
 
     Args:
         role: id of the learner.
-        setup: what it is made from.
+        setup: arguments of the role.
 
     Attributes:
-        learner: its number.
-        step: of the next mini-batch.
-        began: seconds on the driver's clock at which training began.
-        diary: rows on their way.
+        learner: number of the learner.
+        step: number of the next mini-batch.
+        began: beginning of training, in seconds on the driver's clock.
+        diary: rows on their way to the statistics server.
     """
 
-    # A simulation has thousands of learners, each in fewer lines of the cache without a dictionary.
+    # A simulation has thousands of learners. Without a dictionary each of them needs fewer cache lines.
     __slots__ = (
         "_before",
         "_count",
@@ -59,18 +59,18 @@ class MinibatchLog:
         self._reports_minibatches = results.minibatches
         self.diary = Outbox(role, setup.plan.statistics, results.report_s)
         self._minibatch: tuple[float, ...] = ()
-        self.began = self._since = 0.0  # the training, and the mini-batch at hand
+        self.began = self._since = 0.0  # of training, and of the present mini-batch
         self._times = [0.0] * len(TIMES)
         self.follow(setup.job, setup.plan, setup.position)
 
     def inherit(self, before: "MinibatchLog") -> None:
-        """Takes over what was noted; what was computed in vain since counts as time, not as samples."""
+        """Takes over the rows and times of an earlier log. Unused mini-batches count as time, but not as samples."""
         self.diary, self._warned = before.diary, before._warned
         self._samples += self._before - before._before
         self._before, self._times = before._before, before._times
 
     def follow(self, job: Job, plan: Plan, position: TrainingState) -> None:
-        """Begins with what was not applied yet at a position, by a job, among the learners of a plan."""
+        """Begins with the first mini-batch that was not applied at a position, for a job and a plan."""
         self.step = position.step(self.learner)
         mine = portion(plan, self.diary.role, job.training.minibatch_size, job.cluster.parts)
         work = mine.work(position.drawn_from(mine.stream))
@@ -79,14 +79,14 @@ class MinibatchLog:
         self._samples = position.learned_by(self.learner) - self._before
 
     def begin(self, weights: str, gradient: str, timestamp: int, now: float) -> Compute:
-        """Begins the next mini-batch, of weights of a timestamp."""
+        """Begins the next mini-batch with the weights of a timestamp."""
         self._since = now
         step, stride = self.step, self._stride
         work = Work(self._stream, self._origin + step * stride, self._count, stride)
         return Compute(step, work, weights, gradient, timestamp, now - self.began)
 
     def enter(self, event: Computed, timestamp: int, now: float) -> tuple[list[Action], bool]:
-        """Notes a mini-batch that is computed; what to do about it, and whether that is all because the run fails."""
+        """Notes a computed mini-batch, and returns actions and whether the run fails with them."""
         step, loss = event.step, event.loss
         compute_s = now - self._since
         self._times[0] += compute_s
@@ -108,7 +108,7 @@ class MinibatchLog:
         return [Warn(f"{text} (training goes on, as [fault_tolerance] non_finite_loss says)")], False
 
     def describe(self, event: Computed, timestamp: int) -> Gradient:
-        """Counts the samples of a gradient that is on its way now, and describes it."""
+        """Counts the samples of a gradient that is sent now, and describes the gradient."""
         samples, loss, errors = event.samples, event.loss, event.errors
         step, stream = event.step, self._stream
         self._samples += samples
@@ -116,11 +116,11 @@ class MinibatchLog:
         return Gradient(-1, self.learner, samples, step, first, timestamp, -1, 1.0, loss, errors, stream)
 
     def take_back(self) -> None:
-        """The last gradient does not count, after all."""
+        """Takes the samples of the last gradient back, because it does not count after all."""
         self._samples -= self._count
 
     def spend(self, reduce_s: float, push_s: float, wait_s: float, pull_s: float, update_s: float = 0.0) -> None:
-        """How long a mini-batch took beside the computation."""
+        """Adds the times of a mini-batch other than its computation, in seconds."""
         times = self._times
         times[1] += reduce_s
         times[2] += push_s
@@ -136,11 +136,11 @@ class MinibatchLog:
             self.diary.add(MessageKind.MINIBATCHES, *self._minibatch, *UNUSED)
 
     def due(self, now: float) -> list[Action]:
-        """What to send now, if it is time."""
+        """Returns the actions that send rows, if it is time to send."""
         return self.diary.due(now) if self._reports_minibatches else []
 
     def close(self, now: float, pushed: int, pulls: int = 0, skipped_pulls: int = 0) -> list[Action]:
-        """The closing account."""
+        """Reports the closing account."""
         row = (self.learner, self._world_rank, pushed, self._samples, pulls, skipped_pulls)
         self.diary.add(MessageKind.LEARNERS, *row, *self._times)
         return self.diary.flush(now)

@@ -1,7 +1,7 @@
-"""What several owners of weights do together: a log that others carry out, and updates that all of them make.
+"""Cooperation of several owners of weights: a log of decisions, and updates that every owner makes to its part.
 
-One of them decides. What it does to its own part of the weights, and what concerns the others', it says in a log, which
-they carry out entry by entry. An update is complete when everybody has made it.
+One owner decides. It writes into a log what it does to its own part of the weights, and what concerns the other parts.
+The other owners carry out the log entry by entry. An update is complete when every owner has made it.
 """
 
 from collections import Counter
@@ -42,13 +42,13 @@ LOGGED: tuple[type[Action], ...] = (
     Reconfigure,
     ComputeNorms,
 )
-"""Actions that concern other owners; an entry of the log names them by their places here."""
+"""Actions that concern other owners. An entry of the log identifies an action by its place here."""
 
 NUMBER = {kind: number for number, kind in enumerate(LOGGED)}
 
 
 def entry(action: Action, number: int = 0) -> bytes:
-    """An action of who decides as an entry of the log; a gradient that is let in has a number."""
+    """Returns an action of the deciding owner as a log entry. `number` identifies a received gradient."""
     role, buffer, other, fraction, scale, samples, time_s, epoch = -1, "", "", 0.0, 0.0, 0, 0.0, 0
     match action:
         case Receive():
@@ -77,11 +77,11 @@ def entry(action: Action, number: int = 0) -> bytes:
 
 
 class Log:
-    """What is to be told of what others have to do.
+    """Log of the actions that other owners must carry out.
 
     Args:
-        role: id of who decides.
-        readers: ids of who carries it out.
+        role: id of the owner that decides.
+        readers: ids of the owners that carry the log out.
     """
 
     def __init__(self, role: int, readers: tuple[int, ...]) -> None:
@@ -89,12 +89,12 @@ class Log:
         self._entries: list[bytes] = []
 
     def add(self, action: Action, number: int = 0) -> Action:
-        """Enters an action, and gives it back."""
+        """Adds an action to the log, and returns it."""
         self._entries.append(entry(action, number))
         return action
 
     def told(self) -> list[Action]:
-        """What to send of it, first of all: the others work while this one does."""
+        """Returns the messages with new entries. Send them first, so that the other owners work in parallel."""
         if not self._entries:
             return []
         rows, self._entries = np.frombuffer(b"".join(self._entries), records.LOG), []
@@ -103,7 +103,7 @@ class Log:
 
 
 def stepped(owner: int, event: Updated) -> list[OwnerStepped]:
-    """What an owner tells of an update of its part: a message for each stretch of that, in ascending order."""
+    """Returns the messages that report an owner's update: one for each stretch of its part, in ascending order."""
     samples = event.sampled or (b"",)
     return [
         OwnerStepped(
@@ -119,29 +119,29 @@ def stepped(owner: int, event: Updated) -> list[OwnerStepped]:
 
 
 class OwnerSteps:
-    """Updates on the way: one is complete when all owners have made it.
+    """Updates that not all owners have made yet.
 
     Args:
-        owners: ids of those who make it, in the order of their parts; the first one keeps the books.
+        owners: ids of the owners, in the order of their parts. The first owner has the ledger.
 
     Attributes:
-        alone: there is only one owner.
+        alone: whether there is only one owner.
     """
 
     def __init__(self, owners: tuple[int, ...]) -> None:
         self._owners = owners
         self.alone = len(owners) == 1
-        # timestamp -> number of a stretch, and the place of its owner -> sample of it, and seconds
+        # timestamp -> (number of a stretch, place of its owner) -> (sample of the stretch, seconds)
         self._made: dict[int, dict[tuple[int, int], tuple[bytes, float]]] = {}
-        self._complete: Counter[int] = Counter()  # timestamp -> owners whose samples are all here
+        self._complete: Counter[int] = Counter()  # timestamp -> number of owners whose samples have all arrived
 
     def here(self, event: Updated) -> Updated | None:
-        """The first owner has made an update of its part; returns the whole update if it is complete."""
+        """Takes an update of the first owner's part and returns the whole update if it is complete."""
         *_, made = (self.there(message) for message in stepped(self._owners[0], event))
         return made
 
     def there(self, message: OwnerStepped) -> Updated | None:
-        """Another owner has made an update of its part; returns the whole update if it is complete."""
+        """Takes an update of another owner's part and returns the whole update if it is complete."""
         if message.sender not in self._owners:
             raise ProtocolError(f"role {message.sender} owns no part of the weights")
         timestamp = message.timestamp

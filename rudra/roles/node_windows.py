@@ -1,9 +1,9 @@
-"""Windows of several nodes, whose weights are averaged at each epoch's end, while nobody computes.
+"""Windows of several nodes, averaged at the end of each epoch while training pauses.
 
-Nobody has Hogbatch across nodes; this is iterative parameter mixing (McDonald et al. 2010), once for each epoch. The
-first learner of each node, its leader, sends the weights of its window to the coordinator, which takes their mean,
-weighted by the samples that each node has applied since the last one, in the order of the nodes; the leader then begins
-its window anew with that.
+Hogbatch is not defined for several nodes. The average is iterative parameter mixing (McDonald et al. 2010), once for
+each epoch. The first learner of each node is its leader. It sends the weights of its window to the coordinator, which
+averages them in the order of the nodes. Each node is weighted by the samples that it has applied since the last
+average. The leader then restarts its window from the average.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ from topologies import Plan
 
 
 class NodeWindows:
-    """The average of the nodes' windows, for the coordinator.
+    """Average of the nodes' windows, made by the coordinator.
 
     Args:
-        plan: who is who.
-        role: the coordinator.
-        learned: for each learner, the samples that are in the weights.
+        plan: roles of the run and their connections.
+        role: id of the coordinator.
+        learned: for each learner, the number of its samples that are in the weights.
 
     Attributes:
-        several: there are several nodes; else nothing here is used.
-        busy: an average is under way.
-        surviving: the part of the updates since the last average that races have left.
+        several: whether there are several nodes. Otherwise this object is not used.
+        busy: whether an average is under way.
+        surviving: fraction of the updates since the last average that were not overwritten in races.
     """
 
     def __init__(self, plan: Plan, role: int, learned: Sequence[int]) -> None:
@@ -40,11 +40,11 @@ class NodeWindows:
         return bool(self._awaited)
 
     def is_due(self, learned: Sequence[int]) -> bool:
-        """Whether nodes have applied anything since the last average."""
+        """Returns whether any node has applied samples since the last average."""
         return self.several and list(learned) != self._before
 
     def join(self, learned: Sequence[int], *, last: bool) -> list[Action]:
-        """Asks for the weights of all nodes; unless it is the last time, they get the average."""
+        """Requests the weights of all nodes. They receive the average, unless this is the `last` request."""
         grown = [now - before for now, before in zip(learned, self._before, strict=True)]
         self._samples = {leader: sum(grown[i] for i in there) for leader, there in self._leaders.items()}
         self._before, self._awaited = list(learned), set(self._leaders)
@@ -53,7 +53,7 @@ class NodeWindows:
         return [*receives, *(Send(leader, asked) for leader in self._leaders)]
 
     def take(self, event: Received[WindowWeights]) -> list[Action]:
-        """The weights of a node have come; once all are there, they are averaged."""
+        """Takes the weights of a node, and averages when the weights of all nodes have arrived."""
         self._awaited.remove(event.message.sender)
         self._surviving[event.message.sender] = event.message.surviving
         if self._awaited:
@@ -67,13 +67,13 @@ class NodeWindows:
         return actions
 
     def give(self, timestamp: int) -> list[Action]:
-        """Gives all nodes the average, as the weights of a timestamp."""
+        """Sends the average to all nodes as the weights of a timestamp."""
         self._awaited = set(self._leaders)
         weights = Weights(self._role, timestamp)
         return [Send(leader, weights, WEIGHTS) for leader in self._leaders]
 
     def shared(self, leader: int) -> None:
-        """A node has it."""
+        """Takes note that a node has received the average."""
         self._awaited.remove(leader)
 
     @property

@@ -1,7 +1,7 @@
-"""Clipping by the norm of a gradient of which several roles have a part.
+"""Clipping by the norm of a gradient whose parts are on several roles.
 
-Each takes the norm of the gradient of every parameter that it has, and tells the others. From all of them, in the order
-of the parameters, each makes the norm of the whole, as if it had all: to the same bits.
+Each role computes the gradient's norm for each of its parameters, and sends these norms to the others. Then each role
+combines all norms in the order of the parameters. The result is bitwise identical to the norm computed on one role.
 """
 
 from collections import deque
@@ -19,12 +19,12 @@ from rudra.core.wire import in_pieces
 
 @dataclass(slots=True)
 class Norms:
-    """What is known of the norm of a whole gradient.
+    """Known norms of the parts of one gradient.
 
     Attributes:
-        measured: one's own part is.
-        theirs: norms of the parameters of others, float32.
-        count: of those; -1: nobody knows.
+        measured: whether this role's own norms are computed.
+        theirs: norms for the parameters of other roles, float32.
+        count: number of norms of other roles, or -1 if it is not known yet.
     """
 
     measured: bool = False
@@ -41,20 +41,20 @@ class Norms:
 
 
 def told(sender: int, event: NormsComputed) -> list[GradientNorms]:
-    """What others are told of norms."""
+    """Returns the messages that send norms to other roles."""
     rows = np.frombuffer(event.norms, records.FLOATS)
     return [GradientNorms(sender, len(rows), piece) for piece in in_pieces(rows)]
 
 
 class Clipping:
-    """Lets updates, and all that is wanted after them, wait until the norm of the whole gradient is known."""
+    """Queue of updates and later actions that wait until the norm of the whole gradient is known."""
 
     def __init__(self) -> None:
         self.norms = Norms()
-        self._held: deque[Action] = deque()  # an update whose norm is not known yet, and all behind it
+        self._held: deque[Action] = deque()  # an update whose norm is not known yet, and all actions after it
 
     def in_turn(self, wanted: Iterable[Action]) -> list[Action]:
-        """What of that, and of what has waited, can be done now."""
+        """Returns the actions that can be carried out now, out of `wanted` and the queue."""
         actions: list[Action] = []
         for action in wanted:
             match action:
