@@ -4,6 +4,8 @@ import os
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from mpi4py import MPI
@@ -45,6 +47,8 @@ class JobRanks:
         self.name = self._title(comm.rank)
         failures.roles = self._roles
         speak_as(comm.rank, self._roles[comm.rank])
+        with suppress(OSError):  # ps and debuggers show this name
+            Path("/proc/self/comm").write_text(f"rudra rank {comm.rank}", encoding="ascii")
 
     def agree(self, step: Callable[[], None]) -> int | None:
         """Executes a step on every rank.

@@ -223,7 +223,7 @@ def _test(owners: Mapping[int, Executor], statistics: Executor) -> tuple[str, ..
 
 def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_model: int) -> dict[str, int]:
     """Returns the bytes of the largest rank of each kind of role."""
-    counted = _buffers(job, plan)
+    counted = buffers_of(job, plan)
     found: dict[str, int] = {}
     for role in plan.roles:
         here = plan.on_rank(role.world_rank)
@@ -242,7 +242,7 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
     return found
 
 
-def _buffers(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
+def buffers_of(job: Job, plan: Plan) -> defaultdict[int, set[str]]:
     """Returns the names of the buffers that each role uses in a short simulation."""
     size = job.training.minibatch_size
     job = job.at(0).without_tests()

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.docs import averaging, commands, job, results, roles, shipped
+from tests.docs import averaging, commands, job, memory, results, roles, shipped
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -16,6 +16,7 @@ MAKERS: dict[str, Callable[..., list[str]]] = {
     "averaging-pairs": averaging.pairs,
     "job-table": job.table,
     "job-file": job.file,
+    "memory-vectors": memory.vectors,
     "models": job.models,
     "commands": commands.sections,
     "objects": results.objects,
