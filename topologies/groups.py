@@ -28,9 +28,11 @@ def plan(nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered"
     learners = len(nodes)
     numbers = evenly(learners, groups)
     if reduction not in get_args(Reduction):
-        raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: {', '.join(get_args(Reduction))}")
+        raise ValueError(
+            f"[topology] options.reduction = {reduction!r} is unknown; use {', '.join(get_args(Reduction))}"
+        )
     if not isinstance(server, bool):
-        raise ValueError(f"[topology] options.server = {server!r}; valid: true, false")
+        raise ValueError(f"[topology] options.server = {server!r} is not supported; use true or false")
     served = server or groups > 1
     roles = [Role(PARAMETER_SERVER, 0, 0)] if served else []
     roles.append(Role(STATISTICS_SERVER, 0, len(roles)))
@@ -57,5 +59,7 @@ def evenly(learners: int, blocks: int, option: str = "groups", also: str = "") -
     """
     if not whole(blocks) or blocks > learners:
         valid = f"{also}1 to {learners}"
-        raise ValueError(f"[topology] options.{option} = {blocks!r}, with {learners} learners; valid: {valid}")
+        raise ValueError(
+            f"[topology] options.{option} = {blocks!r} is not supported with {learners} learners; use {valid}"
+        )
     return [((i + 1) * blocks - 1) // learners for i in range(learners)]

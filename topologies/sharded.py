@@ -21,9 +21,9 @@ def plan(nodes: Sequence[int], shards: int = 2, apart: bool = False) -> Plan:
         apart: that each has, in a simulation, a node of its own, and not one with learners.
     """
     if not whole(shards):
-        raise ValueError(f"[topology] options.shards = {shards!r}: must be a whole number >= 1")
+        raise ValueError(f"[topology] options.shards = {shards!r} is not supported; use a whole number >= 1")
     if not isinstance(apart, bool):
-        raise ValueError(f"[topology] options.apart = {apart!r}; valid: true, false")
+        raise ValueError(f"[topology] options.apart = {apart!r} is not supported; use true or false")
     there = list(dict.fromkeys(nodes))
     # Spread over the nodes, whose links they are there to share; the first server is where there is room.
     places = [there[i * len(there) // shards] if len(there) > 1 and not apart else ELSEWHERE for i in range(shards)]

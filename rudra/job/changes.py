@@ -49,9 +49,9 @@ class JobChange(Table):
             for key in keys if isinstance(keys, Mapping) else [None]:
                 if key not in MAY_CHANGE.get(table, ()):
                     name = table if key is None else f"{table}.{key}"
-                    raise ValueError(f"{name} cannot change in a run, whose roles and ranks stay; valid: {VALID}")
+                    raise ValueError(f"{name} cannot change; use {VALID}")
         if "at_epoch" in value and not any(tables.values()):
-            raise ValueError(f"changes nothing; valid: {VALID}")
+            raise ValueError(f"changes no key; use {VALID}")
         return value
 
     @property

@@ -197,7 +197,7 @@ class Job(JobFields):
             ConfigError: the job leaves it open, and is not `resolved` yet.
         """
         if self.cluster.learners is None:
-            raise ConfigError("[cluster] learners is not resolved yet")
+            raise ConfigError("[cluster] learners is not known yet; set it, or call job.resolved(learners=N) first")
         return self.cluster.learners
 
     def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:

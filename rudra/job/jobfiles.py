@@ -51,7 +51,7 @@ def _find(job: str | Path) -> Path:
         return path
     shipped = shipped_jobs()
     if str(job) not in shipped:
-        valid = f"give a TOML file or one of: {', '.join(shipped)}{meant(str(job), shipped)}"
+        valid = f"use a TOML file or one of: {', '.join(shipped)}{meant(str(job), shipped)}"
         raise ConfigError(f"{job}: no such job; {valid}")
     return shipped[str(job)]
 
@@ -88,7 +88,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:  # a number of more than 4,300 digits is a ValueError, too
         raise ConfigError(f"{path}: {_at_its_line(str(error), text)}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: its tables and lists are nested too deeply") from None
+        raise ConfigError(f"{path}: too many nested tables and lists; use {_DEEPEST} levels at most") from None
 
 
 def _at_its_line(said: str, text: str) -> str:

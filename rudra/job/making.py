@@ -33,7 +33,7 @@ def make_protocol(job: JobFields, plan: topologies.Plan, lost: int = 0) -> proto
     own = table_of(job)
     arguments = {} if own is None else own.arguments(plan)
     for key in table.options.keys() & arguments.keys():
-        raise ValueError(f"[protocol] options.{key} is not possible; valid: the keys of [{factory.table}]")
+        raise ValueError(f"[protocol] options.{key} is not supported; use the keys of [{factory.table}]")
     return protocols.make(
         factory,
         learners=left,

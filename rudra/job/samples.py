@@ -14,5 +14,6 @@ def check_minibatch(job: Job, training_samples: int) -> None:
     for start in (0, *(change.at_epoch for change in job.changes)):
         size = job.at(start).training.minibatch_size
         if size > training_samples:
-            what = f"[training] minibatch_size = {size} (μ): the training set has {training_samples:,} samples"
-            raise ConfigError(f"{what}; valid: at most as many")
+            raise ConfigError(
+                f"[training] minibatch_size = {size} (μ) exceeds the training set; use 1 to {training_samples:,}"
+            )

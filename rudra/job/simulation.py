@@ -36,16 +36,16 @@ class Fault(Table):
     def _one_of(self) -> Self:
         given = [key for key in _WHEN if getattr(self, key) is not None]
         if len(given) != 1:
-            raise ValueError(f"has {' and '.join(given) or 'no time'}; valid: one of {', '.join(_WHEN)}")
+            raise ValueError(f"has {' and '.join(given) or 'no time'}; use one of {', '.join(_WHEN)}")
         (when,) = given
         if self.tree_server is not None and (when != "dies_at_s" or self.learner is not None):
             others = [when] if self.learner is None else [when, "learner"]
-            raise ValueError(f"has tree_server and {' and '.join(others)}; valid: tree_server and dies_at_s")
+            raise ValueError(f"has tree_server and {' and '.join(others)}; use tree_server with only dies_at_s")
         if when in {"dies_at_s", "slows_at_s"} and self.learner is None and self.tree_server is None:
-            raise ValueError(f"has {when}, but no learner")
+            raise ValueError(f"has {when}, but no learner; set learner")
         for key in ("factor", "for_s"):
             if (getattr(self, key) is None) is not self.deadly:
-                raise ValueError(f"has {when}, and {'no ' if not self.deadly else ''}{key}")
+                raise ValueError(f"has {when}, and {f'{key}; remove' if self.deadly else f'no {key}; set'} {key}")
         return self
 
     @property
@@ -209,7 +209,7 @@ class SimulationTable(Table):
     @classmethod
     def _numbers(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if value and min(value) < 0:
-            raise ValueError(f"has a machine {min(value)}; valid: 0 or more")
+            raise ValueError(f"has a machine {min(value)}; use 0 or more")
         return value
 
     @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")
@@ -219,7 +219,7 @@ class SimulationTable(Table):
         of = {"compute_s": "μ =", "nodes": "λ ="}.get(info.field_name or "", "learner")
         entries = {"": value} if not isinstance(value, dict) else {f"of {of} {k}": v for k, v in value.items()}
         if not entries and info.field_name in {"compute_s", "nodes"}:
-            raise ValueError("has no entry")
+            raise ValueError("has no entry; use a number, or a table with at least one entry")
         for where, number in entries.items():
             if number is not None and (number <= 0 if least is None else number < least):
                 raise ValueError(f"{where} must be {'> 0' if least is None else '>= 0'}, not {number}".strip())
@@ -229,5 +229,5 @@ class SimulationTable(Table):
     @classmethod
     def _positive_keys(cls, value: Any) -> Any:
         if isinstance(value, dict) and any(key < 1 for key in value):
-            raise ValueError(f"has a key {min(value)}; valid: 1 or more")
+            raise ValueError(f"has a key {min(value)}; use 1 or more")
         return value

@@ -54,10 +54,10 @@ class Target:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ConfigError(f"'{text}' is not of the form 'accuracy >= 0.98' or 'validation loss <= 0.1'")
+            raise ConfigError(f"'{text}' is no target; use the form 'accuracy >= 0.98' or 'validation loss <= 0.1'")
         if _SHARES.fullmatch(metric.casefold()) and not 0 <= value <= 1:
             percent = f"; {value:g} % is {value / 100:g}" if 1 < value <= 100 else ""
-            raise ConfigError(f"'{text}' can never be decided: {metric} is a share of the samples, 0 to 1{percent}")
+            raise ConfigError(f"'{text}' is out of range: {metric} is a fraction of the samples; use 0 to 1{percent}")
         return cls((split or "test").lower(), metric, sign == ">=", value)
 
     def of(self, scores: Mapping[str, float | None]) -> float | None:
@@ -83,9 +83,9 @@ class Target:
         valid += ["accuracy"] if "error" in valid and "accuracy" not in valid else []
         if self.metric.casefold() not in {name.casefold() for name in valid}:
             hint = meant(self.metric, valid)
-            raise ConfigError(f"target: no test measures '{self.metric}'; valid: {', '.join(valid)}{hint}")
-        if self.split not in (tested := [*splits]):
-            raise ConfigError(f"target: there is no {self.split} set; valid: {', '.join(tested)}")
+            raise ConfigError(f"target: no evaluation measures '{self.metric}'; use {', '.join(valid)}{hint}")
+        if self.split not in (evaluated := [*splits]):
+            raise ConfigError(f"target: there is no {self.split} set; use {', '.join(evaluated)}")
 
 
 class Watch:

@@ -45,15 +45,15 @@ class WorkersTable(Table):
     def _positive(cls, value: Any) -> Any:
         points = value if isinstance(value, dict) else {1: value}
         if value is not None and not (points and all(size >= 1 and s > 0 for size, s in points.items())):
-            raise ValueError(f"must be seconds > 0, or a table of sizes >= 1 and such seconds, not {short(value)}")
+            raise ValueError(f"must be seconds > 0, or a table of sizes >= 1 and seconds > 0, not {short(value)}")
         return value
 
     @model_validator(mode="after")
     def _bounds(self) -> Self:
         if self.kind == "large" and self.threads > 1:
-            raise ValueError(f"threads = {self.threads}: a batch of a large worker is one gradient; valid: 1")
+            raise ValueError(f"threads = {self.threads} is not supported with kind = 'large'; use threads = 1")
         if self.bounds.least > self.bounds.most:
-            raise ValueError(f"min = {self.bounds.least} is more than max = {self.bounds.most}; valid: min <= max")
+            raise ValueError(f"min = {self.bounds.least} is more than max = {self.bounds.most}; use min <= max")
         return self
 
     @property
@@ -128,20 +128,19 @@ class HogbatchTable(ArgumentsTable):
             where = f"[hogbatch] workers.{place}.learners"
             for learner in table.learners or ():
                 if not 0 <= learner < learners:
-                    raise ValueError(f"{where} names learner {learner}; valid: 0 to {learners - 1}")
+                    raise ValueError(f"{where} names learner {learner}, which does not exist; use 0 to {learners - 1}")
                 if learner in table_of:
-                    raise ValueError(f"{where} names learner {learner} a second time; valid: once")
+                    raise ValueError(f"{where} names learner {learner} again; name each learner once")
                 table_of[learner] = place
         rest = [place for place, table in enumerate(self.workers) if table.learners is None]
         if len(rest) > 1:
-            raise ValueError(f"[hogbatch] workers.{rest[1]}.learners is missing; valid: one table may omit it")
+            raise ValueError(f"[hogbatch] workers.{rest[1]}.learners is missing; only one table may omit it")
         others = [learner for learner in range(learners) if learner not in table_of]
         if others and not rest:
-            valid = f"valid: tables that name all {learners} learners"
-            raise ValueError(f"[hogbatch] workers: no table names learner {others[0]}; {valid}")
+            raise ValueError(f"[hogbatch] workers: no table names learner {others[0]}; name all {learners} learners")
         if rest and not others:
             raise ValueError(
-                f"[hogbatch] workers.{rest[0]}: other tables name all {learners} learners; valid: without this table"
+                f"[hogbatch] workers.{rest[0]}: other tables name all {learners} learners; remove this table"
             )
         table_of |= dict.fromkeys(others, *rest)
         return tuple(self.workers[table_of[learner]] for learner in range(learners))

@@ -107,7 +107,7 @@ class OptimizerTable(Table):
     @classmethod
     def _of_sgd(cls, value: str, info: ValidationInfo) -> str:
         if value != "torch" and (name := info.data.get("name", "sgd")) != "sgd":
-            raise ValueError(f"'{value}' is for sgd only, not {name}")
+            raise ValueError(f"= '{value}' is not supported with name = '{name}'; use 'torch'")
         return value
 
     @field_validator("schedule")
@@ -124,17 +124,17 @@ class OptimizerTable(Table):
         if any(m < 1 for m in value) or list(value) != sorted(set(value)):
             raise ValueError(f"must be ascending epochs, each >= 1, not {list(value)}")
         if value and (schedule := info.data.get("schedule", "step")) != "step":
-            raise ValueError(f"are those of schedule 'step', not of {short(schedule)}")
+            raise ValueError(f"= {list(value)} is not supported with schedule = {short(schedule)}; use 'step'")
         return value
 
     @field_validator("schedule_options")
     @classmethod
     def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if value and info.data.get("schedule") == "step":
-            raise ValueError("are for other schedules than 'step', which has milestones and decay_factor")
+            raise ValueError("is not supported with schedule = 'step'; use milestones and decay_factor")
         if info.data.get("schedule") == "plateau":
             if unknown := [key for key in value if key != "patience"]:
-                raise ValueError(f"unknown option '{unknown[0]}' of schedule 'plateau'; valid: patience")
+                raise ValueError(f"has an unknown option '{unknown[0]}' of schedule 'plateau'; use patience")
             patience = value.get("patience", 1)
             if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
                 raise ValueError(f"patience must be a whole number >= 1, not {short(patience)}")
@@ -149,14 +149,14 @@ class OptimizerTable(Table):
     @classmethod
     def _steps(cls, value: str, info: ValidationInfo) -> str:
         if value == "update" and (schedule := info.data.get("schedule")) in ("step", "plateau"):
-            raise ValueError(f"'update' is for other schedules than '{schedule}', which goes by epochs")
+            raise ValueError(f"= 'update' is not supported with schedule = '{schedule}'; use 'epoch'")
         return value
 
     @field_validator("warm_up")
     @classmethod
     def _of_epochs(cls, value: float, info: ValidationInfo) -> float:
         if value and info.data.get("schedule_every") == "update":
-            raise ValueError(f"= {value:g} is for schedules that are stepped after epochs, not updates; valid: 0")
+            raise ValueError(f"= {value:g} is not supported with schedule_every = 'update'; use warm_up = 0")
         return value
 
     def groups_of(self, names: Iterable[str]) -> tuple[ParameterGroup, ...]:

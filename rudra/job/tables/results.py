@@ -56,7 +56,7 @@ class ResultsTable(Table):
     @classmethod
     def _interval(cls, value: str) -> str:
         if value != "never" and not _INTERVAL.fullmatch(value):
-            raise ValueError(f"'{value}' is not an interval; valid: `N updates`, `N epochs`, `N s`, `never`")
+            raise ValueError(f"= '{value}' is not an interval; use `N updates`, `N epochs`, `N s` or `never`")
         return value
 
     @field_validator("keep_checkpoints")
@@ -64,7 +64,7 @@ class ResultsTable(Table):
     def _kept(cls, value: str) -> str:
         found = _INTERVAL.fullmatch(value)
         if value != "never" and (found is None or found[2] == "s"):
-            raise ValueError(f"'{value}' is no number of epochs; valid: `N epochs`, `N updates`, `never`")
+            raise ValueError(f"= '{value}' is not such an interval; use `N epochs`, `N updates` or `never`")
         return value
 
     @property
@@ -108,7 +108,7 @@ class Hook(Table):
     @classmethod
     def _counts(cls, value: int, info: ValidationInfo) -> int:
         if value > 1 and info.data.get("at") == "end":
-            raise ValueError("counts updates and epochs, and a run has one end")
+            raise ValueError(f"= {value} is not supported with at = 'end'; use every = 1")
         return value
 
     def roles(self, plan: Plan) -> tuple[int, ...]:
@@ -130,7 +130,7 @@ class Hook(Table):
                 kinds.setdefault(plan.roles[i].kind, []).append(plan.roles[i].name)
             valid = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" for names in kinds.values()]
             valid += ["learners"] if set(able) & set(plan.learners) else []
-            raise ValueError(f"'{self.role}' has no moment '{self.at}'; valid: {', '.join(valid)}")
+            raise ValueError(f"= '{self.role}' has no moment '{self.at}'; use {', '.join(valid)}")
         return found
 
 

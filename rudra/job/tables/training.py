@@ -82,7 +82,8 @@ class DataTable(Table):
     @classmethod
     def _alone(cls, value: bool, info: ValidationInfo) -> bool:
         if value and (given := [key for key in ("scale", "subtract_mean") if info.data.get(key) is not None]):
-            raise ValueError(f"= true gives mean and deviation; valid: false, or no {' and '.join(given)}")
+            keys = " and ".join(given)
+            raise ValueError(f"= true is not supported with {keys}; remove {keys}, or use false")
         return value
 
 
