@@ -32,13 +32,13 @@ class JobChange(Table):
     at_epoch: int = Field(
         ge=1,
         lt=2**31,
-        description="number of completed epochs after which the keys below apply; must be less than training.epochs",
+        description="number of completed epochs after which the keys below apply, less than training.epochs",
     )
-    protocol: dict[str, Any] = Field({}, description="keys of protocol; another name resets n and options")
+    protocol: dict[str, Any] = Field({}, description="keys of protocol. Another name resets n and options")
     optimizer: dict[str, Any] = Field({}, description="learning_rate, milestones, decay_factor")
     training: dict[str, Any] = Field({}, description="minibatch_size")
     cluster: dict[str, Any] = Field({}, description="shares")
-    topology: dict[str, Any] = Field({}, description="options, such as options.groups; must keep roles and ranks")
+    topology: dict[str, Any] = Field({}, description="options, such as options.groups, that keep roles and ranks")
 
     @model_validator(mode="before")
     @classmethod

@@ -59,13 +59,13 @@ class LayerCost(Table):
 
     name: str = Field(description="name of the layer in the model")
     kind: Literal["convolution", "pool", "linear", "recurrent", "embedding", ""] = Field(
-        "", description="kind of the layer; empty for a layer that only reshapes or scales"
+        "", description="kind of the layer, empty for a layer that only reshapes or scales"
     )
     parameters_bytes: int = Field(ge=0, description="bytes of the trained parameters")
     output_bytes: int = Field(ge=0, description="bytes of the output for one sample")
     forward_s: dict[int, float] = Field(description="table of μ = seconds of the forward pass of a mini-batch")
     backward_s: dict[int, float] = Field(
-        description="table of μ = seconds of the backward pass of a mini-batch; the last layer includes the loss"
+        description="table of μ = seconds of the backward pass of a mini-batch. The last layer includes the loss"
     )
     cut: bool = Field(True, description="whether the model can be cut after the layer")
 
@@ -113,7 +113,7 @@ class SimulationTable(Table):
     jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of compute_s")
     distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
         "uniform",
-        description="distribution of the random variation; memoryless: exponential times with mean compute_s, without "
+        description="distribution of the random variation. memoryless: exponential times with mean compute_s, without "
         "jitter",
     )
     learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of the learner")
@@ -128,22 +128,22 @@ class SimulationTable(Table):
         "learners, or one node for all learners if they share weights",
     )
     servers_on_first_node: bool = Field(
-        False, description="true: servers share the node of the first learners; false: servers have a separate node"
+        False, description="true: servers share the node of the first learners. false: servers have a separate node"
     )
     sharing: Literal["turns", "equal"] = Field(
         "turns",
-        description="turns: a link carries one tensor at a time; equal: all tensors on a link share it at equal rates, "
-        "like TCP streams",
+        description="turns: a link carries one tensor at a time. equal: all tensors on a link share it at equal "
+        "rates, like TCP streams",
     )
     machines: tuple[int, ...] = Field(
         (),
-        description="machine of each node: first of the nodes with learners, then of each separate node of servers; "
-        "nodes of one machine share its link, also with background jobs; default: each node is a machine",
+        description="machine of each node: first of the nodes with learners, then of each separate node of servers. "
+        "Nodes of one machine share its link, also with background jobs; default: each node is a machine",
     )
     beside: tuple[dict[str, Any], ...] = Field(
         (),
         description="list of tables, one for each background job, with the keys that differ from this job, as "
-        "`table.key = value`; background jobs train on the same machines until this job ends",
+        "`table.key = value`. Background jobs train on the same machines until this job ends",
     )
     node_slowdown: float = Field(
         0.0,
@@ -153,8 +153,8 @@ class SimulationTable(Table):
     cores_per_node: int | None = Field(
         None,
         ge=1,
-        description="number of cores of a node; if learners use all of them, a server on the node delays the learners; "
-        "default: no delay",
+        description="number of cores of a node. If learners use all of them, a server on the node delays the "
+        "learners; default: no delay",
     )
     latency_s: float = Field(1e-5, ge=0, description="latency of each message between nodes, in seconds")
     latency_jitter_s: float = Field(0.0, ge=0, description="largest random delay of each message, in seconds")
@@ -174,7 +174,7 @@ class SimulationTable(Table):
     )
     blocking_servers: bool = Field(
         False,
-        description="true: a server sends or receives one tensor at a time, as with blocking calls; false: one tensor "
+        description="true: a server sends or receives one tensor at a time, as with blocking calls. false: one tensor "
         "in each direction",
     )
     message_s: float = Field(1e-5, ge=0, description="time of a server for one message, in seconds")
@@ -193,14 +193,14 @@ class SimulationTable(Table):
         1,
         ge=1,
         le=100_000,
-        description="number of slices of each read and write of lock-free shared weights; other workers can read and "
+        description="number of slices of each read and write of lock-free shared weights. Other workers can read and "
         "write between slices",
     )
     evaluation_s: float = Field(0.1, ge=0, description="time of one evaluation of the weights, in seconds")
     faults: tuple[Fault, ...] = Field(
         (),
-        description="list of tables: learners that die or slow down, at given or random times; see the page on virtual "
-        "time",
+        description="list of tables: learners that die or slow down, at given or random times (see the page on "
+        "virtual time)",
     )
     detection_s: float = Field(
         0.1, ge=0, description="time until the other ranks detect the death of a learner, in seconds"

@@ -24,12 +24,13 @@ class OuterTable(Table):
     learning_rate: float | None = Field(
         None,
         ge=0,
-        description="learning rate; default: average 1, diloco 0.7; easgd and sma: averaging.elasticity times learners",
+        description="learning rate; default: 1 for average, 0.7 for diloco, "
+        "averaging.elasticity times learners for easgd and sma",
     )
-    momentum: float | None = Field(None, ge=0, lt=1, description="momentum; default: 0, diloco and sma 0.9")
+    momentum: float | None = Field(None, ge=0, lt=1, description="momentum; default: 0, or 0.9 for diloco and sma")
     options: dict[str, Any] = Field(
         {},
-        description="further keyword arguments of the torch.optim class; default: none, diloco nesterov = true",
+        description="further keyword arguments of the torch.optim class; default: none, or nesterov = true for diloco",
     )
 
     _known = field_validator("name")(known_optimizer)
@@ -42,24 +43,24 @@ class AveragingTable(ArgumentsTable):
         None,
         ge=1,
         lt=2**20,
-        description="τ: number of mini-batches of each learner between two averages; default: 1, diloco 50",
+        description="τ: number of mini-batches of each learner between two averages; default: 1, or 50 for diloco",
     )
     elasticity: float | None = Field(
         None,
         ge=0,
-        description="α: fraction of the difference to the weights by which each average moves a replica; default: 1; "
-        "easgd and sma: 1 / learners, or 1 / (learners + 1) without outer momentum",
+        description="α: fraction of the difference to the weights by which each average moves a replica; default: 1, "
+        "or for easgd and sma 1 / learners with outer momentum, 1 / (learners + 1) without",
     )
     local_elasticity: float | None = Field(
         None,
         ge=0,
         description="with topology hierarchical: fraction of the difference to the block's reference by which every "
-        "mini-batch moves a replica; elasticity then moves references; default: 1 / (learners of the block + 1)",
+        "mini-batch moves a replica. elasticity then moves references; default: 1 / (learners of the block + 1)",
     )
     restart: bool | None = Field(
         None,
         description="true: each time the learning rate drops (schedules step and plateau), all replicas restart from "
-        "the weights, without momentum; default: false, sma true",
+        "the weights, without momentum; default: false, or true for sma",
     )
     keep_momentum: bool | None = Field(
         None, description="true: replicas keep the momentum of their optimiser at a restart; default: false"

@@ -19,20 +19,20 @@ class PlacementTable(Table):
 
     cut: Any = Field(
         None,
-        description="first layer on the stage server: its name, or the number of layers before it; ralp or auto: this "
-        "rule of `rudra place` chooses the layer before training (so no layer can have such a name); default: learners "
-        "hold all layers",
+        description="first layer on the stage server: its name, or the number of layers before it. ralp or auto: this "
+        "rule of `rudra place` chooses the layer before training (so no layer can have such a name); default: "
+        "learners hold all layers",
     )
     rule: Literal["merged", "synchronous"] = Field(
         "merged",
         description="merged: the stage server updates its layers at once after each mini-batch, or batch of a compute "
-        "group, without staleness; synchronous: it updates them after the mini-batches of all learners, as hardsync "
+        "group, without staleness. synchronous: it updates them after the mini-batches of all learners, as hardsync "
         "updates the other layers",
     )
     servers: int = Field(
         1,
         ge=1,
-        description="number of stage servers; each serves a part of the learners, and all hold the same layers and "
+        description="number of stage servers. Each serves a part of the learners, and all hold the same layers and "
         "make the same updates",
     )
     learning_rate: float | None = Field(
@@ -72,14 +72,14 @@ class TopologyTable(Table):
 
     name: Named = Field(
         "auto",
-        description="base, sharded, adv, adv*, groups, replicas, hierarchical, or your own, package.module:object; "
+        description="base, sharded, adv, adv*, groups, replicas, hierarchical, or your own, package.module:object. "
         "auto: replicas with protocols that average replicas, else base",
     )
     options: dict[str, Any] = Field(
         {},
-        description="sharded: shards, apart; adv: fan_out; adv*: fan_out, weight_fan_out, outstanding; groups: groups, "
-        "reduction, server; replicas: groups, reduction, server; hierarchical: blocks, reduction; or the options of "
-        "your own topology",
+        description="sharded: shards, apart. adv: fan_out. adv*: fan_out, weight_fan_out, outstanding. groups: "
+        "groups, reduction, server. replicas: groups, reduction, server. hierarchical: blocks, reduction. Or "
+        "the options of your own topology",
     )
 
     def with_name(self, name: str) -> TopologyTable:
@@ -101,7 +101,7 @@ class ClusterTable(Table):
         1,
         ge=1,
         le=100_000,
-        description="largest number of learners on an MPI rank, which computes them one after another; learners of a "
+        description="largest number of learners on an MPI rank, which computes them one after another. Learners of a "
         "rank are neighbours on one node and in one compute group",
     )
     threads_per_rank: int | None = Field(
@@ -112,29 +112,29 @@ class ClusterTable(Table):
     )
     shares: Literal["auto"] | tuple[float, ...] = Field(
         (),
-        description="for each learner, its part of a batch relative to the other learners; auto: in proportion to the "
-        "speed, which is measured before training; learners of a compute group, or all learners with hardsync, then "
+        description="for each learner, its part of a batch relative to the other learners. auto: in proportion to the "
+        "speed, which is measured before training. Learners of a compute group, or all learners with hardsync, then "
         "draw adjacent parts of one stream; default: each learner draws μ samples from its own stream",
     )
     device: Literal["cpu", "cuda", "auto"] = Field(
         "cpu",
-        description="device for gradients and evaluation; auto: GPUs if every learner has one, else CPUs; runs on GPUs "
-        "cannot be replayed",
+        description="device for gradients and evaluation. auto: GPUs if every learner has one, else CPUs. Runs on "
+        "GPUs cannot be replayed",
     )
     gpu_aware_mpi: bool = Field(
         False,
-        description="true: MPI reads and writes the learners' vectors on their GPUs; needs a GPU-aware MPI library, "
+        description="true: MPI reads and writes the learners' vectors on their GPUs. Needs a GPU-aware MPI library, "
         "and no compute groups",
     )
     gradient_format: Literal["float32", "float16"] = Field(
         "float32",
-        description="number format of gradients in messages to a server; float16 halves the bytes and loses precision, "
-        "sums stay float32",
+        description="number format of gradients in messages to a server. float16 halves the bytes and loses "
+        "precision, sums stay float32",
     )
     node_memory: bool = Field(
         True,
-        description="true: ranks of one node read gradients and weights in each other's memory; false: they use "
-        "messages, for comparison; results are bitwise identical",
+        description="true: ranks of one node read gradients and weights in each other's memory. false: they use "
+        "messages, for comparison. Results are bitwise identical",
     )
     flush_denormals: bool = Field(
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"

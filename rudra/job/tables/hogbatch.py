@@ -19,7 +19,7 @@ class WorkersTable(Table):
         None, description="numbers of the learners, from 0; default: all learners that no other table names"
     )
     kind: Literal["small", "large"] = Field(
-        description="small: a batch has one part for each thread, and each part is an update; large: a batch is one "
+        description="small: a batch has one part for each thread, and each part is an update. large: a batch is one "
         "gradient"
     )
     threads: int = Field(
@@ -32,10 +32,16 @@ class WorkersTable(Table):
         None, description="cpu: these learners compute on the CPU although others use GPUs; default: cluster.device"
     )
     min: int | None = Field(
-        None, ge=1, lt=2**31, description="smallest batch, in samples for each thread; default: small 1, large 128"
+        None,
+        ge=1,
+        lt=2**31,
+        description="smallest batch, in samples for each thread; default: 1 for small, 128 for large",
     )
     max: int | None = Field(
-        None, ge=1, lt=2**31, description="largest batch, in samples for each thread; default: small 64, large 8192"
+        None,
+        ge=1,
+        lt=2**31,
+        description="largest batch, in samples for each thread; default: 64 for small, 8192 for large",
     )
     compute_s: float | dict[int, float] | None = Field(
         None,
@@ -78,31 +84,31 @@ class HogbatchTable(ArgumentsTable):
     lr_scaling: Literal["linear", "sqrt", "none"] = Field(
         "linear",
         description="linear: the learning rate is multiplied by samples of the gradient / "
-        "protocol.reference_batch_size; sqrt: it is multiplied by the square root of this ratio",
+        "protocol.reference_batch_size. sqrt: it is multiplied by the square root of this ratio",
     )
     alpha: float = Field(2.0, gt=1, lt=2**31, description="α: factor by which rule adaptive changes a batch")
     beta: float = Field(
         1.0, ge=0, le=1, description="β: weight of each part of a small worker's batch in the count of updates"
     )
     shuffle: Literal["once", "epoch"] = Field(
-        "once", description="once: every epoch uses the same random order of samples; epoch: each epoch has a new order"
+        "once", description="once: every epoch uses the same random order of samples. epoch: each epoch has a new order"
     )
     counts: Literal["run", "epoch"] = Field(
         "run", description="period over which updates are counted: the run, or each epoch"
     )
     weights: Literal["server", "shared"] = Field(
         "server",
-        description="server: workers push gradients to the coordinator; shared: workers update the weights directly in "
-        "memory that the ranks of a node share",
+        description="server: workers push gradients to the coordinator. shared: workers update the weights directly "
+        "in memory that the ranks of a node share",
     )
     locking: bool = Field(
         False,
-        description="false: workers update shared weights in place and without a lock, as in Hogwild; true: workers "
+        description="false: workers update shared weights in place and without a lock, as in Hogwild. true: workers "
         "update them one after another, and each update makes a new generation of the weights",
     )
     gpu_write: Literal["add", "overwrite"] = Field(
         "add",
-        description="write of large workers to shared weights: add: they add their update to the current weights; "
+        description="write of large workers to shared weights. add: they add their update to the current weights. "
         "overwrite: they replace the weights by their updated copy, and concurrent updates of other workers are lost",
     )
     workers: tuple[WorkersTable, ...] = Field(

@@ -48,7 +48,7 @@ class OptimizerTable(Table):
 
     name: str = Field(
         "sgd",
-        description="sgd, adagrad, adam, adamw or rmsprop: torch.optim class that updates the flat weight vector; or "
+        description="sgd, adagrad, adam, adamw or rmsprop: torch.optim class that updates the flat weight vector, or "
         "your own torch.optim.Optimizer, package.module:class",
     )
     learning_rate: float = Field(0.01, gt=0, description="α0: learning rate before schedule, warm-up and modulation")
@@ -64,7 +64,7 @@ class OptimizerTable(Table):
         0.1, gt=0, description="factor on the learning rate at each milestone, or at each plateau"
     )
     schedule_options: dict[str, Any] = Field(
-        {}, description="keyword arguments of the torch scheduler; for plateau: patience, in evaluations"
+        {}, description="keyword arguments of the torch scheduler. For plateau: patience, in evaluations"
     )
     schedule_every: Literal["epoch", "update"] = Field(
         "epoch", description="interval of the torch scheduler's steps: once an epoch or once an update"
@@ -75,10 +75,10 @@ class OptimizerTable(Table):
         description="number of epochs during which the learning rate grows from 0 to its scheduled value, linearly "
         "in applied samples",
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="momentum; for sgd, rmsprop and your own only")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum, only for sgd, rmsprop and your own optimiser")
     momentum_form: Literal["torch", "caffe"] = Field(
         "torch",
-        description="torch: a change of the learning rate scales the whole velocity; caffe (as in the papers): it "
+        description="torch: a change of the learning rate scales the whole velocity. caffe (as in the papers): it "
         "scales only new gradients",
     )
     momentum_correction: Literal["none", "implicit"] = Field(
@@ -95,7 +95,7 @@ class OptimizerTable(Table):
     clip_norm: float | None = Field(
         None,
         gt=0,
-        description="largest norm of an update's gradient; a gradient with a larger norm is scaled down to this norm",
+        description="largest norm of an update's gradient. A gradient with a larger norm is scaled down to this norm",
     )
     options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
 

@@ -26,8 +26,8 @@ class ProtocolTable(Table):
 
     name: Named = Field(
         "softsync",
-        description="hardsync, softsync, async; hogbatch, which assigns samples to heterogeneous workers; average, "
-        "diloco, easgd, sma, which average replicas of the learners; or your own, package.module:class",
+        description="hardsync, softsync or async. hogbatch assigns samples to heterogeneous workers. average, diloco, "
+        "easgd and sma average replicas of the learners. Or your own, package.module:class",
     )
     n: int | None = Field(
         None,
@@ -37,14 +37,13 @@ class ProtocolTable(Table):
     )
     modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] | str = Field(
         "auto",
-        description="rule that changes the learning rate: none, sqrt, n, mean_staleness, "
-        "gradient_staleness, or your own, package.module:class; auto: sqrt for hardsync, n for softsync and async, "
-        "none for hogbatch",
+        description="rule that changes the learning rate: none, sqrt, n, mean_staleness, gradient_staleness, or your "
+        "own, package.module:class. auto: sqrt for hardsync, n for softsync and async, none for hogbatch",
     )
     reference_batch_size: int = Field(
         128,
         ge=1,
-        description="B: batch size for which learning_rate was tuned; sqrt uses learners · minibatch_size / B",
+        description="B: batch size for which learning_rate was tuned. sqrt uses learners · minibatch_size / B",
     )
     options: dict[str, Any] = Field({}, description="keyword arguments of your own protocol")
 

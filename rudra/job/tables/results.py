@@ -24,8 +24,8 @@ class ResultsTable(Table):
     flush_s: float = Field(1.0, gt=0, description="seconds between flushes of the result file during the run")
     swmr: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="on: readers can open the result file during the run (HDF5's single-writer mode); auto: on, except "
-        "on NFS and similar file systems",
+        description="on: readers can open the result file during the run (HDF5's single-writer mode). auto: on, "
+        "except on NFS and similar file systems",
     )
     report_s: float = Field(
         0.25,
@@ -34,14 +34,14 @@ class ResultsTable(Table):
     )
     checkpoint_every: str = Field(
         "600 s",
-        description="interval of checkpoints: `N updates`, `N epochs` or `N s`; the end of the run writes one more; "
+        description="interval of checkpoints: `N updates`, `N epochs` or `N s`. The end of the run writes one more. "
         "`never`: only if the run is stopped",
     )
 
     keep_checkpoints: str = Field(
         "never",
         description="interval of checkpoints that are kept next to the result file, so that other runs can start from "
-        "them: `N epochs` or `N updates`; training waits while the previous one is being written; default: never",
+        "them: `N epochs` or `N updates`. Training waits while the previous one is being written; default: never",
     )
 
     keep_every: int | None = Field(
@@ -144,7 +144,7 @@ class StudyTable(Table):
         Field("table", description="first figure of the report")
     )
     grid: dict[str, list[Any]] = Field(
-        {}, description="job key -> list of values; the study runs every combination of values"
+        {}, description="job key -> list of values. The study runs every combination of values"
     )
     points: list[dict[str, Any]] = Field(
         [], description="list of tables of job key = value, one for each additional run"

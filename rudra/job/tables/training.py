@@ -32,7 +32,7 @@ class DataTable(Table):
         "package.module:callable that returns (train, test)",
     )
     path: Path | None = Field(
-        None, description="data file, or directory of the data files; relative to the working directory"
+        None, description="data file, or directory of the data files, relative to the working directory"
     )
     train_limit: int | None = Field(None, ge=1, description="use only the first N training samples")
     test_limit: int | None = Field(None, ge=1, description="use only the first N test samples")
@@ -51,7 +51,7 @@ class DataTable(Table):
     sparse: bool | Literal["auto"] = Field(
         False,
         description="true: inputs stay sparse up to the model's first layer, which the readers libsvm and arff "
-        "support; auto: if at most a tenth of the values is stored",
+        "support. auto: if at most a tenth of the values is stored",
     )
     test_split: float | None = Field(
         None,
@@ -128,7 +128,7 @@ class TrainingTable(Table):
         10,
         ge=1,
         lt=2**31,
-        description="number of passes over the training set; an epoch ends when the applied gradients have used as "
+        description="number of passes over the training set. An epoch ends when the applied gradients have used as "
         "many samples as the set has",
     )
     minibatch_size: int = Field(16, ge=1, lt=2**31, description="μ: number of samples in each gradient of each learner")
@@ -136,7 +136,7 @@ class TrainingTable(Table):
         1,
         ge=1,
         lt=2**31,
-        description="number of parts of each mini-batch; their gradients are computed one after another, to save "
+        description="number of parts of each mini-batch. Their gradients are computed one after another, to save "
         "memory, and averaged by samples",
     )
     seed: int = Field(0, ge=0, description="seed of the initial weights, sampling, dropout and simulated times")
@@ -146,8 +146,8 @@ class TrainingTable(Table):
     evaluate: bool | Literal["always", "workers"] = Field(
         True,
         description="true: evaluate the weights at the end of each epoch, unless the previous evaluation is still "
-        "running; always: training waits until the previous evaluation has ended; workers: the workers of protocol "
-        "hogbatch evaluate the weights, and the training clock pauses; false: no evaluation",
+        "running. always: training waits until the previous evaluation has ended. workers: the workers of protocol "
+        "hogbatch evaluate the weights, and the training clock pauses. false: no evaluation",
     )
     evaluate_training_set: bool = Field(
         False, description="workers also evaluate the weights on the training set: split `train` of `/metrics`"
@@ -155,18 +155,18 @@ class TrainingTable(Table):
     evaluation_batch_size: int = Field(256, ge=1, description="number of samples in each batch of an evaluation")
     compile: bool = Field(
         False,
-        description="compute gradients with torch.compile: faster, but changes the last bits of results; needs a C++ "
+        description="compute gradients with torch.compile: faster, but changes the last bits of results. Needs a C++ "
         "compiler",
     )
     gradients: Literal["auto", "autograd", "direct"] = Field(
         "auto",
-        description="autograd: torch.autograd computes every gradient; direct: faster code for plain layers computes "
-        "it; auto: direct if the model consists of plain layers and the gradient of the first mini-batch agrees, else "
-        "autograd; result files record the choice",
+        description="autograd: torch.autograd computes every gradient. direct: faster code for plain layers computes "
+        "it. auto: direct if the model consists of plain layers and the gradient of the first mini-batch agrees, else "
+        "autograd. Result files record the choice",
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="number format of the forward pass, loss and backward pass, by torch.autocast; weights and "
+        description="number format of the forward pass, loss and backward pass, by torch.autocast. Weights and "
         "gradients stay float32",
     )
     target: str | None = Field(
