@@ -135,9 +135,9 @@ class Averaging(Protocol):
         """Raises ValueError where the gap between z and the replicas' mean would grow (crossbow-facts, ambiguity 2)."""
         α, k, μ, rate = self.elasticity, self.learners, self.outer.momentum, self.outer_rate
         if not self.early and not 0 <= α <= 1:
-            raise ValueError(f"[averaging] elasticity = {α:g}; valid: 0 to 1")
+            raise ValueError(f"[averaging] elasticity = {α:g} is not supported; use 0 to 1")
         if self.early and not 0 <= α < 2:
-            raise ValueError(f"[averaging] elasticity = {α:g}; valid: 0 to less than 2")
+            raise ValueError(f"[averaging] elasticity = {α:g} is not supported; use 0 to less than 2")
         if self.outer.optimizer != "sgd" or self._blocks:
             return  # the steps of others do not grow with the gap; of blocks `_check_blocks` takes care
         if self.served and α <= 0.5:
@@ -147,18 +147,17 @@ class Averaging(Protocol):
         if _runs_away(np.array([gap, velocity]), neutral=not (α or rate)):
             if self.served:
                 raise ValueError(
-                    f"[averaging] elasticity = {α:g}, with {k} replicas and a server: replicas and weights would run "
-                    f"away from each other; valid: {f'less than {2 / (k + 1):.4g}' if k < 3 else '0 to 0.5'}"
+                    f"[averaging] elasticity = {α:g} diverges with {k} replicas and a server; "
+                    f"use {f'less than {2 / (k + 1):.4g}' if k < 3 else '0 to 0.5'}"
                 )
             most = (
-                f"; with the default outer.learning_rate less than {2 * (1 + μ) / (k + 1 + μ):.4g}"
+                f" (with the default outer.learning_rate less than {2 * (1 + μ) / (k + 1 + μ):.4g})"
                 if self.early
                 else ""
             )
             raise ValueError(
-                f"[averaging] elasticity = {α:g} and outer.learning_rate = {rate:g}, with {k} replicas and outer "
-                f"momentum {μ:g}: replicas and weights would run away from each other; valid: a smaller "
-                f"elasticity{most}, or a smaller outer.learning_rate"
+                f"[averaging] elasticity = {α:g} and outer.learning_rate = {rate:g} diverge with {k} replicas and "
+                f"outer.momentum = {μ:g}; use a smaller elasticity{most} or outer.learning_rate"
             )
 
     def _averaged(self, gap: Row, velocity: Row) -> tuple[Row, Row, Row]:
@@ -187,24 +186,25 @@ class Averaging(Protocol):
     def _check_blocks(self) -> None:
         """Raises ValueError for what blocks cannot do, or with which they would run away."""
         if self._local is not None and not self._blocks:
-            raise ValueError("[averaging] local_elasticity is towards references; valid with topology hierarchical")
+            raise ValueError("[averaging] local_elasticity is not supported without blocks; use topology hierarchical")
         if self._blocks and not self.early:
             raise ValueError(
-                "[topology] name: hierarchical: replicas are corrected before they step; valid protocols: easgd, sma"
+                f"[topology] name = 'hierarchical' is not supported with protocol {type(self).__name__.lower()}; "
+                "use protocol easgd or sma"
             )
         for block in self._blocks:
             local = self.local_elasticity(block)
             if local and not 0 < local * (block + 1) < 2:
                 raise ValueError(
-                    f"[averaging] local_elasticity = {local:g}, with blocks of {block}; valid: 0 to less than "
-                    f"2 / (learners of a block + 1) = {2 / (block + 1):.4g}"
+                    f"[averaging] local_elasticity = {local:g} is not supported with blocks of {block} learners; "
+                    f"use 0 to less than {2 / (block + 1):.4g}"
                 )
             neutral = not local or not (self.elasticity or self.outer_rate)
             if self.outer.optimizer == "sgd" and _runs_away(self._period_in(block), neutral=neutral):
                 raise ValueError(
                     f"[averaging] local_elasticity = {local:g}, elasticity = {self.elasticity:g} and "
-                    f"outer.learning_rate = {self.outer_rate:g}, with {self.learners} blocks of {block}: replicas "
-                    "and weights would run away from each other; valid: smaller values"
+                    f"outer.learning_rate = {self.outer_rate:g} diverge with {self.learners} blocks of {block}; "
+                    "use smaller values"
                 )
 
     def _period_in(self, block: int) -> Row:
@@ -220,11 +220,12 @@ class Averaging(Protocol):
 
     def _check_served(self, *, plain: bool) -> None:
         """Raises ValueError for what needs all replicas at once."""
-        where = "[topology] options.parameter_server = true lets each replica exchange with the weights alone"
+        where = "[topology] options.parameter_server = true is not supported with"
         if not self.served_too:
-            raise ValueError(f"{where}; valid with protocol easgd")
+            raise ValueError(f"{where} protocol {type(self).__name__.lower()}; use protocol easgd")
         if not plain or self.restart:
-            raise ValueError(f"{where}, by its elasticity; valid: no other outer optimiser, rate, momentum or restart")
+            key = "[averaging] restart = true" if plain else "[averaging.outer]"
+            raise ValueError(f"{where} {key}; remove {key.partition(' = ')[0]}")
 
     @property
     def answered_elasticity(self) -> float:

@@ -75,7 +75,7 @@ class Protocol:
     def of(cls, protocol: "Protocol") -> Self:
         """A protocol that is known to be of this class."""
         if not isinstance(protocol, cls):
-            raise TypeError(f"{type(protocol).__name__} is no {cls.__name__}")
+            raise TypeError(f"{type(protocol).__name__} is not a {cls.__name__}")
         return protocol
 
     @property
@@ -147,4 +147,4 @@ class Protocol:
             ValueError: it is no state of this protocol.
         """
         if state:
-            raise ValueError("the protocol has no state")
+            raise ValueError("the protocol has no state; define state() and restore()")

@@ -48,7 +48,7 @@ def make(
     name = str(own.get(id(factory)) or getattr(factory, "__qualname__", repr(factory)))
     arguments = dict(options or {})
     if "n" in arguments:
-        raise ValueError("[protocol] options.n is not possible; n is a key of [protocol] itself")
+        raise ValueError("[protocol] options.n is not supported; use [protocol] n")
     if n is not None:
         arguments["n"] = n
     _check_arguments(name, factory, learners, arguments)
@@ -58,13 +58,16 @@ def make(
         if type(made) not in shipped().values():
             probe.check(lambda: factory(learners, **arguments))
     except ValueError as error:
+        if str(error).startswith("["):  # names its table itself
+            raise
         raise ValueError(f"[protocol] {error if name in shipped() else f'{name}: {error}'}") from None
     key = made.default_modulation if modulation in (None, "auto") else modulation
     rule = MODULATIONS[key] if isinstance(key, str) else key
     shown = key if isinstance(key, str) else next((k for k, of in MODULATIONS.items() if of is key), "")
     if shown not in made.modulations and (shown or made.modulations == ("none",)):
         shown = shown or str(getattr(rule, "__qualname__", rule))
-        raise ValueError(f"[protocol] modulation '{shown}' does not fit {name}; valid: {', '.join(made.modulations)}")
+        valid = ", ".join(made.modulations)
+        raise ValueError(f"[protocol] modulation = '{shown}' is not supported with protocol {name}; use {valid}")
     try:
         made.modulation = rule(learners, minibatch_size, made.n, reference_batch_size)
         if not shown:
@@ -73,8 +76,8 @@ def make(
         raise ValueError(f"[protocol] modulation: {getattr(rule, '__qualname__', rule)}: {error}") from None
     if made.modulation.weighs and scale_invariant_optimizer:
         raise ValueError(
-            f"[protocol] modulation '{made.modulation.name}' has no effect with {scale_invariant_optimizer}, "
-            "whose step ignores the gradient's scale; use sgd, or modulation 'mean_staleness'"
+            f"[protocol] modulation = '{made.modulation.name}' has no effect with [optimizer] name = "
+            f"'{scale_invariant_optimizer}'; use sgd, or modulation = 'mean_staleness'"
         )
     return made
 
@@ -84,7 +87,7 @@ def _check_arguments(name: str, factory: object, learners: int, arguments: Mappi
     try:
         signature = inspect.signature(factory)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise ValueError(f"[protocol] name: {name} is not a class or function that makes a protocol") from None
+        raise ValueError(f"[protocol] name: {name} makes no protocol; use a class of protocols.Protocol") from None
     try:
         signature.bind(learners, **arguments)
     except TypeError as error:
@@ -100,14 +103,14 @@ def _check_arguments(name: str, factory: object, learners: int, arguments: Mappi
 def _check(protocol: object) -> None:
     """Raises ValueError where a user's protocol could only fail, or wait forever, later on."""
     if not isinstance(protocol, Protocol):
-        raise ValueError(f"gives a {type(protocol).__name__}, which is not a protocols.Protocol")
+        raise ValueError(f"makes a {type(protocol).__name__}; use a class of protocols.Protocol")
     if not hasattr(protocol, "gradients_per_update"):
         raise ValueError("its __init__ must call super().__init__(learners)")
     c = protocol.gradients_per_update
     if c < 1:
-        raise ValueError(f"gradients_per_update = {c}; valid: 1 or more")
+        raise ValueError(f"gradients_per_update = {c} is not supported; use 1 or more")
     if protocol.ordered and c != protocol.learners:
-        raise ValueError(f"gradients_per_update = {c}; an ordered protocol takes one of each, so {protocol.learners}")
+        raise ValueError(f"gradients_per_update = {c} is not supported with ordered = True; use {protocol.learners}")
 
 
 def rule_of(name: str) -> type[Protocol]:

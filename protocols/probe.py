@@ -40,7 +40,7 @@ def saved(protocol: Protocol) -> str:
         return json.dumps(state)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"state() gives what JSON cannot hold ({error}); valid: a dict of numbers, texts, lists and dicts"
+            f"state() returns a value that JSON cannot hold ({error}); use a dict of numbers, texts, lists and dicts"
         ) from None
 
 
@@ -53,7 +53,7 @@ def restored(protocol: Protocol, text: str) -> None:
     try:
         protocol.restore(json.loads(text))
     except Exception as error:  # the user's own code raises what it likes
-        raise ValueError(f"restore() does not take the state {text[:80]} ({_text_of(error)})") from error
+        raise ValueError(f"restore() does not accept {text[:80]} of state(); correct it ({_text_of(error)})") from error
 
 
 def check(make: Callable[[], Protocol]) -> None:
@@ -74,15 +74,15 @@ def check(make: Callable[[], Protocol]) -> None:
     changed = _different(made, _contents(first))
     if changed and not has_state(first):
         raise ValueError(
-            f"update_due changes {changed}, which a resumed run would begin without; valid: state() and restore(), "
-            "or a rule that changes nothing"
+            f"update_due changes {changed}, which a resumed run would lose; define state() and restore(), or change "
+            "nothing"
         )
     text = saved(first)
     third = make()
     if text:
         restored(third, text)
     if lacking := _different(_contents(first), _contents(third)):
-        raise ValueError(f"restore() does not bring back {lacking} as it was; valid: all that update_due changes")
+        raise ValueError(f"restore() does not restore {lacking}; restore everything that update_due changes")
 
 
 def check_modulation(modulation: object) -> None:
@@ -92,7 +92,7 @@ def check_modulation(modulation: object) -> None:
         ValueError: it gives no such numbers, or changes itself.
     """
     if not isinstance(modulation, Modulation):
-        raise ValueError(f"gives a {type(modulation).__name__}, which is not a protocols.Modulation")
+        raise ValueError(f"makes a {type(modulation).__name__}; use a class of protocols.Modulation")
     before = _frozen(modulation)
     for staleness in (0, 1, 7):
         for name in ("rate_factor", "gradient_weight"):
@@ -102,9 +102,9 @@ def check_modulation(modulation: object) -> None:
             except Exception as error:
                 raise ValueError(f"{name}({staleness}) fails ({_text_of(error)})") from error
             if values[0] != values[1] or not 0 <= values[0] < math.inf:
-                raise ValueError(f"{name}({staleness}) is {values[0]} and {values[1]}; valid: the same number >= 0")
+                raise ValueError(f"{name}({staleness}) is {values[0]}, then {values[1]}; return the same number >= 0")
     if _frozen(modulation) != before:
-        raise ValueError("it changes itself, which a resumed run would begin without; valid: a rule by its arguments")
+        raise ValueError("it changes its attributes, which a resumed run would lose; use only arguments")
 
 
 def own_update_due(protocol: Protocol) -> bool:
@@ -120,8 +120,8 @@ def _drive(first: Protocol, second: Protocol) -> None:
         answers = [_asked(protocol, pending) for protocol in (first, second)]
         if answers[0] != answers[1]:
             raise ValueError(
-                f"update_due({pending}) is {answers[0]} once and {answers[1]} then, after the same gradients; valid: a "
-                "rule by its argument and the state alone"
+                f"update_due({pending}) is {answers[0]}, then {answers[1]}, after the same gradients; use only its "
+                "argument and the protocol's state"
             )
         if answers[0]:
             pending, updates = 0, updates + 1
@@ -151,7 +151,7 @@ def _look(protocol: Protocol, updates: int) -> None:
             raise ValueError(f"{name} fails ({_text_of(error)})") from error
         if changed := _different(before, _contents(protocol)):
             raise ValueError(
-                f"{name} changes {changed}, but a replay asks it at other times; valid: update_due alone changes it"
+                f"{name} changes {changed}, but a replay calls it at other times; change it only in update_due"
             )
 
 

@@ -13,7 +13,7 @@ class Softsync(Protocol):
     def __init__(self, learners: int, n: int = 1) -> None:
         super().__init__(learners)
         if not 1 <= n <= learners:
-            raise ValueError(f"n = {n}, with {learners} learners; valid: 1 to {learners}")
+            raise ValueError(f"n = {n} is not supported with {learners} learners; use 1 to {learners}")
         self.n = n
         self.gradients_per_update = learners // n
 

@@ -24,7 +24,7 @@ def plan(nodes: Sequence[int], fan_out: FanOut = None, weight_fan_out: int = 2, 
     """
     for name, value in {"weight_fan_out": weight_fan_out, "outstanding": outstanding}.items():
         if not whole(value) and (name, value) != ("outstanding", None):
-            raise ValueError(f"[topology] options.{name} = {value!r}: must be a whole number >= 1")
+            raise ValueError(f"[topology] options.{name} = {value!r} is not supported; use a whole number >= 1")
     width = weight_fan_out
     roles = server_tree(nodes, fan_out)
     first = next(i for i, role in enumerate(roles) if role.kind_traits.trains)

@@ -51,8 +51,8 @@ class Topology:
         hosted = Counter(role.world_rank for role in plan.roles)
         if any(hosted[plan.roles[learner].world_rank] > 1 for learner in plan.learners):
             raise ValueError(
-                f"[cluster] learners_per_rank = {self.per_rank}: topology {self.name} itself says which roles share a "
-                "rank with a learner; valid there: 1"
+                f"[cluster] learners_per_rank = {self.per_rank} is not supported with topology {self.name}, which "
+                "assigns several roles to a learner's rank; use 1"
             )
         return sharing_ranks(plan, self.per_rank)
 
@@ -93,9 +93,9 @@ class Topology:
             least, total = self.plan(learners or 1).ranks, len(places)
             if learners is None or not found:
                 enough = "" if learners else " or more"
-                raise ValueError(f"{total} ranks are too few for topology {self.name}: start {least}{enough}")
+                raise ValueError(f"{total} ranks are too few for topology {self.name}; start {least}{enough}")
             raise ValueError(
-                f"{learners} learners with topology {self.name} need {least} ranks, but the launcher started {total}: "
+                f"{learners} learners with topology {self.name} need {least} ranks, but the launcher started {total}; "
                 f"start {least}, or set cluster.learners = {found}"
             )
         free = [iter(on_node) for on_node in ranks]
@@ -263,7 +263,7 @@ def load(
     own = {id(of): name for name, of in shipped().items()}
     text = str(own.get(id(source)) or getattr(source, "__name__", type(source).__name__))
     if not callable(getattr(source, "plan", None)):
-        raise ValueError(f"[topology] name: {text} has no function plan")
+        raise ValueError(f"[topology] name: {text} has no function plan; define plan(nodes)")
     signature = inspect.signature(source.plan)
     try:
         signature.bind([0], **bound)

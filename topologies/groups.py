@@ -30,9 +30,13 @@ def plan(
     learners = len(nodes)
     numbers = evenly(learners, groups)
     if reduction not in get_args(Reduction):
-        raise ValueError(f"[topology] options.reduction = {reduction!r}; valid: {', '.join(get_args(Reduction))}")
+        raise ValueError(
+            f"[topology] options.reduction = {reduction!r} is unknown; use {', '.join(get_args(Reduction))}"
+        )
     if not isinstance(parameter_server, bool):
-        raise ValueError(f"[topology] options.parameter_server = {parameter_server!r}; valid: true, false")
+        raise ValueError(
+            f"[topology] options.parameter_server = {parameter_server!r} is not supported; use true or false"
+        )
     served = parameter_server or groups > 1
     roles = [Role(PARAMETER_SERVER, 0, 0)] if served else []
     roles.append(Role(STATISTICS_SERVER, 0, len(roles)))
@@ -59,5 +63,7 @@ def evenly(learners: int, blocks: int, option: str = "groups", also: str = "") -
     """
     if not whole(blocks) or blocks > learners:
         valid = f"{also}1 to {learners}"
-        raise ValueError(f"[topology] options.{option} = {blocks!r}, with {learners} learners; valid: {valid}")
+        raise ValueError(
+            f"[topology] options.{option} = {blocks!r} is not supported with {learners} learners; use {valid}"
+        )
     return [((i + 1) * blocks - 1) // learners for i in range(learners)]

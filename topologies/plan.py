@@ -119,11 +119,11 @@ class Plan:
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
         for name in fields.keys() & _RENAMED.keys():
-            raise ValueError(f"Plan has no {name}: it is called {_RENAMED[name]}")
+            raise ValueError(f"Plan has no {name}; use {_RENAMED[name]}")
         return super().__new__(cls)
 
     def __getattr__(self, name: str) -> Any:
-        is_called = f": it is called {_RENAMED[name]}" if name in _RENAMED else ""
+        is_called = f"; use {_RENAMED[name]}" if name in _RENAMED else ""
         raise AttributeError(f"Plan has no {name}{is_called}", name=name, obj=self)
 
     def __hash__(self) -> int:

@@ -31,7 +31,7 @@ def plan(
         return replace(base.plan(nodes) if parameter_server else together, max_gradients_per_message=1, averaging=True)
     if parameter_server:
         raise ValueError(
-            "[topology] options.groups: groups average with each other; valid: no options.parameter_server"
+            "[topology] options.groups is not supported with options.parameter_server = true; remove one of them"
         )
     return in_blocks(together, evenly(len(nodes), groups), "replica")
 
@@ -45,7 +45,7 @@ def in_blocks(plan: Plan, numbers: Sequence[int], sharing: Sharing) -> Plan:
         sharing: what they share.
     """
     if plan.reduction == "mpi":
-        raise ValueError("[topology] options.reduction = 'mpi' is of one group; valid here: 'ordered', 'nodes'")
+        raise ValueError("[topology] options.reduction = 'mpi' is not supported with blocks; use 'ordered' or 'nodes'")
     roles = list(plan.roles)
     for id_, number in zip(plan.learners, numbers, strict=True):
         roles[id_] = replace(roles[id_], group=number)

@@ -21,9 +21,11 @@ def plan(nodes: Sequence[int], shards: int = 2, servers_on_own_nodes: bool = Fal
         servers_on_own_nodes: that each has, in a simulation, a node of its own, and not one with learners.
     """
     if not whole(shards):
-        raise ValueError(f"[topology] options.shards = {shards!r}: must be a whole number >= 1")
+        raise ValueError(f"[topology] options.shards = {shards!r} is not supported; use a whole number >= 1")
     if not isinstance(servers_on_own_nodes, bool):
-        raise ValueError(f"[topology] options.servers_on_own_nodes = {servers_on_own_nodes!r}; valid: true, false")
+        raise ValueError(
+            f"[topology] options.servers_on_own_nodes = {servers_on_own_nodes!r} is not supported; use true or false"
+        )
     there = list(dict.fromkeys(nodes))
     # Spread over the nodes, whose links they are there to share; the first server is where there is room.
     apart = servers_on_own_nodes or len(there) == 1

@@ -33,7 +33,7 @@ def fan_outs(value: FanOut, name: str) -> list[int]:
     given = list(value) if isinstance(value, Sequence) else [] if value is None else [value]
     if not all(map(whole, given, (1, *[2] * len(given)))):
         raise ValueError(
-            f"[topology] options.{name} = {value!r}: must be a whole number >= 1, or a list of these, "
+            f"[topology] options.{name} = {value!r} is not supported; use a whole number >= 1, or a list of these, "
             "all but the first >= 2"
         )
     if len(given) == 1 and given[0] < 2:

@@ -1,1 +1,1 @@
-"""The job: its tables, its files, its target."""
+"""The job: its tables, its files and its target."""

@@ -1,4 +1,4 @@
-"""Tables `[[changes]]` of a job: what of it has another value after an epoch, and what must stay the same."""
+"""Tables `[[changes]]` of a job: keys that get another value after an epoch."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "cluster": ("shares",),
     "topology": ("options",),
 }
-"""Table -> keys of it that may change: what neither roles nor the optimiser's state depend on."""
+"""Table -> keys that may change. Neither the roles nor the state of the optimiser depend on these keys."""
 
 _NO_OTHER_PROTOCOLS: dict[str, Any] = {"n": None, "options": {}}
-"""Keys of [protocol] that are of one protocol: another one begins without them."""
+"""Keys of [protocol] that belong to one protocol, with the values that they get if the protocol changes."""
 
 VALID = ", ".join(f"{table}.{key}" for table, keys in MAY_CHANGE.items() for key in keys)
+"""Dotted names of all keys that may change, for errors."""
 
 
 class JobChange(Table):
-    """Keys of other tables that have other values once an epoch is complete."""
+    """Keys of other tables, with the values that they get when an epoch is complete."""
 
     at_epoch: int = Field(
-        ge=1, lt=2**31, description="number of completed epochs after which the keys below hold; less than the epochs"
+        ge=1,
+        lt=2**31,
+        description="number of completed epochs after which the keys below apply, less than training.epochs",
     )
-    protocol: dict[str, Any] = Field({}, description="keys of protocol; another name begins without n and options")
+    protocol: dict[str, Any] = Field({}, description="keys of protocol. Another name resets n and options")
     optimizer: dict[str, Any] = Field({}, description="learning_rate, milestones, decay_factor")
     training: dict[str, Any] = Field({}, description="minibatch_size")
     cluster: dict[str, Any] = Field({}, description="shares")
-    topology: dict[str, Any] = Field(
-        {}, description="options, such as options.groups; roles and ranks must stay the same"
-    )
+    topology: dict[str, Any] = Field({}, description="options, such as options.groups, that keep roles and ranks")
 
     @model_validator(mode="before")
     @classmethod
@@ -49,9 +50,9 @@ class JobChange(Table):
             for key in keys if isinstance(keys, Mapping) else [None]:
                 if key not in MAY_CHANGE.get(table, ()):
                     name = table if key is None else f"{table}.{key}"
-                    raise ValueError(f"{name} cannot change in a run, whose roles and ranks stay; valid: {VALID}")
+                    raise ValueError(f"{name} cannot change; use {VALID}")
         if "at_epoch" in value and not any(tables.values()):
-            raise ValueError(f"changes nothing; valid: {VALID}")
+            raise ValueError(f"changes no key; use {VALID}")
         return value
 
     @property
@@ -61,19 +62,19 @@ class JobChange(Table):
 
     @property
     def where(self) -> str:
-        """The table, for errors."""
+        """Name of the table, for errors."""
         return f"[[changes]] at_epoch = {self.at_epoch}"
 
     @property
     def text(self) -> str:
-        """What changes, for people."""
+        """The changed keys and their new values, as text."""
         return ", ".join(f"{key} = {short(value)}" for key, value in flattened(self.tables).items())
 
     def applied(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Tables of a job with these values; of options, only those that are named.
+        """Returns the tables of a job with the new values. Options that are not named keep their values.
 
         Args:
-            tables: table -> key -> value: of the tables that may change, every key that is set.
+            tables: table -> key -> value, for every key that is set in the tables that may change.
         """
         found = {table: dict(keys) for table, keys in tables.items()}
         for table, keys in self.tables.items():

@@ -1,4 +1,4 @@
-"""The tables of a job, and nothing else."""
+"""The tables of a job, without rules or methods."""
 
 from pydantic import Field
 
@@ -26,31 +26,31 @@ from rudra.job.tables import (
 
 
 class JobFields(Table):
-    """The tables that a job has.
+    """Tables of a job.
 
     Attributes:
-        name: name of the job, by which result files are called.
-        model: table `[model]`: the network.
-        data: table `[data]`: the training and test sets.
-        augment: table `[augment]`: random changes of the training inputs.
-        task: table `[task]`: the loss, and what tests measure.
-        training: table `[training]`: epochs, mini-batch size, seed, tests, target.
-        optimizer: table `[optimizer]`: the update rule and the learning rate.
-        protocol: table `[protocol]`: how many gradients make an update, and the modulation of the learning rate.
-        hogbatch: table `[hogbatch]`: assignment of samples to heterogeneous workers, which update the weights.
-        averaging: table `[averaging]`: how learners average replicas of their own.
-        placement: table `[placement]`: which layers a stage server has.
-        topology: table `[topology]`: which roles exchange gradients and weights.
-        cluster: table `[cluster]`: learners, threads and devices.
-        simulation: table `[simulation]`: what takes how long in virtual time.
-        fault_tolerance: table `[fault_tolerance]`: what a run does about ranks that die or wait.
-        results: table `[results]`: what the result file records.
-        hooks: tables `[[hooks]]`: code of the user that roles call.
-        changes: tables `[[changes]]`: what has other values after an epoch.
-        study: table `[study]`: what `rudra sweep` makes of the job.
+        name: Name of the job, which is also the default name of its result files.
+        model: Table `[model]`: the network.
+        data: Table `[data]`: the training and test sets.
+        augment: Table `[augment]`: random changes of the training inputs.
+        task: Table `[task]`: the loss and the metrics of evaluations.
+        training: Table `[training]`: epochs, mini-batch size, seed, evaluation, target.
+        optimizer: Table `[optimizer]`: the update rule and the learning rate.
+        protocol: Table `[protocol]`: number of gradients per update, and modulation of the learning rate.
+        hogbatch: Table `[hogbatch]`: assignment of samples to heterogeneous workers, which update the weights.
+        averaging: Table `[averaging]`: averaging of the learners' replicas.
+        placement: Table `[placement]`: layers that a stage server holds.
+        topology: Table `[topology]`: roles, and which of them exchange gradients and weights.
+        cluster: Table `[cluster]`: learners, threads and devices.
+        simulation: Table `[simulation]`: durations in virtual time.
+        fault_tolerance: Table `[fault_tolerance]`: reaction to ranks that die or wait.
+        results: Table `[results]`: contents of the result file, and checkpoints.
+        hooks: Tables `[[hooks]]`: user code that roles call.
+        changes: Tables `[[changes]]`: keys that get other values after an epoch.
+        study: Table `[study]`: variants of the job that `rudra sweep` runs.
     """
 
-    name: str = Field("job", description="what result files are called; default: the name of the job file")
+    name: str = Field("job", description="name of the job and of its result files; default: the name of the job file")
     model: ModelTable = ModelTable()
     data: DataTable = DataTable()
     augment: AugmentTable = AugmentTable()

@@ -1,7 +1,7 @@
 """The job: one immutable, validated description of a run.
 
-A job comes from a TOML file, from the name of a shipped job, or from code. `rudra.job.tables` declares its tables,
-`rudra.job.rules` checks what spans them, and `rudra.job.making` makes its protocol and its topology.
+A job comes from a TOML file, from the name of a shipped job, or from code. `rudra.job.tables` declares its tables.
+`rudra.job.rules` checks combinations of keys. `rudra.job.making` makes the protocol and the topology.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rudra.job.tables import Hook
 
 
 class Job(JobFields):
-    """The complete description of a run, checked when it is made.
+    """Complete description of a run, checked when it is made.
 
-    A job cannot be changed; `with_` makes a changed copy. `load` reads a job from a file; from Python each table is a
-    dictionary: `Job(training={"epochs": 5}, cluster={"learners": 2})`. Tables and keys that are left out have their
-    defaults. A key that names a callable takes the callable itself, too. `docs/job-reference.md` lists every key, with
-    what is allowed, and `JobFields` says what each table is for.
+    A job cannot be changed. `with_` makes a changed copy, and `load` reads a job from a file. From Python each table is
+    a dictionary: `Job(training={"epochs": 5}, cluster={"learners": 2})`. Omitted tables and keys have their defaults. A
+    key that names a callable also accepts the callable itself. `docs/job-reference.md` lists every key with its allowed
+    values, and `JobFields` describes each table.
 
     Raises:
         ConfigError: an unknown table or key, a wrong type, or keys that contradict each other.
@@ -70,10 +70,10 @@ class Job(JobFields):
         return rules.JobPart(self, plan, self.make_protocol(plan), placed)
 
     def at(self, epoch: int) -> Job:
-        """The job of a part of a run: a job without changes.
+        """Returns the job of a part of a run, which has no changes itself.
 
         Args:
-            epoch: how many epochs are complete. What changes after them, or earlier, has its new values.
+            epoch: number of complete epochs. Changes at this epoch or before it are applied.
         """
         if not self.changes:
             return self
@@ -89,11 +89,11 @@ class Job(JobFields):
 
         Args:
             job: path of a TOML file, or a name that `shipped_jobs` lists.
-            overrides: changes, each a text `table.key=value`, applied in this order. A value is read as TOML, and as a
-                plain string where it is not TOML. Without a value (`table.key=`) the key has its default.
+            overrides: changes, each a text `table.key=value`, applied in this order. A value is read as TOML, or as a
+                plain string if it is not TOML. Without a value (`table.key=`) the key gets its default.
 
         Returns:
-            The job, whose name is that of the file unless the file says otherwise.
+            The job. Its default name is the name of the file.
 
         Raises:
             ConfigError: there is no such job, the file is not TOML, a key is unknown, or a value is not allowed.
@@ -103,15 +103,15 @@ class Job(JobFields):
 
     @classmethod
     def of(cls, path: Path, tables: dict[str, Any], changes: Sequence[Change] = ()) -> Job:
-        """Makes a job of the tables of a file that was read.
+        """Makes a job from the tables of a file.
 
         Args:
-            path: of the file, for the job's name and for errors.
+            path: path of the file, for the job's name and for errors.
             tables: table -> key -> value.
             changes: keys and their new values, applied in this order.
 
         Raises:
-            ConfigError: as in `load`; the text names the file, or the change that is wrong.
+            ConfigError: as in `load`. The text names the file or the wrong change.
         """
         stages = [tables]
         for change in changes:
@@ -136,11 +136,11 @@ class Job(JobFields):
         changes: Sequence[JobChange | Mapping[str, Any]] | None = None,
         **tables: Mapping[str, Any],
     ) -> Job:
-        """A copy with other values, checked as a whole: `job.with_(training={"epochs": 3})`.
+        """Returns a copy with other values, checked as a whole: `job.with_(training={"epochs": 3})`.
 
         Args:
-            hooks: all hooks of the copy; None: those of this job.
-            changes: all changes of the copy; None: those of this job.
+            hooks: all hooks of the copy. None: the hooks of this job.
+            changes: all changes of the copy. None: the changes of this job.
             tables: table -> key -> new value; keys that are not named keep their values.
 
         Raises:
@@ -159,7 +159,7 @@ class Job(JobFields):
         return type(self)(**{k: _as_dict(v) if isinstance(v, Table) else v for k, v in merged.items()})
 
     def without_tests(self) -> Job:
-        """The job without tests of its weights, nor what goes by them: where only time counts."""
+        """Returns the job without evaluations and the features that need them, for measurements of time."""
         return self.with_(
             training={
                 "evaluate": False,
@@ -173,16 +173,16 @@ class Job(JobFields):
         )
 
     def resolved(self, *, learners: int | None = None, threads_per_rank: int | None = None, cores: int = 1) -> Job:
-        """A copy with the keys filled in that the launch decides, `cluster.learners` and `cluster.threads_per_rank`.
+        """Returns a copy with values for `cluster.learners` and `cluster.threads_per_rank`, which the launch decides.
 
         Args:
-            learners: λ; None: as the job says, else 4.
-            threads_per_rank: threads of torch on each learner; None: as the job says, else `cores` divided by the
-                number of ranks on which learners compute, at least 1.
-            cores: processor cores that the learners share.
+            learners: λ. None: as in the job, else 4.
+            threads_per_rank: number of torch threads of each learner. None: as in the job, else `cores` divided by the
+                number of ranks that compute gradients, at least 1.
+            cores: number of processor cores that the learners share.
 
         Raises:
-            ConfigError: the job does not allow so many learners.
+            ConfigError: the job does not allow this number of learners.
         """
         learners = learners or self.cluster.learners or 4
         at_once = -(-learners // self.cluster.learners_per_rank)
@@ -194,18 +194,18 @@ class Job(JobFields):
         """λ, the number of learners.
 
         Raises:
-            ConfigError: the job leaves it open, and is not `resolved` yet.
+            ConfigError: the job does not set it, and is not `resolved` yet.
         """
         if self.cluster.learners is None:
-            raise ConfigError("[cluster] learners is not resolved yet")
+            raise ConfigError("[cluster] learners is not known yet; set it, or call job.resolved(learners=N) first")
         return self.cluster.learners
 
     def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:
-        """The roles of the job, and which of them exchange gradients and weights. The number of learners must be known.
+        """Returns the roles of the job and their connections. The number of learners must be known.
 
         Args:
-            nodes: node of every learner, λ numbers in ascending order; None: all learners are on one node. With nodes
-                the protocol, hooks and simulated faults are checked against the plan, too.
+            nodes: node of every learner, λ numbers in ascending order. None: all learners are on one node. With nodes,
+                the protocol, hooks and simulated faults are also checked against the plan.
 
         Raises:
             ConfigError: the number of learners is not known, or protocol, hooks or faults do not fit the plan.
@@ -224,7 +224,7 @@ class Job(JobFields):
         """Checks the job's protocol and hooks against a plan.
 
         Args:
-            plan: roles of the job, as `plan` makes them or as they are on real ranks.
+            plan: roles of the job, from `plan` or from real ranks.
 
         Raises:
             ConfigError: the protocol cannot work on the plan, or a hook names a role that is not in it.
@@ -238,14 +238,14 @@ class Job(JobFields):
             raise ConfigError(str(error)) from None
 
     def plan_after(self, epoch: int, plan: topologies.Plan) -> topologies.Plan:
-        """The plan of a part of a run, on the ranks and nodes that the run has.
+        """Returns the plan of a part of a run, on the ranks and nodes of the run.
 
         Args:
-            epoch: how many epochs are complete.
-            plan: of the first part.
+            epoch: number of complete epochs.
+            plan: plan of the first part.
 
         Raises:
-            ValueError: options of the topology do not fit, or do not keep the roles.
+            ValueError: options of the topology do not fit, or change the roles.
         """
         drawn = self.at(epoch).make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
         rules.check([rules.other_roles], plan, drawn)
@@ -255,15 +255,15 @@ class Job(JobFields):
 
     @property
     def scheduled(self) -> bool:
-        """Whether a coordinator assigns the samples, so that mini-batches have any size."""
+        """Whether a coordinator assigns the samples, in mini-batches of any size."""
         return bool(getattr(making.factory_of(self), "schedules", False))
 
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
-        """The job's protocol, made for its workers: the learners, or the compute groups where there are any.
+        """Makes the job's protocol for its workers: the learners, or the compute groups if the plan has any.
 
         Args:
-            plan: roles of the job; None: `plan()`.
-            lost: how many workers have died; n is then at most the number of those that are left.
+            plan: roles of the job. None: `plan()`.
+            lost: number of workers that have died. n is then at most the number of remaining workers.
 
         Raises:
             ConfigError: there is no such protocol.
@@ -272,7 +272,7 @@ class Job(JobFields):
         return making.make_protocol(self, self.plan() if plan is None else plan, lost)
 
     def gradients_per_update(self, plan: topologies.Plan) -> int:
-        """How many learners' gradients make an update. The average of a compute group counts as one of each member.
+        """Returns the number of learners' gradients per update. The average of a group counts once for each member.
 
         Args:
             plan: roles of the job.
@@ -280,37 +280,36 @@ class Job(JobFields):
         return self.make_protocol(plan).gradients_per_update * len(plan.learners) // plan.workers
 
     def explicit_momentum(self, plan: topologies.Plan | None = None) -> float:
-        """The momentum that the optimiser uses: what is left of `optimizer.momentum` after `momentum_correction`.
+        """Returns the momentum that the optimiser uses: `optimizer.momentum` minus the `momentum_correction`.
 
-        With g workers that update independently, gradients arrive as if there were momentum 1 - 1/g (Omnivore,
-        theorem 1: for step times that are exponential, and no explicit momentum). g is what the weights see, ⟨σ⟩ + 1:
-        nearly 2 under 1-softsync, although all workers together make an update. That the two momenta add up is a rule
-        of thumb.
+        Asynchrony of g workers that update independently acts like momentum 1 - 1/g. This is theorem 1 of Omnivore,
+        for exponential step times and no explicit momentum. Here g is the effective number ⟨σ⟩ + 1. Under 1-softsync g
+        is nearly 2, although all workers together make an update. The sum of the two momenta is a rule of thumb.
 
         Args:
-            plan: roles of the job; None: `plan()`.
+            plan: roles of the job. None: `plan()`.
 
         Returns:
-            The explicit momentum, at least 0; `optimizer.momentum` itself without a correction.
+            The explicit momentum, at least 0. Without a correction it equals `optimizer.momentum`.
         """
         return making.explicit_momentum(self, self.plan() if plan is None else plan)
 
     def make_topology(self) -> topologies.Topology:
-        """The job's topology, with its options bound.
+        """Makes the job's topology with its options.
 
         Raises:
             ConfigError: there is no such topology.
-            ValueError: it does not take these options.
+            ValueError: the topology does not take these options.
         """
         return making.make_topology(self)
 
     def to_json(self) -> str:
-        """The job as one line of JSON, without the table `[study]`; a callable appears as `module:name`."""
+        """Returns the job as one line of JSON without the table `[study]`. A callable appears as `module:name`."""
         return json.dumps(self.model_dump(exclude={"study"}), default=name_of, sort_keys=True)
 
 
 def _tables_with(job: type[Job], key: str) -> list[str]:
-    """Tables that have a key."""
+    """Returns the names of the tables that have a key."""
     kinds = {name: field.annotation for name, field in job.model_fields.items()}
     return [name for name, kind in kinds.items() if isinstance(kind, type) and key in getattr(kind, "model_fields", ())]
 

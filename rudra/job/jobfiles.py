@@ -1,4 +1,4 @@
-"""Job files: finding, reading and overriding them, before anything is validated."""
+"""Search, reading and overrides of job files, before validation."""
 
 import importlib.metadata
 import os
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 from rudra.errors import ConfigError, meant, printable
 
 PAPER = "paper.toml"
-"""Among job files: no job, but the numbers that a paper prints."""
+"""Name of a file next to job files that is not a job: it contains numbers printed in a paper."""
 
-_DEEPEST = 50  # tables and lists in each other
+_DEEPEST = 50  # levels of nested tables and lists
 _LONG_KEY = re.compile(rf"""(?<![\w"'-])(?:[\w"'-]++[ \t]*+\.[ \t]*+){{{_DEEPEST}}}""")
 
 
 def shipped_jobs() -> dict[str, Path]:
-    """The jobs that come with Rudra.
+    """Lists the jobs that come with Rudra.
 
     Returns:
-        Name -> path of the TOML file, such as `"rudra/figure5"`, sorted by name. `Job.load` takes either.
+        Name such as `"rudra/figure5"` -> path of the TOML file, sorted by name. `Job.load` accepts names and paths.
     """
     files = data_files("jobs", ".toml")
     root = Path(os.path.commonpath([file.parent for file in files])) if files else Path()
@@ -29,11 +29,11 @@ def shipped_jobs() -> dict[str, Path]:
 
 
 def data_files(directory: str, suffix: str) -> list[Path]:
-    """Files that come with Rudra and are no modules, from a checkout or an installed wheel.
+    """Lists data files that come with Rudra, from a checkout or an installed wheel.
 
     Args:
-        directory: that they and directories of them lie in, in the checkout or below the wheel's `share/rudra`.
-        suffix: how their names end.
+        directory: directory of the files, which may be nested, in the checkout or below the wheel's `share/rudra`.
+        suffix: suffix of their names.
     """
     checkout = Path(__file__).resolve().parents[2]
     if (checkout / "setup.cfg").is_file():
@@ -46,36 +46,36 @@ def data_files(directory: str, suffix: str) -> list[Path]:
 def _find(job: str | Path) -> Path:
     path = Path(job)
     if path.suffix == ".toml" or os.path.isfile(path):
-        if not os.path.isfile(path):  # unlike the method of Path, also where there can be no such name
+        if not os.path.isfile(path):  # os.path: the method of Path raises an error for impossible names
             raise ConfigError(f"{path}: no such job file")
         return path
     shipped = shipped_jobs()
     if str(job) not in shipped:
-        valid = f"give a TOML file or one of: {', '.join(shipped)}{meant(str(job), shipped)}"
+        valid = f"use a TOML file or one of: {', '.join(shipped)}{meant(str(job), shipped)}"
         raise ConfigError(f"{job}: no such job; {valid}")
     return shipped[str(job)]
 
 
 def read_job(job: str | Path) -> tuple[Path, dict[str, Any]]:
-    """A job file or shipped job: where it is, and its tables as they stand there, not validated yet.
+    """Reads a job file or a shipped job, without validation. Returns its path and its tables.
 
     Raises:
-        ConfigError: there is none, or it is no TOML.
+        ConfigError: there is no such job, or the file is not TOML.
     """
     path = _find(job)
     return path, read_toml(path)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Reads the tables of a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or is no TOML.
+        ConfigError: the file cannot be read, or is not TOML.
     """
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        if _LONG_KEY.search(text):  # tomllib's time grows with the square of a key's parts
+        if _LONG_KEY.search(text):  # the time of tomllib grows with the square of the number of parts of a key
             raise RecursionError
         tables = tomllib.loads(text)
         level: list[Any] = [tables]
@@ -85,14 +85,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         if level:
             raise RecursionError
         return tables
-    except (OSError, ValueError) as error:  # a number of more than 4,300 digits is a ValueError, too
+    except (OSError, ValueError) as error:  # also a number of more than 4,300 digits
         raise ConfigError(f"{path}: {_at_its_line(str(error), text)}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: its tables and lists are nested too deeply") from None
+        raise ConfigError(f"{path}: too many nested tables and lists; use {_DEEPEST} levels at most") from None
 
 
 def _at_its_line(said: str, text: str) -> str:
-    """What tomllib says of a text, with the line that it means."""
+    """Returns an error of tomllib with the line of the text that it names."""
     if found := re.fullmatch(r"(.*) \(at line (\d+), column \d+\)", said, re.DOTALL):
         line = text.split("\n")[int(found[2]) - 1].strip()
         return f"line {found[2]}: {found[1]}: {printable(line[:80])}"
@@ -100,16 +100,16 @@ def _at_its_line(said: str, text: str) -> str:
 
 
 LISTS = ("hogbatch.workers", "hooks", "changes")
-"""Keys of a job that are lists of tables."""
+"""Keys of a job whose values are lists of tables."""
 
 
 class Change(NamedTuple):
-    """One key of a job that gets another value.
+    """Change of one key of a job.
 
     Attributes:
-        key: dotted.
-        value: None stands for the default.
-        said: where the user asked for it.
+        key: Dotted name of the key.
+        value: New value. None: the default.
+        said: Option or place that requests the change, for errors.
     """
 
     key: str
@@ -118,7 +118,7 @@ class Change(NamedTuple):
 
 
 def parsed(override: str) -> Change:
-    """What `table.key=value` asks for; a value is TOML, a plain string where it is none, None where it is empty."""
+    """Parses `table.key=value`. The value is read as TOML, else as a plain string. An empty value gives None."""
     key, equals, text = override.partition("=")
     said = f"--set {override}"
     if not equals:
@@ -132,10 +132,10 @@ def parsed(override: str) -> Change:
 
 
 def apply(tables: dict[str, Any], change: Change) -> None:
-    """Changes a job's tables; a list of tables as a whole, or one of them, named by its number.
+    """Applies a change to a job's tables. It replaces a list of tables, or changes one of them, named by its number.
 
     Raises:
-        ConfigError: it is no key of a table.
+        ConfigError: the key does not name a key of a table.
     """
     *tables_, last = (part.strip() for part in change.key.split("."))
     if not (last and all(tables_) and (tables_ or last in LISTS)):
@@ -161,12 +161,12 @@ def apply(tables: dict[str, Any], change: Change) -> None:
 
 
 def possible(key: str, value: Any) -> bool:
-    """Whether a whole job can have this at its top: tables, but for its name and its lists."""
+    """Returns whether a top-level key of a job can have this type of value."""
     return isinstance(value, str if key == "name" else list if key in LISTS else dict)
 
 
 def flattened(value: Any, prefix: str = "") -> Any:
-    """Nested tables as one table of dotted keys; anything else as it is."""
+    """Converts nested tables to one table with dotted keys. Other values are returned unchanged."""
     if not isinstance(value, dict):
         return value
     flat: dict[str, Any] = {}

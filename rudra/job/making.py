@@ -1,4 +1,4 @@
-"""Makes the protocol and the topology of a job."""
+"""Protocol and topology of a job, made from its tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def factory_of(job: JobFields) -> Any:
 
 
 def table_of(job: JobFields) -> ArgumentsTable | None:
-    """The table of the job whose keys belong to its protocol; None: there is no such table."""
+    """Returns the table of the job whose keys belong to its protocol, or None if the protocol has no table."""
     found: ArgumentsTable | None = getattr(job, getattr(factory_of(job), "table", ""), None)
     return found
 
@@ -33,7 +33,7 @@ def make_protocol(job: JobFields, plan: topologies.Plan, lost: int = 0) -> proto
     own = table_of(job)
     arguments = {} if own is None else own.arguments(plan)
     for key in table.options.keys() & arguments.keys():
-        raise ValueError(f"[protocol] options.{key} is not possible; valid: the keys of [{factory.table}]")
+        raise ValueError(f"[protocol] options.{key} is not supported; use the keys of [{factory.table}]")
     return protocols.make(
         factory,
         learners=left,
@@ -47,7 +47,7 @@ def make_protocol(job: JobFields, plan: topologies.Plan, lost: int = 0) -> proto
 
 
 def topology_of(job: JobFields) -> str:
-    """Name of the topology that "auto" stands for with the job's protocol."""
+    """Returns the name of the topology that "auto" selects for the job's protocol."""
     return str(getattr(factory_of(job), "topology", "base"))
 
 
@@ -61,7 +61,7 @@ def make_topology(job: JobFields) -> topologies.Topology:
 
 
 def explicit_momentum(job: JobFields, plan: topologies.Plan) -> float:
-    """The momentum that the optimiser uses: see `Job.explicit_momentum`."""
+    """Returns the momentum that the optimiser uses: see `Job.explicit_momentum`."""
     if job.optimizer.momentum_correction == "none":
         return job.optimizer.momentum
     asynchrony = 1 + make_protocol(job, plan).expected_staleness

@@ -1,4 +1,4 @@
-"""Old names of tables and keys of jobs: older files of runs have them, and jobs of users may."""
+"""Old names of tables and keys of jobs, which older result files and jobs of users may contain."""
 
 import copy
 from collections.abc import Collection, Mapping
@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 
 class Renamed(NamedTuple):
-    """A table or key that has another name now.
+    """Table or key with a new name.
 
     Attributes:
-        old: old dotted name.
-        new: new dotted name.
-        values: old value -> new value, of the values that have another name, too.
-        names: names of the protocol or topology that had the key; empty: the key did not depend on the name.
+        old: Old dotted name.
+        new: New dotted name.
+        values: Old value -> new value, for values that also have a new name.
+        names: Names of the protocol or topology that had the key. Empty: the key did not depend on the name.
     """
 
     old: str
@@ -49,20 +49,22 @@ RENAMED = (
     Renamed("simulation.tear", "simulation.race_slices"),
     Renamed("simulation.beside", "simulation.background_jobs"),
     Renamed(
-        "topology.options.server", "topology.options.parameter_server", names=("auto", "base", "groups", "replicas")
+        "topology.options.server",
+        "topology.options.parameter_server",
+        names=("auto", "base", "groups", "replicas"),
     ),
     Renamed("topology.options.apart", "topology.options.servers_on_own_nodes", names=("sharded",)),
 )
 
 LISTS = ("hogbatch.workers", "workers")
-"""The names above that are lists of tables."""
+"""Names in `RENAMED` whose values are lists of tables."""
 
 DATA = {"rudra.bench.prediction:noise": "rudra.data.noise:noise"}
 HOOKS = {"rudra.hooks:csv": "csv", "rudra.hooks:tensorboard": "tensorboard"}
 
 
 def answers(job: Mapping[str, Any]) -> list[str]:
-    """One line for each table or key of a job that has an old name; the line gives the new name."""
+    """Returns a line with the new name for each table or key of a job that has an old name."""
     found: dict[str, str] = {}
     for each in RENAMED:
         tables, key = _split(each.old)
@@ -73,7 +75,7 @@ def answers(job: Mapping[str, Any]) -> list[str]:
 
 
 def translated(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Renames the tables and keys of a job that a file holds."""
+    """Returns the tables of a job from a file, with new names for tables and keys."""
     found: dict[str, Any] = copy.deepcopy(dict(job))
     for each in RENAMED:
         (tables, key), (others, new) = _split(each.old), _split(each.new)
@@ -94,13 +96,13 @@ def translated(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split(name: str) -> tuple[list[str], str]:
-    """The tables of a dotted name, outermost first, and its key."""
+    """Splits a dotted name into its tables, outermost first, and its key."""
     *tables, key = name.split(".")
     return tables, key
 
 
 def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[Any]:
-    """The tables that may have the old key: one table, each of a list of tables, or none with another name."""
+    """Returns the tables that may have the old key: one, each of a list, or none if the name does not fit."""
     places: list[Any] = [job]
     for table in tables:
         inner = [place.get(table) for place in places if isinstance(place, Mapping)]
@@ -111,7 +113,7 @@ def _places(job: Mapping[str, Any], tables: list[str], each: Renamed) -> list[An
 
 
 def _made(job: dict[str, Any], tables: list[str]) -> dict[str, Any]:
-    """Finds a table of a job, and makes it if the job lacks it, or if a damaged file has something else there."""
+    """Returns a table of a job. Makes it if the job lacks it, or if a damaged file has another value there."""
     for table in tables:
         job[table] = _table_in(job, table)
         job = job[table]

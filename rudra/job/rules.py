@@ -1,14 +1,14 @@
 """Rules about combinations of keys, protocols and plans of a job.
 
-A rule is a small function that yields a line for each mistake. The line names the key, what is wrong, and what is valid
-instead. Its decorator says what the rule looks at, and puts the rule into the list of its kind:
+A rule is a small function that yields a line for each mistake. The line names the key, what is wrong, and what to use
+instead. The decorator of a rule adds the rule to a list. The list decides which arguments the rule receives:
 
-* `job_rule`: only the tables;
-* `part_rule`: a part of the run, with its plan and its protocol, if the number of learners is known;
-* `change_rule`: the first part, and a part after `[[changes]]`;
+* `job_rule`: only the tables.
+* `part_rule`: a part of the run with its plan and its protocol. The number of learners must be known.
+* `change_rule`: the first part, and a part after `[[changes]]`.
 * `simulated_rule`: a plan with the nodes of a simulation.
 
-The first mistake counts, in the order of this file.
+Only the first mistake is reported, in the order of this file.
 """
 
 import math
@@ -26,13 +26,13 @@ from topologies.kinds import TREE_SERVER
 
 
 class JobPart(NamedTuple):
-    """A part of a run: all of it, or what is between two `[[changes]]`.
+    """Part of a run: the whole run, or the epochs between two `[[changes]]`.
 
     Attributes:
-        job: the first part has all changes, later parts have none.
-        plan: roles of the part.
-        protocol: protocol of the part, made for this plan.
-        placed: whether the plan says on which nodes the roles are.
+        job: Job of the part. The job of the first part has all changes, jobs of later parts have none.
+        plan: Roles of the part.
+        protocol: Protocol of the part, made for this plan.
+        placed: Whether the plan assigns the roles to nodes.
     """
 
     job: JobFields
@@ -42,8 +42,8 @@ class JobPart(NamedTuple):
 
     @property
     def on(self) -> str:
-        """Key and name of the topology, with which a line about it begins."""
-        return f"[topology] name: {named(self.job.topology.name)}"
+        """Key and name of the topology: the beginning of a line about it."""
+        return f"[topology] name = '{named(self.job.topology.name)}'"
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class JobPart(NamedTuple):
 
     @property
     def relayed(self) -> bool:
-        """Whether servers of a tree pass gradients on to the weights."""
+        """Whether servers of a tree forward gradients to the parameter server."""
         return any(role.kind_traits.relays for role in self.plan.roles)
 
     @property
@@ -93,11 +93,11 @@ def simulated_rule(rule: SimulatedRule) -> SimulatedRule:
 
 
 def check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
-    """Raises ValueError with the first mistake that one of these rules finds.
+    """Raises ValueError for the first mistake that one of these rules finds.
 
     Args:
         rules: one of the lists above.
-        about: the arguments of a rule of that list.
+        about: arguments for each rule of that list.
     """
     for rule in rules:
         for text in rule(*about):
@@ -109,87 +109,91 @@ def check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
 
 @job_rule
 def compiled_models(job: JobFields) -> Iterator[str]:
+    on = "[training] compile = true is not supported with"
     if job.training.compile and job.simulation.batching != "none":
-        yield "[training] compile = true computes one gradient at a time; valid: batching = 'none'"
+        yield f"{on} [simulation] batching = '{job.simulation.batching}'; use batching = 'none'"
     if job.training.compile and job.training.precision != "float32":
-        yield "[training] compile = true computes in float32 so far; valid: precision = 'float32'"
+        yield f"{on} precision = '{job.training.precision}'; use precision = 'float32'"
 
 
 @job_rule
 def stop_at_target(job: JobFields) -> Iterator[str]:
     if job.training.stop_at_target and job.training.target is None:
-        yield "[training] stop_at_target = true, but there is no target; valid: a target, or false"
+        yield "[training] stop_at_target = true needs a target; set target, or use stop_at_target = false"
 
 
 @job_rule
-def what_depends_on_tests(job: JobFields) -> Iterator[str]:
+def keys_that_need_evaluation(job: JobFields) -> Iterator[str]:
     if job.training.evaluate:
         return
     wanted = {
-        "[results] keep_best": job.results.keep_best,
-        "[training] patience": job.training.patience,
+        "[results] keep_best = true": job.results.keep_best,
+        f"[training] patience = {job.training.patience}": job.training.patience,
         "[optimizer] schedule = 'plateau'": job.optimizer.plateau,
     }
     for key in (key for key, value in wanted.items() if value):
-        yield f"{key} depends on tests, but [training] evaluate = false; valid: evaluate = true"
+        yield f"{key} is not supported with [training] evaluate = false; use evaluate = true"
 
 
 @job_rule
-def test_of_the_training_set(job: JobFields) -> Iterator[str]:
+def evaluation_of_the_training_set(job: JobFields) -> Iterator[str]:
     if job.training.evaluate_training_set and job.training.evaluate != "workers":
-        yield "[training] evaluate_training_set: workers do that; valid: with evaluate = 'workers'"
+        yield "[training] evaluate_training_set = true is only supported with evaluate = 'workers'; use both or neither"
 
 
 @job_rule
 def momentum_correction(job: JobFields) -> Iterator[str]:
     optimizer = job.optimizer
     if optimizer.momentum_correction != "none" and not (optimizer.name == "sgd" and optimizer.momentum):
-        yield "[optimizer] momentum_correction corrects the momentum of sgd, and there is none; valid: 'none'"
+        yield (
+            "[optimizer] momentum_correction = 'implicit' is not supported without momentum of sgd; "
+            "use name = 'sgd' with momentum > 0, or 'none'"
+        )
 
 
 @job_rule
 def loss_scale(job: JobFields) -> Iterator[str]:
     if job.training.precision == "float16" and job.simulation.batching == "vmap":
         yield (
-            "[simulation] batching = 'vmap' chooses no loss scale, but [training] precision = 'float16' "
-            "needs one; valid: batching none or big-batch, precision bfloat16"
+            "[simulation] batching = 'vmap' is not supported with [training] precision = 'float16'; "
+            "use batching = 'none' or 'big-batch', or precision = 'bfloat16'"
         )
 
 
 @job_rule
 def seconds_per_byte(job: JobFields) -> Iterator[str]:
     for key, per_byte in PER_BYTE.items():
-        default = type(job.simulation).model_fields[key].default  # which stands in the file of every run
+        default = type(job.simulation).model_fields[key].default  # the file of every run contains it
         if getattr(job.simulation, per_byte) is not None and getattr(job.simulation, key) != default:
-            yield f"[simulation] has {key} and {per_byte}; valid: one of them"
+            yield f"[simulation] {key} is not supported with {per_byte}; use one of them"
 
 
 @job_rule
 def shared_links(job: JobFields) -> Iterator[str]:
-    """Links that carry several tensors at once, in this job and in background jobs."""
+    """Checks links that carry several tensors at once, in this job and in background jobs."""
     if job.simulation.sharing != "equal":
         return
     refused = {
-        "[simulation] blocking_servers": job.simulation.blocking_servers,
-        "[simulation] faults": job.simulation.faults,
+        "blocking_servers": job.simulation.blocking_servers,
+        "faults": job.simulation.faults,
         "[fault_tolerance] straggler_timeout_s": job.fault_tolerance.straggler_timeout_s,
         "[[changes]]": job.changes,
         "[hogbatch] weights = 'shared'": job.hogbatch.shares_weights,
     }
     for key in (key for key, value in refused.items() if value):
-        yield f"[simulation] sharing = 'equal': not with {key} so far; valid: sharing = 'turns'"
+        yield f"[simulation] sharing = 'equal' is not supported with {key}; use sharing = 'turns'"
 
 
 @job_rule
 def changes_of_every_update(job: JobFields) -> Iterator[str]:
     if job.changes and job.optimizer.schedule_every == "update":
-        yield "[[changes]]: schedule_every = 'update' counts updates of one protocol; valid: 'epoch'"
+        yield "[[changes]] is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'"
 
 
 @job_rule
 def changes_with_big_batches(job: JobFields) -> Iterator[str]:
     if job.changes and job.simulation.batching == "big-batch":
-        yield "[[changes]]: batching = 'big-batch' needs a constant mini-batch size; valid: none, vmap"
+        yield "[[changes]] is not supported with [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
 
 
 @job_rule
@@ -197,7 +201,7 @@ def epochs_of_changes(job: JobFields) -> Iterator[str]:
     before = 0
     for change in job.changes:
         if not before < change.at_epoch < job.training.epochs:
-            yield f"{change.where}: must be ascending, and less than training.epochs = {job.training.epochs}"
+            yield f"{change.where}: must be ascending, and less than [training] epochs = {job.training.epochs}"
         before = change.at_epoch
 
 
@@ -205,7 +209,7 @@ def epochs_of_changes(job: JobFields) -> Iterator[str]:
 def measured_shares_in_changes(job: JobFields) -> Iterator[str]:
     for change in job.changes:
         if change.cluster.get("shares") == "auto":
-            yield f"{change.where}: cluster.shares = 'auto' is measured before training; valid: a list"
+            yield f"{change.where}: cluster.shares = 'auto' is not supported in [[changes]]; use a list of numbers"
 
 
 @job_rule
@@ -213,8 +217,14 @@ def tables_of_other_protocols(job: JobFields) -> Iterator[str]:
     for name, table in job:
         if isinstance(table, ArgumentsTable) and table is not table_of(job) and table.non_defaults:
             key, protocol = next(iter(table.non_defaults)), named(job.protocol.name)
-            its = ", ".join(its_name for its_name, rule in protocols.shipped().items() if rule.table == name)
-            yield f"[{name}] {key} is for {its}; valid with protocol {protocol}: no keys of [{name}]"
+            its = _either(*(its_name for its_name, rule in protocols.shipped().items() if rule.table == name))
+            yield f"[{name}] {key} is not supported with protocol {protocol}; remove [{name}], or use protocol {its}"
+
+
+def _either(*names: str) -> str:
+    """Returns the names as a choice: `a, b or c`."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 # Protocol and plan.
@@ -222,51 +232,59 @@ def tables_of_other_protocols(job: JobFields) -> Iterator[str]:
 
 @part_rule
 def averaging_protocols(part: JobPart) -> Iterator[str]:
-    """Replicas are averaged in the plan if, and only if, the protocol averages replicas."""
+    """Requires that the plan averages replicas if, and only if, the protocol does."""
     if part.plan.averaging and not part.protocol.averages:
-        yield f"{part.on}: learners average replicas there; valid protocols: {protocols.averaging_names()}"
+        names = _either(*protocols.averaging_names().split(", "))
+        yield f"{part.on} is not supported with protocol {part.name}; use protocol {names}"
     if part.protocol.averages and not part.plan.averaging:
         pairs = protocols.averaging_pairs()
-        shapes = ", ".join(dict.fromkeys(pair.shape for pair in pairs if "," not in pair.shape))
-        yield f"{part.on}: protocol {part.name} averages replicas of the learners; valid: {shapes}"
+        shapes = _either(*dict.fromkeys(pair.shape for pair in pairs if "," not in pair.shape))
+        yield f"{part.on} is not supported with protocol {part.name}; use topology {shapes}"
 
 
 @part_rule
 def overlapped_learners_never_wait(part: JobPart) -> Iterator[str]:
     if part.plan.overlapped and part.protocol.waits:
         yield (
-            f"{part.on}: its learners never wait for a server, but with protocol {part.name} they must; "
-            "valid: softsync, async, or topology adv"
+            f"{part.on} is not supported with protocol {part.name}, which makes learners wait; "
+            "use protocol softsync or async, or topology adv"
         )
 
 
 @part_rule
 def outstanding_gradients(part: JobPart) -> Iterator[str]:
-    most = len(part.plan.learners) * (part.plan.outstanding or math.inf)
-    if most < part.protocol.gradients_per_update:
+    learners, needed = len(part.plan.learners), part.protocol.gradients_per_update
+    if learners * (part.plan.outstanding or math.inf) < needed:
         yield (
-            f"{part.on}: options.outstanding = {part.plan.outstanding} lets {most} gradients be under way, but "
-            f"protocol {part.name} wants {part.protocol.gradients_per_update} for an update; valid: more"
+            f"[topology] options.outstanding = {part.plan.outstanding} is not enough for the {needed} gradients per "
+            f"update of protocol {part.name}; use {-(-needed // learners)} or more"
         )
 
 
 @part_rule
 def one_group_without_a_server(part: JobPart) -> Iterator[str]:
-    if not part.plan.served and not part.plan.averaging and part.protocol.gradients_per_update > 1:
+    needed = part.protocol.gradients_per_update
+    if not part.plan.served and not part.plan.averaging and needed > 1:
         yield (
-            f"{part.on}: one compute group alone updates by each of its averages, but protocol {part.name} wants "
-            f"{part.protocol.gradients_per_update} for an update; valid: more groups, or a protocol that takes one"
+            f"{part.on} with one group is not supported with the {needed} gradients per update of protocol "
+            f"{part.name}; use more groups, or gradients_per_update = 1"
         )
 
 
 @part_rule
 def own_update_due(part: JobPart) -> Iterator[str]:
     protocol, plan = part.protocol, part.plan
-    if protocols.own_update_due(protocol) and (protocol.ordered or not plan.served or plan.window):
-        why = "adds one gradient of each learner" if protocol.ordered else "updates without a server that would ask"
+    if not protocols.own_update_due(protocol):
+        return
+    if protocol.ordered:
         yield (
-            f"{part.on}: protocol {part.name} {why}, so its update_due has no say; valid: gradients_per_update, or a "
-            "server and ordered = False"
+            f"{part.on}: update_due of protocol {part.name} is not supported with ordered = True; "
+            "use gradients_per_update, or ordered = False"
+        )
+    if not plan.served or plan.window:
+        yield (
+            f"{part.on}: update_due of protocol {part.name} is not supported if no server updates the weights; "
+            "use gradients_per_update, or a topology with a server"
         )
 
 
@@ -275,14 +293,11 @@ def waiting_below_a_tree(part: JobPart) -> Iterator[str]:
     if not (part.relayed and part.protocol.waits):
         return
     if protocols.saved(part.protocol):
-        yield (
-            f"{part.on}: protocol {part.name} lets learners wait and has a state, which servers of a tree do not know; "
-            "valid: topology base"
-        )
+        yield f"{part.on} is not supported with protocol {part.name}, which waits and has a state; use topology base"
     if part.protocol.grants_on_push:
         yield (
-            f"{part.on}: protocol {part.name} decides by what every learner has pushed, which servers of a tree do not "
-            "know; valid: topology base, or a rule by timestamps alone (grants_on_push = False)"
+            f"{part.on} is not supported with protocol {part.name}, which waits for pushes of all learners; "
+            "use topology base, or grants_on_push = False"
         )
 
 
@@ -290,8 +305,8 @@ def waiting_below_a_tree(part: JobPart) -> Iterator[str]:
 def weighing_below_a_tree(part: JobPart) -> Iterator[str]:
     if part.relayed and part.protocol.modulation.weighs:
         yield (
-            f"{part.on}: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree "
-            "has averaged them by then; valid: topology base, or modulation 'mean_staleness'"
+            f"[protocol] modulation = 'gradient_staleness' is not supported with topology "
+            f"{named(part.job.topology.name)}; use modulation = 'mean_staleness', or topology base"
         )
 
 
@@ -302,8 +317,8 @@ def weighing_below_a_tree(part: JobPart) -> Iterator[str]:
 def placed_layers_of_replicas(part: JobPart) -> Iterator[str]:
     if part.job.placement.given and (part.plan.averaging or part.plan.scheduled):
         yield (
-            "[placement] cut: learners with replicas of their own, and workers, have all layers; valid: topologies "
-            "base, sharded, adv, adv*, groups, and protocols that push gradients"
+            f"{_PLACED} protocol {part.name}; use hardsync, softsync or async, on topology base, sharded, adv, adv* "
+            "or groups"
         )
 
 
@@ -313,8 +328,8 @@ def synchronous_placement(part: JobPart) -> Iterator[str]:
     together = protocol.ordered and protocol.waits and protocol.gradients_per_update == part.plan.workers
     if part.job.placement.given and part.job.placement.rule == "synchronous" and not together:
         yield (
-            "[placement] rule = 'synchronous': its updates take one gradient of each learner, in learner order; "
-            "valid: protocol hardsync, or rule merged"
+            f"[placement] rule = 'synchronous' is not supported with protocol {part.name}; "
+            "use protocol hardsync, or rule = 'merged'"
         )
 
 
@@ -322,7 +337,7 @@ def synchronous_placement(part: JobPart) -> Iterator[str]:
 def momentum_of_a_stage_server(part: JobPart) -> Iterator[str]:
     table, optimizer = part.job.placement, part.job.optimizer.name
     if table.given and table.momentum is not None and optimizer not in ("sgd", "rmsprop"):
-        yield f"[placement] momentum: {optimizer} has none; valid: sgd and rmsprop"
+        yield f"[placement] momentum = {table.momentum:g} is not supported with {optimizer}; use sgd or rmsprop"
 
 
 @part_rule
@@ -332,56 +347,46 @@ def several_stage_servers(part: JobPart) -> Iterator[str]:
         return
     several = f"[placement] servers = {table.servers}"
     if table.servers > learners:
-        yield f"{several}: each has learners of its own, of whom there are {learners}; valid: 1 to {learners}"
+        yield f"{several} is more than the number of learners; use 1 to {learners}"
     if table.rule == "merged":
-        yield (
-            f"{several}: with rule merged each mini-batch is an update of its own, for which all servers would have to "
-            "wait; valid: 1, or rule synchronous"
-        )
+        yield f"{several} is not supported with rule = 'merged'; use servers = 1, or rule = 'synchronous'"
     if part.plan.groups:
-        yield f"{several}: the gradients of a compute group are averaged at one stage server; valid: 1"
+        yield f"{several} is not supported with compute groups; use servers = 1"
     if part.relayed:
-        yield f"{several}: topology {named(part.job.topology.name)} supports only one stage server; valid: 1"
+        yield f"{several} is not supported with topology {named(part.job.topology.name)}; use servers = 1"
 
 
 @part_rule
 def placed_layers(part: JobPart) -> Iterator[str]:
-    job, merged, on = part.job, part.job.placement.rule == "merged", "[placement] cut"
+    job, merged = part.job, part.job.placement.rule == "merged"
     if not job.placement.given:
         return
     if not merged and not part.plan.served and job.optimizer.clip_norm:
         yield (
-            f"{on}: [optimizer] clip_norm: learners that update weights of their own do not know the norm of the last "
-            "layers; valid: none, or a topology with a parameter server"
+            f"{_PLACED} [optimizer] clip_norm on topology {named(job.topology.name)}; "
+            "remove clip_norm, or use a topology with a parameter server"
         )
     if job.changes:
-        yield f"{on}: [[changes]]: a stage server cannot begin anew with another job so far; valid: none"
+        yield f"{_PLACED} [[changes]]; remove one of them"
     if merged and job.optimizer.plateau:
         yield (
-            "[placement] rule = 'merged': [optimizer] schedule = 'plateau' goes by tests, of which the stage server "
-            "does not hear; valid: other schedules"
+            "[placement] rule = 'merged' is not supported with [optimizer] schedule = 'plateau'; "
+            "use another schedule, or rule = 'synchronous'"
         )
     refused = {
-        "[cluster] gradient_format = 'float16' is for gradients alone; valid: float32": (
-            job.cluster.gradient_format != "float32"
-        ),
-        f"[cluster] device = '{job.cluster.device}': placed layers compute on CPUs so far; valid: cpu": (
-            job.cluster.device != "cpu"
-        ),
-        "[cluster] shares = 'auto' measures learners that compute all layers; valid: a list": (
-            job.cluster.shares == "auto"
-        ),
-        "[training] compile = true compiles whole models; valid: false": job.training.compile,
-        f"[training] precision = '{job.training.precision}': valid so far: float32": (
-            job.training.precision != "float32"
-        ),
-        "[simulation] batching computes whole models; valid: none": job.simulation.batching != "none",
-        "[fault_tolerance] straggler_timeout_s: a learner may wait for the stage server; valid: none": (
-            job.fault_tolerance.straggler_timeout_s
-        ),
+        "[cluster] gradient_format = 'float16'; use 'float32'": job.cluster.gradient_format != "float32",
+        f"[cluster] device = '{job.cluster.device}'; use 'cpu'": job.cluster.device != "cpu",
+        "[cluster] shares = 'auto'; use a list of numbers": job.cluster.shares == "auto",
+        "[training] compile = true; use compile = false": job.training.compile,
+        f"[training] precision = '{job.training.precision}'; use 'float32'": job.training.precision != "float32",
+        f"[simulation] batching = '{job.simulation.batching}'; use 'none'": job.simulation.batching != "none",
+        "[fault_tolerance] straggler_timeout_s; remove it": job.fault_tolerance.straggler_timeout_s,
     }
     for text in (text for text, value in refused.items() if value):
-        yield f"{on}: {text}"
+        yield f"{_PLACED} {text}"
+
+
+_PLACED = "[placement] cut is not supported with"
 
 
 # Gradients in parts.
@@ -394,13 +399,13 @@ def microbatches(part: JobPart) -> Iterator[str]:
         return
     on = f"[training] microbatches = {job.training.microbatches}"
     if job.training.microbatches > most:
-        yield f"{on}: a gradient has {most} samples; valid: 1 to {most}"
+        yield f"{on} is more than the samples of a gradient; use 1 to {most}"
     if job.placement.given:
-        yield f"{on}: placed layers compute whole mini-batches; valid: 1"
+        yield f"{on} is not supported with [placement] cut; use microbatches = 1"
     if job.simulation.batching != "none":
         yield (
-            f"{on}: [simulation] batching = '{job.simulation.batching}' computes whole mini-batches; valid: 1, or "
-            "batching = 'none'"
+            f"{on} is not supported with [simulation] batching = '{job.simulation.batching}'; "
+            "use microbatches = 1, or batching = 'none'"
         )
 
 
@@ -411,27 +416,25 @@ def microbatches(part: JobPart) -> Iterator[str]:
 def replicas_with_a_server(part: JobPart) -> Iterator[str]:
     if not (part.plan.averaging and part.plan.served):
         return
+    with_server = "is not supported with replicas and a server"
     if part.job.optimizer.plateau is not None:
-        yield (
-            "[optimizer] schedule = 'plateau': learners that exchange with a server alone do not hear of tests; "
-            "valid there: other schedules"
-        )
+        yield f"[optimizer] schedule = 'plateau' {with_server}; use another schedule, or no server"
     if part.job.cluster.gradient_format != "float32":
-        yield "[cluster] gradient_format = 'float16' is for gradients, not replicas; valid: float32"
+        yield f"[cluster] gradient_format = 'float16' {with_server}; use 'float32'"
 
 
 @part_rule
 def changes_of_replicas(part: JobPart) -> Iterator[str]:
     if part.plan.averaging and part.job.changes:
-        yield "[[changes]]: replicas that are averaged cannot begin anew; valid: no changes"
+        yield f"[[changes]] is not supported with protocol {part.name}; remove [[changes]]"
 
 
 @part_rule
 def big_batches_of_replicas(part: JobPart) -> Iterator[str]:
     if part.plan.averaging and part.job.simulation.batching == "big-batch":
         yield (
-            "[simulation] batching = 'big-batch' is for learners that share one vector of weights, which replicas "
-            "do not; valid: none, vmap"
+            f"[simulation] batching = 'big-batch' is not supported with protocol {part.name}; "
+            "use batching = 'none' or 'vmap'"
         )
 
 
@@ -444,31 +447,31 @@ def topology_of_a_coordinator(part: JobPart) -> Iterator[str]:
     plain = all(plan.roles[i].parent == plan.server for i in plan.learners) and not plan.groups
     unfit = not plan.served or not plain or plan.overlapped or plan.averaging or plan.parted
     if plan.scheduled and unfit:
-        yield f"{_HOGBATCH}: not with topology {named(part.job.topology.name)} so far; valid: base"
+        yield f"{_HOGBATCH} topology {named(part.job.topology.name)}; use topology base"
 
 
 @part_rule
-def keys_beside_a_coordinator(part: JobPart) -> Iterator[str]:
+def keys_with_a_coordinator(part: JobPart) -> Iterator[str]:
     if not part.plan.scheduled:
         return
     if part.job.changes:
-        yield f"{_HOGBATCH}: [[changes]]: a coordinator cannot begin anew; valid: no changes"
+        yield f"{_HOGBATCH} [[changes]]; remove [[changes]]"
     if part.job.cluster.shares:
-        yield f"{_HOGBATCH}: [cluster] shares: the coordinator says what each learner takes; valid: none"
+        yield f"{_HOGBATCH} [cluster] shares; remove shares"
     if (batching := part.job.simulation.batching) != "none":
-        yield (
-            f"{_HOGBATCH}: [simulation] batching = '{batching}': batches of different sizes cannot be computed "
-            "together; valid: none"
-        )
+        yield f"{_HOGBATCH} [simulation] batching = '{batching}'; use batching = 'none'"
 
 
 @part_rule
-def tests_by_workers(part: JobPart) -> Iterator[str]:
+def evaluation_by_workers(part: JobPart) -> Iterator[str]:
     if not part.plan.scheduled and part.job.training.evaluate == "workers":
-        yield "[training] evaluate = 'workers': a coordinator assigns its parts; valid: with protocol hogbatch"
+        yield (
+            f"[training] evaluate = 'workers' is not supported with protocol {part.name}; "
+            "use evaluate = true, or protocol hogbatch"
+        )
 
 
-_HOGBATCH = "[protocol] name: hogbatch"
+_HOGBATCH = "[protocol] name = 'hogbatch' is not supported with"
 
 
 # Weights that workers share.
@@ -478,9 +481,7 @@ _HOGBATCH = "[protocol] name: hogbatch"
 def locks_across_nodes(part: JobPart) -> Iterator[str]:
     nodes = len({part.plan.roles[i].node for i in part.plan.learners})
     if part.plan.window and nodes > 1 and part.job.hogbatch.locking:
-        yield (
-            f"{_SHARED}: locking = true: updates on {nodes} nodes have no order; valid: locking = false, or one node"
-        )
+        yield f"{_SHARED} locking = true on {nodes} nodes; use locking = false, or one node"
 
 
 @part_rule
@@ -489,19 +490,16 @@ def optimizer_of_workers(part: JobPart) -> Iterator[str]:
     if not part.plan.window:
         return
     if optimizer.name != "sgd" or optimizer.momentum or optimizer.options.get("nesterov"):
-        yield f"{_SHARED}: [optimizer] workers keep no state, so they step by plain SGD; valid: name sgd, momentum 0"
-    if optimizer.weight_decay or optimizer.clip_norm is not None or optimizer.groups or optimizer.options:
-        keys = "weight_decay, clip_norm, groups and options"
-        yield f"{_SHARED}: [optimizer] {keys} are not for shared weights so far; valid: none"
+        yield f"{_SHARED} an [optimizer] that has a state; use name = 'sgd' and momentum = 0"
+    keys = ("weight_decay", "clip_norm", "groups", "options")
+    if given := [key for key in keys if getattr(optimizer, key) not in (0, None, (), {})]:
+        yield f"{_SHARED} [optimizer] {_either(*given)}; remove {_either(*given)}"
 
 
 @part_rule
 def modulation_of_workers(part: JobPart) -> Iterator[str]:
     if part.plan.window and (name := part.protocol.modulation.name) != "none":
-        yield (
-            f"{_SHARED}: [protocol] modulation = '{name}': workers do not know how stale their gradients will be; "
-            "valid: none"
-        )
+        yield f"{_SHARED} [protocol] modulation = '{name}'; use modulation = 'none'"
 
 
 @part_rule
@@ -509,28 +507,25 @@ def small_workers_on_gpus(part: JobPart) -> Iterator[str]:
     table, team = part.job.hogbatch, part.job.hogbatch.team(part.plan.learner_numbers)
     racing = part.plan.window and not table.locking
     if racing and part.job.cluster.device == "cuda" and any(w.kind == "small" and w.device != "cpu" for w in team):
-        yield (
-            f"{_SHARED}: [cluster] device = 'cuda': small workers without a lock compute where the weights are; "
-            'valid: device = "cpu" in their [[hogbatch.workers]]'
-        )
+        yield f"{_SHARED} small workers on GPUs; use device = 'cpu' in their [[hogbatch.workers]], or locking = true"
 
 
 @part_rule
 def gradient_format_of_workers(part: JobPart) -> Iterator[str]:
     if part.plan.window and part.job.cluster.gradient_format != "float32":
-        yield f"{_SHARED}: [cluster] gradient_format = 'float16': no gradient travels; valid: float32"
+        yield f"{_SHARED} [cluster] gradient_format = 'float16'; use 'float32'"
 
 
 @part_rule
 def updates_that_no_role_sees(part: JobPart) -> Iterator[str]:
     kept = part.job.results.kept_interval
     if part.plan.window and any(hook.at == "update" for hook in part.job.hooks):
-        yield f"{_SHARED}: [hooks] at = 'update': no role sees the weights of an update; valid: epoch, end"
+        yield f"{_SHARED} [hooks] at = 'update'; use at = 'epoch' or 'end'"
     if part.plan.window and kept is not None and kept[1] == "update":
-        yield f"{_SHARED}: [results] keep_checkpoints: they are made at epochs' ends; valid: epochs"
+        yield f"{_SHARED} [results] keep_checkpoints = '{kept[0]} updates'; use a number of epochs"
 
 
-_SHARED = "[hogbatch] weights = 'shared'"
+_SHARED = "[hogbatch] weights = 'shared' is not supported with"
 
 
 # The cluster.
@@ -540,34 +535,24 @@ _SHARED = "[hogbatch] weights = 'shared'"
 def gpu_aware_mpi(part: JobPart) -> Iterator[str]:
     float16 = part.job.cluster.gradient_format == "float16"
     if part.job.cluster.gpu_aware_mpi and (part.plan.groups or float16):
-        what = "compute groups add gradients" if part.plan.groups else "gradient_format float16 converts them"
-        yield f"[cluster] gpu_aware_mpi: {what} in main memory; valid there: false"
+        what = "compute groups" if part.plan.groups else "gradient_format = 'float16'"
+        yield f"[cluster] gpu_aware_mpi = true is not supported with {what}; use gpu_aware_mpi = false"
 
 
 @part_rule
 def weights_in_parts(part: JobPart) -> Iterator[str]:
-    """Keys that need a whole gradient, or all weights, in one place."""
-    on = "[topology] name: sharded"
-    job = part.job
+    """Checks keys that need a whole gradient, or all weights, in one place."""
+    job, on = part.job, f"{part.on} is not supported with"
     if not part.plan.sharded:
         return
     if job.optimizer.clip_norm is not None:
-        yield (
-            f"{on}: [optimizer] clip_norm goes by the norm of the whole gradient, of which each server has a part; "
-            "valid: no clip_norm, or topology base"
-        )
+        yield f"{on} [optimizer] clip_norm; remove clip_norm, or use topology base"
     if job.cluster.gradient_format != "float32":
-        yield (
-            f"{on}: [cluster] gradient_format = 'float16' scales a gradient as a whole, but it travels in parts; "
-            "valid: float32"
-        )
+        yield f"{on} [cluster] gradient_format = 'float16'; use 'float32', or topology base"
     if job.cluster.gpu_aware_mpi:
-        yield f"{on}: [cluster] gpu_aware_mpi sends vectors as a whole, not in parts; valid: false"
+        yield f"{on} [cluster] gpu_aware_mpi = true; use gpu_aware_mpi = false"
     if job.simulation.batching == "big-batch":
-        yield (
-            f"{on}: [simulation] batching = 'big-batch' is for learners that share one vector of weights, which "
-            "parts are not; valid: none, vmap"
-        )
+        yield f"{on} [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
 
 
 @part_rule
@@ -575,8 +560,8 @@ def groups_on_one_rank(part: JobPart) -> Iterator[str]:
     hosted = {(part.plan.roles[i].world_rank, part.plan.roles[i].group) for i in part.plan.learners}
     if part.plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
         yield (
-            f"{part.on} puts learners of several groups on a rank, whose gradients "
-            "the MPI library cannot add; valid there: reduction = 'ordered' or 'nodes'"
+            "[topology] options.reduction = 'mpi' is not supported with learners of several groups on a rank; "
+            "use 'ordered' or 'nodes'"
         )
 
 
@@ -586,38 +571,32 @@ def shares(part: JobPart) -> Iterator[str]:
     if not part.job.cluster.shares:
         return
     if len(given) != learners:
-        yield f"[cluster] shares: {len(given)} numbers for {learners} learners; valid: one for each"
+        yield f"[cluster] shares has {len(given)} numbers for {learners} learners; use one number for each learner"
     if not all(0 < share < math.inf for share in given):
-        yield f"[cluster] shares: {list(given)}; valid: numbers > 0"
+        yield f"[cluster] shares = {list(given)} is not supported; use numbers > 0"
     if not part.plan.groups and not part.protocol.waits:
-        yield (
-            "[cluster] shares: only learners whose gradients are of the same weights can share a batch; valid with "
-            "protocol hardsync or topology groups"
-        )
-    if part.job.simulation.batching != "none":
-        yield "[cluster] shares: parts of different sizes cannot be computed together; valid: batching = 'none'"
+        yield f"[cluster] shares is not supported with protocol {part.name}; use protocol hardsync, or topology groups"
+    if (batching := part.job.simulation.batching) != "none":
+        yield f"[cluster] shares is not supported with [simulation] batching = '{batching}'; use batching = 'none'"
 
 
 @part_rule
 def stragglers(part: JobPart) -> Iterator[str]:
-    on = "[fault_tolerance] straggler_timeout_s"
+    on = "[fault_tolerance] straggler_timeout_s is not supported with"
     if part.job.fault_tolerance.straggler_timeout_s is None:
         return
-    if part.job.cluster.learners_per_rank > 1:
-        yield (
-            f"{on}: learners that share a rank wait for each other, so none can be dropped alone; valid with "
-            "cluster.learners_per_rank = 1"
-        )
+    if (per_rank := part.job.cluster.learners_per_rank) > 1:
+        yield f"{on} [cluster] learners_per_rank = {per_rank}; use learners_per_rank = 1"
     if part.plan.groups or not part.protocol.ordered:
         yield (
-            f"{on}: only a server that waits for each of its learners can drop one; valid with protocol hardsync and "
-            "topology base or adv"
+            f"{on} protocol {part.name} on topology {named(part.job.topology.name)}; "
+            "use protocol hardsync on topology base or adv"
         )
 
 
 @part_rule
 def roles_of_hooks(part: JobPart) -> Iterator[str]:
-    """The servers of a tree depend on the nodes, so their hooks are checked only if the plan has nodes."""
+    """Checks the roles that hooks name; servers of a tree only if the plan has nodes, because they depend on these."""
     for place, hook in enumerate(part.job.hooks):
         if part.placed or hook.at != "end" or not str(hook.role).startswith(TREE_SERVER):
             try:
@@ -634,16 +613,16 @@ def learners_of_simulations(part: JobPart) -> Iterator[str]:
     for key, named_ones in numbers.items():
         for learner in named_ones:
             if not 0 <= learner < learners:
-                yield f"[simulation] {key} names learner {learner}; valid: 0 to {learners - 1}"
+                yield f"[simulation] {key} names learner {learner}, which does not exist; use 0 to {learners - 1}"
 
 
 # Changes during a run.
 
 
 @change_rule
-def parts_begin_anew(first: JobPart, later: JobPart) -> Iterator[str]:
+def servers_that_cannot_restart(first: JobPart, later: JobPart) -> Iterator[str]:
     if first.plan.parted:
-        yield "servers that share the weights cannot begin anew; valid: other topologies"
+        yield f"{first.on} is not supported with [[changes]]; use another topology"
 
 
 @change_rule
@@ -654,16 +633,19 @@ def same_roles(first: JobPart, later: JobPart) -> Iterator[str]:
 @change_rule
 def same_momentum(first: JobPart, later: JobPart) -> Iterator[str]:
     if explicit_momentum(first.job, first.plan) != explicit_momentum(later.job, later.plan):
-        yield "[optimizer] momentum_correction would change the momentum; valid: 'none'"
+        yield (
+            "[optimizer] momentum_correction = 'implicit' is not supported with a change of the mean staleness; "
+            "use momentum_correction = 'none'"
+        )
 
 
 def other_roles(before: topologies.Plan, after: topologies.Plan) -> Iterator[str]:
-    """Reasons why the ranks of a run cannot continue with another plan."""
+    """Yields reasons why the ranks of a run cannot continue with another plan."""
     who = [[(role.kind, role.index, plan.traits(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
     if who[0] != who[1]:
-        yield "[topology] options: roles must be those of before; valid: options that keep them"
+        yield "[topology] options must not change roles or ranks; use options that keep them"
     if after.reduction == "mpi":
-        yield "[topology] options.reduction = 'mpi' cannot begin anew; valid: 'ordered', 'nodes'"
+        yield "[topology] options.reduction = 'mpi' is not supported with [[changes]]; use 'ordered' or 'nodes'"
 
 
 # Nodes of a simulation.
@@ -674,5 +656,5 @@ def faults_of_tree_servers(job: JobFields, plan: topologies.Plan) -> Iterator[st
     servers = sum(role.kind == TREE_SERVER for role in plan.roles)
     for fault in job.simulation.faults:
         if fault.tree_server is not None and not 0 <= fault.tree_server < servers:
-            valid = f"0 to {servers - 1}" if servers else "none, there is no tree of servers"
-            yield f"[simulation] faults names tree server {fault.tree_server}; valid: {valid}"
+            valid = f"use 0 to {servers - 1}" if servers else "use a topology with tree servers, such as adv"
+            yield f"[simulation] faults names tree server {fault.tree_server}, which does not exist; {valid}"

@@ -1,4 +1,4 @@
-"""Whether a training set has enough samples for a job."""
+"""Check that a training set has enough samples for a job."""
 
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -7,12 +7,13 @@ from rudra.job.job import Job
 def check_minibatch(job: Job, training_samples: int) -> None:
     """Raises ConfigError if a mini-batch of the job, at any epoch, has more samples than the training set.
 
-    Workers of Hogbatch take what is left at an epoch's end, so that a batch of theirs is never too large.
+    Workers of Hogbatch get at most the samples that are left in the epoch, so their batches are never too large.
     """
     if job.scheduled:
         return
     for start in (0, *(change.at_epoch for change in job.changes)):
         size = job.at(start).training.minibatch_size
         if size > training_samples:
-            what = f"[training] minibatch_size = {size} (μ): the training set has {training_samples:,} samples"
-            raise ConfigError(f"{what}; valid: at most as many")
+            raise ConfigError(
+                f"[training] minibatch_size = {size} (μ) exceeds the training set; use 1 to {training_samples:,}"
+            )

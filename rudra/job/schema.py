@@ -1,4 +1,4 @@
-"""The JSON schema of job files: what editors and shells know of tables, keys and values, without pydantic or torch."""
+"""JSON schema of job files, from which editors and shells complete keys and values without pydantic or torch."""
 
 import json
 from collections.abc import Iterator
@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("schema.json")
-"""Written from the tables by `python -m tests.unit.schema`."""
+"""Path of the schema, which `python -m tests.unit.schema` writes from the tables."""
 
 
 def text() -> str:
+    """Returns the schema as JSON."""
     return FILE.read_text(encoding="utf-8")
 
 
 def job_keys() -> dict[str, dict[str, Any]]:
-    """The schema of each key, by `table.key`, also of tables in tables; hooks are no table."""
+    """Returns `table.key` -> schema of the key, also for nested tables, but not for lists of tables such as hooks."""
     return dict(_keys(json.loads(text())["properties"], ""))
 
 
@@ -27,7 +28,7 @@ def _keys(schemas: dict[str, dict[str, Any]], prefix: str) -> Iterator[tuple[str
 
 
 def named(key: dict[str, Any]) -> Iterator[str]:
-    """The values that a key's schema names: those of an enumeration, or true and false; perhaps none."""
+    """Yields the values that a key's schema lists: the members of an enumeration, or true and false."""
     if key.get("type") == "boolean":
         yield from ("true", "false")
     yield from key.get("enum", [key["const"]] if "const" in key else [])

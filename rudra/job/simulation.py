@@ -1,4 +1,4 @@
-"""The table [simulation] of a job: what things cost in virtual time, and what goes wrong in it."""
+"""Table [simulation] of a job: durations and faults in virtual time."""
 
 from __future__ import annotations
 
@@ -15,63 +15,66 @@ from rudra.job.table import Table
 
 
 class Fault(Table):
-    """A learner that dies or slows down in virtual time, or a tree server that dies."""
+    """Learner that dies or slows down in virtual time, or tree server that dies."""
 
     learner: int | None = Field(
-        None, description="number of the learner; default, at random times only: every learner, each at its own times"
+        None, description="number of the learner; default, only for random times: every learner, each at its own times"
     )
     tree_server: int | None = Field(None, description="number of the tree server that dies at `dies_at_s`")
-    dies_at_s: float | None = Field(None, ge=0, description="virtual time of its death")
+    dies_at_s: float | None = Field(None, ge=0, description="virtual time of the death")
     mean_time_to_failure_s: float | None = Field(
-        None, gt=0, description="mean of the exponentially distributed time until it dies"
+        None, gt=0, description="mean of the exponentially distributed time until the death"
     )
-    slows_at_s: float | None = Field(None, ge=0, description="virtual time at which it becomes slow")
+    slows_at_s: float | None = Field(None, ge=0, description="virtual time when the learner becomes slow")
     mean_time_to_slowdown_s: float | None = Field(
-        None, gt=0, description="mean of the exponentially distributed times at its usual pace, before each slow time"
+        None, gt=0, description="mean of the exponentially distributed times at usual speed before each slow time"
     )
-    factor: float | None = Field(None, gt=0, description="multiplies its compute time while it is slow")
-    for_s: float | None = Field(None, gt=0, description="how long it stays slow")
+    factor: float | None = Field(None, gt=0, description="factor on the compute time of the learner while it is slow")
+    for_s: float | None = Field(None, gt=0, description="duration of the slow time, in seconds")
 
     @model_validator(mode="after")
     def _one_of(self) -> Self:
         given = [key for key in _WHEN if getattr(self, key) is not None]
         if len(given) != 1:
-            raise ValueError(f"has {' and '.join(given) or 'no time'}; valid: one of {', '.join(_WHEN)}")
+            raise ValueError(f"has {' and '.join(given) or 'no time'}; use one of {', '.join(_WHEN)}")
         (when,) = given
         if self.tree_server is not None and (when != "dies_at_s" or self.learner is not None):
             others = [when] if self.learner is None else [when, "learner"]
-            raise ValueError(f"has tree_server and {' and '.join(others)}; valid: tree_server and dies_at_s")
+            raise ValueError(f"has tree_server and {' and '.join(others)}; use tree_server with only dies_at_s")
         if when in {"dies_at_s", "slows_at_s"} and self.learner is None and self.tree_server is None:
-            raise ValueError(f"has {when}, but no learner")
+            raise ValueError(f"has {when}, but no learner; set learner")
         for key in ("factor", "for_s"):
             if (getattr(self, key) is None) is not self.deadly:
-                raise ValueError(f"has {when}, and {'no ' if not self.deadly else ''}{key}")
+                raise ValueError(f"has {when}, and {f'{key}; remove' if self.deadly else f'no {key}; set'} {key}")
         return self
 
     @property
     def deadly(self) -> bool:
+        """Whether the learner or tree server dies."""
         return self.dies_at_s is not None or self.mean_time_to_failure_s is not None
 
 
 class LayerCost(Table):
-    """What one layer of a model holds, gives and takes, as `rudra calibrate` writes it."""
+    """Parameters, output and times of one layer of a model, as `rudra calibrate` writes them."""
 
-    name: str = Field(description="name in the model")
+    name: str = Field(description="name of the layer in the model")
     kind: Literal["convolution", "pool", "linear", "recurrent", "embedding", ""] = Field(
-        "", description="what the layer is; empty for one that only shapes or scales"
+        "", description="kind of the layer, empty for a layer that only reshapes or scales"
     )
-    parameters_bytes: int = Field(ge=0, description="bytes of the parameters that it trains")
-    output_bytes: int = Field(ge=0, description="bytes that go to the next layer for one sample")
-    forward_s: dict[int, float] = Field(description="table of μ = seconds of a mini-batch")
-    backward_s: dict[int, float] = Field(description="table of μ = seconds of a mini-batch; the last has the loss, too")
-    cut: bool = Field(True, description="whether the model can be cut behind the layer")
+    parameters_bytes: int = Field(ge=0, description="bytes of the trained parameters")
+    output_bytes: int = Field(ge=0, description="bytes of the output for one sample")
+    forward_s: dict[int, float] = Field(description="table of μ = seconds of the forward pass of a mini-batch")
+    backward_s: dict[int, float] = Field(
+        description="table of μ = seconds of the backward pass of a mini-batch. The last layer includes the loss"
+    )
+    cut: bool = Field(True, description="whether the model can be cut after the layer")
 
 
 _WHEN = ("dies_at_s", "mean_time_to_failure_s", "slows_at_s", "mean_time_to_slowdown_s")
 
 
 def _dotted(entry: Any) -> Any:
-    """Tables of keys as keys with the table's name before them."""
+    """Returns nested tables as one table with keys of the form `table.key`."""
     if not isinstance(entry, dict):
         return entry
     flat: dict[str, Any] = {}
@@ -82,134 +85,143 @@ def _dotted(entry: Any) -> Any:
 
 
 DEFAULTS = "defaults"
-"""Names the costs that stand in `SimulationTable`, also where others were measured."""
+"""Name of the costs in `SimulationTable`, which a job can select although other costs were measured."""
 
 UNMEASURED = "not measured here: run rudra calibrate"
-"""What is to be said of times that come from these."""
+"""Remark on times that come from the default costs."""
 
 
 PER_BYTE = {"gradient_s": "gradient_s_per_byte", "update_s": "update_s_per_byte"}
-"""Keys that are seconds, whatever the model -> those that stand in their place."""
+"""Key in seconds, for a model of any size -> key in seconds per byte that replaces it."""
 
 
 class SimulationTable(Table):
-    """Costs and faults in virtual time, for `rudra simulate` and `rudra predict`."""
+    """Durations and faults in virtual time, for `rudra simulate` and `rudra predict`."""
 
     costs: str | None = Field(
         None,
-        description="where times come from that the job does not set: a preset (crossbow, p775, ralp, wan), a file of "
-        "`rudra calibrate`, or defaults; default: what `rudra calibrate` measured here for this model, else defaults",
+        description="source of times that the job does not set: a preset (crossbow, p775, ralp, wan), a file of "
+        "`rudra calibrate`, or defaults; default: measurements of `rudra calibrate` on this machine for this model, "
+        "else defaults",
     )
     compute_s: float | dict[int, float] = Field(
-        0.1, description="seconds that a learner computes one mini-batch: a number, or a table of μ = seconds"
+        0.1, description="compute time of a learner for one mini-batch, in seconds: a number, or a table of μ = seconds"
     )
     layers: tuple[LayerCost, ...] = Field(
-        (), description="list of tables: what each layer costs, for `rudra place`; default: it measures"
+        (), description="list of tables: times of each layer, for `rudra place`; default: `rudra place` measures them"
     )
-    jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of it")
+    jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of compute_s")
     distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
         "uniform",
-        description="distribution of that variation; memoryless: exponential times with mean compute_s, jitter ignored",
+        description="distribution of the random variation. memoryless: exponential times with mean compute_s, without "
+        "jitter",
     )
-    learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of this learner")
-    slowdown: dict[int, float] = Field({}, description="learner -> factor on the compute time of this learner")
+    learner_jitter: dict[int, float] = Field({}, description="learner -> jitter of the learner")
+    slowdown: dict[int, float] = Field({}, description="learner -> factor on the compute time of the learner")
     straggler_probability: float = Field(
         0.0, ge=0, le=1, description="probability that a mini-batch takes straggler_factor times as long"
     )
-    straggler_factor: float = Field(10.0, ge=1, description="factor on the compute time of such a mini-batch")
+    straggler_factor: float = Field(10.0, ge=1, description="factor on the compute time of a straggling mini-batch")
     nodes: int | dict[int, int] | None = Field(
         None,
-        description="number of nodes that hold the learners, or a table of λ = nodes; default: one node for each "
-        "rank with learners, or one if they share weights in a window",
+        description="number of nodes with learners, or a table of λ = nodes; default: one node for each rank with "
+        "learners, or one node for all learners if they share weights",
     )
     servers_on_first_node: bool = Field(
-        False, description="true: servers share the node of the first learners; false: they have a node of their own"
+        False, description="true: servers share the node of the first learners. false: servers have a separate node"
     )
     sharing: Literal["turns", "equal"] = Field(
         "turns",
-        description="turns: a link carries one tensor at a time; equal: all that cross it, at equal rates, as streams "
-        "of TCP do",
+        description="turns: a link carries one tensor at a time. equal: all tensors on a link share it at equal "
+        "rates, like TCP streams",
     )
     machines: tuple[int, ...] = Field(
         (),
-        description="machine of each node: of those with learners, and then of each that servers have of their own; "
-        "nodes of one machine share its link, also with jobs beside; default: each node is a machine",
+        description="machine of each node: first of the nodes with learners, then of each separate node of servers. "
+        "Nodes of one machine share its link, also with background jobs; default: each node is a machine",
     )
     background_jobs: tuple[dict[str, Any], ...] = Field(
         (),
-        description="list of tables, each of the keys in which one more job differs from this one, as `table.key = "
-        "value`: it trains beside this one, on the same machines, for as long as this one does",
+        description="list of tables, one for each background job, with the keys that differ from this job, as "
+        "`table.key = value`. Background jobs train on the same machines until this job ends",
     )
     node_slowdown: float = Field(
         0.0,
         ge=0,
-        description="slowdown of compute_s for each further rank with learners on the same node, as a fraction",
+        description="slowdown for each additional rank with learners on the same node, as a fraction of compute_s",
     )
     cores_per_node: int | None = Field(
         None,
         ge=1,
-        description="cores of a node; where learners fill them all, a server's work on that node delays them; "
-        "default: it never does",
+        description="number of cores of a node. If learners use all of them, a server on the node delays the "
+        "learners; default: no delay",
     )
-    latency_s: float = Field(1e-5, ge=0, description="seconds of latency of each message between nodes")
-    latency_jitter_s: float = Field(
-        0.0, ge=0, description="largest random delay that is added to each message, in seconds"
-    )
+    latency_s: float = Field(1e-5, ge=0, description="latency of each message between nodes, in seconds")
+    latency_jitter_s: float = Field(0.0, ge=0, description="largest random delay of each message, in seconds")
     bandwidth_bytes_per_s: float = Field(
-        1e10, gt=0, description="bandwidth of a node's link in each direction, for weights and gradients"
+        1e10,
+        gt=0,
+        description="bandwidth of a node's link in each direction, for weights and gradients, in bytes per second",
     )
     local_latency_s: float | None = Field(
-        None, ge=0, description="seconds of latency of each message inside a node; default: latency_s"
+        None, ge=0, description="latency of each message inside a node, in seconds; default: latency_s"
     )
     local_bandwidth_bytes_per_s: float | None = Field(
-        None, gt=0, description="bandwidth of each role's messages inside a node; default: bandwidth_bytes_per_s"
+        None,
+        gt=0,
+        description="bandwidth of each role's messages inside a node, in bytes per second; default: "
+        "bandwidth_bytes_per_s",
     )
     blocking_servers: bool = Field(
         False,
-        description="true: a server sends or receives one tensor at a time, as with blocking calls; false: one in "
-        "each direction",
+        description="true: a server sends or receives one tensor at a time, as with blocking calls. false: one tensor "
+        "in each direction",
     )
-    message_s: float = Field(1e-5, ge=0, description="seconds that a server spends on one message")
-    gradient_s: float = Field(0.0, ge=0, description="seconds that a server needs to add one gradient to another")
+    message_s: float = Field(1e-5, ge=0, description="time of a server for one message, in seconds")
+    gradient_s: float = Field(0.0, ge=0, description="time of a server to add one gradient to another, in seconds")
     gradient_s_per_byte: float | None = Field(
-        None, ge=0, description="in place of gradient_s: seconds for each byte of the gradient"
+        None, ge=0, description="seconds for each byte of the gradient, instead of gradient_s"
     )
-    update_s: float = Field(1e-4, ge=0, description="seconds that one update of the weights takes")
+    update_s: float = Field(1e-4, ge=0, description="time of one update of the weights, in seconds")
     update_s_per_byte: float | None = Field(
-        None, ge=0, description="in place of update_s: seconds for each byte of the weights"
+        None, ge=0, description="seconds for each byte of the weights, instead of update_s"
     )
     copy_s_per_byte: float = Field(
-        0.0, ge=0, description="seconds for each byte of weights that a server copies, such as those that are tested"
+        0.0, ge=0, description="seconds for each byte of weights that a server copies, for example for an evaluation"
     )
     race_slices: int = Field(
         1,
         ge=1,
         le=100_000,
-        description="slices into which reads and writes of a racing window are torn, between which other workers come",
+        description="number of slices of each read and write of lock-free shared weights. Other workers can read and "
+        "write between slices",
     )
-    evaluation_s: float = Field(0.1, ge=0, description="seconds that one test of the weights takes")
+    evaluation_s: float = Field(0.1, ge=0, description="time of one evaluation of the weights, in seconds")
     faults: tuple[Fault, ...] = Field(
         (),
-        description="list of tables: learners that die or slow down, at given or random times; see the page on "
-        "virtual time",
+        description="list of tables: learners that die or slow down, at given or random times (see the page on "
+        "virtual time)",
     )
-    detection_s: float = Field(0.1, ge=0, description="seconds until the other ranks notice that a learner has died")
-    tensors: bool = Field(True, description="false: simulate times alone, without data, gradients and tests")
+    detection_s: float = Field(
+        0.1, ge=0, description="time until the other ranks detect the death of a learner, in seconds"
+    )
+    tensors: bool = Field(True, description="false: simulate only times, without data, gradients and evaluation")
     batching: Literal["none", "big-batch", "vmap"] = Field(
-        "none", description="compute the gradients of several learners together: faster, but changes bits"
+        "none",
+        description="compute the gradients of several learners together: faster, but changes the last bits of results",
     )
 
     @field_validator("background_jobs", mode="before")
     @classmethod
     def _keys_of_tables(cls, value: Any) -> Any:
-        """TOML reads `model.name = "lenet"` as a table in a table."""
+        """Restores dotted keys, because TOML reads `model.name = "lenet"` as a nested table."""
         return [_dotted(entry) for entry in value] if isinstance(value, list | tuple) else value
 
     @field_validator("machines")
     @classmethod
     def _numbers(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         if value and min(value) < 0:
-            raise ValueError(f"has a machine {min(value)}; valid: 0 or more")
+            raise ValueError(f"has a machine {min(value)}; use 0 or more")
         return value
 
     @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")
@@ -219,7 +231,7 @@ class SimulationTable(Table):
         of = {"compute_s": "μ =", "nodes": "λ ="}.get(info.field_name or "", "learner")
         entries = {"": value} if not isinstance(value, dict) else {f"of {of} {k}": v for k, v in value.items()}
         if not entries and info.field_name in {"compute_s", "nodes"}:
-            raise ValueError("has no entry")
+            raise ValueError("has no entry; use a number, or a table with at least one entry")
         for where, number in entries.items():
             if number is not None and (number <= 0 if least is None else number < least):
                 raise ValueError(f"{where} must be {'> 0' if least is None else '>= 0'}, not {number}".strip())
@@ -229,5 +241,5 @@ class SimulationTable(Table):
     @classmethod
     def _positive_keys(cls, value: Any) -> Any:
         if isinstance(value, dict) and any(key < 1 for key in value):
-            raise ValueError(f"has a key {min(value)}; valid: 1 or more")
+            raise ValueError(f"has a key {min(value)}; use 1 or more")
         return value

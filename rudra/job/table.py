@@ -1,4 +1,4 @@
-"""What every table of a job is, and how a mistake in one is told in a line."""
+"""Base class of the tables of a job, and one-line messages for mistakes in them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from pydantic_core import ErrorDetails
 from rudra.errors import ConfigError, meant
 
 Named = str | Callable[..., Any]
-"""The name of something shipped, `package.module:callable`, or (in code) the callable itself."""
+"""Name of a shipped object, `package.module:callable`, or (in code) the callable itself."""
 
 
 class Table(BaseModel):
+    """Immutable table of a job, which refuses unknown keys and silent conversions."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
     @property
     def non_defaults(self) -> dict[str, Any]:
-        """The keys that have other values than by default."""
+        """Keys whose values differ from the defaults, with these values."""
         fields = type(self).model_fields
         return {key: value for key in fields if (value := getattr(self, key)) != fields[key].default}
 
     @field_validator("*", mode="before")
     @classmethod
     def _unconverted(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuses what would be converted silently: "16" and true are no numbers, 1 is neither true nor false."""
+        """Refuses values that would be converted silently: "16" and true are not numbers, 1 is not true."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         wanted = {annotation, *get_args(annotation)}
         texts = [text for kind in wanted for text in get_args(kind) if isinstance(text, str)]
@@ -46,8 +48,8 @@ AnyTable = TypeVar("AnyTable", bound=Table)
 
 
 def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
-    """One line for one validation error: where, what was wrong, what is allowed."""
-    kinds = ("dict[", "float", "int")  # after table and key: which part of a union it is
+    """Returns a line for a validation error: the key, the wrong value and the valid ones."""
+    kinds = ("dict[", "float", "int")  # pydantic adds the part of a union after table and key
     union = next((i for i, part in enumerate(error["loc"]) if i > 1 and str(part).startswith(kinds)), None)
     if union is not None:
         table, *keys = (str(part) for part in error["loc"][:union])
@@ -74,15 +76,15 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
 
 
 def checked(kind: type[AnyTable], options: Mapping[str, Any], *where: str) -> AnyTable:
-    """Options that a job has for one of several kinds of something.
+    """Validates options of the job, whose names and types depend on another key.
 
     Args:
-        kind: which options there are.
-        options: the job's.
-        where: table and key where they stand, for the error's text.
+        kind: table of the valid options.
+        options: options in the job.
+        where: table and key that contain the options, for the error's text.
 
     Raises:
-        ConfigError: an unknown one, or one of a wrong type.
+        ConfigError: an option is unknown or has a wrong type.
     """
     try:
         return kind(**options)
@@ -108,11 +110,11 @@ _WANTED = {
     "less_than": "< {lt:,.12g}",
     "less_than_equal": "<= {le:,}",
 }
-"""Type of a validation error -> what was wanted; the others say it well enough themselves."""
+"""Type of a validation error -> text for the valid values. Other types use the message of pydantic."""
 
 
 def _whole_numbers(value: Any) -> Iterator[int]:
-    """Those in a value, however deep."""
+    """Yields the whole numbers in a value, at any depth."""
     if isinstance(value, int):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -121,20 +123,21 @@ def _whole_numbers(value: Any) -> Iterator[int]:
 
 
 def short(value: Any) -> str:
+    """Returns a value as text on one line, cut to 60 characters."""
     try:
         text = " ".join(repr(value).split())
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python converts no number of more than 4,300 digits to text
         return "a number that long"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def named(value: Named) -> str:
-    """What a job names, as a text: the name itself, or `module:name` of a Python object."""
+    """Returns the name in a job as a text: the name itself, or `module:name` of a Python object."""
     return value if isinstance(value, str) else name_of(value)
 
 
 def name_of(value: Any) -> str:
-    """`module:name` of a Python object, or a path."""
+    """Returns `module:name` of a Python object, or a path as text."""
     if isinstance(value, Path):
         return str(value)
     if hasattr(value, "__qualname__"):

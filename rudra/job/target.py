@@ -1,6 +1,6 @@
-"""Time to accuracy: when the tests of a run reached what was wanted.
+"""Time to accuracy: when the evaluations of a run reach a target.
 
-TTA(x) is the time until the median of the last five epochs' test accuracies is x or better.
+TTA(x) is the time until the median of the test accuracies of the last five epochs is x or better.
 Source: CROSSBOW §5.1.
 """
 
@@ -14,25 +14,25 @@ from statistics import median
 from rudra.errors import ConfigError, meant
 
 WINDOW = 5
-"""Tests whose median counts, unless a job says otherwise."""
+"""Default number of evaluations in the median."""
 
 _FORM = re.compile(r"(?:(test|validation) +)?([^\s<>=]+) *(>=|<=) *(\S+)", re.IGNORECASE)
 _SHARES = re.compile(r"accuracy|error|top5_error|precision@[0-9]+")
-"""Metrics of Rudra's own that are a part of the samples."""
+"""Pattern of Rudra's own metrics that are fractions of the samples."""
 
 _ROUNDING = 1e-12
-"""A value that misses a target by no more than this is equal to it: `1 - error`, means and medians are rounded."""
+"""Tolerance within which a value equals a target, because `1 - error`, means and medians are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is to be reached.
+    """Goal of a training: a bound on a metric of evaluations.
 
     Attributes:
-        split: "test" or "validation".
-        metric: "accuracy", "error", "loss", or one that the task measures; in any case.
-        at_least: whether more is better.
-        value: of the metric.
+        split: Data set of the evaluation: "test" or "validation".
+        metric: Name of the metric: "accuracy", "error", "loss", or a metric of the task, in upper or lower case.
+        at_least: Whether the bound is a minimum.
+        value: Value of the bound.
     """
 
     split: str
@@ -45,7 +45,7 @@ class Target:
         """Reads a text such as "accuracy >= 0.98" or "validation perplexity <= 6".
 
         Raises:
-            ConfigError: it is no such text, or wants a share of the samples that is none.
+            ConfigError: the text has another form, or a fraction of the samples is not between 0 and 1.
         """
         found = _FORM.fullmatch(text.strip())
         try:
@@ -54,14 +54,14 @@ class Target:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ConfigError(f"'{text}' is not of the form 'accuracy >= 0.98' or 'validation loss <= 0.1'")
+            raise ConfigError(f"'{text}' is no target; use the form 'accuracy >= 0.98' or 'validation loss <= 0.1'")
         if _SHARES.fullmatch(metric.casefold()) and not 0 <= value <= 1:
             percent = f"; {value:g} % is {value / 100:g}" if 1 < value <= 100 else ""
-            raise ConfigError(f"'{text}' can never be decided: {metric} is a share of the samples, 0 to 1{percent}")
+            raise ConfigError(f"'{text}' is out of range: {metric} is a fraction of the samples; use 0 to 1{percent}")
         return cls((split or "test").lower(), metric, sign == ">=", value)
 
     def of(self, scores: Mapping[str, float | None]) -> float | None:
-        """The metric's value among those of one test: "loss", "error", and what the task measures."""
+        """Returns the metric's value from the scores of one evaluation: "loss", "error" and metrics of the task."""
         named = {name.casefold(): value for name, value in scores.items()}
         wanted = self.metric.casefold()
         found = named.get(wanted)
@@ -70,30 +70,30 @@ class Target:
         return found
 
     def check(self, measured: Iterable[str], splits: Iterable[str]) -> None:
-        """Makes sure that it can be decided.
+        """Checks that evaluations can decide the target.
 
         Args:
-            measured: metrics of a test: "loss", "error" where the task knows one, and others.
-            splits: that are tested.
+            measured: metrics of an evaluation: "loss", "error" if the task has one, and others.
+            splits: data sets that are evaluated.
 
         Raises:
-            ConfigError: no test tells.
+            ConfigError: no evaluation measures the metric on this data set.
         """
         valid = [*measured]
         valid += ["accuracy"] if "error" in valid and "accuracy" not in valid else []
         if self.metric.casefold() not in {name.casefold() for name in valid}:
             hint = meant(self.metric, valid)
-            raise ConfigError(f"target: no test measures '{self.metric}'; valid: {', '.join(valid)}{hint}")
-        if self.split not in (tested := [*splits]):
-            raise ConfigError(f"target: there is no {self.split} set; valid: {', '.join(tested)}")
+            raise ConfigError(f"target: no evaluation measures '{self.metric}'; use {', '.join(valid)}{hint}")
+        if self.split not in (evaluated := [*splits]):
+            raise ConfigError(f"target: there is no {self.split} set; use {', '.join(evaluated)}")
 
 
 class Watch:
-    """Looks at one test after the other.
+    """Observer of evaluations, which detects when they reach a target.
 
     Args:
-        target: what is to be reached.
-        window: tests whose median counts.
+        target: the target.
+        window: number of evaluations in the median.
     """
 
     def __init__(self, target: Target, window: int = WINDOW) -> None:
@@ -102,7 +102,7 @@ class Watch:
         self._last: deque[float] = deque(maxlen=window)
 
     def reached(self, value: float | None) -> bool:
-        """Takes note of a test; an epoch that was not tested counts for nothing."""
+        """Adds the value of an epoch, or None without evaluation. Returns whether the target is reached."""
         if value is None or math.isnan(value):
             return False
         self._last.append(value)
@@ -114,14 +114,14 @@ class Watch:
 
 
 class Best:
-    """Says which tests are better than all before: by the metric of a target, or else by the error, or by the loss.
+    """Observer that finds evaluations better than all before, by the target's metric, else by the error or the loss.
 
     Args:
-        target: such as "accuracy >= 0.98"; its value does not matter.
+        target: text such as "accuracy >= 0.98", whose value is ignored.
 
     Attributes:
-        split: whose tests count.
-        since: how many there were after the best one.
+        split: Data set whose evaluations count.
+        since: Number of evaluations after the best one.
     """
 
     def __init__(self, target: str | None = None) -> None:
@@ -131,7 +131,7 @@ class Best:
         self.since = 0
 
     def improved(self, scores: Mapping[str, float | None]) -> bool:
-        """Takes note of a test."""
+        """Adds the scores of an evaluation. Returns whether it is the best so far."""
         found = ((-value if by.at_least else value) for by in self._by if (value := by.of(scores)) is not None)
         value = next((value for value in found if not math.isnan(value)), math.inf)
         better = value < self._least

@@ -1,4 +1,4 @@
-"""A job file to start from: every table and key, with what it means; keys that few jobs need are commented out."""
+"""Template of a job file: every table and key with its description. Rarely needed keys are commented out."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from rudra.job.job import Job
 from rudra.job.table import Table
 
 WIDTH, COLUMN = 120, 32
-"""How long lines are, and where what a key means begins, unless its value reaches beyond that."""
+"""Length of lines, and column of the descriptions, unless the value of a key reaches beyond it."""
 
 COMMON = {
     "model": {"name", "options"},
@@ -22,7 +22,7 @@ COMMON = {
     "topology": {"name"},
     "cluster": {"device"},
 }
-"""Keys that most jobs set: they stand with their defaults where a job does not set them."""
+"""Keys that most jobs set. The template writes them with their defaults if the job does not set them."""
 
 HEAD = """\
 # A line `#key = value` shows a default, and `#key =` a key that has none: remove the first # to set the key.
@@ -30,11 +30,11 @@ HEAD = """\
 
 
 def commented(tables: Mapping[str, Any], about: str) -> str:
-    """The text of a job file.
+    """Returns the text of a job file.
 
     Args:
-        tables: the keys that the job sets, as TOML has them.
-        about: what the job is for.
+        tables: tables and keys that the job sets, in the types of TOML.
+        about: description of the job.
     """
     lines = [*_wrapped(about), HEAD, *_line("name", Job.model_fields["name"], tables, set())]
     for name, kind, several in _tables(Job):
@@ -44,7 +44,7 @@ def commented(tables: Mapping[str, Any], about: str) -> str:
 
 
 def _tables(kind: type[Table]) -> Iterator[tuple[str, type[Table], bool]]:
-    """The tables in a table: key, which table, and whether it is a list of them."""
+    """Yields the tables in a table: key, class of the table, and whether the key is a list of tables."""
     for key, field in kind.model_fields.items():
         for inner in (field.annotation, *get_args(field.annotation)[:1]):
             if isinstance(inner, type) and issubclass(inner, Table):
@@ -52,7 +52,7 @@ def _tables(kind: type[Table]) -> Iterator[tuple[str, type[Table], bool]]:
 
 
 def _section(name: str, kind: type[Table], given: Mapping[str, Any], common: set[str]) -> Iterator[str]:
-    """A table of the job, and the tables in it; of these a header is commented out where nothing is given."""
+    """Yields the lines of a table and of its inner tables. The header of an empty inner table is commented out."""
     yield from ("", *_wrapped((kind.__doc__ or "").partition("\n")[0]))
     yield f"{'' if given or '.' not in name else '#'}[{name}]"
     yield from _keys(kind, given, common)
@@ -64,7 +64,7 @@ def _section(name: str, kind: type[Table], given: Mapping[str, Any], common: set
 
 
 def _several(name: str, kind: type[Table], given: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A list of tables."""
+    """Yields the lines of a list of tables."""
     yield from ("", *_wrapped((kind.__doc__ or "").partition("\n")[0]))
     for each in given or [{}]:
         yield f"{'' if given else '#'}[[{name}]]"
@@ -72,7 +72,7 @@ def _several(name: str, kind: type[Table], given: Sequence[Mapping[str, Any]]) -
 
 
 def _keys(kind: type[Table], given: Mapping[str, Any], common: set[str]) -> Iterator[str]:
-    """Keys of a table that are no tables: first those that have a value, then those that are commented out."""
+    """Yields the lines of the keys of a table, except inner tables: first keys with a value, then the others."""
     tables = {key for key, _, _ in _tables(kind)}
     keys = {key: field for key, field in kind.model_fields.items() if key not in tables}
     for key, field in sorted(keys.items(), key=lambda each: each[0] not in given.keys() | common):
@@ -80,7 +80,7 @@ def _keys(kind: type[Table], given: Mapping[str, Any], common: set[str]) -> Iter
 
 
 def _line(key: str, field: Any, given: Mapping[str, Any], common: set[str]) -> list[str]:
-    """A key, its value, and beside that what it means, or above where there is no space."""
+    """Returns the lines of a key: value and description, which is above the key if there is no space after it."""
     if key in given:
         assigned = _assigned(key, given[key])
     else:
@@ -93,7 +93,7 @@ def _line(key: str, field: Any, given: Mapping[str, Any], common: set[str]) -> l
 
 
 def _assigned(key: str, value: Any) -> list[str]:
-    """A key and its value: one line, or several where it is too long for one."""
+    """Returns a key and its value: one line, or several lines if one is too long."""
     line = f"{key} = {toml(value)}"
     if len(line) > WIDTH and isinstance(value, Mapping):
         return [f"{key}.{inner} = {toml(each)}" for inner, each in _dotted(value)]
@@ -103,11 +103,12 @@ def _assigned(key: str, value: Any) -> list[str]:
 
 
 def _wrapped(text: str) -> list[str]:
+    """Returns a text as lines of comments."""
     return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent="# ")
 
 
 def toml(value: Any) -> str:
-    """A value as TOML writes it."""
+    """Returns a value in the syntax of TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -123,7 +124,7 @@ def toml(value: Any) -> str:
 
 
 def _dotted(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys as TOML writes them, those of inner tables behind a dot, and their values."""
+    """Yields keys in the syntax of TOML, with dots before the keys of inner tables, and their values."""
     for key, value in table.items():
         name = key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml(key)
         if isinstance(value, Mapping) and value:

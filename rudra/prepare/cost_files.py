@@ -59,7 +59,7 @@ def load(job: Job) -> Job:
     keys = read_toml(path)
     models = keys.pop("models", {})
     if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
-        raise ConfigError(f"{path}: models must be tables [models.NAME], of keys of [simulation]")
+        raise ConfigError(f"{path}: models must be tables [models.NAME] with keys of [simulation]")
     keys.pop("measured", None)  # what a calibration says of itself
     model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
     beside = [
@@ -68,7 +68,7 @@ def load(job: Job) -> Job:
     ]
     own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found, "background_jobs": beside}
     if models and model not in models and "compute_s" not in keys | own:
-        raise ConfigError(f"{path}: has no model '{model}', only {', '.join(models)}; give [simulation] compute_s")
+        raise ConfigError(f"{path}: has no model '{model}', only {', '.join(models)}; set [simulation] compute_s")
     try:
         return job.with_(simulation=_nearest(keys, models.get(model, {}), own))
     except ConfigError as error:
@@ -96,8 +96,8 @@ def find(costs: str) -> Path:
     if not os.path.isfile(path):
         path = Path(costs)
     if not os.path.isfile(path):
-        hint = f"presets: {', '.join(presets())}{meant(costs, presets())}"
-        raise ConfigError(f"[simulation] costs: '{costs}' is neither a file nor a preset; {hint}")
+        hint = f"use a file or one of {', '.join(presets())}{meant(costs, presets())}"
+        raise ConfigError(f"[simulation] costs = '{costs}' is neither a file nor a preset; {hint}")
     return path
 
 

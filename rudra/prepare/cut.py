@@ -84,7 +84,7 @@ def _layers(job: Job) -> tuple[Layer, ...]:
         layers = layers_of(found)
     if not any(layer.cut for layer in layers):
         where = f"[placement] cut = {job.placement.cut!r}"
-        raise ConfigError(f"{where}: no layer can be the first that a stage server has: {found.refusal(1)}")
+        raise ConfigError(f"{where} is not supported with this model: {found.refusal(1)}; remove cut")
     return layers
 
 
@@ -98,8 +98,8 @@ def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tu
     if ours != theirs:
         names = ", ".join(each.name for each in layers)
         raise ConfigError(
-            f"[simulation] layers are of another model, but [placement] cut = {rule!r} goes by them; valid: layers "
-            f"{names}, as rudra calibrate measures them"
+            f"[simulation] layers belong to another model, which [placement] cut = {rule!r} does not support; "
+            f"use rudra calibrate to measure the layers {names}"
         )
     pairs = zip(layers, times, strict=True)
     return tuple(replace(layer, forward_s=time.forward_s, backward_s=time.backward_s) for layer, time in pairs)

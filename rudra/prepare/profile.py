@@ -93,7 +93,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     from rudra.data.load import load
 
     if job.training.compile:
-        raise ConfigError(f"{job.name}: compiled code has no layers to time; leave [training] compile out")
+        raise ConfigError(f"{job.name}: [training] compile = true leaves no layers to time; use compile = false")
     threads = job.resolved(cores=cores()).cluster.threads_per_rank
     job = job.with_(
         hooks=(),

@@ -68,7 +68,7 @@ def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
     if given := ", ".join(name for name in objects if not name.startswith("hooks.")):
         raise ReplayError(
             f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
-            "from Python, rudra.replay(file, job=job) takes the job that has it"
+            "use rudra.replay(file, job=job) with that job"
         )
     tables = {"name": results.job["name"], **{key: results.job.get(key, []) for key in DECISIVE_LISTS}}
     tables |= {table: results.job.get(table, {}) for table in DECISIVE}
@@ -76,7 +76,9 @@ def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
     for override in overrides:
         target, equals, value = (part.strip() for part in override.partition("="))
         if target not in REPLAY_MAY_CHANGE or not equals:
-            raise ConfigError(f"--set {override}: a replay changes nothing but {' and '.join(REPLAY_MAY_CHANGE)}")
+            raise ConfigError(
+                f"--set {override}: a replay cannot change this key; use {' or '.join(REPLAY_MAY_CHANGE)}"
+            )
         table, _, key = target.partition(".")
         tables[table][key] = value
     try:
@@ -99,10 +101,11 @@ def _decided(results: Results, job: Job) -> dict[str, Any]:
         for key, value in {**now[table], **decided.get(table, {})}.items():
             name = f"{table}.{key}"
             if value != then[table][key] and name not in {*unknown, *REPLAY_MAY_CHANGE, *INDIFFERENT}:
-                raise ConfigError(f"{results.path}: ran with {name} = {then[table][key]}; the job given has {value}")
+                before = then[table][key]
+                raise ConfigError(f"{results.path}: ran with {name} = {before}, not {value}; use the job of the run")
     for key in DECISIVE_LISTS:
         if now[key] != (before := results.job.get(key, [])):
-            raise ConfigError(f"{results.path}: ran with {key} = {before}; the job given has {now[key]}")
+            raise ConfigError(f"{results.path}: ran with {key} = {before}, not {now[key]}; use the job of the run")
     return decided
 
 

@@ -90,8 +90,8 @@ def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
         raise TopologyError(str(error)) from None
     if plan.overlapped and not all(rank.threaded for rank in ranks):
         raise TopologyError(
-            f"topology {topology.name} pushes and pulls in threads of their own, for which MPI must grant "
-            "MPI_THREAD_MULTIPLE; it does not here: use another MPI library, or topology adv"
+            f"[topology] name = '{topology.name}' is not supported without MPI_THREAD_MULTIPLE, which this MPI library "
+            "does not grant; use topology adv, or another MPI library"
         )
     job = job.resolved(
         learners=len(plan.learners), threads_per_rank=job.cluster.threads_per_rank or _share(plan, ranks)
@@ -135,8 +135,8 @@ def choose_devices(
     kind = devices.agreed(job.cluster.device, plan, gpus, hosts, on_cpu)
     if job.cluster.gpu_aware_mpi and kind == "cuda" and not all(rank.gpu_aware for rank in ranks):
         other = [rank.gpu_aware for rank in ranks].index(False)
-        who = f"the MPI library of rank {other} on {hosts[other]} does not report GPU support"
-        raise ConfigError(f"[cluster] gpu_aware_mpi: {who}; valid there: false")
+        who = f"the MPI library of rank {other} on {hosts[other]}, which reports no GPU support"
+        raise ConfigError(f"[cluster] gpu_aware_mpi = true is not supported by {who}; use gpu_aware_mpi = false")
     places = [rank.node for rank in ranks]
     device = devices.CPU if kind == "cpu" else devices.of_rank(number, plan, places, gpus[number], on_cpu)
     return ResolvedJob(job.with_(cluster={"device": kind}), plan), device

@@ -36,19 +36,19 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
             simulated = results.attributes["driver"] == "simulation"
         why = "a simulation leaves none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
         why += "" if simulated else "; a run without --output removes its own"
-        raise ConfigError(f"{given}: is finished, and there is no checkpoint to go on from: {why}")
+        raise ConfigError(f"{given}: is finished and has no checkpoint ({why}); use training.warm_start")
     state = read_own(path)
     job = job_of(state, overrides, trust=trust)
     found = compare(state.job, tables_of(job))
-    valid = f"valid: {', '.join((*LENGTH, *RESUME_MAY_CHANGE))}, and the tables fault_tolerance and results"
+    valid = f"use {', '.join((*LENGTH, *RESUME_MAY_CHANGE))}, or the tables fault_tolerance and results"
     different = {key: then for key, then, _ in found.differences}
     for override in overrides:
         key, table = parsed(override).key, override.partition(".")[0]
         if table in UNUSED:
-            raise ConfigError(f"--set {override}: a resumed run takes no change of {table}; {valid}")
+            raise ConfigError(f"--set {override}: a resumed run cannot change {table}; {valid}")
         for decisive_key, then in different.items():
             if f"{key}.".startswith(f"{decisive_key}."):
-                text = f"--set {override}: changes what the run computes, and was {then} so far"
+                text = f"--set {override}: a resumed run cannot change this key, which was {then}"
                 raise ConfigError(f"{text}; {valid}")
     if is_over(state, found):
         raise ConfigError(f"{given}: is finished; {onwards(state)}")
@@ -64,8 +64,8 @@ def job_of(state: SavedState, overrides: Sequence[str] = (), *, trust: bool = Fa
     """
     if given := state.attributes.get("python_objects"):
         raise ConfigError(
-            f"{state.path}: {given} was given as a Python object, which a file cannot hold; from Python, "
-            "rudra.run(job, output=…, resume=True) takes the job that has it"
+            f"{state.path}: {given} was given as a Python object, which a file cannot hold; "
+            "use rudra.run(job, output=…, resume=True) with that job"
         )
     admit(state.path, state.signed_job, state.job, state.attributes, trust=trust)
     return Job.of(state.path, state.job, [parsed(override) for override in overrides])

@@ -124,7 +124,7 @@ def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision
     """At a checkpoint of the run itself; at the start, where there is none yet."""
     output, wanted = None if asked.output is None else checked_name(asked.output), asked.resume
     if not isinstance(wanted, Path) and output is None:
-        raise ConfigError("--resume goes on with a result file: say which, by --output FILE.h5 or --resume FILE.h5")
+        raise ConfigError("--resume needs a result file; use --output FILE.h5 or --resume FILE.h5")
     path = source(wanted) if isinstance(wanted, Path) else checkpoint.path_of(output or Path())
     output = output or checkpoint.results_of(path)
     if wanted is True and not path.exists():
@@ -136,7 +136,7 @@ def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision
     check_same(state, found)
     if is_over(state, found):
         if output != checkpoint.results_of(path):
-            raise ConfigError(f"{path}: is of a finished run; {onwards(state)}")
+            raise ConfigError(f"{path}: belongs to a finished run; {onwards(state)}")
         return _nothing_left(output, asked), None
     _check_longer(state, found)
     same = output == checkpoint.results_of(path)
@@ -173,21 +173,21 @@ def _branched(name: str, job: Tables, begin: StartDecision, origin: Path) -> tup
     """With all of another run's checkpoint."""
     if origin.suffix != checkpoint.SUFFIX:
         raise ConfigError(
-            f"--from {origin}: a result file has no optimiser state; valid with --carry all: a checkpoint, FILE.ckpt"
+            f"--from {origin}: a result file has no optimiser state; use a checkpoint FILE.ckpt, or --carry weights"
         )
     state = read_own(origin)
     results, position = checkpoint.results_of(origin), state.position
     if not results.is_file():
-        raise CheckpointError(f"{origin}: {results} is not there, whose rows are carried, too")
+        raise CheckpointError(f"{origin}: its result file {results} is missing; restore it, or use --carry weights")
     if results.resolve() == begin.output.resolve():
-        raise ConfigError(f"--from {origin}: is of {begin.output} itself; give another --output, or use rudra resume")
+        raise ConfigError(f"--from {origin}: belongs to {begin.output} itself; use another --output, or rudra resume")
     if begin.output != UNNAMED:
         check_output(begin.output, begin.overwrite)
     found = compare(state.job, job)
     if found.unfit is not None:
         key, then, now = found.unfit
         raise CheckpointError(
-            f"{origin}: does not fit: {key} was {then}, and is {now} in this job; valid: the same, or --carry weights"
+            f"{origin}: does not fit: {key} was {then}, but is {now} in this job; use {then}, or --carry weights"
         )
     _check_longer(state, found)
     other = ""
@@ -228,8 +228,8 @@ def _check_longer(state: SavedState, found: JobComparison) -> None:
     """Raises ConfigError where nothing is left to train from a checkpoint on."""
     if (epochs := found.epochs) <= state.position.epoch:
         raise ConfigError(
-            f"[training] epochs = {epochs}: {state.path} is at epoch {state.position.epoch} already; "
-            "valid: more than that"
+            f"[training] epochs = {epochs} is not supported with {state.path}, which is at epoch "
+            f"{state.position.epoch}; use more epochs"
         )
 
 
@@ -258,8 +258,8 @@ def check_same(state: SavedState, found: JobComparison) -> None:
     """Raises CheckpointError where a checkpoint is of another job than the one that it was compared with."""
     if found.differences:
         key, then, now = found.differences[0]
-        text = f"{state.path}: is of another job: {key} was {then}, and is {now} now"
-        raise CheckpointError(f"{text}; give another --output, or the job of the checkpoint (rudra resume)")
+        text = f"{state.path}: belongs to another job: {key} was {then}, but is {now} now"
+        raise CheckpointError(f"{text}; use another --output, or rudra resume")
 
 
 def is_over(state: SavedState, found: JobComparison) -> bool:

@@ -119,15 +119,17 @@ def assert_tested_alike(path: Path, directory: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "reason"),
     [
-        ({"topology": {"name": "groups"}}, "compute groups add gradients"),
-        ({"cluster": {"gradient_format": "float16"}}, "gradient_format float16 converts them"),
+        ({"topology": {"name": "groups"}}, "compute groups"),
+        ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16'"),
     ],
 )
 def test_what_is_done_in_main_memory_is_not_for_gpu_aware_mpi(tables: dict[str, Any], reason: str) -> None:
     job = make_job({"name": "async"}, **tables)
     with pytest.raises(RudraError) as caught:
         job.with_(cluster={"gpu_aware_mpi": True, "learners": 2})
-    assert str(caught.value) == f"[cluster] gpu_aware_mpi: {reason} in main memory; valid there: false"
+    assert (
+        str(caught.value) == f"[cluster] gpu_aware_mpi = true is not supported with {reason}; use gpu_aware_mpi = false"
+    )
 
 
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -189,4 +189,4 @@ def test_a_launch_of_too_few_ranks_names_the_right_number(tmp_path: Path) -> Non
     code, _, err = mpirun(5, "run", str(job), "--output", str(tmp_path / "out.h5"), *more)
     assert code == 2, err
     remedy = "start 6, or set cluster.learners = 6"
-    assert ours(err) == [f"rudra: 8 learners with topology base need 6 ranks, but the launcher started 5: {remedy}"]
+    assert ours(err) == [f"rudra: 8 learners with topology base need 6 ranks, but the launcher started 5; {remedy}"]

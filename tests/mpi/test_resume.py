@@ -138,7 +138,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(tmp_path: Path) -> None:
     assert (code, err) == (2, f"rudra: {output}: exists; give another name or --force\n")
     code, _, err = finish(start("run", job, "--resume"))
     assert code == 2
-    assert "say which, by --output FILE.h5 or --resume FILE.h5" in err
+    assert "--resume needs a result file; use --output FILE.h5 or --resume FILE.h5" in err
 
 
 def test_ranks_of_a_launcher_resume_a_strangers_run_only_if_it_is_trusted(

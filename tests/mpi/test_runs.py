@@ -127,7 +127,7 @@ def test_a_launch_of_two_ranks_names_the_right_number(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "network", "prompt"), str(tmp_path / "out.h5")
     code, _, err = mpirun(2, "run", job, "--output", output)
     assert code == 2, err
-    said = "rudra: 2 ranks are too few for topology base: start 5"
+    said = "rudra: 2 ranks are too few for topology base; start 5"
     assert [line for line in err.splitlines() if line.startswith("rudra:")] == [said]
 
 

@@ -258,6 +258,6 @@ def test_an_mpi_without_threads_is_refused_where_they_are_needed(tmp_path: Path)
     job = job_file(tmp_path, "adv*", "", learners=2)
     code, _, err = mpirun(4, "run", job, "--output", str(tmp_path / "out.h5"), before=funneled)
     assert code == 2, err
-    said = "topology adv* pushes and pulls in threads of their own, for which MPI must grant MPI_THREAD_MULTIPLE"
+    said = "[topology] name = 'adv*' is not supported without MPI_THREAD_MULTIPLE, which this MPI library"
     assert said in err
     assert "Traceback" not in err

@@ -129,11 +129,14 @@ def test_an_allreduce_alone_takes_as_long_as_in_turns() -> None:
         ),
         (
             {"background_jobs": [{}], "machines": [1, 2]},
-            "2 numbers; valid: 3 of the nodes with learners, and 1 of",
+            "machines has 2 numbers; valid: 3 of the nodes with learners, and 1 of",
         ),
         ({"background_jobs": [{"modle.name": "mlp"}]}, "background_jobs, table 1: unknown table 'modle'"),
-        ({"faults": [{"learner": 0, "dies_at_s": 1.0}]}, "sharing = 'equal': not with .simulation. faults so far"),
-        ({"machines": [-1]}, "machines has a machine -1; valid: 0 or more"),
+        (
+            {"faults": [{"learner": 0, "dies_at_s": 1.0}]},
+            "sharing = 'equal' is not supported with faults; use sharing = 'turns'",
+        ),
+        ({"machines": [-1]}, "machines has a machine -1; use 0 or more"),
     ],
 )
 def test_what_cannot_share_is_refused(simulation: dict[str, Any], text: str) -> None:

@@ -56,24 +56,26 @@ def test_every_protocol_follows_the_laws_with_servers(rule: dict[str, Any]) -> N
 def refused(rule: dict[str, Any], topology: dict[str, Any], tree: bool) -> str:
     """Why a protocol cannot work on a topology; empty if it can."""
     if averages(rule) != (topology["name"] in SUITS):
-        return "averages replicas of the learners" if averages(rule) else r"average replicas there|n = \d, with [12] "
+        return (
+            r"protocol \w+; use topology replicas" if averages(rule) else r"; use protocol average|n = \d is .* [12] "
+        )
     if topology["name"] == "hierarchical" and rule["name"] not in {"easgd", "sma"}:
-        return "replicas are corrected before they step; valid protocols: easgd, sma"
+        return r"hierarchical' is not supported with protocol \w+; use protocol easgd or sma"
     if averages(rule) and "server" in topology.get("options", {}) and rule["name"] != "easgd":
-        return "lets each replica exchange with the weights alone; valid with protocol easgd"
+        return r"server = true is not supported with protocol \w+; use protocol easgd"
     made = protocols.make(rule["name"], learners=4, minibatch_size=4, n=rule.get("n"), options=rule.get("options"))
     by_pushes = made.waits and made.grants_on_push
     if topology["name"] == "groups" and "options" not in topology:
         if rule.get("n", 1) > 1:
-            return rf"n = {rule['n']}, with 1"
+            return rf"n = {rule['n']} is not supported with 1"
         if rule.get("options", {}).get("gradients", 1) > 1:
-            return "one compute group alone updates by each of its averages, but protocol \\w+ wants 3 for an update"
+            return r"one group is not supported with the 3 gradients per update of protocol \w+; use more groups"
     if topology["name"] == "adv*" and made.waits:
-        return r"never wait for a server, but with protocol \w+ they must; valid: softsync, async, or topology adv"
+        return r"protocol \w+, which makes learners wait; use protocol softsync or async, or topology adv"
     if tree and by_pushes:
-        return "decides by what every learner has pushed, which servers of a tree do not know; valid: topology base"
+        return "which waits for pushes of all learners; use topology base"
     if tree and rule.get("modulation") == "gradient_staleness":
-        return "weighs each gradient .* but a tree has averaged them by then; valid: topology base, or modulation"
+        return "'gradient_staleness' is not supported with topology .*; use modulation = 'mean_staleness'"
     return ""
 
 
@@ -87,12 +89,12 @@ def reason_of(case: Case) -> str:
     if "placement" not in case.tables:
         return reason
     if reason:
-        return f"{reason}|valid: protocol hardsync, or rule merged"
+        return f"{reason}|use protocol hardsync, or rule = 'merged'"
     if averages(rule):
-        return "have all layers; valid: topologies base, sharded"
+        return r"cut is not supported with protocol \w+; use hardsync, softsync or async, on topology base"
     alone = Job(**tables).resolved()
     if case.tables["placement"]["rule"] == "synchronous" and not determined(alone):
-        return "valid: protocol hardsync, or rule merged"
+        return "use protocol hardsync, or rule = 'merged'"
     return ""
 
 
@@ -238,7 +240,7 @@ class Half(Protocol):
             0,
             [r"ok +7 learners on 3 nodes, sharded", r"ok +7 learners on 3 nodes, adv \(fan_out = 2\)", " 0 FAILED"],
         ),
-        (Deaf, 1, [r"FAILED +3 learners: \w+: ", r"refused +7 learners on 3 nodes, replicas: .*valid protocols: "]),
+        (Deaf, 1, [r"FAILED +3 learners: \w+: ", r"refused +7 learners on 3 nodes, replicas: .*use protocol average"]),
     ],
 )
 def test_the_command_checks_a_class_of_the_user_in_every_case(

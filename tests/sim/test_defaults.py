@@ -34,7 +34,7 @@ def test_topology_auto_follows_a_changed_protocol(before: str, after: str) -> No
 @pytest.mark.parametrize("name", protocols.shipped())
 def test_topology_groups_is_one_group(name: str) -> None:
     if name in {*AVERAGED, "hogbatch"}:
-        with pytest.raises(ConfigError, match="valid"):
+        with pytest.raises(ConfigError, match="; use topology "):
             Job.load("digits", [f"protocol.name={name}", "topology.name=groups"])
     else:
         job = Job.load("digits", [f"protocol.name={name}", "topology.name=groups"])

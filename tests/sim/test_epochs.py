@@ -108,7 +108,7 @@ def test_updates_that_are_larger_than_epochs_are_told_at_the_start(
 
 def test_a_minibatch_larger_than_the_training_set_is_refused(tmp_path: Path) -> None:
     made = rudra.Job.load("digits", ["data.train_limit=50", "training.minibatch_size=51"])
-    with pytest.raises(ConfigError, match=r"minibatch_size = 51 \(μ\): the training set has 50 samples; valid"):
+    with pytest.raises(ConfigError, match=r"minibatch_size = 51 \(μ\) exceeds the training set; use 1 to 50"):
         rudra.simulate(made, output=tmp_path / "run.h5")
     assert list(tmp_path.iterdir()) == []
 

@@ -291,8 +291,14 @@ UNSET: dict[str, Any] = {"workers": (), "rule": "fixed"}
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"protocol": {"name": "softsync"}, "hogbatch": UNSET}, "a coordinator assigns its parts; valid"),
-        ({"training": {"evaluate": True, "evaluate_training_set": True}}, "workers do that; valid: with evaluate = "),
+        (
+            {"protocol": {"name": "softsync"}, "hogbatch": UNSET},
+            "'workers' is not supported with protocol softsync; use evaluate = true",
+        ),
+        (
+            {"training": {"evaluate": True, "evaluate_training_set": True}},
+            "evaluate_training_set = true is only supported with evaluate = 'workers'; use",
+        ),
     ],
 )
 def test_who_cannot_test_is_told_so(tables: dict[str, Any], line: str) -> None:

@@ -281,7 +281,8 @@ def check_accounts(rows: TrialRows) -> None:
 )
 def test_only_who_waits_for_each_learner_can_drop_one(tables: dict[str, Any]) -> None:
     with pytest.raises(
-        ConfigError, match=r"straggler_timeout_s: only a server that waits for each of its learners can"
+        ConfigError,
+        match=r"straggler_timeout_s is not supported with protocol \w+ on topology \w+; use protocol hardsync",
     ):
         Job(
             **{
@@ -319,7 +320,7 @@ def test_children_of_a_dead_tree_server_move_to_its_parent() -> None:
 
 @pytest.mark.parametrize(
     ("topology", "valid"),
-    [({"name": "base"}, "none, there is no tree"), ({"name": "adv", "options": {"fan_out": 2}}, r"0 to \d$")],
+    [({"name": "base"}, "use a topology with tree servers"), ({"name": "adv", "options": {"fan_out": 2}}, r"0 to \d$")],
     ids=lambda value: str(value),
 )
 def test_a_fault_names_a_tree_server_that_is_there(topology: dict[str, Any], valid: str) -> None:

@@ -396,7 +396,7 @@ def test_a_run_that_failed_is_repeated_as_far_as_it_came(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="own bug"):
         rudra.simulate(job, output=path, progress="quiet")
     whole = job.with_(data={"options": {}})
-    with pytest.raises(ConfigError, match=r"ran with data.options = \{'after': 41\}; the job given has \{\}"):
+    with pytest.raises(ConfigError, match=r"ran with data.options = \{'after': 41\}, not \{\}; use the job of the run"):
         rudra.replay(path, job=whole, quiet=True)
     replayed = rudra.replay(path, quiet=True)
     assert replayed.difference is None
@@ -458,7 +458,7 @@ def test_more_threads_than_cores_are_said(tmp_path: Path, recorded: Path, capsys
         (["--until", "-1"], "--until -1: valid: 0 to 72"),
         (["--output", "w.pt"], "--output is for the weights of --until"),
         (["--until", "3", "--output", "nowhere/w.pt"], "nowhere/w.pt: directory nowhere does not exist"),
-        (["--set", "training.epochs=2"], "--set training.epochs=2: a replay changes nothing but data.path and"),
+        (["--set", "training.epochs=2"], "--set training.epochs=2: a replay cannot change this key; use data.path or"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -489,7 +489,7 @@ def test_a_job_with_python_objects_is_repeated_with_the_job_that_has_them(tmp_pa
         rudra.replay(path)
     assert rudra.replay(path, job=job, quiet=True).identical
     other = job.with_(optimizer={"learning_rate": 0.5})
-    with pytest.raises(ConfigError, match=r"ran with optimizer.learning_rate = 0.02; the job given has 0.5"):
+    with pytest.raises(ConfigError, match=r"ran with optimizer.learning_rate = 0.02, not 0.5; use the job of the run"):
         rudra.replay(path, job=other)
 
 

@@ -138,16 +138,25 @@ def test_shares_that_fit_the_speeds_bring_the_ideal_time(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"cluster": {"shares": (1.0, 2.0)}}, r"\[cluster\] shares: 2 numbers for 3 learners"),
+        (
+            {"cluster": {"shares": (1.0, 2.0)}},
+            r"\[cluster\] shares has 2 numbers for 3 learners; use one number for each",
+        ),
         ({"cluster": {"shares": (1.0, 0.0, 1.0)}}, r"\[cluster\] shares"),
         ({"cluster": {"shares": "fast"}}, r"^\[cluster\] shares must be a list of numbers, or 'auto', not 'fast'$"),
         ({"cluster": {"shares": ("a", 1.0)}}, r"^\[cluster\] shares must be a list of numbers, or 'auto', not"),
         (
             {"cluster": {"shares": "auto"}, "protocol": {"name": "async"}},
-            r"\[cluster\] shares: only learners whose gradients are of the same weights",
+            r"\[cluster\] shares is not supported with protocol async; use protocol hardsync",
         ),
-        ({"protocol": {"name": "async"}}, r"\[cluster\] shares: only learners whose gradients are of the same weights"),
-        ({"simulation": {"batching": "vmap"}}, r"\[cluster\] shares: parts of different sizes"),
+        (
+            {"protocol": {"name": "async"}},
+            r"\[cluster\] shares is not supported with protocol async; use protocol hardsync",
+        ),
+        (
+            {"simulation": {"batching": "vmap"}},
+            r"\[cluster\] shares is not supported with .* batching = 'vmap'; use batching = 'none'",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(change: dict[str, Any], said: str) -> None:

@@ -419,21 +419,24 @@ SEVERAL = {"servers": 2, "rule": "synchronous"}
     [
         (
             {"protocol": {"name": "easgd", "modulation": "none"}, "topology": {"name": "replicas"}},
-            r"replicas of their own, and workers, have all layers; valid: topologies base, sharded, adv, adv\*, groups",
+            r"cut is not supported with protocol easgd; use .*, on topology base, sharded, adv, adv\* or groups",
         ),
-        ({"topology": {"name": "adv*"}, "placement": {"rule": "synchronous"}}, "valid: protocol hardsync, or rule"),
+        (
+            {"topology": {"name": "adv*"}, "placement": {"rule": "synchronous"}},
+            "use protocol hardsync, or rule = 'merged'",
+        ),
         (
             {"placement": {"cut": 3, "rule": "synchronous"}},
-            "rule = 'synchronous': .* valid: protocol hardsync",
+            "rule = 'synchronous' is not supported with .* use protocol hardsync",
         ),
         (
             {"placement": {"servers": 3}},
-            "servers = 3: each has learners of its own, of whom there are 2; valid: 1 to 2",
+            "servers = 3 is more than the number of learners; use 1 to 2",
         ),
-        ({"placement": {"servers": 2}}, "servers = 2: with rule merged each mini-batch is an update of its own"),
+        ({"placement": {"servers": 2}}, "servers = 2 is not supported with rule = 'merged'; use servers = 1"),
         (
             {"placement": SEVERAL, "protocol": {"name": "hardsync"}, "topology": GROUPED},
-            "servers = 2: the gradients of a compute group are averaged at one stage server; valid: 1",
+            "servers = 2 is not supported with compute groups; use servers = 1",
         ),
         (
             {
@@ -441,7 +444,7 @@ SEVERAL = {"servers": 2, "rule": "synchronous"}
                 "protocol": {"name": "hardsync"},
                 "topology": {"name": "adv", "options": {"fan_out": 1}},
             },
-            "servers = 2: topology adv supports only one stage server",
+            "servers = 2 is not supported with topology adv; use servers = 1",
         ),
         (
             {
@@ -450,22 +453,22 @@ SEVERAL = {"servers": 2, "rule": "synchronous"}
                 "topology": {"name": "groups", "options": {"groups": 1}},
                 "optimizer": {"clip_norm": 1.0},
             },
-            "clip_norm: learners that update weights of their own do not know the norm of the last layers",
+            "clip_norm on topology groups; remove clip_norm, or use a topology with a parameter server",
         ),
         ({"placement": {"cut": True}}, "cut must be the name of a layer, or its number, not true|not True"),
-        ({"optimizer": {"schedule": "plateau"}}, "'plateau' goes by tests, of which the stage server"),
-        ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16' is for gradients alone"),
-        ({"cluster": {"device": "auto"}}, "device = 'auto': placed layers compute on CPUs so far; valid: cpu"),
+        ({"optimizer": {"schedule": "plateau"}}, "'plateau'; use another schedule, or rule = 'synchronous'"),
+        ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16'; use 'float32'"),
+        ({"cluster": {"device": "auto"}}, "device = 'auto'; use 'cpu'"),
         (
             {"cluster": {"shares": "auto"}, "protocol": {"name": "hardsync"}},
-            "shares = 'auto' measures learners that compute all layers; valid: a list",
+            "shares = 'auto'; use a list of numbers",
         ),
-        ({"training": {"compile": True}}, "compile = true compiles whole models"),
-        ({"training": {"precision": "bfloat16"}}, "precision = 'bfloat16': valid so far: float32"),
-        ({"simulation": {"batching": "vmap"}}, "batching computes whole models"),
+        ({"training": {"compile": True}}, "compile = true; use compile = false"),
+        ({"training": {"precision": "bfloat16"}}, "precision = 'bfloat16'; use 'float32'"),
+        ({"simulation": {"batching": "vmap"}}, "batching = 'vmap'; use 'none'"),
         (
             {"changes": [{"at_epoch": 1, "optimizer": {"learning_rate": 0.1}}]},
-            "a stage server cannot begin anew with another job so far",
+            r"cut is not supported with \[\[changes\]\]; remove one of them",
         ),
     ],
 )

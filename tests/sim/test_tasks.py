@@ -331,21 +331,32 @@ def test_at_a_plateau_the_rate_falls_with_an_epoch(topology: dict[str, Any], war
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        ({"schedule_options": {"patients": 3}}, r"schedule_options unknown option 'patients' of schedule 'plateau'"),
+        (
+            {"schedule_options": {"patients": 3}},
+            r"schedule_options has an unknown option 'patients' of schedule 'plateau'; use patience",
+        ),
         ({"schedule_options": {"patience": 0}}, r"schedule_options patience must be a whole number >= 1, not 0"),
-        ({"milestones": [3]}, r"milestones are those of schedule 'step', not of 'plateau'"),
-        ({"schedule_every": "update"}, r"schedule_every 'update' is for other schedules than 'plateau'"),
+        ({"milestones": [3]}, r"milestones = \[3\] is not supported with schedule = 'plateau'; use 'step'"),
+        (
+            {"schedule_every": "update"},
+            r"schedule_every = 'update' is not supported with schedule = 'plateau'; use 'epoch'",
+        ),
     ],
 )
 def test_what_a_plateau_does_not_take(optimizer: dict[str, Any], said: str) -> None:
     with pytest.raises(RudraError, match=rf"^\[optimizer\] {said}"):
         job("regression", optimizer={"schedule": "plateau", **optimizer})
-    with pytest.raises(RudraError, match=r"\[optimizer\] schedule = 'plateau' depends on tests, but"):
+    with pytest.raises(
+        RudraError,
+        match=r"\[optimizer\] schedule = 'plateau' is not supported with .* evaluate = false; use evaluate = true",
+    ):
         job("regression", optimizer={"schedule": "plateau"}, training={"evaluate": False})
 
 
 def test_patience_needs_tests() -> None:
-    with pytest.raises(RudraError, match=r"\[training\] patience depends on tests, but \[training\] evaluate = false"):
+    with pytest.raises(
+        RudraError, match=r"patience = 3 is not supported with \[training\] evaluate = false; use evaluate = true"
+    ):
         job("regression", training={"patience": 3, "evaluate": False})
 
 
@@ -379,7 +390,7 @@ def test_a_target_alone_ends_nothing(tmp_path: Path) -> None:
         assert results.summary()["epochs"] == 12
         assert results.summary()["target_epoch"] is not None
         assert results.summary("loss <= 0")["target_epoch"] is None
-        with pytest.raises(ConfigError, match=r"no test measures 'lost'; valid: loss, .*; did you mean loss"):
+        with pytest.raises(ConfigError, match=r"no evaluation measures 'lost'; use loss, .*; did you mean loss"):
             results.summary("lost >= 1")
         assert results.summary("loss <= 0.2", window=1)["target_epoch"] < results.summary("loss <= 0.2")["target_epoch"]
 
@@ -387,14 +398,14 @@ def test_a_target_alone_ends_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "target", "message"),
     [
-        ("regression", "accuracy >= 0.9", "'accuracy'; valid: loss, mean_absolute_error"),
-        ("multi-label", "precision@2 >= 0.9", "'precision@2'; valid: loss, error, precision@1, accuracy; did you mean"),
+        ("regression", "accuracy >= 0.9", "'accuracy'; use loss, mean_absolute_error"),
+        ("multi-label", "precision@2 >= 0.9", "'precision@2'; use loss, error, precision@1, accuracy; did you mean"),
         (
             "language",
             "perplexty <= 6",
-            "'perplexty'; valid: loss, error, perplexity, accuracy; did you mean perplexity?",
+            "'perplexty'; use loss, error, perplexity, accuracy; did you mean perplexity?",
         ),
-        ("own", "hit >= 0.5", "'hit'; valid: loss, hits; did you mean hits?"),
+        ("own", "hit >= 0.5", "'hit'; use loss, hits; did you mean hits?"),
     ],
 )
 def test_a_target_that_no_test_tells_is_refused_at_the_start(
@@ -402,7 +413,7 @@ def test_a_target_that_no_test_tells_is_refused_at_the_start(
 ) -> None:
     with pytest.raises(ConfigError) as error:
         rudra.simulate(job(case, training={"target": target}), output=tmp_path / "run.h5", progress="quiet")
-    assert str(error.value).startswith(f"[training] target: no test measures {message}")
+    assert str(error.value).startswith(f"[training] target: no evaluation measures {message}")
     assert not (tmp_path / "run.h5").exists()
 
 

@@ -308,28 +308,31 @@ def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("tables", "line"),
     [
-        ({"optimizer": {"momentum": 0.9}}, "step by plain SGD; valid: name sgd, momentum 0"),
-        ({"optimizer": {"name": "adam"}}, "step by plain SGD; valid: name sgd, momentum 0"),
+        (
+            {"optimizer": {"momentum": 0.9}},
+            r"with an \[optimizer\] that has a state; use name = 'sgd' and momentum = 0",
+        ),
+        ({"optimizer": {"name": "adam"}}, r"with an \[optimizer\] that has a state; use name = 'sgd' and momentum = 0"),
         (
             {"optimizer": {"weight_decay": 0.1}},
-            "weight_decay, clip_norm, groups and options are not for shared weights",
+            r"is not supported with \[optimizer\] weight_decay; remove weight_decay",
         ),
-        ({"protocol": {"modulation": "mean_staleness"}}, "workers do not know how stale .* valid: none"),
-        ({"cluster": {"device": "cuda"}}, 'small workers without a lock .* valid: device = "cpu" in their'),
+        ({"protocol": {"modulation": "mean_staleness"}}, "modulation = 'mean_staleness'; use modulation = 'none'"),
+        ({"cluster": {"device": "cuda"}}, "is not supported with small workers on GPUs; use device = 'cpu' in their"),
         (
             {"simulation": {"nodes": 2}, "hogbatch": {"locking": True}},
-            "updates on 2 nodes have no order; valid: locking = false, or one node",
+            "locking = true on 2 nodes; use locking = false, or one node",
         ),
         (
             {"hooks": [{"call": "csv", "at": "update", "role": "learner 0"}]},
-            "no role sees the weights of an update; valid: epoch, end",
+            "at = 'update'; use at = 'epoch' or 'end'",
         ),
-        ({"results": {"keep_checkpoints": "10 updates"}}, "they are made at epochs' ends; valid: epochs"),
+        ({"results": {"keep_checkpoints": "10 updates"}}, "keep_checkpoints = '10 updates'; use a number of epochs"),
     ],
 )
 def test_what_a_window_cannot_do_is_said_in_a_line(tables: dict[str, Any], line: str) -> None:
     run = small(threads=1)
-    with pytest.raises(ConfigError, match=rf"^\[hogbatch\] weights = 'shared': .*{line}") as found:
+    with pytest.raises(ConfigError, match=rf"^\[hogbatch\] weights = 'shared' .*{line}") as found:
         places_and_plan(run, tables)
     assert "\n" not in str(found.value)
 

@@ -50,7 +50,7 @@ def test_the_mpirun_of_another_mpi(cluster: Cluster, openmpi: Path, mpich: Path,
 
 def test_fewer_ranks_than_roles(cluster: Cluster, openmpi: Path, tmp_path: Path) -> None:
     said = refused(cluster, tmp_path, "srun", "--mpi=pmix", "-n", "2", openmpi / "bin" / "python", *RUN)
-    assert said == "2 ranks are too few for topology base: start 6"
+    assert said == "2 ranks are too few for topology base; start 6"
 
 
 @pytest.mark.parametrize("library", ["openmpi", "mpich"])

@@ -76,13 +76,13 @@ def test_a_branch_of_another_job_says_why_it_cannot_be_replayed(tmp_path: Path) 
     [
         (
             {"model": {"name": "mlp"}},
-            "does not fit: model.name was lenet, and is mlp in this job; valid: ",
+            "does not fit: model.name was lenet, but is mlp in this job; use lenet",
         ),
-        ({"data": {"train_limit": 7}}, "does not fit: data.train_limit was None, and is 7 in this job"),
-        ({"cluster": {"learners": 3}}, "does not fit: cluster.learners was 4, and is 3 in this job"),
-        ({"optimizer": {"name": "adam", "momentum": 0.0}}, "does not fit: optimizer.name was sgd, and is adam in this"),
-        ({"optimizer": {"momentum": 0.0}}, "does not fit: optimizer.momentum was 0.9, and is 0.0 in this job"),
-        ({"training": {"epochs": 2}}, "[training] epochs = 2: "),
+        ({"data": {"train_limit": 7}}, "does not fit: data.train_limit was None, but is 7 in this job"),
+        ({"cluster": {"learners": 3}}, "does not fit: cluster.learners was 4, but is 3 in this job"),
+        ({"optimizer": {"name": "adam", "momentum": 0.0}}, "does not fit: optimizer.name was sgd, but is adam in this"),
+        ({"optimizer": {"momentum": 0.0}}, "does not fit: optimizer.momentum was 0.9, but is 0.0 in this job"),
+        ({"training": {"epochs": 2}}, "[training] epochs = 2 is not supported with"),
     ],
 )
 def test_a_job_that_does_not_fit_is_refused_by_its_key(tmp_path: Path, tables: dict[str, Any], said: str) -> None:
@@ -99,15 +99,17 @@ def test_what_may_differ_does(tmp_path: Path) -> None:
 
 def test_what_a_run_cannot_begin_with_is_one_line(tmp_path: Path) -> None:
     job, origin = run(tmp_path)
-    with pytest.raises(ConfigError, match=r"--from .*run\.h5: a result file has no optimiser state; valid with"):
+    with pytest.raises(ConfigError, match=r"--from .*run\.h5: a result file has no optimiser state; use a checkpoint"):
         branched(job, tmp_path / "run.h5")
-    with pytest.raises(ConfigError, match=r"--from .*run-2\.ckpt: is of .*run\.h5 itself; give another --output"):
+    with pytest.raises(ConfigError, match=r"--from .*run-2\.ckpt: belongs to .*run\.h5 itself; use another --output"):
         branched(job, origin, tmp_path / "run.h5")
     (tmp_path / "there.h5").touch()
     with pytest.raises(ResultsError, match=r"there\.h5: exists; give another name or --force"):
         branched(job, origin, tmp_path / "there.h5")
     (tmp_path / "run.h5").rename(tmp_path / "gone.h5")
-    with pytest.raises(CheckpointError, match=r"run-2\.ckpt: .*\.h5 is not there, whose rows are carried, too"):
+    with pytest.raises(
+        CheckpointError, match=r"run-2\.ckpt: its result file .*\.h5 is missing; restore it, or use --carry weights"
+    ):
         branched(job, origin)
 
 
@@ -215,5 +217,5 @@ def test_what_is_kept_and_how_it_is_called(
 
 @pytest.mark.parametrize("value", ["1 s", "0 epochs", "often"])
 def test_what_is_no_interval_is_refused(value: str) -> None:
-    with pytest.raises(ConfigError, match=r"\[results\] keep_checkpoints '.*' is no number of epochs; valid: `N epoch"):
+    with pytest.raises(ConfigError, match=r"\[results\] keep_checkpoints = '.*' is not such an interval; use `N epoch"):
         Job(results={"keep_checkpoints": value})

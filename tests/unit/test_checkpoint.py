@@ -175,19 +175,19 @@ class _nothing:
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        ({"training": {"minibatch_size": 3}}, "training.minibatch_size was 16, and is 3 now"),
-        ({"optimizer": {"name": "adam"}}, "optimizer.name was sgd, and is adam now"),
-        ({"cluster": {"learners": 3}}, "cluster.learners was 2, and is 3 now"),
-        ({"model": {"options": {"a": 1}}}, "model.options was {}, and is {'a': 1} now"),
+        ({"training": {"minibatch_size": 3}}, "training.minibatch_size was 16, but is 3 now"),
+        ({"optimizer": {"name": "adam"}}, "optimizer.name was sgd, but is adam now"),
+        ({"cluster": {"learners": 3}}, "cluster.learners was 2, but is 3 now"),
+        ({"model": {"options": {"a": 1}}}, "model.options was {}, but is {'a': 1} now"),
         ({"results": {"flush_s": 9.0}}, None),
         ({"fault_tolerance": {"stall_warning_s": 9.0}}, None),
         ({"data": {"path": "elsewhere"}}, None),
         ({"training": {"evaluate": False}}, None),
-        ({"cluster": {"threads_per_rank": 2}}, "cluster.threads_per_rank was 1, and is 2 now"),
+        ({"cluster": {"threads_per_rank": 2}}, "cluster.threads_per_rank was 1, but is 2 now"),
         ({"cluster": {"threads_per_rank": None}}, None),
         ({"training": {"epochs": 99}}, None),
         ({"cluster": {"learners": None}}, None),
-        ({"training": {"precision": "bfloat16"}}, "training.precision was float32, and is bfloat16 now"),
+        ({"training": {"precision": "bfloat16"}}, "training.precision was float32, but is bfloat16 now"),
     ],
 )
 def test_a_checkpoint_is_of_one_job(tmp_path: Path, tables: dict[str, Any], said: str | None) -> None:
@@ -203,7 +203,7 @@ def test_a_checkpoint_is_of_one_job(tmp_path: Path, tables: dict[str, Any], said
     else:
         with pytest.raises(CheckpointError) as caught:
             check_same(state, compare(state.job, tables_of(job)))
-        assert f"run.ckpt: is of another job: {said}; " in str(caught.value)
+        assert f"run.ckpt: belongs to another job: {said}; " in str(caught.value)
 
 
 def test_a_checkpoint_from_before_a_key_is_of_the_job_that_leaves_it_out(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_checkpoint_from_before_a_key_is_of_the_job_that_leaves_it_out(tmp_pat
     found = compare(state.job, tables_of(AUTO))
     check_same(state, found)
     assert found.decided["cluster"] == {"learners": 2, "threads_per_rank": 1, "device": "cuda"}
-    with pytest.raises(CheckpointError, match=r"optimizer\.schedule was step, and is cosine now"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.schedule was step, but is cosine now"):
         check_same(state, compare(state.job, tables_of(AUTO.with_(optimizer={"schedule": "cosine"}))))
 
 

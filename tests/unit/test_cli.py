@@ -44,7 +44,10 @@ def run(*arguments: str, cwd: Path, anew: bool = False, **env: str) -> subproces
         ("validate digits --set training.epoch=3", r"rudra: .*\[training\] unknown key 'epoch'; valid: epochs, "),
         ("validate digits --set training.epochs=many", r"rudra: .*\[training\] epochs .* not 'many'"),
         ("validate digits --set epochs=3", r"rudra: --set epochs=3: must read table.key=value"),
-        ("validate digits --set protocol.n=9", r"rudra: .*\[protocol\] n = 9, with 4 learners; valid: 1 to 4"),
+        (
+            "validate digits --set protocol.n=9",
+            r"rudra: .*\[protocol\] n = 9 is not supported with 4 learners; use 1 to 4",
+        ),
         ("validate digits --learners 0", r"rudra: .*\[cluster\] learners .* not 0"),
         (
             "validate digits --set protocol.name=fast",

@@ -168,9 +168,12 @@ def test_without_a_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest
     [
         (
             {"simulation": {"batching": "vmap"}},
-            "compile = true computes one gradient at a time; valid: batching",
+            "compile = true is not supported with .simulation. batching = .*; use batching",
         ),
-        ({"training": {"precision": "bfloat16"}}, "compile = true computes in float32 so far; valid: precision"),
+        (
+            {"training": {"precision": "bfloat16"}},
+            "compile = true is not supported with precision = .bfloat16.; use precision",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(tables: dict[str, Any], message: str) -> None:

@@ -289,7 +289,9 @@ def test_what_is_of_each_byte_grows_with_the_weights_or_what_a_role_holds_of_the
 
 @pytest.mark.parametrize("key", ["gradient_s", "update_s"])
 def test_seconds_are_of_an_action_or_of_a_byte(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^\[simulation\] has {key} and {key}_per_byte; valid: one of them$"):
+    with pytest.raises(
+        ConfigError, match=rf"^\[simulation\] {key} is not supported with {key}_per_byte; use one of them$"
+    ):
         Job(simulation={key: 0.5, f"{key}_per_byte": 1e-9})
     per_byte = Job(simulation={f"{key}_per_byte": 1e-9})
     assert Job(**json.loads(per_byte.to_json())).to_json() == per_byte.to_json(), "a file of a run has every key"
@@ -385,7 +387,7 @@ def test_what_is_nearer_wins_in_whichever_unit(
 
 
 def test_a_model_that_the_file_does_not_know_needs_a_compute_time(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mine.toml: has no model 'alexnet', only .*; give \[simulation\] compute_s"):
+    with pytest.raises(ConfigError, match=r"mine.toml: has no model 'alexnet', only .*; set \[simulation\] compute_s"):
         load(job("alexnet", costs=written(tmp_path, CLUSTER)))
 
 
@@ -443,7 +445,7 @@ def test_an_unknown_name_lists_the_presets() -> None:
     with pytest.raises(ConfigError) as error:
         load(job(costs="p776"))
     assert str(error.value) == (
-        f"[simulation] costs: 'p776' is neither a file nor a preset; presets: {', '.join(presets())}; "
+        f"[simulation] costs = 'p776' is neither a file nor a preset; use a file or one of {', '.join(presets())}; "
         "did you mean p775?"
     )
 

@@ -42,11 +42,11 @@ def touched(moment: Any) -> None:
         ("data.name=digit", "[data] name: 'digit' is unknown; valid: arff, npz, "),
         ("data.name=cifar10", "cifar10"),
         ("optimizer.options.nestorov=true", "[optimizer] unknown option 'nestorov' of sgd; valid: dampening, "),
-        ("training.target=acuracy >= 0.9", "no test measures 'acuracy'"),
+        ("training.target=acuracy >= 0.9", "no evaluation measures 'acuracy'; use "),
         ("training.warm_start=no.h5", "no.h5"),
         (
             "simulation.costs=p755",
-            "[simulation] costs: 'p755' is neither a file nor a preset; presets: crossbow, p775",
+            "[simulation] costs = 'p755' is neither a file nor a preset; use a file or one of crossbow, p775",
         ),
         ('hooks=[{at="end", call="no_such_module:log"}]', "no_such_module:log: no module 'no_such_module'"),
     ],

@@ -169,7 +169,9 @@ def test_a_best_epoch_that_was_not_kept_is_told(recorded: Path, tmp_path: Path) 
         assert results.best_epoch is None
         with pytest.raises(ResultsError, match="has no best epoch: none was tested"):
             results.weights_of("best")
-    with pytest.raises(ConfigError, match=r"\[results\] keep_best depends on tests, but \[training\] evaluate = false"):
+    with pytest.raises(
+        ConfigError, match=r"keep_best = true is not supported with \[training\] evaluate = false; use evaluate = true"
+    ):
         untested.with_(results={"keep_best": True})
 
 

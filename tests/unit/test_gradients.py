@@ -259,14 +259,14 @@ def test_microbatches_are_torch_s_gradient_accumulation(microbatches: int) -> No
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({}, r"\[training\] microbatches = 5: a gradient has 4 samples; valid: 1 to 4"),
+        ({}, r"\[training\] microbatches = 5 is more than the samples of a gradient; use 1 to 4"),
         (
             {"training": {"minibatch_size": 8, "microbatches": 5}, "placement": {"cut": 1}},
-            "placed layers compute whole",
+            r"microbatches = 5 is not supported with \[placement\] cut; use microbatches = 1",
         ),
         (
             {"training": {"minibatch_size": 8, "microbatches": 5}, "simulation": {"batching": "vmap"}},
-            "batching = 'vmap' computes whole mini-batches; valid: 1, or batching = 'none'",
+            "batching = 'vmap'; use microbatches = 1, or batching = 'none'",
         ),
     ],
 )

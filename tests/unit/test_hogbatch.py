@@ -241,15 +241,21 @@ ALL: list[dict[str, Any]] = [{"kind": "small"}]
         ([{}], "[hogbatch] workers.0.kind is missing"),
         ([{"kind": "small", "treads": 2}], "[hogbatch.workers.0] unknown key 'treads'"),
         ([{"kind": "small", "threads": 0}], "[hogbatch] workers.0.threads must be >= 1, not 0"),
-        ([{"kind": "large", "threads": 2}], "threads = 2: a batch of a large worker is one gradient; valid: 1"),
-        ([{"kind": "small", "min": 9, "max": 8}], "min = 9 is more than max = 8; valid: min <= max"),
+        ([{"kind": "large", "threads": 2}], "threads = 2 is not supported with kind = 'large'; use threads = 1"),
+        ([{"kind": "small", "min": 9, "max": 8}], "min = 9 is more than max = 8; use min <= max"),
         ([{"kind": "large", "max": 8}], "min = 128 is more than max = 8"),
         ([{"kind": "small", "compute_s": {}}], "[hogbatch] workers.0.compute_s must be seconds > 0"),
-        (TWO[:1], "[hogbatch] workers: no table names learner 1; valid: tables that name all 2 learners"),
-        ([*TWO, {"learners": [2], "kind": "large"}], "[hogbatch] workers.2.learners names learner 2; valid: 0 to 1"),
-        ([*TWO, {"learners": [1], "kind": "large"}], "workers.2.learners names learner 1 a second time; valid: once"),
-        ([*ALL, *ALL], "[hogbatch] workers.1.learners is missing; valid: one table may omit it"),
-        ([*TWO, *ALL], "[hogbatch] workers.2: other tables name all 2 learners; valid: without this table"),
+        (TWO[:1], "[hogbatch] workers: no table names learner 1; name all 2 learners"),
+        (
+            [*TWO, {"learners": [2], "kind": "large"}],
+            "[hogbatch] workers.2.learners names learner 2, which does not exist; use 0 to 1",
+        ),
+        (
+            [*TWO, {"learners": [1], "kind": "large"}],
+            "workers.2.learners names learner 1 again; name each learner once",
+        ),
+        ([*ALL, *ALL], "[hogbatch] workers.1.learners is missing; only one table may omit it"),
+        ([*TWO, *ALL], "[hogbatch] workers.2: other tables name all 2 learners; remove this table"),
     ],
 )
 def test_a_mistake_in_the_workers_is_one_line(workers: list[dict[str, Any]], text: str) -> None:
@@ -261,36 +267,51 @@ def test_a_mistake_in_the_workers_is_one_line(workers: list[dict[str, Any]], tex
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"protocol": {"name": "async"}}, "[hogbatch] workers is for hogbatch; valid with protocol async: no keys"),
-        ({"protocol": {"name": "async"}, "hogbatch": {"rule": "balanced"}}, "[hogbatch] rule is for hogbatch; valid"),
+        (
+            {"protocol": {"name": "async"}},
+            "[hogbatch] workers is not supported with protocol async; remove [hogbatch], or",
+        ),
+        (
+            {"protocol": {"name": "async"}, "hogbatch": {"rule": "balanced"}},
+            "[hogbatch] rule is not supported with protocol async; remove [hogbatch], or use protocol hogbatch",
+        ),
         ({"protocol": {"name": "hogbatch", "n": 2}}, "hogbatch takes no n; leave it out"),
         ({"hogbatch": {"rule": "fast"}}, "[hogbatch] rule must be 'fixed', 'adaptive' or"),
         (
             {"protocol": {"name": "hogbatch", "options": {"rule": "fixed"}}},
-            "options.rule is not possible; valid",
+            "options.rule is not supported; use the keys of [hogbatch]",
         ),
         (
             {"protocol": {"name": "hogbatch", "options": {"workers": 2}}},
-            "options.workers is not possible; valid",
+            "options.workers is not supported; use the keys of [hogbatch]",
         ),
         (
             {"protocol": {"name": "hogbatch", "options": {"window": "locked"}}},
-            "options.window is not possible; valid: the keys of",
+            "options.window is not supported; use the keys of [hogbatch]",
         ),
         ({"hogbatch": {"alpha": 1}}, "[hogbatch] alpha must be > 1, not 1"),
         ({"hogbatch": {"alpha": "a"}}, "[hogbatch] alpha must be a number, not 'a'"),
         ({"hogbatch": {"beta": 2.0}}, "[hogbatch] beta must be <= 1.0, not 2.0"),
         ({"hogbatch": {"shuffle": "no"}}, "[hogbatch] shuffle must be 'once' or 'epoch', not 'no'"),
-        ({"protocol": {"name": "hogbatch", "modulation": "n"}}, "modulation 'n' does not fit hogbatch; valid: none"),
-        ({"topology": {"name": "adv*"}}, "[protocol] name: hogbatch: not with topology adv* so far; valid: base"),
-        ({"topology": {"name": "groups"}}, "not with topology groups so far; valid: base"),
-        ({"topology": {"name": "sharded"}}, "not with topology sharded so far; valid: base"),
-        ({"placement": {"cut": 1}}, "and workers, have all layers"),
-        ({"cluster": {"learners": 2, "shares": [1.0, 2.0]}}, "hogbatch: [cluster] shares: the coordinator says"),
-        ({"simulation": {"batching": "vmap"}}, "hogbatch: [simulation] batching = 'vmap': batches of different sizes"),
+        (
+            {"protocol": {"name": "hogbatch", "modulation": "n"}},
+            "modulation = 'n' is not supported with protocol hogbatch; use none",
+        ),
+        (
+            {"topology": {"name": "adv*"}},
+            "[protocol] name = 'hogbatch' is not supported with topology adv*; use topology base",
+        ),
+        ({"topology": {"name": "groups"}}, "is not supported with topology groups; use topology base"),
+        ({"topology": {"name": "sharded"}}, "is not supported with topology sharded; use topology base"),
+        ({"placement": {"cut": 1}}, "cut is not supported with protocol hogbatch; use hardsync, softsync or async"),
+        (
+            {"cluster": {"learners": 2, "shares": [1.0, 2.0]}},
+            "hogbatch' is not supported with [cluster] shares; remove shares",
+        ),
+        ({"simulation": {"batching": "vmap"}}, "with [simulation] batching = 'vmap'; use batching = 'none'"),
         (
             {"changes": [{"at_epoch": 1, "optimizer": {"learning_rate": 0.1}}]},
-            "hogbatch: [[changes]]: a coordinator cannot begin anew; valid: no changes",
+            "hogbatch' is not supported with [[changes]]; remove [[changes]]",
         ),
     ],
 )

@@ -58,7 +58,7 @@ def job(*hooks: Any, topology: dict[str, Any] | None = None, learners: int | Non
         ),
         ([{"at": "end", **CALL, "role": 3}], "[hooks] 0.role must be a text, not 3"),
         ([{"at": "epoch", **CALL, "every": 0}], "[hooks] 0.every must be >= 1, not 0"),
-        ([{"at": "end", **CALL, "every": 2}], "[hooks] 0.every counts updates and epochs, and a run has one end"),
+        ([{"at": "end", **CALL, "every": 2}], "[hooks] 0.every = 2 is not supported with at = 'end'; use every = 1"),
         ([{"at": "end", **CALL, "options": []}], "[hooks] 0.options must be a table, not []"),
         (
             [{"at": "end", **CALL}, {"at": "end", **CALL, "rank": 1}],
@@ -98,7 +98,7 @@ def test_whose_moments_there_are(topology: dict[str, Any] | None, at: str, role:
     if isinstance(expected, str):
         with pytest.raises(ConfigError) as raised:
             job(made, topology=topology)
-        assert str(raised.value) == f"[hooks] 0.role '{role}' has no moment '{at}'; valid: {expected}"
+        assert str(raised.value) == f"[hooks] 0.role = '{role}' has no moment '{at}'; use {expected}"
         return
     ours = job(made, topology=topology)
     plan = ours.plan()
@@ -110,7 +110,7 @@ def test_a_tree_server_counts_where_it_is_placed() -> None:
     """On one node there is none, on two there are; and a launch may bring other learners than the job has."""
     made = job({"at": "end", "call": hook, "role": "tree server 0"}, topology={"name": "adv"})
     assert made.plan([0, 0, 1, 1]).roles
-    with pytest.raises(ConfigError, match=r"\[hooks\] 0.role 'tree server 0' has no moment 'end'"):
+    with pytest.raises(ConfigError, match=r"\[hooks\] 0.role = 'tree server 0' has no moment 'end'"):
         made.plan([0, 0, 0, 0])
     with pytest.raises(ConfigError, match="'learner 7' has no moment"):
         job({"at": "end", "call": hook, "role": "learner 7"}, learners=None).resolved(learners=4)

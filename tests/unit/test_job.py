@@ -50,18 +50,21 @@ class Quiet(Patient):
 
 TREE = {"name": "adv", "options": {"fan_out": 2}}
 OVERLAPPED = (
-    "[topology] name: adv*: its learners never wait for a server, but with protocol {} they must; valid: softsync, "
+    "[topology] name = 'adv*' is not supported with protocol {}, which makes learners wait; use protocol softsync or "
     "async, or topology adv"
 )
 AVERAGED = (
-    "[topology] name: adv: modulation 'gradient_staleness' weighs each gradient where weights are updated, but a tree "
-    "has averaged them by then; valid: topology base, or modulation 'mean_staleness'"
+    "[protocol] modulation = 'gradient_staleness' is not supported with topology adv; use modulation = "
+    "'mean_staleness', or topology base"
 )
 WHEN = "dies_at_s, mean_time_to_failure_s, slows_at_s, mean_time_to_slowdown_s"
-NO_FACTOR = "] faults.1 has mean_time_to_slowdown_s, and no factor"
-STEPS = "[optimizer] milestones are those of schedule 'step', not of 'cosine'"
+NO_FACTOR = "] faults.1 has mean_time_to_slowdown_s, and no factor; set factor"
+STEPS = "[optimizer] milestones = [1] is not supported with schedule = 'cosine'; use 'step'"
 PATTERNS = "must be names of parameters or patterns such as '*.bias'"
-NO_MOMENTUM = "[optimizer] momentum_correction corrects the momentum of sgd, and there is none; valid: 'none'"
+NO_MOMENTUM = (
+    "[optimizer] momentum_correction = 'implicit' is not supported without momentum of sgd; use name = 'sgd' with "
+    "momentum > 0, or 'none'"
+)
 AWAY = "; leave it out, or reset it with --set protocol.n="
 WEIGHED = {"name": "async", "modulation": "gradient_staleness"}
 
@@ -102,11 +105,11 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"momentum_form": "keras"}}, "[optimizer] momentum_form must be 'torch' or 'caffe', not 'keras'"),
     (
         {"optimizer": {"momentum_form": "caffe", "name": "adam"}},
-        "[optimizer] momentum_form 'caffe' is for sgd only, not adam",
+        "[optimizer] momentum_form = 'caffe' is not supported with name = 'adam'; use 'torch'",
     ),
     (
         {"optimizer": {"momentum_form": "caffe", "name": "rmsprop", "momentum": 0.9}},
-        "[optimizer] momentum_form 'caffe' is for sgd only, not rmsprop",
+        "[optimizer] momentum_form = 'caffe' is not supported with name = 'rmsprop'; use 'torch'",
     ),
     ({"optimizer": {"milestones": 3}}, "[optimizer] milestones must be a list, not 3"),
     ({"optimizer": {"milestones": [3, 3]}}, "[optimizer] milestones must be ascending epochs, each >= 1, not [3, 3]"),
@@ -119,7 +122,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"optimizer": {"schedule_options": {"eta_min": 0.1}}},
-        "[optimizer] schedule_options are for other schedules than 'step', which has milestones and decay_factor",
+        "[optimizer] schedule_options is not supported with schedule = 'step'; use milestones and decay_factor",
     ),
     ({"optimizer": {"warm_up": -1}}, "[optimizer] warm_up must be >= 0, not -1"),
     ({"optimizer": {"clip_norm": 0}}, "[optimizer] clip_norm must be > 0, not 0"),
@@ -146,7 +149,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "[protocol] modulation 'sqr' is unknown; valid: auto, none, sqrt, n, mean_staleness, gradient_staleness, "
         "package.module:callable; did you mean sqrt?",
     ),
-    ({"protocol": {"n": 5}, "cluster": FOUR}, "[protocol] n = 5, with 4 learners; valid: 1 to 4"),
+    ({"protocol": {"n": 5}, "cluster": FOUR}, "[protocol] n = 5 is not supported with 4 learners; use 1 to 4"),
     ({"protocol": {"n": 0}}, "[protocol] n must be >= 1, not 0"),
     ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, f"[protocol] hardsync takes no n{AWAY}"),
     (
@@ -160,19 +163,19 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"protocol": {"name": "math:pi"}, "cluster": FOUR},
-        "[protocol] name: 3.141592653589793 is not a class or function that makes a protocol",
+        "[protocol] name: 3.141592653589793 makes no protocol; use a class of protocols.Protocol",
     ),
     (
         {"protocol": {"modulation": "gradient_staleness"}, "optimizer": {"name": "adagrad"}, "cluster": FOUR},
-        "[protocol] modulation 'gradient_staleness' has no effect with adagrad, whose step ignores the gradient's "
-        "scale; use sgd, or modulation 'mean_staleness'",
+        "[protocol] modulation = 'gradient_staleness' has no effect with [optimizer] name = 'adagrad'; use sgd, or "
+        "modulation = 'mean_staleness'",
     ),
     (
         {"topology": {"name": "tree"}},
         "[topology] name: 'tree' is unknown; valid: auto, adv, adv*, base, groups, hierarchical, replicas, sharded, "
         "package.module:callable",
     ),
-    ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan"),
+    ({"topology": {"name": "json:dumps"}}, "[topology] name: dumps has no function plan; define plan(nodes)"),
     (
         {"topology": {"options": {"z": 1}}},
         "[topology] options: base.plan: got an unexpected keyword argument 'z'; valid: none",
@@ -181,17 +184,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"topology": {"name": "adv*"}, "protocol": {"name": Quiet}, "cluster": FOUR}, OVERLAPPED.format("quiet")),
     (
         {"topology": TREE, "protocol": {"name": Patient}, "cluster": FOUR},
-        "[topology] name: adv: protocol patient decides by what every learner has pushed, which servers of a tree do "
-        "not know; valid: topology base, or a rule by timestamps alone (grants_on_push = False)",
+        "[topology] name = 'adv' is not supported with protocol patient, which waits for pushes of all learners; use "
+        "topology base, or grants_on_push = False",
     ),
     ({"topology": TREE, "protocol": WEIGHED, "cluster": FOUR}, AVERAGED),
     (
         {"topology": {"name": "groups", "options": {"groups": 5}}, "cluster": FOUR},
-        "[topology] options.groups = 5, with 4 learners; valid: 1 to 4",
+        "[topology] options.groups = 5 is not supported with 4 learners; use 1 to 4",
     ),
     (
         {"topology": {"name": "groups", "options": {"groups": 2}}, "protocol": {"n": 4}, "cluster": FOUR},
-        "[protocol] n = 4, with 2 learners; valid: 1 to 2",
+        "[protocol] n = 4 is not supported with 2 learners; use 1 to 2",
     ),
     (
         {"optimizer": {"momentum_correction": "heavy"}},
@@ -205,12 +208,18 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"training": {"precision": "float16"}, "simulation": {"batching": "vmap"}},
-        "[simulation] batching = 'vmap' chooses no loss scale, but [training] precision = 'float16' needs "
-        "one; valid: batching none or big-batch, precision bfloat16",
+        "[simulation] batching = 'vmap' is not supported with [training] precision = 'float16'; use batching = 'none' "
+        "or 'big-batch', or precision = 'bfloat16'",
     ),
     ({"cluster": {"device": "gpu"}}, "[cluster] device must be 'cpu', 'cuda' or 'auto', not 'gpu'"),
-    ({"simulation": {"slowdown": {4: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner 4; valid: 0 to 3"),
-    ({"simulation": {"slowdown": {-1: 2.0}}, "cluster": FOUR}, "[simulation] slowdown names learner -1; valid: 0 to 3"),
+    (
+        {"simulation": {"slowdown": {4: 2.0}}, "cluster": FOUR},
+        "[simulation] slowdown names learner 4, which does not exist; use 0 to 3",
+    ),
+    (
+        {"simulation": {"slowdown": {-1: 2.0}}, "cluster": FOUR},
+        "[simulation] slowdown names learner -1, which does not exist; use 0 to 3",
+    ),
     ({"simulation": {"slowdown": {"1": 0}}}, "[simulation] slowdown of learner 1 must be > 0, not 0.0"),
     (
         {"simulation": {"slowdown": {"first": 2}}},
@@ -222,21 +231,21 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         for faults, text in [
             ({"learner": 1}, "] faults must be a list, not {'learner': 1}"),
             ([3], "] faults.0 must be a table, not 3"),
-            ([{"learner": 4, "dies_at_s": 1.0}], "] faults names learner 4; valid: 0 to 3"),
+            ([{"learner": 4, "dies_at_s": 1.0}], "] faults names learner 4, which does not exist; use 0 to 3"),
             ([{"learner": True, "dies_at_s": 1.0}], "] faults.0.learner must be a whole number, not True"),
             ([{"learner": 1, "dies_at_s": -1.0}], "] faults.0.dies_at_s must be >= 0, not -1.0"),
-            ([{"dies_at_s": 1.0}], "] faults.0 has dies_at_s, but no learner"),
+            ([{"dies_at_s": 1.0}], "] faults.0 has dies_at_s, but no learner; set learner"),
             (
                 [{"tree_server": 1, "learner": 1, "dies_at_s": 1.0}],
-                "] faults.0 has tree_server and dies_at_s and learner; valid: tree_server and dies_at_s",
+                "] faults.0 has tree_server and dies_at_s and learner; use tree_server with only dies_at_s",
             ),
-            ([{"learner": 1}], f"] faults.0 has no time; valid: one of {WHEN}"),
+            ([{"learner": 1}], f"] faults.0 has no time; use one of {WHEN}"),
             (
                 [{"learner": 1, "dies_at_s": 1.0, "slows_at_s": 2.0}],
-                f"] faults.0 has dies_at_s and slows_at_s; valid: one of {WHEN}",
+                f"] faults.0 has dies_at_s and slows_at_s; use one of {WHEN}",
             ),
             ([{"mean_time_to_failure_s": 9.0}, {"mean_time_to_slowdown_s": 9.0}], NO_FACTOR),
-            ([{"learner": 1, "dies_at_s": 1.0, "factor": 2.0}], "] faults.0 has dies_at_s, and factor"),
+            ([{"learner": 1, "dies_at_s": 1.0, "factor": 2.0}], "] faults.0 has dies_at_s, and factor; remove factor"),
             (
                 [{"lerner": 1, "dies_at_s": 1.0}],
                 ".faults.0] unknown key 'lerner'; valid: learner, tree_server, dies_at_s, mean_time_to_failure_s, "
@@ -299,8 +308,11 @@ def test_a_mistake_in_an_override(tmp_path: Path, override: str, text: str) -> N
         (b"[training]\nepochs = 3\nepochs = 4\n", r"{file}: line 3: Cannot overwrite a value: epochs = 4"),
         (b"name = '\xff'", r"{file}: .*can't decode byte 0xff.*"),
         (b"[training]\nepochs = " + b"9" * 5000, r"{file}: Exceeds the limit .*"),
-        (b"a = " + b"[" * 5000, r"{file}: its tables and lists are nested too deeply"),
-        (b"[model.options]\n" + b"a." * 5000 + b"a = 1", r"{file}: its tables and lists are nested too deeply"),
+        (b"a = " + b"[" * 5000, r"{file}: too many nested tables and lists; use 50 levels at most"),
+        (
+            b"[model.options]\n" + b"a." * 5000 + b"a = 1",
+            r"{file}: too many nested tables and lists; use 50 levels at most",
+        ),
         (b"[training]\nepochs = '3'", r"{file}: \[training\] epochs must be a whole number, not '3'"),
     ],
 )
@@ -316,9 +328,9 @@ def test_a_damaged_job_file_is_named(tmp_path: Path, content: bytes, text: str) 
     ("name", "text"),
     [
         ("nowhere/mine.toml", "nowhere/mine.toml: no such job file"),
-        ("digit", "digit: no such job; give a TOML file or one of: crossbow/figure11, "),
-        ("zzzzz", "zzzzz: no such job; give a TOML file or one of: crossbow/figure11, "),
-        ("jobs", "jobs: no such job; give a TOML file or one of: "),
+        ("digit", "digit: no such job; use a TOML file or one of: crossbow/figure11, "),
+        ("zzzzz", "zzzzz: no such job; use a TOML file or one of: crossbow/figure11, "),
+        ("jobs", "jobs: no such job; use a TOML file or one of: "),
     ],
 )
 def test_a_job_that_does_not_exist(name: str, text: str) -> None:
@@ -410,7 +422,7 @@ def test_with_replaces_keys_and_checks_again() -> None:
     other = job.with_(training={"epochs": 9}, protocol={"name": "async"})
     assert (other.training.epochs, other.training.seed, other.protocol.name, other.learners) == (9, 2, "async", 4)
     assert (job.training.epochs, job.protocol.name) == (3, "softsync")
-    with pytest.raises(ConfigError, match=r"^\[protocol\] n = 5, with 4 learners; valid: 1 to 4$"):
+    with pytest.raises(ConfigError, match=r"^\[protocol\] n = 5 is not supported with 4 learners; use 1 to 4$"):
         job.with_(protocol={"n": 5})
     for name in ("trainning", "name"):
         with pytest.raises(ConfigError, match=f"^unknown table '{name}'; valid: {TABLES}$"):
@@ -439,9 +451,11 @@ def test_resolved(cluster: dict[str, int], arguments: dict[str, int], expected: 
 def test_what_only_the_launch_decides_is_checked_then() -> None:
     job = Job(protocol={"n": 5})
     assert job.resolved(learners=5).make_protocol().n == 5
-    with pytest.raises(ConfigError, match="n = 5, with 4 learners"):
+    with pytest.raises(ConfigError, match="n = 5 is not supported with 4 learners; use 1 to 4"):
         job.resolved()
-    with pytest.raises(ConfigError, match=r"^\[cluster\] learners is not resolved yet$"):
+    with pytest.raises(
+        ConfigError, match=r"^\[cluster\] learners is not known yet; set it, or call job.resolved\(learners=N\) first$"
+    ):
         _ = job.learners
 
 
@@ -507,7 +521,7 @@ def test_a_pair_may_work_on_one_node_alone() -> None:
         job = Job(topology={"name": "adv"}, protocol=protocol, cluster=FOUR)
         job.check(job.plan())
         for on_two_nodes in (lambda job=job: job.plan([0, 0, 1, 1]), lambda job=job: job.resolved().plan([0, 1, 1, 1])):
-            with pytest.raises(ConfigError, match=r"^\[topology\] name: adv: ") as error:
+            with pytest.raises(ConfigError, match=r"is not supported with .*; use .*topology base") as error:
                 on_two_nodes()
             assert "\n" not in str(error.value)
 

@@ -86,11 +86,11 @@ def test_a_modulation_of_the_user() -> None:
 @pytest.mark.parametrize(
     ("protocol", "name", "text"),
     [
-        ("async", "Endless", r"rate_factor\(0\) is inf and inf; valid: the same number >= 0"),
+        ("async", "Endless", r"rate_factor\(0\) is inf, then inf; return the same number >= 0"),
         ("async", "Broken", r"gradient_weight\(7\) fails \(ZeroDivisionError: .*test_modulation.py"),
         ("async", "Any", "modulation: Any: Type Any cannot be instantiated|modulation: .*Any"),
         ("async", "Nobody", "has no attribute 'Nobody'"),
-        ("easgd", "Halved", "modulation 'Halved' does not fit easgd; valid: none"),
+        ("easgd", "Halved", "modulation = 'Halved' is not supported with protocol easgd; use none"),
     ],
 )
 def test_a_modulation_of_the_user_that_cannot_be_is_one_line(protocol: str, name: str, text: str) -> None:

@@ -98,10 +98,13 @@ def test_ranks_tell_how_many_learners_there_are(capsys: pytest.CaptureFixture[st
     ("given", "said"),
     [
         (job(one_layer, "ralp"), r"^\[model\] Linear cannot be cut, as torch.nn.Linear is one layer; "),
-        (job(without_front, "auto"), r"^\[placement\] cut = 'auto': no layer can be .*: the front would have no param"),
+        (
+            job(without_front, "auto"),
+            r"^\[placement\] cut = 'auto' is not supported with this model: the front would have no .*; remove cut",
+        ),
         (
             job("mlp", "auto", simulation={"layers": of_lenet(1.0, 1.0)}),
-            r"^\[simulation\] layers are of another model, but \[placement\] cut = 'auto' goes by them; valid: layers",
+            r"^\[simulation\] layers belong to another model, which .*'auto' does not support; use rudra calibrate",
         ),
     ],
 )

@@ -177,7 +177,7 @@ def test_the_command_shows_a_row_for_each_number_of_learners(capsys: pytest.Capt
         (["--learners", "0"], "--learners 0: must be whole numbers"),
         (
             ["--set", "simulation.costs=p776"],
-            "neither a file nor a preset; presets: crossbow, p775, ralp, wan",
+            "neither a file nor a preset; use a file or one of crossbow, p775, ralp, wan",
         ),
         (["--learners", "2,4", "--set", "protocol.n=3"], "n"),
     ],

@@ -30,8 +30,8 @@ def checked(*changes: str) -> None:
         (["data.name=idx", "data.path=nowhere"], "nowhere: no such file or directory; --set data.path=PLACE"),
         (["data.name=idx"], r"\[data\] name = idx needs path"),
         (["training.warm_start=nowhere.h5"], r"\[training\] warm_start: nowhere.h5: no such file"),
-        (["training.minibatch_size=1443"], r"minibatch_size = 1443 \(μ\): the training set has 1,442 samples; valid"),
-        (["data.train_limit=50", "training.minibatch_size=51"], r"the training set has 50 samples"),
+        (["training.minibatch_size=1443"], r"minibatch_size = 1443 \(μ\) exceeds the training set; use 1 to 1,442"),
+        (["data.train_limit=50", "training.minibatch_size=51"], r"exceeds the training set; use 1 to 50"),
         (["cluster.learners=599"], r"learners = 599: 601 ranks take 18.9 GB of memory .* 18.9 GB are free; use fewer"),
     ],
 )

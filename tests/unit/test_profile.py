@@ -99,7 +99,10 @@ def test_a_profile_of_a_job() -> None:
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"training": {"compile": True}}, "digits: compiled code has no layers to time; leave .training. compile out"),
+        (
+            {"training": {"compile": True}},
+            "digits: .training. compile = true leaves no layers to time; use compile = false",
+        ),
         ({"model": {"name": lambda classes: nn.LazyLinear(classes)}}, r"\[model\] "),
     ],
 )

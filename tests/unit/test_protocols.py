@@ -123,28 +123,28 @@ class Fussy(Protocol):
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
-        ("softsync", {"n": 0}, "n = 0, with 4 learners; valid: 1 to 4"),
-        ("softsync", {"n": 5}, "n = 5, with 4 learners; valid: 1 to 4"),
+        ("softsync", {"n": 0}, "n = 0 is not supported with 4 learners; use 1 to 4"),
+        ("softsync", {"n": 5}, "n = 5 is not supported with 4 learners; use 1 to 4"),
         ("hardsync", {"n": 1}, "hardsync takes no n; leave it out, or reset it with --set protocol.n="),
         ("async", {"n": 4}, "async takes no n; leave it out, or reset it with --set protocol.n="),
         ("softsync", {"options": {"m": 2, "k": 1}}, "softsync takes no k, m; valid: n"),
-        ("softsync", {"options": {"n": 2}}, "options.n is not possible; n is a key of [protocol] itself"),
-        ("hardsync", {"modulation": "n"}, "modulation 'n' does not fit hardsync; valid: none, sqrt"),
+        ("softsync", {"options": {"n": 2}}, "options.n is not supported; use [protocol] n"),
+        ("hardsync", {"modulation": "n"}, "modulation = 'n' is not supported with protocol hardsync; use none, sqrt"),
         (
             "softsync",
             {"modulation": "gradient_staleness", "scale_invariant_optimizer": "adam"},
-            "modulation 'gradient_staleness' has no effect with adam, whose step ignores the gradient's scale; "
-            "use sgd, or modulation 'mean_staleness'",
+            "modulation = 'gradient_staleness' has no effect with [optimizer] name = 'adam'; use sgd, or modulation = "
+            "'mean_staleness'",
         ),
         (Bounded, {"options": {"behind": 1}}, "Bounded takes no behind; valid: ahead"),
         (Bounded, {"n": 2}, "Bounded takes no n; valid: ahead"),
         (Bounded, {"options": {"learners": 1}}, "Bounded takes no learners; valid: ahead"),
-        (lambda learners: 5, {}, "<lambda>: gives a int, which is not a protocols.Protocol"),
-        (int, {}, "name: int is not a class or function that makes a protocol"),
-        (5, {}, "name: 5 is not a class or function that makes a protocol"),
+        (lambda learners: 5, {}, "<lambda>: makes a int; use a class of protocols.Protocol"),
+        (int, {}, "name: int makes no protocol; use a class of protocols.Protocol"),
+        (5, {}, "name: 5 makes no protocol; use a class of protocols.Protocol"),
         (Lonely, {}, "Lonely: its __init__ must call super().__init__(learners)"),
-        (Ordered, {}, "Ordered: gradients_per_update = 1; an ordered protocol takes one of each, so 4"),
-        (Empty, {}, "Empty: gradients_per_update = 0; valid: 1 or more"),
+        (Ordered, {}, "Ordered: gradients_per_update = 1 is not supported with ordered = True; use 4"),
+        (Empty, {}, "Empty: gradients_per_update = 0 is not supported; use 1 or more"),
         (Fussy, {}, "Fussy: the moon is full"),
     ],
 )
@@ -232,14 +232,14 @@ class Fails(Protocol):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (Counts, r"Counts: update_due changes done, names, which a resumed run would begin without; valid: state"),
-        (Forgets, r"restore\(\) does not bring back names as it was"),
-        (Misreads, r"restore\(\) does not take the state \{.*KeyError: 'finished', test_protocols.py:\d+"),
-        (NotJson, r"state\(\) gives what JSON cannot hold \(.*set"),
-        (Unread, r"state\(\) gives what JSON cannot hold \(a list\)"),
-        (CountsPulls, r"pull_granted changes done, but a replay asks it at other times"),
+        (Counts, r"Counts: update_due changes done, names, which a resumed run would lose; define state"),
+        (Forgets, r"restore\(\) does not restore names; restore everything"),
+        (Misreads, r"restore\(\) does not accept \{.*KeyError: 'finished', test_protocols.py:\d+"),
+        (NotJson, r"state\(\) returns a value that JSON cannot hold \(.*set"),
+        (Unread, r"state\(\) returns a value that JSON cannot hold \(a list\); use a dict"),
+        (CountsPulls, r"pull_granted changes done, but a replay calls it at other times; change it only in update_due"),
         (InItsClass, r"update_due changes done"),
-        (Draws, r"update_due\(\d+\) is (True|False) once and (True|False) then, after the same gradients"),
+        (Draws, r"update_due\(\d+\) is (True|False), then (True|False), after the same gradients; use only"),
         (Fails, r"update_due\(1\) fails \(ZeroDivisionError: by nothing, test_protocols.py:\d+\)"),
     ],
 )
@@ -261,12 +261,16 @@ def test_a_protocol_with_a_complete_state_is_made_as_it_is_at_first() -> None:
 @pytest.mark.parametrize(
     ("ordered", "topology", "text"),
     [
-        (True, {"name": "base"}, "adds one gradient of each learner, so its update_due has no say"),
-        (False, {"name": "groups", "options": {"groups": 1}}, "updates without a server that would ask"),
+        (True, {"name": "base"}, "is not supported with ordered = True; use gradients_per_update"),
+        (
+            False,
+            {"name": "groups", "options": {"groups": 1}},
+            "is not supported if no server updates the weights; use gradients_per_update",
+        ),
         (
             False,
             {"name": "adv", "options": {"fan_out": 2}},
-            "lets learners wait and has a state, which servers of a tree do not know",
+            "which waits and has a state; use topology base",
         ),
     ],
 )

@@ -69,7 +69,8 @@ def test_a_run_that_ended_before_its_time_goes_on_without_what_ended_it(tmp_path
 def test_no_run_becomes_shorter_than_it_is(tmp_path: Path, epochs: int, finished: bool) -> None:
     job, path = run(tmp_path, finished=finished, epochs=3)
     with pytest.raises(
-        ConfigError, match=rf"^\[training\] epochs = {epochs}: .*run\.ckpt is at epoch 2 already; valid: more"
+        ConfigError,
+        match=rf"^\[training\] epochs = {epochs} is not supported with .*run\.ckpt, which is at epoch 2; use more",
     ):
         decided(job, path, training={"epochs": epochs})
 
@@ -77,11 +78,20 @@ def test_no_run_becomes_shorter_than_it_is(tmp_path: Path, epochs: int, finished
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("optimizer.learning_rate=1", "--set optimizer.learning_rate=1: changes what the run computes, and was 0.01"),
-        ("model.options.width=3", "--set model.options.width=3: changes what the run computes, and was {}"),
-        ("cluster.threads_per_rank=2", "--set cluster.threads_per_rank=2: changes what the run computes, and was 1"),
-        ("cluster.learners=2", "--set cluster.learners=2: changes what the run computes, and was 4 so far"),
-        ("simulation.jitter=0.3", "--set simulation.jitter=0.3: a resumed run takes no change of simulation; "),
+        (
+            "optimizer.learning_rate=1",
+            "--set optimizer.learning_rate=1: a resumed run cannot change this key, which was 0.01; use",
+        ),
+        (
+            "model.options.width=3",
+            "--set model.options.width=3: a resumed run cannot change this key, which was {}; use",
+        ),
+        (
+            "cluster.threads_per_rank=2",
+            "--set cluster.threads_per_rank=2: a resumed run cannot change this key, which was 1; use",
+        ),
+        ("cluster.learners=2", "--set cluster.learners=2: a resumed run cannot change this key, which was 4; use"),
+        ("simulation.jitter=0.3", "--set simulation.jitter=0.3: a resumed run cannot change simulation; use "),
         ("name=other", "--set name=other: "),
         ("study.x=1", "--set study.x=1: "),
         ("results.flush_s=0.5", "{run}: is finished; to train further, set training.epochs above 2"),
@@ -167,5 +177,5 @@ def test_a_resumed_run_still_knows_whether_its_checkpoint_is_temporary(temporary
 def test_a_finished_run_without_a_checkpoint_says_why(tmp_path: Path) -> None:
     _, path = run(tmp_path)
     path.with_suffix(".ckpt").unlink()
-    with pytest.raises(ConfigError, match=r"run\.h5: is finished, and there is no checkpoint .*: it was removed, or "):
+    with pytest.raises(ConfigError, match=r"run\.h5: is finished and has no checkpoint \(it was removed, or "):
         resumable(path, ["training.epochs=5"])

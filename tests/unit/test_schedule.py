@@ -168,10 +168,10 @@ def test_how_many_updates_a_run_has(tables: dict[str, Any], updates: int | None)
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({}, r"schedule_every 'update' is for other schedules than 'step', which goes by epochs"),
+        ({}, r"schedule_every = 'update' is not supported with schedule = 'step'; use 'epoch'"),
         (
             {"schedule": "cosine", "warm_up": 2.0},
-            r"warm_up = 2 is for schedules that are stepped after epochs, not upd",
+            r"warm_up = 2 is not supported with schedule_every = 'update'; use warm_up = 0",
         ),
     ],
 )

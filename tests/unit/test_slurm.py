@@ -134,10 +134,10 @@ def test_time_limits(text: str, seconds: int) -> None:
         ("--ntasks-per-node many", r"--ntasks-per-node many: must be a whole number >= 1"),
         ("--nodes 2 --ntasks-per-node 2 --ntasks 6", r"--ntasks 6 is more than --nodes 2 times --ntasks-per-node 2"),
         ("--nodes 9 --ntasks 6", r"--ntasks 6 is less than --nodes 9: some nodes would have none"),
-        ("--ntasks 2", r"2 ranks are too few for topology base: start 3 or more"),
+        ("--ntasks 2", r"2 ranks are too few for topology base; start 3 or more"),
         (
             "--ntasks 9 --learners 4",
-            r"4 learners with topology base need 6 ranks, .*: start 6, or set cluster.learners = 7",
+            r"4 learners with topology base need 6 ranks, .*; start 6, or set cluster.learners = 7",
         ),
         ("--time soon", r"--time soon: must be minutes, .*"),
         ("--time 1:2:3:4", r"--time 1:2:3:4: must be minutes, .*"),

@@ -244,7 +244,7 @@ def test_files_are_named_safely_and_differently(grid: dict[str, list[Any]], here
         ),
         (
             "job.toml --grid protocol.n=1,9",
-            r"point n=9: --grid protocol.n=9: .*\[protocol\] n = 9, with 2 learners; valid: 1 to 2",
+            r"point n=9: --grid protocol.n=9: .*\[protocol\] n = 9 is not supported with 2 learners; use 1 to 2",
         ),
         (
             "job.toml --grid training.epochs=1,many",

@@ -29,7 +29,7 @@ def test_targets_are_read(text: str, expected: Target) -> None:
     "text", ["", "0.98", "accuracy", "accuracy > 0.98", "accuracy >= much", "a b c >= 1", "a >= nan"]
 )
 def test_what_is_no_target_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not of the form 'accuracy >= 0"):
+    with pytest.raises(ConfigError, match="is no target; use the form 'accuracy >= 0"):
         Target.parse(text)
 
 
@@ -40,8 +40,8 @@ def test_what_is_no_target_is_refused(text: str) -> None:
 def test_a_share_that_cannot_be_is_refused(text: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         Target.parse(text)
-    assert str(error.value).startswith(f"'{text}' can never be decided: ")
-    assert str(error.value).endswith(f" is a share of the samples, 0 to 1{hint}")
+    assert str(error.value).startswith(f"'{text}' is out of range: ")
+    assert str(error.value).endswith(f" is a fraction of the samples; use 0 to 1{hint}")
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_a_share_that_cannot_be_is_refused(text: str, hint: str) -> None:
         ("accuracy >= 0.9", None),
         ("ACCURACY >= 0.9", None),
         ("F1 >= 3", None),
-        ("acuracy >= 0.9", "no test measures 'acuracy'; valid: loss, error, f1, accuracy; did you mean accuracy?"),
-        ("perplexity <= 6", "no test measures 'perplexity'; valid: loss, error, f1, accuracy"),
-        ("validation loss <= 6", "there is no validation set; valid: test"),
+        ("acuracy >= 0.9", "no evaluation measures 'acuracy'; use loss, error, f1, accuracy; did you mean accuracy?"),
+        ("perplexity <= 6", "no evaluation measures 'perplexity'; use loss, error, f1, accuracy"),
+        ("validation loss <= 6", "there is no validation set; use test"),
     ],
 )
 def test_what_no_test_tells_is_refused(text: str, message: str | None) -> None:
@@ -113,8 +113,8 @@ def test_a_share_that_equals_the_target_reaches_it(samples: int, window: int) ->
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ({"target": "good"}, r"\[training\] target 'good' is not of the form"),
-        ({"stop_at_target": True}, r"\[training\] stop_at_target = true, but there is no target"),
+        ({"target": "good"}, r"\[training\] target 'good' is no target; use the form"),
+        ({"stop_at_target": True}, r"\[training\] stop_at_target = true needs a target; set target"),
     ],
 )
 def test_a_stop_needs_a_target(training: dict[str, Any], message: str) -> None:

@@ -244,7 +244,7 @@ def test_groups(learners: int, groups: int, sizes: list[int]) -> None:
 
 
 def test_whether_one_group_has_a_server_is_yes_or_no() -> None:
-    with pytest.raises(ValueError, match=r"options.parameter_server = 1; valid: true, false"):
+    with pytest.raises(ValueError, match=r"options.parameter_server = 1 is not supported; use true or false"):
         drawn("groups", [0, 0], groups=1, parameter_server=1)
 
 
@@ -492,15 +492,15 @@ def test_ranks_host_as_many_learners_as_they_can(
 @pytest.mark.parametrize(
     ("name", "options", "places", "learners", "text"),
     [
-        ("base", {}, [0, 0], None, "2 ranks are too few for topology base: start 3 or more"),
-        ("base", {}, [0], None, "1 ranks are too few for topology base: start 3 or more"),
-        ("base", {}, [0, 1], 4, "2 ranks are too few for topology base: start 6"),
+        ("base", {}, [0, 0], None, "2 ranks are too few for topology base; start 3 or more"),
+        ("base", {}, [0], None, "1 ranks are too few for topology base; start 3 or more"),
+        ("base", {}, [0, 1], 4, "2 ranks are too few for topology base; start 6"),
         (
             "base",
             {},
             [0, 0, 0, 0],
             3,
-            "3 learners with topology base need 5 ranks, but the launcher started 4: "
+            "3 learners with topology base need 5 ranks, but the launcher started 4; "
             "start 5, or set cluster.learners = 2",
         ),
         (
@@ -508,10 +508,16 @@ def test_ranks_host_as_many_learners_as_they_can(
             {"fan_out": 2},
             [0] * 12,
             4,
-            "4 learners with topology adv need 8 ranks, but the launcher started 12: "
+            "4 learners with topology adv need 8 ranks, but the launcher started 12; "
             "start 8, or set cluster.learners = 5",
         ),
-        ("groups", {"groups": 3}, [0] * 3, None, "[topology] options.groups = 3, with 2 learners; valid: 1 to 2"),
+        (
+            "groups",
+            {"groups": 3},
+            [0] * 3,
+            None,
+            "[topology] options.groups = 3 is not supported with 2 learners; use 1 to 2",
+        ),
     ],
 )
 def test_ranks_that_do_not_suit(
@@ -553,8 +559,8 @@ def test_a_topology_that_shares_ranks_itself_says_who_shares_one() -> None:
     with pytest.raises(ValueError) as error:
         topologies.load(mine, {"each": 2}, 2).plan(4)
     assert str(error.value) == (
-        "[cluster] learners_per_rank = 2: topology mine itself says which roles share a rank with a learner; "
-        "valid there: 1"
+        "[cluster] learners_per_rank = 2 is not supported with topology mine, which assigns several roles to a "
+        "learner's rank; use 1"
     )
 
 
@@ -574,8 +580,8 @@ class Half:
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
-        (Half(), {}, "name: Half has no function plan"),
-        (int, {}, "name: int has no function plan"),
+        (Half(), {}, "name: Half has no function plan; define plan(nodes)"),
+        (int, {}, "name: int has no function plan; define plan(nodes)"),
         ("base", {"depth": 2}, "options: base.plan: got an unexpected keyword argument 'depth'; valid: none"),
         (
             "adv",
@@ -590,28 +596,35 @@ def test_what_is_no_topology_is_one_line(name: Any, options: dict[str, Any], tex
     assert str(error.value) == f"[topology] {text}"
 
 
-WHOLE = "must be a whole number >= 1"
+WHOLE = "use a whole number >= 1"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [
         *(
-            (name, {"fan_out": value}, f"fan_out = {value!r}: {WHOLE}, or a list of these, all but the first >= 2")
+            (
+                name,
+                {"fan_out": value},
+                f"fan_out = {value!r} is not supported; {WHOLE}, or a list of these, all but the first >= 2",
+            )
             for name in ("adv", "adv*")
             for value in (0, -1, 2.5, True, "4", [0], [2, 1], [1, 2, 1], [2, 2.0], [[2]], {"a": 1})
         ),
         *(
-            ("adv*", {"weight_fan_out": value}, f"weight_fan_out = {value!r}: {WHOLE}")
+            ("adv*", {"weight_fan_out": value}, f"weight_fan_out = {value!r} is not supported; {WHOLE}")
             for value in (0, 1.5, "2", True, None, [], [2])
         ),
-        *(("adv*", {"outstanding": value}, f"outstanding = {value!r}: {WHOLE}") for value in (0, 1.5, "2", True, [])),
         *(
-            ("groups", {"groups": value}, f"groups = {value!r}, with 4 learners; valid: 1 to 4")
+            ("adv*", {"outstanding": value}, f"outstanding = {value!r} is not supported; {WHOLE}")
+            for value in (0, 1.5, "2", True, [])
+        ),
+        *(
+            ("groups", {"groups": value}, f"groups = {value!r} is not supported with 4 learners; use 1 to 4")
             for value in (0, 5, -1, 1.5, "2", True, None, [2])
         ),
         *(
-            ("groups", {"reduction": value}, f"reduction = {value!r}; valid: ordered, nodes, mpi")
+            ("groups", {"reduction": value}, f"reduction = {value!r} is unknown; use ordered, nodes, mpi")
             for value in ("tree", None, ["mpi"])
         ),
     ],
@@ -632,9 +645,9 @@ def test_blocks_are_even_and_no_more_than_it_takes(count: int, most: int | None)
 
 def test_old_names_of_a_plan_are_answered_with_the_new_ones() -> None:
     roles = topologies.load("base").plan(2).roles
-    with pytest.raises(ValueError, match=r"^Plan has no records: it is called max_gradients_per_message$"):
+    with pytest.raises(ValueError, match=r"^Plan has no records; use max_gradients_per_message$"):
         Plan(roles, records=2)  # type: ignore[call-arg]
-    with pytest.raises(AttributeError, match=r"^Plan has no numbers: it is called learner_numbers$"):
+    with pytest.raises(AttributeError, match=r"^Plan has no numbers; use learner_numbers$"):
         Plan(roles).numbers  # noqa: B018
     assert not hasattr(Plan(roles), "nothing")
     assert pickle.loads(pickle.dumps(Plan(roles))) == Plan(roles)

@@ -1,6 +1,6 @@
-"""The tables of a job, with every key, declared once: what it means, what is allowed, what it is by default.
+"""Tables of a job. They declare the description, the valid values and the default of every key.
 
-Unknown keys are refused with the list of valid ones. Rules that span tables stand in `rudra.job.rules`.
+Unknown keys are refused with a list of the valid ones. `rudra.job.rules` has the rules for combinations of tables.
 """
 
 from rudra.job.tables.averaging import AveragingTable, OuterTable

@@ -1,4 +1,4 @@
-"""Tables averaging and averaging.outer: how learners average replicas of their own."""
+"""Tables averaging and averaging.outer: averaging of the learners' replicas."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from topologies import Plan
 
 
 class OuterTable(Table):
-    """The outer optimiser, which updates the weights by the mean difference of all replicas.
+    """Outer optimiser, which updates the weights by the mean difference of all replicas.
 
-    Its keys are those of `[optimizer]`. Keys that are left out are as the protocol has them.
+    The keys have the meaning of the same keys in `[optimizer]`. The protocol sets omitted keys.
     """
 
     name: str | None = Field(
@@ -24,49 +24,51 @@ class OuterTable(Table):
     learning_rate: float | None = Field(
         None,
         ge=0,
-        description="learning rate; default: average 1, diloco 0.7; easgd and sma: averaging.elasticity times learners",
+        description="learning rate; default: 1 for average, 0.7 for diloco, "
+        "averaging.elasticity times learners for easgd and sma",
     )
-    momentum: float | None = Field(None, ge=0, lt=1, description="momentum; default: 0, diloco and sma 0.9")
+    momentum: float | None = Field(None, ge=0, lt=1, description="momentum; default: 0, or 0.9 for diloco and sma")
     options: dict[str, Any] = Field(
         {},
-        description="further keyword arguments of the torch.optim class; default: none, diloco nesterov = true",
+        description="further keyword arguments of the torch.optim class; default: none, or nesterov = true for diloco",
     )
 
     _known = field_validator("name")(known_optimizer)
 
 
 class AveragingTable(ArgumentsTable):
-    """How learners average replicas of their own; keys that are left out are as the protocol has them."""
+    """Averaging of the learners' replicas. The protocol sets omitted keys."""
 
     period: int | None = Field(
         None,
         ge=1,
         lt=2**20,
-        description="τ: number of mini-batches of each learner from one average to the next; default: 1, diloco 50",
+        description="τ: number of mini-batches of each learner between two averages; default: 1, or 50 for diloco",
     )
     elasticity: float | None = Field(
         None,
         ge=0,
-        description="α: part of the way to the weights that a replica goes at each average; default: 1; easgd and sma: "
-        "1 / learners, or 1 / (learners + 1) where there is no outer momentum",
+        description="α: fraction of the difference to the weights by which each average moves a replica; default: 1, "
+        "or for easgd and sma 1 / learners with outer momentum, 1 / (learners + 1) without",
     )
     local_elasticity: float | None = Field(
         None,
         ge=0,
-        description="part of the way to the reference of its block that a replica goes in every mini-batch, with "
-        "topology hierarchical, where elasticity is that of references; default: 1 / (learners of the block + 1)",
+        description="with topology hierarchical: fraction of the difference to the block's reference by which every "
+        "mini-batch moves a replica. elasticity then moves references; default: 1 / (learners of the block + 1)",
     )
     restart: bool | None = Field(
         None,
-        description="let all replicas continue from the weights, without momentum, each time the learning rate drops "
-        "(schedules step and plateau); default: false, sma true",
+        description="true: each time the learning rate drops (schedules step and plateau), all replicas restart from "
+        "the weights, without momentum; default: false, or true for sma",
     )
     keep_momentum: bool | None = Field(
-        None, description="let replicas keep the momentum of their own optimiser at a restart; default: false"
+        None, description="true: replicas keep the momentum of their optimiser at a restart; default: false"
     )
     outer: OuterTable = Field(OuterTable(), description="table: the outer optimiser, which updates the weights")
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
+        """Returns the keyword arguments of the protocol's class, for the learners of a plan."""
         found = {**self.non_defaults, "served": plan.averaging and plan.served}
         if "outer" in found:
             found["outer"] = self.outer.non_defaults

@@ -1,4 +1,4 @@
-"""The update rule and its learning rate: table optimizer."""
+"""Table optimizer: the update rule and its learning rate."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from rudra.job.table import Named, Table, short
 from rudra.plugins import CALLABLE
 
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
-"""Name in a job -> class of torch.optim."""
+"""Name of an optimiser in a job -> name of its class in torch.optim."""
 
 
 def known_optimizer(value: str | None) -> str | None:
+    """Returns the name of an optimiser. Raises ValueError if it is unknown."""
     if value is not None and value not in OPTIMIZERS and ":" not in value:
         raise ValueError(unknown(value, (*OPTIMIZERS, CALLABLE)))
     return value
 
 
 class ParameterGroup(Table):
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameters with a separate learning rate or weight decay."""
 
     parameters: tuple[str, ...] = Field(
         (), validate_default=True, description="names of parameters, or patterns such as `*.bias`: one or a list"
     )
-    rate_factor: float = Field(1.0, ge=0, description="multiplies the learning rate of these parameters")
+    rate_factor: float = Field(1.0, ge=0, description="factor on the learning rate of these parameters")
     weight_decay: float | None = Field(
-        None, ge=0, description="weight decay of these parameters; default: that of all others"
+        None, ge=0, description="weight decay of these parameters; default: optimizer.weight_decay"
     )
 
     @field_validator("parameters", mode="before")
@@ -43,30 +44,30 @@ class ParameterGroup(Table):
 
 
 class OptimizerTable(Table):
-    """The update rule and its learning rate."""
+    """Update rule and its learning rate."""
 
     name: str = Field(
         "sgd",
-        description="sgd, adagrad, adam, adamw or rmsprop: the torch.optim class that updates the flat weight vector; "
-        "or your own torch.optim.Optimizer, package.module:class",
+        description="sgd, adagrad, adam, adamw or rmsprop: torch.optim class that updates the flat weight vector, or "
+        "your own torch.optim.Optimizer, package.module:class",
     )
     learning_rate: float = Field(0.01, gt=0, description="α0: learning rate before schedule, warm-up and modulation")
     schedule: Named = Field(
         "step",
-        description="how the learning rate falls: step, cosine, plateau, or package.module:callable that returns a "
+        description="schedule of the learning rate: step, cosine, plateau, or package.module:callable that returns a "
         "torch scheduler",
     )
     milestones: tuple[int, ...] = Field(
-        (), description="epochs after which step multiplies the learning rate by decay_factor"
+        (), description="epochs after which schedule step multiplies the learning rate by decay_factor"
     )
     decay_factor: float = Field(
-        0.1, gt=0, description="factor on the learning rate at each milestone of step, or at each plateau"
+        0.1, gt=0, description="factor on the learning rate at each milestone, or at each plateau"
     )
     schedule_options: dict[str, Any] = Field(
-        {}, description="keyword arguments of the torch scheduler; for plateau: patience, in tests"
+        {}, description="keyword arguments of the torch scheduler. For plateau: patience, in evaluations"
     )
     schedule_every: Literal["epoch", "update"] = Field(
-        "epoch", description="how often the torch scheduler steps: once an epoch or once an update"
+        "epoch", description="interval of the torch scheduler's steps: once an epoch or once an update"
     )
     warm_up: float = Field(
         0.0,
@@ -74,25 +75,27 @@ class OptimizerTable(Table):
         description="number of epochs during which the learning rate grows from 0 to its scheduled value, linearly "
         "in applied samples",
     )
-    momentum: float = Field(0.0, ge=0, lt=1, description="momentum; for sgd, rmsprop and your own only")
+    momentum: float = Field(0.0, ge=0, lt=1, description="momentum, only for sgd, rmsprop and your own optimiser")
     momentum_form: Literal["torch", "caffe"] = Field(
         "torch",
-        description="what a change of the learning rate scales: the whole velocity (torch), or only new gradients "
-        "(caffe, as in the papers)",
+        description="torch: a change of the learning rate scales the whole velocity. caffe (as in the papers): it "
+        "scales only new gradients",
     )
     momentum_correction: Literal["none", "implicit"] = Field(
         "none",
-        description="implicit: subtract the momentum that asynchrony acts like, 1 - 1/g with g = mean staleness + 1; "
-        "a rule of thumb",
+        description="implicit: subtract the implicit momentum of asynchrony, 1 - 1/g with g = mean staleness + 1, "
+        "which is a rule of thumb",
     )
-    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, applied the way the torch.optim class applies it")
+    weight_decay: float = Field(0.0, ge=0, description="L2 penalty, as the torch.optim class applies it")
     groups: tuple[ParameterGroup, ...] = Field(
         (),
         description="tables with parameters (names or patterns), rate_factor and weight_decay, for parameters that "
         "need other settings",
     )
     clip_norm: float | None = Field(
-        None, gt=0, description="largest norm of an update's gradient; a longer gradient is scaled down to it"
+        None,
+        gt=0,
+        description="largest norm of an update's gradient. A gradient with a larger norm is scaled down to this norm",
     )
     options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
 
@@ -107,7 +110,7 @@ class OptimizerTable(Table):
     @classmethod
     def _of_sgd(cls, value: str, info: ValidationInfo) -> str:
         if value != "torch" and (name := info.data.get("name", "sgd")) != "sgd":
-            raise ValueError(f"'{value}' is for sgd only, not {name}")
+            raise ValueError(f"= '{value}' is not supported with name = '{name}'; use 'torch'")
         return value
 
     @field_validator("schedule")
@@ -124,17 +127,17 @@ class OptimizerTable(Table):
         if any(m < 1 for m in value) or list(value) != sorted(set(value)):
             raise ValueError(f"must be ascending epochs, each >= 1, not {list(value)}")
         if value and (schedule := info.data.get("schedule", "step")) != "step":
-            raise ValueError(f"are those of schedule 'step', not of {short(schedule)}")
+            raise ValueError(f"= {list(value)} is not supported with schedule = {short(schedule)}; use 'step'")
         return value
 
     @field_validator("schedule_options")
     @classmethod
     def _of_torch(cls, value: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         if value and info.data.get("schedule") == "step":
-            raise ValueError("are for other schedules than 'step', which has milestones and decay_factor")
+            raise ValueError("is not supported with schedule = 'step'; use milestones and decay_factor")
         if info.data.get("schedule") == "plateau":
             if unknown := [key for key in value if key != "patience"]:
-                raise ValueError(f"unknown option '{unknown[0]}' of schedule 'plateau'; valid: patience")
+                raise ValueError(f"has an unknown option '{unknown[0]}' of schedule 'plateau'; use patience")
             patience = value.get("patience", 1)
             if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
                 raise ValueError(f"patience must be a whole number >= 1, not {short(patience)}")
@@ -142,25 +145,25 @@ class OptimizerTable(Table):
 
     @property
     def plateau(self) -> int | None:
-        """Tests without progress after which the rate is lowered; None: it does not go by tests."""
+        """Number of evaluations without progress after which the rate drops. None: another schedule."""
         return self.schedule_options.get("patience", 10) if self.schedule == "plateau" else None
 
     @field_validator("schedule_every")
     @classmethod
     def _steps(cls, value: str, info: ValidationInfo) -> str:
         if value == "update" and (schedule := info.data.get("schedule")) in ("step", "plateau"):
-            raise ValueError(f"'update' is for other schedules than '{schedule}', which goes by epochs")
+            raise ValueError(f"= 'update' is not supported with schedule = '{schedule}'; use 'epoch'")
         return value
 
     @field_validator("warm_up")
     @classmethod
     def _of_epochs(cls, value: float, info: ValidationInfo) -> float:
         if value and info.data.get("schedule_every") == "update":
-            raise ValueError(f"= {value:g} is for schedules that are stepped after epochs, not updates; valid: 0")
+            raise ValueError(f"= {value:g} is not supported with schedule_every = 'update'; use warm_up = 0")
         return value
 
     def groups_of(self, names: Iterable[str]) -> tuple[ParameterGroup, ...]:
-        """The groups as far as they are of these parameters."""
+        """Returns the groups that contain some of these parameters, with only the patterns that match."""
         known = tuple(names)
         here = [tuple(p for p in group.parameters if fnmatch.filter(known, p)) for group in self.groups]
         pairs = zip(self.groups, here, strict=True)

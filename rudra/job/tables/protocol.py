@@ -1,4 +1,4 @@
-"""When weights are updated, and by which gradients: table protocol."""
+"""Table protocol: the gradients of each update, and the modulation of the learning rate."""
 
 from __future__ import annotations
 
@@ -14,38 +14,36 @@ from topologies import Plan
 
 
 class ArgumentsTable(Table):
-    """A table whose keys are arguments of a protocol's class, which names the table (`Protocol.table`)."""
+    """Table whose keys are arguments of a protocol's class, which names the table (`Protocol.table`)."""
 
     def arguments(self, plan: Plan) -> dict[str, Any]:
-        """Keyword arguments of the class, for the learners of a plan."""
+        """Returns the keyword arguments of the class, for the learners of a plan."""
         raise NotImplementedError
 
 
 class ProtocolTable(Table):
-    """Which gradients make an update, and how the protocol changes the learning rate."""
+    """Gradients of each update, and modulation of the learning rate."""
 
     name: Named = Field(
         "softsync",
-        description="hardsync, softsync, async; hogbatch, which assigns samples to heterogeneous workers; average, "
-        "diloco, easgd, sma, with which learners average replicas; or your own, package.module:class",
+        description="hardsync, softsync or async. hogbatch assigns samples to heterogeneous workers. average, diloco, "
+        "easgd and sma average replicas of the learners. Or your own, package.module:class",
     )
     n: int | None = Field(
         None,
         ge=1,
-        description="splitting parameter of softsync, 1 <= n <= learners: c = floor(learners / n) gradients make an "
-        "update",
+        description="splitting parameter of softsync, 1 <= n <= learners: an update takes c = floor(learners / n) "
+        "gradients",
     )
     modulation: Literal["auto", "none", "sqrt", "n", "mean_staleness", "gradient_staleness"] | str = Field(
         "auto",
-        description="rule by which the protocol changes the learning rate: none, sqrt, n, mean_staleness, "
-        "gradient_staleness, or your own, package.module:class; auto: sqrt for hardsync, n for softsync and async, "
-        "none for hogbatch",
+        description="rule that changes the learning rate: none, sqrt, n, mean_staleness, gradient_staleness, or your "
+        "own, package.module:class. auto: sqrt for hardsync, n for softsync and async, none for hogbatch",
     )
     reference_batch_size: int = Field(
         128,
         ge=1,
-        description="B: batch size that learning_rate was tuned for; sqrt compares it with learners times "
-        "minibatch_size",
+        description="B: batch size for which learning_rate was tuned. sqrt uses learners · minibatch_size / B",
     )
     options: dict[str, Any] = Field({}, description="keyword arguments of your own protocol")
 
