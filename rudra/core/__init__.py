@@ -1,1 +1,1 @@
-"""What everything speaks: events, messages, records, the state of a training."""
+"""Language of the whole system: events, messages, records, and the state of a training."""

@@ -1,10 +1,10 @@
-"""What happens to a role, and what a role wants done: the whole language between roles and drivers.
+"""Events that happen to a role, and actions that a role requests: the whole interface between roles and drivers.
 
-Buffers are named by strings. An action that names a buffer borrows it; `Sent`, `Received`, `Computed`
-and `Evaluated` give it back. Drivers send and receive, and record; what is `ExecutorAction` a role's executor does.
+Buffers are named by strings. An action that names a buffer borrows it. `Sent`, `Received`, `Computed` and `Evaluated`
+return it. The driver sends, receives and records. The role's executor carries out each `ExecutorAction`.
 
-A simulation makes hundreds of millions of them, hence msgspec's structures, which cost a tenth of frozen dataclasses.
-They hold no cycles (`gc=False`).
+A simulation makes hundreds of millions of events. So they are msgspec structures, which cost a tenth of frozen
+dataclasses. They hold no cycles (`gc=False`).
 """
 
 import math
@@ -23,53 +23,77 @@ WEIGHTS, GRADIENT = "weights", "gradient"
 REPLICA, DIFFERENCE = "replica", "difference"
 REFERENCE, CORRECTION = "reference", "correction"
 SNAPSHOT, DOWNCAST = "snapshot", "downcast"
-"""Names of buffers, or how they begin, that mean something to executors, too: what a role trains, its gradients; where
-learners average, their own replica and by how much the weights differ from it, and where a reference stands between
-these, that and by how much it differs from the replica; copies for tests, and copies that go down the weights' tree."""
+"""Names of buffers, or their first words, that executors interpret. Trained weights and gradients; a learner's replica
+and its difference from the weights; a block's reference and the difference of a replica from it; copies for
+evaluations, and copies that are sent down the tree of weights."""
 
 ACTIVATIONS, ACTIVATION_GRADIENT = "activations", "returned"
-"""What the first layers make of a mini-batch, and its gradient; of another size than the weights."""
+"""Buffers of the activations of the first layers and of their gradient. Their size differs from the size of the
+weights."""
 
 TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events", "averages", "stages"]
 
 
 class Started(Struct, frozen=True, gc=False):
-    """The driver is ready; the first event of every role."""
+    """Start of a role: the driver is ready. It is the first event of every role."""
 
 
 M = TypeVar("M", bound=Message, covariant=True)
 
 
 class Received(Struct, Generic[M], frozen=True, gc=False):
-    """A message arrived; `buffer` holds its tensor, if it has one."""
+    """Arrival of a message.
+
+    Attributes:
+        message: The message.
+        buffer: Buffer with its tensor. None: it has none.
+    """
 
     message: M
     buffer: str | None = None
 
 
 class Sent(Struct, frozen=True, gc=False):
-    """A tensor was delivered, so its buffer is no longer lent to that message."""
+    """Delivery of a tensor. The message no longer needs its buffer.
+
+    Attributes:
+        buffer: Buffer of the tensor.
+        to: Receiving role.
+    """
 
     buffer: str
     to: int
 
 
 class ReceiveCancelled(Struct, frozen=True, gc=False):
-    """A receive was taken back: its buffer is the role's again, its content void."""
+    """End of a receive that was cancelled. The role may use the buffer again, and its content is undefined.
+
+    Attributes:
+        buffer: Buffer of the receive.
+    """
 
     buffer: str
 
 
 class Hashed(Struct, frozen=True, gc=False):
-    """The SHA-256 that `Hash` asked for, in hexadecimal."""
+    """Result of `Hash`.
+
+    Attributes:
+        digest: SHA-256 in hexadecimal.
+    """
 
     digest: str
 
 
 class Updated(Struct, frozen=True, gc=False):
-    """An update is over: how long the optimiser's step took, and a digest of a sample of the new weights.
+    """End of an update.
 
-    Of a part of the weights there is the sample itself, float32, of each stretch of theirs (`rudra.core.layout`).
+    Attributes:
+        timestamp: Timestamp of the new weights.
+        digest: Digest of a sample of the new weights (`rudra.core.digest`).
+        seconds: Duration of the optimiser's step.
+        sampled: For an owner of a part of the weights, the sample itself, float32, of each stretch of the part
+            (`rudra.core.layout`).
     """
 
     timestamp: int
@@ -79,26 +103,46 @@ class Updated(Struct, frozen=True, gc=False):
 
 
 class NormsComputed(Struct, frozen=True, gc=False):
-    """A `ComputeNorms` is over: the norms, float32, in the order of the parameters."""
+    """Result of `ComputeNorms`.
+
+    Attributes:
+        norms: Norms, float32, in the order of the parameters.
+    """
 
     norms: bytes
 
 
 class ReplicaStepped(Struct, frozen=True, gc=False):
-    """A `StepReplica` is over: how long it took, and how far apart replica and weights are, where it looked at that."""
+    """End of `StepReplica`.
+
+    Attributes:
+        seconds: Duration of the step.
+        distance: Distance between replica and weights. NaN: it was not computed.
+    """
 
     seconds: float
     distance: float = math.nan
 
 
 class ActivationsReady(Struct, frozen=True, gc=False):
-    """The activations of a mini-batch are ready in the buffer that `RunFirstStage` named."""
+    """Result of `RunFirstStage`: the activations of a mini-batch are in the named buffer.
+
+    Attributes:
+        step: Number of the mini-batch.
+    """
 
     step: int
 
 
 class Computed(Struct, frozen=True, gc=False):
-    """A gradient is ready in the buffer that `Compute`, `BackpropFirstStage` or `RunLastStage` named."""
+    """Result of `Compute`, `BackpropFirstStage` or `RunLastStage`: a gradient is in the named buffer.
+
+    Attributes:
+        step: Number of the mini-batch.
+        loss: Mean loss over its samples.
+        errors: Number of wrong samples.
+        samples: Number of samples.
+    """
 
     step: int
     loss: float
@@ -107,15 +151,16 @@ class Computed(Struct, frozen=True, gc=False):
 
 
 class AppliedGradient(Struct, frozen=True, gc=False):
-    """One gradient that is in the window's weights.
+    """Gradient that a worker applied to the weights in a window.
 
     Attributes:
-        gradient: its `update` is the number of that update in a locked window, else -1; `timestamp` counts the updates
-            that were complete when its weights were read.
-        rate: α.
-        digest: of a sample of the new weights (`rudra.core.digest`); 0 in a racing window.
-        seconds: that the update took.
-        most: σ at most, where others may have updated while this one read or wrote; `gradient.staleness` is the least.
+        gradient: Description of the gradient. In a locked window its `update` is the number of the update, else -1. Its
+            `timestamp` is the number of updates that were complete when the weights were read.
+        rate: Learning rate α.
+        digest: Digest of a sample of the new weights (`rudra.core.digest`). In a racing window it is 0.
+        seconds: Duration of the update.
+        most: Upper bound on σ, if other workers may have updated while this one read or wrote. `gradient.staleness` is
+            the lower bound.
     """
 
     gradient: Gradient
@@ -126,26 +171,46 @@ class AppliedGradient(Struct, frozen=True, gc=False):
 
 
 class TrainedInPlace(Struct, frozen=True, gc=False):
-    """The work that `TrainInPlace` named is in the weights, gradient by gradient."""
+    """Result of `TrainInPlace`: all of its gradients are applied.
+
+    Attributes:
+        made: Applied gradients, in order.
+    """
 
     made: tuple[AppliedGradient, ...]
 
 
 class SharedRead(Struct, frozen=True, gc=False):
-    """The window's weights are in the buffer that `ReadShared` named; this part of the updates has survived races."""
+    """Result of `ReadShared`: the weights of the window are in the named buffer.
+
+    Attributes:
+        surviving: Fraction of the updates that were not overwritten by races.
+    """
 
     surviving: float
 
 
 class UpdatesFound(Struct, frozen=True, gc=False):
-    """What `FindUpdates` asked for: updates of a role, in order."""
+    """Result of `FindUpdates`.
+
+    Attributes:
+        role: Role that made the updates.
+        made: Its updates, in order.
+    """
 
     role: int
     made: tuple[AppliedGradient, ...]
 
 
 class Reduced(Struct, frozen=True, gc=False):
-    """A group's gradients are added up; what its members gave and said, in group_rank order."""
+    """Result of `Reduce`: the gradients of a group are averaged.
+
+    Attributes:
+        sequence: Number of the reduction.
+        gradients: Descriptions of the members' gradients, in group_rank order.
+        words: Flags of the members, in group_rank order.
+        group: Number of the group.
+    """
 
     sequence: int
     gradients: tuple[Gradient, ...]
@@ -154,7 +219,14 @@ class Reduced(Struct, frozen=True, gc=False):
 
 
 class SplitMetrics(Struct, frozen=True, gc=False):
-    """What one split came to; the error is a fraction, NaN where the task knows none."""
+    """Results of an evaluation on one split.
+
+    Attributes:
+        split: Name of the split.
+        loss: Mean loss.
+        error: Fraction of wrong samples. NaN: the task has no error.
+        metrics: Names and values of all other metrics.
+    """
 
     split: str
     loss: float
@@ -163,7 +235,13 @@ class SplitMetrics(Struct, frozen=True, gc=False):
 
 
 class Evaluated(Struct, frozen=True, gc=False):
-    """A test of the weights in `buffer` is over, on each split that there is."""
+    """End of an evaluation of the weights on all splits.
+
+    Attributes:
+        buffer: Buffer with the weights.
+        scores: Results on each split.
+        seconds: Duration of the evaluation.
+    """
 
     buffer: str
     scores: tuple[SplitMetrics, ...]
@@ -171,38 +249,57 @@ class Evaluated(Struct, frozen=True, gc=False):
 
 
 class EvaluationPartComputed(Struct, frozen=True, gc=False):
-    """The part of a test that `ComputeEvaluationPart` named came to these rows of `records.SUM`."""
+    """Result of `ComputeEvaluationPart`.
+
+    Attributes:
+        part: Number of the part.
+        rows: Sums of the part, `records.SUM`.
+    """
 
     part: int
     rows: Rows
 
 
 class Saved(Struct, frozen=True, gc=False):
-    """The checkpoint that `Save` asked for lies beside the one before; `error` says why it does not."""
+    """Result of `Save`: the checkpoint is written next to the previous one.
+
+    Attributes:
+        timestamp: Timestamp of its weights.
+        error: Reason why it was not written. Empty: it was.
+    """
 
     timestamp: int
     error: str = ""
 
 
 class Committed(Struct, frozen=True, gc=False):
-    """The checkpoint that `Commit` spoke of is the one to resume from; `error` says why it is not."""
+    """Result of `Commit`: a resumed run will start from this checkpoint.
+
+    Attributes:
+        timestamp: Timestamp of its weights.
+        error: Reason why it was not committed. Empty: it was.
+    """
 
     timestamp: int
     error: str = ""
 
 
 class Lost(Struct, frozen=True, gc=False):
-    """The rank of a role has died. Receives that were for it alone are gone, what was sent to it counts as `Sent`."""
+    """Death of the rank of a role. Receives from this role only are removed, and sends to it count as `Sent`.
+
+    Attributes:
+        role: Id of the role.
+    """
 
     role: int
 
 
 class Tick(Struct, frozen=True, gc=False):
-    """Nothing has happened for a while; for roles that ask for it (`Machine.tick_s`)."""
+    """Passing of time without another event, for roles that request it (`Machine.tick_s`)."""
 
 
 class Stopped(Struct, frozen=True, gc=False):
-    """Somebody asked the run to stop in order."""
+    """Request to stop the run in order."""
 
 
 Event = (
@@ -231,7 +328,13 @@ Event = (
 
 
 class Send(Struct, frozen=True, gc=False):
-    """Send a message, with the tensor in `buffer` if one is named; its end is `Sent`, for tensors only."""
+    """Send a message, and a tensor if a buffer is named. With a tensor, `Sent` follows.
+
+    Attributes:
+        to: Receiving role.
+        message: The message.
+        buffer: Buffer of the tensor. None: there is none.
+    """
 
     to: int
     message: Message
@@ -239,7 +342,13 @@ class Send(Struct, frozen=True, gc=False):
 
 
 class Receive(Struct, frozen=True, gc=False):
-    """Let one tensor in, from role `source` or from anybody: a gradient, or weights; its end is `Received`."""
+    """Receive one tensor. `Received` follows.
+
+    Attributes:
+        buffer: Buffer for the tensor.
+        source: Sending role. None: any role.
+        gradient: Whether the tensor is a gradient. Otherwise it is weights.
+    """
 
     buffer: str
     source: int | None = None
@@ -247,24 +356,32 @@ class Receive(Struct, frozen=True, gc=False):
 
 
 class CancelReceive(Struct, frozen=True, gc=False):
-    """Take back a `Receive`; its end is `ReceiveCancelled`, or `Received` if something was coming already."""
+    """Cancel a `Receive`. `ReceiveCancelled` follows, or `Received` if a tensor was on its way.
+
+    Attributes:
+        buffer: Buffer of the receive.
+    """
 
     buffer: str
 
 
 class DeclareLost(Struct, frozen=True, gc=False):
-    """Treat a role that lives, but keeps this one waiting, as one that has died; its end is `Lost`."""
+    """Treat a living role that keeps this one waiting as dead. `Lost` follows.
+
+    Attributes:
+        role: Id of that role.
+    """
 
     role: int
 
 
 class ExecutorAction(Struct, frozen=True, gc=False):
-    """What a role's executor does by itself.
+    """Action that the role's executor carries out without other roles.
 
     Attributes:
-        long: other things go on meanwhile; else it is done before the next action.
-        reads: fields that name buffers whose content it needs.
-        changes: fields that name buffers whose content it changes.
+        long: Whether other actions continue at the same time. Otherwise the action ends before the next one begins.
+        reads: Fields that name buffers whose content the action reads.
+        changes: Fields that name buffers whose content the action changes.
     """
 
     long: ClassVar[bool] = False
@@ -273,23 +390,29 @@ class ExecutorAction(Struct, frozen=True, gc=False):
 
 
 class Hash(ExecutorAction, frozen=True, gc=False):
-    """Digest a buffer's floats; its end is `Hashed`."""
+    """Compute the digest of a buffer's floats. `Hashed` follows."""
 
     reads = ("buffer",)
     buffer: str
 
 
 class ReorderParts(ExecutorAction, frozen=True, gc=False):
-    """Put weights whose parts have come one behind the other where the model has them."""
+    """Move parts of the weights, which arrived one after the other, to their places in the model's order."""
 
     changes = ("buffer",)
     buffer: str
 
 
 class Compute(ExecutorAction, frozen=True, gc=False):
-    """Compute the gradient of mini-batch `step`, which is made of this work, at the weights; its end is `Computed`.
+    """Compute the gradient of a mini-batch. `Computed` follows.
 
-    What follows is for hooks: the weights' timestamp, and when it begins, in seconds of training.
+    Attributes:
+        step: Number of the mini-batch.
+        work: Samples of the mini-batch.
+        weights: Buffer with the weights.
+        gradient: Buffer for the gradient.
+        timestamp: Timestamp of the weights, for hooks.
+        time_s: Seconds of training at the beginning, for hooks.
     """
 
     long = True
@@ -303,9 +426,15 @@ class Compute(ExecutorAction, frozen=True, gc=False):
 
 
 class RunFirstStage(ExecutorAction, frozen=True, gc=False):
-    """Compute what the first layers make of mini-batch `step`; its end is `ActivationsReady`.
+    """Compute the activations of the first layers for a mini-batch. `ActivationsReady` follows.
 
-    What the gradient will need is kept until `BackpropFirstStage`, and the weights must not change until then.
+    The values that the gradient needs are kept until `BackpropFirstStage`. The weights must not change until then.
+
+    Attributes:
+        step: Number of the mini-batch.
+        work: Samples of the mini-batch.
+        weights: Buffer with the weights.
+        activations: Buffer for the activations.
     """
 
     long = True
@@ -317,10 +446,16 @@ class RunFirstStage(ExecutorAction, frozen=True, gc=False):
 
 
 class BackpropFirstStage(ExecutorAction, frozen=True, gc=False):
-    """Compute the first layers' gradient of the last `RunFirstStage` from its activations'; its end is `Computed`.
+    """Compute the gradient of the first layers for the last `RunFirstStage`. `Computed` follows.
 
-    Loss, errors and samples are what the stage server says of the mini-batch, and `Computed` repeats. What follows is
-    for hooks, as in `Compute`.
+    Attributes:
+        step: Number of the mini-batch.
+        weights: Buffer with the weights.
+        returned: Buffer with the gradient of the activations.
+        gradient: Buffer for the gradient.
+        loss, errors, samples: Results of the mini-batch from the stage server, repeated in `Computed`.
+        timestamp: Timestamp of the weights, for hooks.
+        time_s: Seconds of training at the beginning, for hooks.
     """
 
     long = True
@@ -337,13 +472,16 @@ class BackpropFirstStage(ExecutorAction, frozen=True, gc=False):
 
 
 class RunLastStage(ExecutorAction, frozen=True, gc=False):
-    """Compute the loss of a learner's mini-batch, of its activations, and both gradients; its end is `Computed`.
+    """Compute the loss and both gradients of a learner's mini-batch from its activations. `Computed` follows.
 
     Attributes:
-        learner: its number.
-        step: of the mini-batch, which is made of this work.
-        gradient: takes that of the weights.
-        returned: takes that of the activations.
+        learner: Number of the learner.
+        step: Number of the mini-batch.
+        work: Samples of the mini-batch.
+        activations: Buffer with the activations.
+        weights: Buffer with the weights of the last layers.
+        gradient: Buffer for the gradient of these weights.
+        returned: Buffer for the gradient of the activations.
     """
 
     long = True
@@ -358,16 +496,16 @@ class RunLastStage(ExecutorAction, frozen=True, gc=False):
 
 
 COMPUTATIONS = (Compute, RunFirstStage, BackpropFirstStage, RunLastStage)
-"""What leaves a gradient, or what one is made of, in buffers of its own."""
+"""Actions that compute a gradient, or values for one, into buffers of their own."""
 
 
 class TrainInPlace(ExecutorAction, frozen=True, gc=False):
-    """Compute gradients at the weights in the window, and bring each into them at once; its end is `TrainedInPlace`.
+    """Compute gradients at the weights in the window, and apply each of them at once. `TrainedInPlace` follows.
 
     Attributes:
-        step: of the first gradient.
-        works: of each gradient its samples; those of one action may be computed at the same time.
-        rates: α of each.
+        step: Number of the first gradient.
+        works: Samples of each gradient. The gradients may be computed at the same time.
+        rates: Learning rate α of each gradient.
     """
 
     long = True
@@ -377,7 +515,12 @@ class TrainInPlace(ExecutorAction, frozen=True, gc=False):
 
 
 class WriteShared(ExecutorAction, frozen=True, gc=False):
-    """Have the window begin with these weights, of a timestamp; nobody reads or updates it yet."""
+    """Write the first weights of the window. No worker reads or updates it yet.
+
+    Attributes:
+        weights: Buffer with the weights.
+        timestamp: Their timestamp.
+    """
 
     reads = ("weights",)
     weights: str
@@ -385,16 +528,19 @@ class WriteShared(ExecutorAction, frozen=True, gc=False):
 
 
 class ReadShared(ExecutorAction, frozen=True, gc=False):
-    """Copy the window's weights to a buffer, while nobody updates them; its end is `SharedRead`."""
+    """Copy the window's weights to a buffer while no worker updates them. `SharedRead` follows."""
 
     changes = ("weights",)
     weights: str
 
 
 class FindUpdates(ExecutorAction, frozen=True, gc=False):
-    """Find the updates of the window that a role made, and that came after so many; its end is `UpdatesFound`.
+    """Find a role's latest updates in the window. `UpdatesFound` follows.
 
-    They are counted among all updates of a locked window, and among those of that role in a racing one.
+    Attributes:
+        role: Role that made the updates.
+        after: Number of the last known update: among all updates in a locked window, among the role's own in a racing
+            one.
     """
 
     role: int
@@ -402,10 +548,16 @@ class FindUpdates(ExecutorAction, frozen=True, gc=False):
 
 
 class Reduce(Struct, frozen=True, gc=False):
-    """Average a buffer over the compute group, or over `EVERYBODY`, weighted by samples; its end is `Reduced`.
+    """Average a buffer over a compute group, or over `EVERYBODY`, weighted by samples. `Reduced` follows.
 
-    Every member of the group must say the same `sequence`. The average is then in the buffer of every member, or,
-    unless it goes `to_all`, in that of the first alone, and the others' buffers are void.
+    Attributes:
+        buffer: Buffer to average.
+        group: Number of the group.
+        sequence: Number of the reduction. All members of the group name the same number.
+        gradient: Description of this member's gradient.
+        to_all: Whether every member gets the average. Otherwise only the first member does, and the buffers of all
+            others are undefined.
+        word: Flags of this member.
     """
 
     buffer: str
@@ -417,10 +569,16 @@ class Reduce(Struct, frozen=True, gc=False):
 
 
 class Accumulate(ExecutorAction, frozen=True, gc=False):
-    """`into` becomes `(1 - fraction) * into + fraction * scale * gradient`: a running average, in one pass.
+    """Add a gradient to a running average, in one pass: into = (1 − fraction) · into + fraction · scale · gradient.
 
-    Where both are one buffer, the first gradient of an update is scaled in place. `scale` is not for model buffers
-    (BatchNorm statistics), which are averaged as they are.
+    If both names are the same, the first gradient of an update is scaled in place. `scale` does not apply to model
+    buffers (BatchNorm statistics), which are averaged unscaled.
+
+    Attributes:
+        into: Buffer of the average.
+        gradient: Buffer of the gradient.
+        fraction: Weight of the gradient in the average.
+        scale: Factor of the gradient.
     """
 
     reads, changes = ("gradient",), ("into",)
@@ -431,13 +589,13 @@ class Accumulate(ExecutorAction, frozen=True, gc=False):
 
 
 class AverageGroup(ExecutorAction, frozen=True, gc=False):
-    """`into` becomes the mean of a stage server's gradients, weighted by samples, as a compute group adds them.
+    """Average the gradients of a stage server, weighted by samples, in the same way as a compute group.
 
     Attributes:
-        into: one of the gradients' buffers.
-        gradients: names of the buffers, in group_rank order.
-        samples: of each.
-        sums: the order of addition (`Plan.partial_sums`).
+        into: Buffer of the average, which is one of the gradients' buffers.
+        gradients: Names of the buffers, in group_rank order.
+        samples: Number of samples of each gradient.
+        sums: Order of addition (`Plan.partial_sums`).
     """
 
     changes = ("into",)
@@ -448,14 +606,18 @@ class AverageGroup(ExecutorAction, frozen=True, gc=False):
 
 
 class Update(ExecutorAction, frozen=True, gc=False):
-    """Let the optimiser step the weights by the averaged gradient; its end is `Updated`.
+    """Step the weights by the averaged gradient with the optimiser. `Updated` follows.
 
-    Averaged model buffers replace those of before. The new weights have this timestamp. What follows is for hooks, as
-    in `records.UPDATE`.
+    Averaged model buffers replace the previous ones. Epoch, samples and time are for hooks, as in `records.UPDATE`.
 
     Attributes:
-        norms: of gradients that others have, of the parameters before these and of those behind, float32 each; the norm
-            of all is what clipping goes by.
+        gradient: Buffer with the averaged gradient.
+        weights: Buffer with the weights.
+        learning_rate: Learning rate of the step.
+        timestamp: Timestamp of the new weights.
+        epoch, samples, time_s: Progress of the training.
+        norms: Norms of the gradients of other owners, for the parameters before and after this owner's, float32.
+            Clipping uses the norm of all of them.
     """
 
     reads, changes = ("gradient",), ("weights",)
@@ -470,20 +632,24 @@ class Update(ExecutorAction, frozen=True, gc=False):
 
 
 class ComputeNorms(ExecutorAction, frozen=True, gc=False):
-    """Take the norm of the gradient of each parameter; its end is `NormsComputed`."""
+    """Compute the norm of the gradient of each parameter. `NormsComputed` follows."""
 
     reads = ("gradient",)
     gradient: str
 
 
 class StepReplica(ExecutorAction, frozen=True, gc=False):
-    """Let a replica's own optimiser step it by a gradient; its end is `ReplicaStepped`.
+    """Step a replica by a gradient with its own optimiser. `ReplicaStepped` follows.
 
     Attributes:
-        difference: buffer for the parameters of the weights minus those of the replica, and the replica's model
-            buffers; empty: nobody asks.
-        elasticity: the difference is that of before the step, and so much of it is added after it; None: it is that of
-            after the step.
+        gradient: Buffer with the gradient.
+        replica: Buffer with the replica.
+        learning_rate: Learning rate of the step.
+        weights: Buffer with the weights.
+        difference: Buffer for the parameters of the weights minus the parameters of the replica, and for the replica's
+            model buffers. Empty: it is not needed.
+        elasticity: Fraction of the difference before the step that is added to the replica after the step. None: the
+            difference after the step is stored, and nothing is added.
     """
 
     reads, changes = ("gradient", "weights"), ("replica", "difference")
@@ -496,7 +662,13 @@ class StepReplica(ExecutorAction, frozen=True, gc=False):
 
 
 class PullReplica(ExecutorAction, frozen=True, gc=False):
-    """Move the parameters of a replica towards the weights, by such a part of the way."""
+    """Move the parameters of a replica towards the weights.
+
+    Attributes:
+        replica: Buffer with the replica.
+        weights: Buffer with the weights.
+        elasticity: Fraction of the distance.
+    """
 
     reads, changes = ("weights",), ("replica",)
     replica: str
@@ -505,7 +677,13 @@ class PullReplica(ExecutorAction, frozen=True, gc=False):
 
 
 class ResetReplica(ExecutorAction, frozen=True, gc=False):
-    """Let a replica be what the weights are, all optimisers as at the beginning; its own may keep its state."""
+    """Reset a replica to the weights, and all optimisers to their initial state.
+
+    Attributes:
+        replica: Buffer with the replica.
+        weights: Buffer with the weights.
+        keeps_momentum: Whether the replica's own optimiser keeps its state.
+    """
 
     reads, changes = ("weights",), ("replica",)
     replica: str
@@ -514,7 +692,7 @@ class ResetReplica(ExecutorAction, frozen=True, gc=False):
 
 
 class Copy(ExecutorAction, frozen=True, gc=False):
-    """Copy a tensor into a buffer that exists from now until it was sent."""
+    """Copy a tensor into a buffer that exists from now until it is sent."""
 
     reads, changes = ("source",), ("target",)
     source: str
@@ -522,7 +700,7 @@ class Copy(ExecutorAction, frozen=True, gc=False):
 
 
 class Evaluate(ExecutorAction, frozen=True, gc=False):
-    """Test the weights in a buffer, in small pieces between other work; its end is `Evaluated`."""
+    """Evaluate the weights in a buffer, in small pieces between other work. `Evaluated` follows."""
 
     long = True
     reads = ("buffer",)
@@ -530,9 +708,14 @@ class Evaluate(ExecutorAction, frozen=True, gc=False):
 
 
 class ComputeEvaluationPart(ExecutorAction, frozen=True, gc=False):
-    """Compute a part of a test, of so many, of the weights in a buffer; its end is `EvaluationPartComputed`.
+    """Compute a part of an evaluation. `EvaluationPartComputed` follows.
 
-    Where the weights are in a window, they are tested there: nobody updates them.
+    If the weights are in a window, they are evaluated there. No worker updates them at that time.
+
+    Attributes:
+        weights: Buffer with the weights.
+        part: Number of the part.
+        parts: Number of all parts.
     """
 
     long = True
@@ -543,9 +726,11 @@ class ComputeEvaluationPart(ExecutorAction, frozen=True, gc=False):
 
 
 class MergeEvaluation(ExecutorAction, frozen=True, gc=False):
-    """Add up what the parts of a test came to, rows of `records.SUM` in the order of the parts; its end is `Evaluated`.
+    """Add up the parts of an evaluation. `Evaluated` follows.
 
-    The weights that were tested are in `buffer`.
+    Attributes:
+        buffer: Buffer with the evaluated weights.
+        rows: Sums of all parts in their order, `records.SUM`.
     """
 
     buffer: str
@@ -553,10 +738,12 @@ class MergeEvaluation(ExecutorAction, frozen=True, gc=False):
 
 
 class Save(Struct, frozen=True, gc=False):
-    """Copy weights and optimiser state now, and write them to a checkpoint meanwhile; its end is `Saved`.
+    """Copy weights and optimiser state now, and write them to a checkpoint in the background. `Saved` follows.
 
     Attributes:
-        alone: the state of other roles, who keep something, too, is not to be had.
+        weights: Buffer with the weights.
+        position: Position in the training.
+        alone: Whether to leave out the state of other roles, because some of them have died.
     """
 
     weights: str
@@ -565,10 +752,11 @@ class Save(Struct, frozen=True, gc=False):
 
 
 class Commit(Struct, frozen=True, gc=False):
-    """Let the checkpoint that was saved take the place of the one before; its end is `Committed`.
+    """Replace the previous checkpoint by the saved one. `Committed` follows.
 
     Attributes:
-        keep: it is to outlast the run, too, and is called this; empty: it is not.
+        timestamp: Timestamp of its weights.
+        keep: Name of a copy that outlasts the run. Empty: there is none.
     """
 
     timestamp: int
@@ -576,13 +764,17 @@ class Commit(Struct, frozen=True, gc=False):
 
 
 class Sync(Struct, frozen=True, gc=False):
-    """Have everything recorded so far on the disk before the next action."""
+    """Write all recorded rows to the disk before the next action."""
 
 
 class Reconfigure(Struct, frozen=True, gc=False):
-    """Have all roles but the owner of the weights and the statistics server made again, by another plan.
+    """Make all roles again by another plan, except the owner of the weights and the statistics server.
 
-    What is under way between them is dropped. The owner is `Started` when nothing of its own is under way any more.
+    Messages between them are dropped. The owner is `Started` when none of its own transfers is under way.
+
+    Attributes:
+        plan: The new plan.
+        position: Position in the training.
     """
 
     plan: Plan
@@ -590,7 +782,13 @@ class Reconfigure(Struct, frozen=True, gc=False):
 
 
 class Record(Struct, frozen=True, gc=False):
-    """Append rows to a table of the results; with an epoch's, `weights` is the buffer that still holds its weights."""
+    """Append rows to a table of the results.
+
+    Attributes:
+        table: Name of the table.
+        rows: The rows.
+        weights: With a row of an epoch, the buffer that still holds the weights of its end. None: there is none.
+    """
 
     table: TableName
     rows: Rows
@@ -598,10 +796,12 @@ class Record(Struct, frozen=True, gc=False):
 
 
 class StoreEpochWeights(Struct, frozen=True, gc=False):
-    """Write the weights in a buffer to the results, as those of an epoch's end.
+    """Write the weights of an epoch's end to the results.
 
     Attributes:
-        instead_of: epochs whose weights need not be kept any longer, once these are.
+        buffer: Buffer with the weights.
+        epoch: Number of the epoch.
+        instead_of: Epochs whose weights are deleted afterwards.
     """
 
     buffer: str
@@ -610,7 +810,14 @@ class StoreEpochWeights(Struct, frozen=True, gc=False):
 
 
 class Finish(Struct, frozen=True, gc=False):
-    """Write what a run leaves: totals, one row per learner, and the final weights; or why it was stopped early."""
+    """Write the end of a run: totals, one row for each learner, and the final weights.
+
+    Attributes:
+        totals: Row of `/totals`.
+        learners: Rows of `/learners`.
+        weights: Buffer with the final weights. None: there are none.
+        reason: Reason why the run was stopped early. Empty: it was not.
+    """
 
     totals: Rows
     learners: Rows
@@ -619,22 +826,33 @@ class Finish(Struct, frozen=True, gc=False):
 
 
 class Warn(Struct, frozen=True, gc=False):
-    """Tell the user, once, on stderr."""
+    """Print a warning once, on stderr.
+
+    Attributes:
+        text: The warning.
+    """
 
     text: str
 
 
 class Fail(Struct, frozen=True, gc=False):
-    """End the whole run with this line; `lost`: because a rank died, so that another try may do better."""
+    """End the whole run.
+
+    Attributes:
+        text: Line for the user.
+        lost: Whether the reason is a dead rank, so that another try may succeed.
+    """
 
     text: str
     lost: bool = False
 
 
 class Halt(Struct, frozen=True, gc=False):
-    """This role is done; the rank ends with this exit code, or that of another role of its that is larger.
+    """End this role. The rank ends with the largest exit code of its roles.
 
-    `apart`: some rank may never end by itself, so that nobody is to wait for all.
+    Attributes:
+        code: Exit code of this role.
+        apart: Whether some rank may never end, so that no rank waits for all others.
     """
 
     code: int = 0

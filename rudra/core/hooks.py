@@ -1,8 +1,8 @@
-"""Hooks: the user's own code, called where weights are updated, after epochs and at the end (`[[hooks]]` in a job).
+"""Hooks: the user's own code, called after updates, after epochs and at the end (`[[hooks]]` in a job).
 
-Both drivers call them through what they share, the executors of roles and the recorder. A hook decides nothing: it sees
-a `Moment`, and its role waits for it. What it raises ends the run, as the user's error. Two come with Rudra, `csv` and
-`tensorboard` (`rudra.results.logging_hooks`).
+Both drivers call hooks through the executors of roles and the recorder, which they share. A hook gets a `Moment`, and
+its role waits for it. It cannot change the run. An exception in it ends the run, as an error of the user. Two hooks
+come with Rudra, `csv` and `tensorboard` (`rudra.results.logging_hooks`).
 """
 
 import inspect
@@ -29,33 +29,33 @@ from topologies.plan import Role
 At = Literal["update", "epoch", "end"]
 Floats = npt.NDArray[np.float32]
 ReadFloats = Callable[[], Floats]
-"""Gives the floats of a buffer, (size,)."""
+"""Function that returns the floats of a buffer, (size,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a hook is called with. Fields that do not apply to the moment or to the role are None or empty.
+    """Argument of a hook. Fields that do not apply to the moment or to the role are None or empty.
 
     Attributes:
-        at: kind of the moment: `"update"`, `"epoch"` or `"end"`.
-        role: name of the role that calls the hook, such as `"learner 3"`.
+        at: Kind of the moment: `"update"`, `"epoch"` or `"end"`.
+        role: Name of the role that calls the hook, such as `"learner 3"`.
         world_rank: MPI rank that hosts the role.
-        job: name of the job.
-        timestamp: timestamp of the weights: the number of updates that made them.
-        time_s: training time in seconds, virtual in a simulation. At an update: when the update, or the learner's
-            computation, began. At an epoch: when the epoch ended. At the end: that of the role's last moment.
-        epoch: number of the epoch, from 1: that of the update, or the one that has ended.
-        samples: number of samples: those of the update's gradients, or of the learner's mini-batch.
-        learning_rate: learning rate of the update, after schedule, warm-up and modulation.
-        step: number of the mini-batch among those of the learner, from 0.
-        loss: mean loss over the samples of the mini-batch.
-        errors: wrong samples of the mini-batch, each counted by the share of it that is wrong; NaN where the task knows
+        job: Name of the job.
+        timestamp: Timestamp of the weights: the number of updates that made them.
+        time_s: Training time in seconds, virtual in a simulation. At an update: start of the update, or of the
+            learner's computation. At an epoch: its end. At the end: time of the role's last moment.
+        epoch: Number of the epoch, from 1: the epoch of the update, or the epoch that has ended.
+        samples: Number of samples in the update's gradients, or in the learner's mini-batch.
+        learning_rate: Learning rate of the update, after schedule, warm-up and modulation.
+        step: Number of the mini-batch among the learner's mini-batches, from 0.
+        loss: Mean loss over the samples of the mini-batch.
+        errors: Number of wrong samples in the mini-batch. A partly wrong sample counts as a fraction. NaN: the task has
             no error.
-        row: column -> value, on the statistics server alone: at an epoch the epoch's row of `/epochs`, at the end the
-            row of `/totals` (`docs/results.md` lists the columns).
-        metrics: split (`"test"`, `"validation"`) -> metric -> value: what the test of the epoch's weights measured
-            beside loss and error.
-        output: name of the result file without its directory and suffix.
+        row: Column -> value, only on the statistics server. At an epoch: row of `/epochs`. At the end: row of `/totals`
+            (`docs/results.md` lists the columns).
+        metrics: Split (`"test"`, `"validation"`) -> metric -> value: results of the epoch's evaluation in addition to
+            loss and error.
+        output: Name of the result file without its directory and suffix.
     """
 
     at: At
@@ -77,16 +77,16 @@ class Moment:
     _source: ReadFloats | None = field(default=None, repr=False, compare=False)
 
     def weights(self) -> dict[str, Floats]:
-        """The weights of the moment, as views without a copy.
+        """Returns the weights of the moment, as views without a copy.
 
-        The arrays are read-only, and valid only during the call of the hook: copy what you keep.
+        The arrays are read-only, and valid only during the call of the hook. Copy what you keep.
 
         Returns:
             Name -> array float32 in the tensor's own shape, of all parameters and of the buffers that travel with the
-            gradients. Empty where the role holds no weights.
+                gradients. Empty if the role holds no weights.
 
         Raises:
-            RudraError: the role holds a part of them alone (topology `sharded`).
+            RudraError: The role holds only a part of the weights (topology `sharded`).
         """
         if self._source is None:
             return {}
@@ -101,7 +101,7 @@ class Moment:
 
 
 class Called(NamedTuple):
-    """One hook: what errors call it, when what is called, and whether the job names the role whose moments count."""
+    """Hook of a job: its name in errors, its function, its moments, and whether the job names the role."""
 
     name: str
     at: At
@@ -111,15 +111,16 @@ class Called(NamedTuple):
 
 
 class RoleHooks:
-    """Calls the hooks of one role.
+    """Caller of the hooks of one role.
 
     Args:
-        hooks: in the job's order.
-        job: its name.
-        id_: the role's place in the plan.
-        role: whose moments they are.
-        layout: of the flat weights; None: the role holds a part of them.
-        replica: it is a learner that updates weights of its own, and has one moment for mini-batch and update.
+        hooks: Hooks in the order of the job.
+        job: Name of the job.
+        id_: Id of the role in the plan.
+        role: The role.
+        layout: Layout of the flat weights. None: the role holds a part of them.
+        replica: Whether the role is a learner that updates weights of its own, and so has one moment for mini-batch and
+            update.
     """
 
     def __init__(
@@ -134,14 +135,14 @@ class RoleHooks:
         self._source: ReadFloats | None = None  # of the weights that the role holds at the end
 
     def updated(self, action: Update, source: ReadFloats, replica: ReadFloats | None = None) -> None:
-        """The role, which owns weights, has updated them; who names it may want its replica, if it has one."""
+        """Calls the hooks of an update, for an owner of weights. A hook of a named role may request its replica."""
         self._last, self._source = {"timestamp": action.timestamp, "time_s": action.time_s}, source
         more = {"epoch": action.epoch, "samples": action.samples, "learning_rate": action.learning_rate}
         about = self._last | more | self._minibatch
         self._call("update", action.timestamp, f"update {action.timestamp}", source, about, replica)
 
     def computed(self, action: Compute | BackpropFirstStage, found: Computed, source: ReadFloats) -> None:
-        """The role, a learner, has computed a gradient."""
+        """Calls the hooks of a gradient, for a learner."""
         minibatch = {"step": action.step, "loss": found.loss, "errors": found.errors}
         if self._replica:
             self._minibatch = minibatch
@@ -151,7 +152,7 @@ class RoleHooks:
         self._call("update", action.step + 1, f"mini-batch {action.step}", source, about)
 
     def recorded(self, action: Record, weights: Callable[[int, str], Floats | None]) -> None:
-        """The role, the statistics server, has recorded rows; `weights` gives the floats of a role's buffer."""
+        """Calls the hooks of an epoch, for the statistics server. `weights` returns the floats of a role's buffer."""
         if action.table == "metrics":
             self._metrics = action.rows
         elif action.table == "epochs":
@@ -162,13 +163,13 @@ class RoleHooks:
             self._call("epoch", number, f"epoch {number}", self._floats(action.weights, weights), about)
 
     def finished(self, action: Finish, weights: Callable[[int, str], Floats | None]) -> None:
-        """The role, the statistics server, has recorded everything."""
+        """Calls the hooks of the end, for the statistics server."""
         row = _plain(action.totals[0])
         self._last |= {"timestamp": row["timestamp"], "time_s": row["time_s"], "row": row}
         self._source = self._floats(action.weights, weights)
 
     def ended(self) -> None:
-        """The role is done."""
+        """Calls the hooks of the end of this role."""
         self._call("end", 1, "the end", self._source, self._last)
 
     def _floats(self, buffer: str | None, weights: Callable[[int, str], Floats | None]) -> ReadFloats | None:
@@ -212,16 +213,16 @@ class RoleHooks:
 
 
 def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entry]) -> dict[int, RoleHooks]:
-    """The hooks of some roles of one process, by role; of roles without any there is nothing.
+    """Returns the hooks of some roles of one process, by role. Roles without hooks are not included.
 
     Args:
-        job: resolved.
-        plan: who is who.
-        roles: their ids.
-        layout: of the flat weights.
+        job: Resolved job.
+        plan: Role assignment.
+        roles: Ids of the roles.
+        layout: Layout of the flat weights.
 
     Raises:
-        ConfigError: there is no such callable, or it does not take what it would be called with.
+        ConfigError: The callable does not exist, or does not accept the arguments of a hook.
     """
     found: dict[int, list[Called]] = {}
     here = set(roles)
@@ -260,7 +261,7 @@ def _called(place: int, hook: Hook) -> Called:
 
 
 def _plain(row: np.void) -> dict[str, Any]:
-    """A row as numbers and texts."""
+    """Returns a row as numbers and texts."""
     values = zip(row.dtype.names or (), row.item(), strict=True)
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in values}
 

@@ -1,4 +1,4 @@
-"""The flat vector: where each tensor of a model lies in it, and which parts of it several owners hold."""
+"""Flat vector of the weights: the place of each tensor, and the parts of several owners."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 NamedVectors = Mapping[str, NDArray[np.float32]]
-"""What a role keeps for a checkpoint: one-dimensional, by name."""
+"""Vectors of a role for a checkpoint: one-dimensional arrays by name."""
 
 T = TypeVar("T")
 
@@ -29,12 +29,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one of several owners holds of a flat vector: stretches of it, one behind the other.
+    """Part of a flat vector that one of several owners holds: stretches of the vector, stored one after the other.
 
-    Owners take turns: of the whole vector, the first stretches of all come before the second ones (`interleaved`).
+    Owners take turns. In the whole vector the first stretches of all owners come before their second stretches
+    (`interleaved`).
 
     Attributes:
-        stretches: of the vector, in ascending order.
+        stretches: Stretches of the vector, in ascending order.
     """
 
     stretches: tuple[slice, ...]
@@ -45,12 +46,12 @@ class Part:
 
     @property
     def within(self) -> tuple[slice, ...]:
-        """Where the stretches lie in what the owner holds."""
+        """Places of the stretches in the memory of the owner."""
         ends = accumulate((each.stop - each.start for each in self.stretches), initial=0)
         return tuple(slice(start, stop) for start, stop in pairwise(ends))
 
     def part(self, which: slice) -> "Part":
-        """A part of what the owner holds, which has another owner then."""
+        """Returns a part of this part, for another owner."""
         pairs = zip(self.within, self.stretches, strict=True)
         cut = [
             (max(place.start, which.start) - place.start, min(place.stop, which.stop) - place.start, own.start)
@@ -59,22 +60,22 @@ class Part:
         return Part(tuple(slice(first + start, first + stop) for start, stop, first in cut if start < stop))
 
     def __contains__(self, entry: Entry) -> bool:
-        """Whether a tensor lies in it."""
+        """Returns whether the part contains a tensor."""
         return any(each.start <= entry.offset < each.stop for each in self.stretches)
 
 
 def interleaved(owners: Iterable[Sequence[T]]) -> list[T]:
-    """What several owners hold, stretch by stretch, in the order of the whole vector."""
+    """Returns the parts of several owners stretch by stretch, in the order of the whole vector."""
     return [each for those in zip_longest(*owners) for each in those if each is not None]
 
 
 class Placed(NamedTuple):
-    """How large the pieces are of a model whose last layers are with a stage server, compared with the whole.
+    """Sizes of the pieces of a model whose last layers are at a stage server, relative to the whole model.
 
     Attributes:
-        front: floats of the first layers, as a part of the vector's.
-        crossing: floats that cross for a mini-batch, each way, compared with the vector's.
-        back: operations of the last layers, as a part of a mini-batch's.
+        front: Floats of the first layers, as a fraction of the vector.
+        crossing: Floats that a mini-batch sends in each direction, as a fraction of the vector.
+        back: Operations of the last layers, as a fraction of the operations of a mini-batch.
     """
 
     front: float = 0.5

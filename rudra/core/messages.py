@@ -1,4 +1,4 @@
-"""Messages between roles: what each kind says. `rudra.core.wire` has how they travel."""
+"""Messages between roles, with the fields of each kind. `rudra.core.wire` describes how they travel."""
 
 from collections.abc import Iterator
 from enum import IntEnum, auto
@@ -15,7 +15,7 @@ Rows = npt.NDArray[np.void]
 
 
 class MessageKind(IntEnum):
-    """What a message says, as a number on the wire; `Message` has a class for each, which says the rest."""
+    """Kind of a message, which is a number on the wire. `Message` has a subclass with named fields for each kind."""
 
     WEIGHTS = auto()
     GRADIENT = auto()
@@ -85,7 +85,7 @@ ROWS = {
     MessageKind.AVERAGES: records.AVERAGE,
     MessageKind.STAGES: records.STAGE,
 }
-"""Dtype of the rows that a kind carries; the others carry none."""
+"""Dtype of the rows of each kind that has rows."""
 
 GRADIENTS = frozenset(
     {
@@ -97,28 +97,28 @@ GRADIENTS = frozenset(
     }
 )
 PARTS = frozenset({MessageKind.GRADIENT_PART, MessageKind.WEIGHTS_PART})
-"""Kinds whose tensors go up, from learners, and are read once; and kinds of parts."""
+"""Kinds whose tensors are sent by learners and read once, and kinds of parts."""
 
 DESCRIBED = frozenset(
     {MessageKind.GRADIENT, MessageKind.ACTIVATIONS, MessageKind.ACTIVATION_GRADIENT, MessageKind.APPLIED_IN_PLACE}
 )
-"""Kinds that tell of which mini-batches their tensors are."""
+"""Kinds that describe the mini-batches of their tensors."""
 
 URGENT = frozenset({MessageKind.LOG, MessageKind.TAKEN})
-"""Kinds that have another rank begin long work beside that of the sender."""
+"""Kinds that start long work on another rank in parallel with the work of the sender."""
 
 BETWEEN_OWNERS = frozenset({MessageKind.LOG, MessageKind.STEPPED})
-"""Kinds that owners of weights tell each other of these, and heed even if everybody else begins anew."""
+"""Kinds between owners of the weights, which are valid even if all other roles restart."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
-    """One message: what all kinds have.
+    """Message of any kind.
 
-    A kind has at most two whole numbers, one float, one flag, rows and gradients: there is that much room in a header.
+    A header has space for at most two integers, one float, one flag, rows and gradients. So no kind has more fields.
 
     Attributes:
-        kind: what it says.
-        sender: role id.
+        kind: Kind of the message.
+        sender: Id of the sending role.
     """
 
     kind: ClassVar[MessageKind]
@@ -131,16 +131,16 @@ class Message(msgspec.Struct, frozen=True, gc=False):
     sender: int
 
     def with_own_rows(self) -> "Message":
-        """The same, with rows that its receiver may write into."""
+        """Returns the message with a copy of its rows, which the receiver may change."""
         rows = getattr(self, "rows", None)
         return self if rows is None else msgspec.structs.replace(self, rows=rows.copy())
 
 
 class StampedMessage(Message, frozen=True, gc=False):
-    """A message that speaks of weights.
+    """Message about weights of one timestamp.
 
     Attributes:
-        timestamp: of these weights.
+        timestamp: Timestamp of these weights.
     """
 
     timestamp: int
@@ -159,10 +159,11 @@ class PushedGradient(StampedMessage, frozen=True, gc=False):
     """Learner or tree server -> server: a gradient, or an average of several.
 
     Attributes:
-        timestamp: of the weights about which the sender asks, if it does.
-        held: of the weights that the sender has, if it also asks for newer ones (`Pull`); else `NOT_PULLING`.
-        gradients: what the tensor stands for.
-        asks: the sender wants work.
+        timestamp: If the sender also pulls, the timestamp of the weights that it asks about.
+        held: If the sender also asks for newer weights (`Pull`), the timestamp of the weights that it holds. Otherwise
+            `NOT_PULLING`.
+        gradients: Descriptions of the gradients in the tensor.
+        asks: Whether the sender requests work.
     """
 
     kind = MessageKind.GRADIENT
@@ -172,15 +173,15 @@ class PushedGradient(StampedMessage, frozen=True, gc=False):
 
 
 NOT_PULLING = -1
-"""`PushedGradient.held` where nothing is asked about weights."""
+"""`PushedGradient.held` without a request for weights."""
 
 
 class Snapshot(StampedMessage, frozen=True, gc=False):
-    """Owner -> statistics server: the weights at an epoch's end.
+    """Owner -> statistics server: the weights at the end of an epoch.
 
     Attributes:
-        epochs: that the run is to have, as the owner knows by now.
-        rows: that of the epoch, `records.EPOCH`.
+        epochs: Number of epochs of the run, as far as the owner knows.
+        rows: Row of the epoch, `records.EPOCH`.
     """
 
     kind = MessageKind.SNAPSHOT
@@ -189,22 +190,24 @@ class Snapshot(StampedMessage, frozen=True, gc=False):
 
 
 class GradientPart(Message, frozen=True, gc=False):
-    """Learner -> shard, a bare tensor: part of a gradient of which a `PushedGradient` without a tensor tells."""
+    """Learner -> shard: a tensor without a header, part of a gradient. A `PushedGradient` without a tensor describes
+    it."""
 
     kind = MessageKind.GRADIENT_PART
 
 
 class WeightsPart(Message, frozen=True, gc=False):
-    """Shard -> learner or statistics server, a bare tensor: part of the weights of a `PullAnswer` or a `Snapshot`."""
+    """Shard -> learner or statistics server: a tensor without a header, part of the weights of a `PullAnswer` or
+    `Snapshot`."""
 
     kind = MessageKind.WEIGHTS_PART
 
 
 class Activations(StampedMessage, frozen=True, gc=False):
-    """Learner -> stage server: what the first layers make of one mini-batch.
+    """Learner -> stage server: the activations of the first layers for one mini-batch.
 
     Attributes:
-        gradients: the one that the mini-batch leads to.
+        gradients: Description of the gradient of the mini-batch.
     """
 
     kind = MessageKind.ACTIVATIONS
@@ -212,10 +215,10 @@ class Activations(StampedMessage, frozen=True, gc=False):
 
 
 class ActivationGradient(StampedMessage, frozen=True, gc=False):
-    """Stage server -> learner: the gradient of its activations, and what the mini-batch came to.
+    """Stage server -> learner: the gradient of the activations, with the results of the mini-batch.
 
     Attributes:
-        gradients: the one of that mini-batch, with loss and errors.
+        gradients: Description of the gradient, with loss and errors.
     """
 
     kind = MessageKind.ACTIVATION_GRADIENT
@@ -223,7 +226,7 @@ class ActivationGradient(StampedMessage, frozen=True, gc=False):
 
 
 class PartialSum(Message, frozen=True, gc=False):
-    """Stage server -> another one: the sum of gradients of learners up to here, or of all."""
+    """Stage server -> another one: the sum of the gradients of some learners, or of all."""
 
     kind = MessageKind.SUM
 
@@ -232,7 +235,7 @@ class WindowWeights(Message, frozen=True, gc=False):
     """First worker of a node -> coordinator: the weights of its window, the answer to `CollectWindow`.
 
     Attributes:
-        surviving: the part of all updates that races have left.
+        surviving: Fraction of all updates that were not overwritten by races.
     """
 
     kind = MessageKind.WINDOW_WEIGHTS
@@ -243,10 +246,10 @@ class WindowWeights(Message, frozen=True, gc=False):
 
 
 class LogEntries(Message, frozen=True, gc=False):
-    """Who decides about the weights -> other shards, or stage servers: what to do.
+    """Deciding owner -> other shards, or stage servers: actions to carry out.
 
     Attributes:
-        rows: `records.LOG`.
+        rows: Actions, `records.LOG`.
     """
 
     kind = MessageKind.LOG
@@ -254,10 +257,10 @@ class LogEntries(Message, frozen=True, gc=False):
 
 
 class PartTaken(Message, frozen=True, gc=False):
-    """Shard -> the first one: its part of a gradient is here.
+    """Shard -> first server: its part of a gradient has arrived.
 
     Attributes:
-        number: of the gradient in the log.
+        number: Number of the gradient in the log.
     """
 
     kind = MessageKind.TAKEN
@@ -265,13 +268,13 @@ class PartTaken(Message, frozen=True, gc=False):
 
 
 class OwnerStepped(StampedMessage, frozen=True, gc=False):
-    """Another owner -> who decides: its part of the weights is of this timestamp.
+    """Another owner -> deciding owner: its part of the weights has the given timestamp.
 
     Attributes:
-        stretch: number of the stretch of the weights that the rows are a sample of.
-        seconds: that the update took.
-        last: this is the last stretch.
-        rows: the sample, `records.FLOATS`; None: there is none.
+        stretch: Number of the stretch of the weights that the sample is from.
+        seconds: Duration of the update.
+        last: Whether this is the last stretch.
+        rows: Sample of the weights, `records.FLOATS`. None: there is none.
     """
 
     kind = MessageKind.STEPPED
@@ -285,8 +288,8 @@ class GradientNorms(Message, frozen=True, gc=False):
     """Parameter server <-> stage server: norms of the gradients of one update.
 
     Attributes:
-        parameters: how many norms there are in all messages of the update.
-        rows: some of them, `records.FLOATS`.
+        parameters: Number of norms in all messages of the update.
+        rows: Norms, `records.FLOATS`.
     """
 
     kind = MessageKind.NORMS
@@ -298,10 +301,10 @@ class GradientNorms(Message, frozen=True, gc=False):
 
 
 class Pull(StampedMessage, frozen=True, gc=False):
-    """Tree server -> server: have you weights newer than of the timestamp?
+    """Tree server -> server: a request for weights newer than the given timestamp.
 
     Attributes:
-        held: timestamp of the weights that the sender has.
+        held: Timestamp of the weights that the sender holds.
     """
 
     kind = MessageKind.PULL
@@ -309,16 +312,16 @@ class Pull(StampedMessage, frozen=True, gc=False):
 
 
 class PullAnswer(StampedMessage, frozen=True, gc=False):
-    """The answer to a pull; `Weights` follow if it is newer than those held."""
+    """Server -> learner or tree server: the newest timestamp. `Weights` follow if they are newer than the ones held."""
 
     kind = MessageKind.TIMESTAMP
 
 
 class Ready(Message, frozen=True, gc=False):
-    """Learner -> server: it has the initial weights.
+    """Learner -> server: the learner has the initial weights.
 
     Attributes:
-        digest: of these, `short_digest`.
+        digest: Digest of these weights, `short_digest`.
     """
 
     kind = MessageKind.READY
@@ -329,7 +332,7 @@ class TrainingStarted(Message, frozen=True, gc=False):
     """Server -> all: training begins.
 
     Attributes:
-        began_ns: when, in nanoseconds on the driver's clock.
+        began_ns: Start of training in nanoseconds on the driver's clock.
     """
 
     kind = MessageKind.START
@@ -337,16 +340,17 @@ class TrainingStarted(Message, frozen=True, gc=False):
 
 
 class GradientApplied(StampedMessage, frozen=True, gc=False):
-    """Server -> learner: one gradient of the learner is in the weights of this timestamp."""
+    """Server -> learner: one gradient of the learner is applied, and the weights have the given timestamp."""
 
     kind = MessageKind.APPLIED
 
 
 class Stop(Message, frozen=True, gc=False):
-    """Server -> learner, or first member of a compute group -> the others: no more gradients.
+    """Server -> learner, or first member of a compute group -> other members: push no more gradients.
 
     Attributes:
-        pushed: gradients that each member of the group has pushed; `DROPPED`: the last one is not taken either.
+        pushed: Number of gradients that each member of the group has pushed. `DROPPED`: the last one is not accepted
+            either.
     """
 
     kind = MessageKind.STOP
@@ -354,11 +358,11 @@ class Stop(Message, frozen=True, gc=False):
 
 
 class LearnerLate(Message, frozen=True, gc=False):
-    """Tree server -> server: all wait for a learner.
+    """Tree server -> server: all others wait for a learner.
 
     Attributes:
-        learner: its role id.
-        silence_s: for how long nothing came of it.
+        learner: Role id of the learner.
+        silence_s: Seconds since its last message.
     """
 
     kind = MessageKind.LATE
@@ -367,10 +371,10 @@ class LearnerLate(Message, frozen=True, gc=False):
 
 
 class LearnerDropped(Message, frozen=True, gc=False):
-    """Server -> tree servers above a learner: it is no more.
+    """Server -> tree servers above a learner: the learner was removed.
 
     Attributes:
-        learner: its role id.
+        learner: Role id of the learner.
     """
 
     kind = MessageKind.DROP
@@ -378,10 +382,10 @@ class LearnerDropped(Message, frozen=True, gc=False):
 
 
 class ChildDone(Message, frozen=True, gc=False):
-    """Learner -> server: that was the last gradient; and stage server -> statistics server: those were all rows.
+    """Learner -> server: its last gradient was sent. Stage server -> statistics server: its last rows were sent.
 
     Attributes:
-        pushed: gradients that it has pushed.
+        pushed: Number of gradients that it has pushed.
     """
 
     kind = MessageKind.CHILD_DONE
@@ -389,7 +393,7 @@ class ChildDone(Message, frozen=True, gc=False):
 
 
 class LearnersLeft(Message, frozen=True, gc=False):
-    """Who decides about the weights -> stage server: no learner is left."""
+    """Deciding owner -> stage server: all learners have left."""
 
     kind = MessageKind.LEARNERS_LEFT
 
@@ -398,12 +402,12 @@ class LearnersLeft(Message, frozen=True, gc=False):
 
 
 class AssignWork(StampedMessage, frozen=True, gc=False):
-    """Coordinator -> worker: compute these samples; `Weights` follow if they are newer than those held.
+    """Coordinator -> worker: compute these samples. `Weights` follow if they are newer than the ones held.
 
     Attributes:
-        began_ns: when training began, by a clock that stands still while workers test weights.
-        learning_rate: before it is scaled by the samples of each gradient.
-        rows: batches, `records.WORK`.
+        began_ns: Start of training, by a clock that pauses while workers evaluate the weights.
+        learning_rate: Learning rate before it is scaled by the samples of each gradient.
+        rows: Batches, `records.WORK`.
     """
 
     kind = MessageKind.ASSIGN_WORK
@@ -413,10 +417,10 @@ class AssignWork(StampedMessage, frozen=True, gc=False):
 
 
 class EvaluatePart(StampedMessage, frozen=True, gc=False):
-    """Coordinator -> worker: compute a part of a test; `Weights` follow if they are newer than those held.
+    """Coordinator -> worker: compute a part of an evaluation. `Weights` follow if they are newer than the ones held.
 
     Attributes:
-        part: its number.
+        part: Number of the part.
     """
 
     kind = MessageKind.EVALUATE_PART
@@ -424,12 +428,12 @@ class EvaluatePart(StampedMessage, frozen=True, gc=False):
 
 
 class PartEvaluated(Message, frozen=True, gc=False):
-    """Worker -> coordinator: what a part of a test came to, or a piece of that.
+    """Worker -> coordinator: results of a part of an evaluation, in one message or several.
 
     Attributes:
-        part: its number.
-        last: that is all of it.
-        rows: `records.SUM`, or None.
+        part: Number of the part.
+        last: Whether this is the last message of the part.
+        rows: Sums, `records.SUM`. None: there are none.
     """
 
     kind = MessageKind.PART_EVALUATED
@@ -439,13 +443,13 @@ class PartEvaluated(Message, frozen=True, gc=False):
 
 
 class AppliedInPlace(Message, frozen=True, gc=False):
-    """Worker -> coordinator: these gradients are in the window.
+    """Worker -> coordinator: these gradients are applied in the window.
 
     Attributes:
-        digest: of a sample of the weights, as a signed number.
-        wanted: batches that the worker asks for.
-        seconds: that the updates took.
-        gradients: which.
+        digest: Digest of a sample of the weights, as a signed number.
+        wanted: Number of batches that the worker requests.
+        seconds: Duration of the updates.
+        gradients: Descriptions of the gradients.
     """
 
     kind = MessageKind.APPLIED_IN_PLACE
@@ -456,10 +460,10 @@ class AppliedInPlace(Message, frozen=True, gc=False):
 
 
 class CollectWindow(Message, frozen=True, gc=False):
-    """Coordinator -> first worker of a node: send the weights of your window.
+    """Coordinator -> first worker of a node: send the weights of the node's window.
 
     Attributes:
-        average_follows: it gets the average of all windows.
+        average_follows: Whether the worker will receive the average of all windows.
     """
 
     kind = MessageKind.COLLECT_WINDOW
@@ -476,22 +480,22 @@ class WindowUpdated(StampedMessage, frozen=True, gc=False):
 
 
 class StopRequested(Message, frozen=True, gc=False):
-    """Any rank -> owner: somebody asks the run to stop; it may come at any time."""
+    """Any rank -> owner: a request to stop the run. It may come at any time."""
 
     kind = MessageKind.INTERRUPT
 
 
 class TargetReached(Message, frozen=True, gc=False):
-    """Statistics server -> owner: end with the epoch under way."""
+    """Statistics server -> owner: end the run with the current epoch."""
 
     kind = MessageKind.TARGET_REACHED
 
 
 class PlateauReached(Message, frozen=True, gc=False):
-    """Statistics server -> owner: tests got no better; lower the rate.
+    """Statistics server -> owner: evaluations have not improved, so lower the learning rate.
 
     Attributes:
-        times: how often that was so, this time included.
+        times: Number of such messages, including this one.
     """
 
     kind = MessageKind.PLATEAU
@@ -499,16 +503,16 @@ class PlateauReached(Message, frozen=True, gc=False):
 
 
 class SnapshotCredit(Message, frozen=True, gc=False):
-    """Statistics server -> owner: there is room for one more snapshot."""
+    """Statistics server -> owner: one more snapshot may be sent."""
 
     kind = MessageKind.SNAPSHOT_CREDIT
 
 
 class CheckpointWritten(StampedMessage, frozen=True, gc=False):
-    """Owner -> statistics server: a checkpoint is written; are its rows on the disk?
+    """Owner -> statistics server: a checkpoint is written. The owner asks whether its rows are on the disk.
 
     Attributes:
-        epochs: that are complete with it.
+        epochs: Number of epochs that are complete at the checkpoint.
     """
 
     kind = MessageKind.CHECKPOINT
@@ -516,23 +520,23 @@ class CheckpointWritten(StampedMessage, frozen=True, gc=False):
 
 
 class RowsFlushed(StampedMessage, frozen=True, gc=False):
-    """Statistics server -> owner: the rows up to there are on the disk."""
+    """Statistics server -> owner: the rows up to this timestamp are on the disk."""
 
     kind = MessageKind.ROWS_FLUSHED
 
 
 class StageReported(StampedMessage, frozen=True, gc=False):
-    """Stage server -> statistics server: you have my rows that belong to the checkpoint of this timestamp."""
+    """Stage server -> statistics server: all rows up to the checkpoint of this timestamp were sent."""
 
     kind = MessageKind.REPORTED
 
 
 class RunStopped(StampedMessage, frozen=True, gc=False):
-    """Owner -> statistics server: the run ends before its time.
+    """Owner -> statistics server: the run ends early.
 
     Attributes:
-        timestamp: of the checkpoint to resume from; -1: there is none.
-        epochs: that are complete.
+        timestamp: Timestamp of the checkpoint to resume from. -1: there is none.
+        epochs: Number of complete epochs.
     """
 
     kind = MessageKind.RUN_STOPPED
@@ -543,8 +547,8 @@ class Shutdown(Message, frozen=True, gc=False):
     """Statistics server -> all: everything is recorded.
 
     Attributes:
-        exit_code: of the run.
-        apart: do not wait for each other, as somebody may never be heard of again.
+        exit_code: Exit code of the run.
+        apart: Whether ranks end without waiting for each other, because some rank may never answer.
     """
 
     kind = MessageKind.SHUTDOWN
@@ -559,7 +563,7 @@ class ReportedRows(Message, frozen=True, gc=False):
     """Rows of a table.
 
     Attributes:
-        rows: of `ROWS[kind]`.
+        rows: Rows of the dtype `ROWS[kind]`.
     """
 
     rows: Rows
@@ -584,13 +588,13 @@ class MinibatchRows(ReportedRows, frozen=True, gc=False):
 
 
 class EpochRows(ReportedRows, frozen=True, gc=False):
-    """Owner -> statistics server: an epoch whose weights are not tested."""
+    """Owner -> statistics server: the row of an epoch whose weights are not evaluated."""
 
     kind = MessageKind.EPOCHS
 
 
 class LearnerRows(ReportedRows, frozen=True, gc=False):
-    """Learner, or owner for one that has died -> statistics server: its account."""
+    """Learner, or owner in place of a dead learner -> statistics server: its account."""
 
     kind = MessageKind.LEARNERS
 
@@ -623,10 +627,10 @@ class EpochEvaluated(Message, frozen=True, gc=False):
     """Coordinator -> statistics server: sums of an evaluation by workers, in one message or several.
 
     Attributes:
-        epoch: the epoch whose weights were evaluated.
-        seconds: duration of the evaluation; NaN: a stop left no worker to evaluate the weights.
-        last: whether this message is the last one of the epoch.
-        rows: `records.SUM`, or None.
+        epoch: Epoch whose weights were evaluated.
+        seconds: Duration of the evaluation. NaN: a stop left no worker to evaluate the weights.
+        last: Whether this message is the last one of the epoch.
+        rows: Sums, `records.SUM`. None: there are none.
     """
 
     kind = MessageKind.EPOCH_EVALUATED
@@ -644,19 +648,20 @@ def _types(base: type[Message]) -> Iterator[type[Message]]:
 
 
 MESSAGES: dict[MessageKind, type[Any]] = {type_.kind: type_ for type_ in _types(Message)}
-"""The class of the messages of each kind."""
+"""Class of the messages of each kind."""
 
 
 class GroupFlags(msgspec.Struct, frozen=True, gc=False):
-    """What a learner tells its compute group with a gradient.
+    """Flags that a learner sends to its compute group with a gradient.
 
     Attributes:
-        digest: of a sample of its weights (`Update`); all must have the same ones. 0: they are a server's.
-        lowered: how often the rate has fallen, with the epoch under way at the latest.
-        enough: training ends with the epoch under way.
-        stopped: training ends with the update under way.
-        saves: a checkpoint is made after that update.
-        distance: of its replica from the weights, where it has one.
+        digest: Digest of a sample of its weights (`Update`), which must be the same for all members. 0: a server owns
+            the weights.
+        lowered: Number of drops of the learning rate up to the end of the current epoch.
+        enough: Whether training ends with the current epoch.
+        stopped: Whether training ends with the current update.
+        saves: Whether a checkpoint follows that update.
+        distance: Distance of its replica from the weights, if it has a replica.
     """
 
     digest: int = 0

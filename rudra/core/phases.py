@@ -1,4 +1,4 @@
-"""The parts of a run between the changes of its job: who is who in each, by which rates and rules."""
+"""Phases of a run between the changes of its job: role assignment, learning rates and rules of each phase."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,14 +10,14 @@ from topologies import Plan
 
 
 class Phase(NamedTuple):
-    """A part of a run.
+    """Phase of a run.
 
     Attributes:
-        at_epoch: completed epochs from which it is; 0: from the start.
-        job: of this part, without changes.
-        plan: who is who; the same roles on the same ranks in all parts.
-        schedule: the learning rates before modulation.
-        text: what has changed.
+        at_epoch: Number of complete epochs at its beginning. 0: the start of the run.
+        job: Job of this phase, without changes.
+        plan: Role assignment. All phases have the same roles on the same ranks.
+        schedule: Learning rates before modulation.
+        text: Description of the changes.
     """
 
     at_epoch: int
@@ -28,20 +28,20 @@ class Phase(NamedTuple):
 
 
 Phases = tuple[Phase, ...]
-"""All of a run, in order."""
+"""All phases of a run, in order."""
 
 
 def phase_at(phases: Phases, epoch: int) -> Phase:
-    """The part that a run is in once so many epochs are complete."""
+    """Returns the phase of a run after a number of complete epochs."""
     return next(phase for phase in reversed(phases) if phase.at_epoch <= epoch)
 
 
 def parts(job: Job, plan: Plan) -> Iterator[tuple[int, Job, Plan]]:
-    """The parts of a run: the completed epochs from which each is, its job, and its plan.
+    """Yields the phases of a run: complete epochs at the beginning, job, and plan.
 
     Args:
-        job: resolved.
-        plan: of the first part, on the ranks that there are.
+        job: Resolved job.
+        plan: Plan of the first phase for the actual ranks.
     """
     starts = [0, *(change.at_epoch for change in job.changes)]
     plans = [plan, *(job.plan_after(start, plan) for start in starts[1:])]

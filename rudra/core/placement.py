@@ -1,8 +1,8 @@
-"""Where a model is to be cut between learners and a stage server, from what its layers hold, give and cost.
+"""Choice of a cut of a model between learners and a stage server, from the sizes and times of its layers.
 
 Source: Park et al., RALP, §4.3, for the skewness of parameters, its threshold, and the cut that sends least. The
-paper's Equation 1 is the skewness of parameter sizes, which is positive for all of its networks; its Table 1 is that of
-the parameters' positions, which is what is computed here.
+paper's Equation 1 is the skewness of parameter sizes, which is positive for all of its networks. Its Table 1 has the
+skewness of the parameters' positions, which is computed here.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 THRESHOLD = -0.5
-"""The skewness up to which the paper cuts a model."""
+"""Largest skewness that still lets the paper cut a model."""
 
 Rule = Literal["ralp", "auto"]
 Form = Literal["server", "allreduce"]
@@ -19,16 +19,16 @@ Form = Literal["server", "allreduce"]
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer.
+    """Layer of a model.
 
     Attributes:
-        name: in the model.
-        kind: "convolution", "pool", "linear", "recurrent" or "embedding"; "" of one that only shapes or scales.
-        parameters_bytes: that it holds.
-        output_bytes: that go to the next layer, of one sample; forward and, as a gradient, backward.
-        forward_s: of a mini-batch.
-        backward_s: of a mini-batch.
-        cut: whether the model can be cut behind it.
+        name: Name in the model.
+        kind: "convolution", "pool", "linear", "recurrent" or "embedding". Empty: the layer only shapes or scales.
+        parameters_bytes: Size of its parameters.
+        output_bytes: Size of its output for one sample. The gradient of the output has the same size.
+        forward_s: Time of the forward pass of a mini-batch.
+        backward_s: Time of the backward pass of a mini-batch.
+        cut: Whether the model can be cut after this layer.
     """
 
     name: str
@@ -46,17 +46,17 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class PlacementHardware:
-    """Who takes part in a step, and the link of the server's node.
+    """Learners and servers of a step, and the link of the server's node.
 
     Attributes:
         learners: λ.
         minibatch_size: μ.
-        bytes_per_s: of the link, in each direction.
-        latency_s: of a message.
-        back_speed: how many times as fast the stage server computes as a learner does.
-        servers: stage servers, each with a link of its own, among which learners are divided.
-        together: whether the stage server shares the parameter server's link.
-        sharing: "turns", links carry one tensor at a time, or "equal", all at once.
+        bytes_per_s: Bandwidth of the link in each direction.
+        latency_s: Latency of a message.
+        back_speed: Speed of the stage server relative to a learner.
+        servers: Number of stage servers. Each has a link of its own, and learners are divided among them.
+        together: Whether the stage server shares the parameter server's link.
+        sharing: "turns": a link carries one tensor at a time. "equal": it carries all at once.
     """
 
     learners: int
@@ -71,16 +71,16 @@ class PlacementHardware:
 
 @dataclass(frozen=True, slots=True)
 class CutEstimate:
-    """What a step of all learners sends and takes when a model is cut.
+    """Predicted traffic and time of a step of all learners for one cut.
 
     Attributes:
-        index: how many layers the front has.
-        name: of the first layer of the back.
-        front_bytes: of the front's parameters.
-        activations_bytes: of a learner's mini-batch, at the cut.
-        placed_bytes: that all learners send and get in a step, in tensors.
-        step_s: predicted.
-        between_convolutions: whether a convolution is behind it.
+        index: Number of layers in the front.
+        name: Name of the first layer of the back.
+        front_bytes: Size of the front's parameters.
+        activations_bytes: Size of a learner's activations at the cut, for one mini-batch.
+        placed_bytes: Bytes of tensors that all learners send and receive in a step.
+        step_s: Predicted time of a step.
+        between_convolutions: Whether a convolution comes after the cut.
     """
 
     index: int
@@ -94,17 +94,17 @@ class CutEstimate:
 
 @dataclass(frozen=True, slots=True)
 class PlacementDecision:
-    """Whether and where to cut a model.
+    """Decision whether and where to cut a model.
 
     Attributes:
-        cut: the one chosen; None where placing layers does not pay.
-        why: in a sentence.
-        skewness: of the parameters.
-        cuts: all that the model admits.
-        server_bytes: of tensors in a step through a parameter server.
-        allreduce_bytes: likewise by a ring.
-        server_s: predicted for a step through a parameter server.
-        allreduce_s: likewise by a ring.
+        cut: Chosen cut. None: placing layers does not pay.
+        why: Reason, in a sentence.
+        skewness: Skewness of the parameters.
+        cuts: All possible cuts.
+        server_bytes: Bytes of tensors in a step through a parameter server.
+        allreduce_bytes: Bytes of tensors in a step by a ring.
+        server_s: Predicted time of a step through a parameter server.
+        allreduce_s: Predicted time of a step by a ring.
     """
 
     cut: CutEstimate | None
@@ -118,10 +118,11 @@ class PlacementDecision:
 
 
 def skewness(layers: Sequence[Layer]) -> float:
-    """How far the parameters are at the end of a model (below zero) or at its beginning (above).
+    """Returns the skewness of the parameters: negative if most are at the end of a model, positive if most are at the
+    beginning.
 
-    The third standardised moment of the position of a parameter, counted in layers that have a kind; what the others
-    hold belongs to the one before. 0 where all parameters are in one layer.
+    It is the third standardised moment of the position of a parameter, counted in layers that have a kind. Parameters
+    of other layers count for the layer before. It is 0 if all parameters are in one layer.
     """
     held: list[int] = []
     for layer in layers:
@@ -137,7 +138,7 @@ def skewness(layers: Sequence[Layer]) -> float:
 
 
 def cuts(layers: Sequence[Layer], cluster: PlacementHardware) -> tuple[CutEstimate, ...]:
-    """All cuts that the model admits, with what they send and take."""
+    """Returns all possible cuts of a model, with their predicted traffic and times."""
     last = max((place for place, layer in enumerate(layers) if layer.kind == "convolution"), default=-1)
     found, front_bytes = [], 0
     for index, layer in enumerate(layers[:-1], 1):
@@ -152,9 +153,9 @@ def cuts(layers: Sequence[Layer], cluster: PlacementHardware) -> tuple[CutEstima
 
 
 def placed_s(layers: Sequence[Layer], index: int, cluster: PlacementHardware) -> float:
-    """Seconds of a synchronous step with layers placed: a stage server takes one mini-batch after another.
+    """Returns the time of a synchronous step with a stage server, which takes one mini-batch after another.
 
-    Several do so side by side, and then pass the sum of their gradients on, from each to the next, and from the last to
+    Several stage servers work in parallel. Then each passes the sum of the gradients to the next, and the last one to
     all.
     """
     front, back = layers[:index], layers[index:]
@@ -177,7 +178,7 @@ def placed_s(layers: Sequence[Layer], index: int, cluster: PlacementHardware) ->
 
 
 def server_s(layers: Sequence[Layer], cluster: PlacementHardware) -> float:
-    """Seconds of a synchronous step through a parameter server, whose link all gradients and weights cross."""
+    """Returns the time of a synchronous step through a parameter server. Its link carries all gradients and weights."""
     transfer_s = sum(layer.parameters_bytes for layer in layers) / cluster.bytes_per_s
     return 2 * cluster.latency_s + _step_s(
         cluster,
@@ -188,14 +189,15 @@ def server_s(layers: Sequence[Layer], cluster: PlacementHardware) -> float:
 
 
 class _Use(NamedTuple):
-    """A part of each learner's step.
+    """Part of each learner's step.
 
     Attributes:
-        seconds: that it takes.
-        of: what it occupies meanwhile, which one learner at a time may; empty: each has its own.
-        servers: how many there are of that, among which learners are divided.
-        shared: that all learners begin it at one time, so that none is through before all are, if links are shared.
-        first_s: when the first is through, where others do not wait for that; 0: after these seconds.
+        seconds: Duration of the part.
+        of: Name of the resource that the part occupies, which serves one learner at a time. Empty: each learner has its
+            own.
+        servers: Number of such resources, among which learners are divided.
+        shared: Whether all learners begin the part together on shared links, so that all finish at the same time.
+        first_s: Time until the first learner has finished the part, if the others do not delay it. 0: `seconds`.
     """
 
     seconds: float
@@ -206,9 +208,12 @@ class _Use(NamedTuple):
 
 
 def _first_of_s(cluster: PlacementHardware, seconds: float, apart_s: float) -> float:
-    """When the first tensor has crossed a shared link that takes it so long alone, where others follow so far apart.
+    """Returns when the first tensor has crossed a shared link.
 
-    While there are n of them, it gets a part of 1/n.
+    Args:
+        cluster: Learners and links.
+        seconds: Time that one tensor takes on the link without others.
+        apart_s: Time between the starts of two tensors. While n tensors are on the link, each gets 1/n of it.
     """
     if cluster.sharing == "turns" or seconds <= apart_s or not apart_s:
         return seconds
@@ -216,10 +221,10 @@ def _first_of_s(cluster: PlacementHardware, seconds: float, apart_s: float) -> f
 
 
 def _step_s(cluster: PlacementHardware, *uses: _Use) -> float:
-    """When all learners are through, who go through the same parts, one after the other where they may not at once.
+    """Returns when all learners have finished the same parts, one after the other if a resource serves one at a time.
 
-    What is used longest decides: it is used by all of them without a gap, after the first has come there, and before
-    the last has gone through the rest.
+    The resource with the most work decides: all learners use it without a gap, after the first has arrived there, and
+    before the last has finished its other parts.
     """
     if cluster.sharing == "equal" and any(use.shared for use in uses):
         last = max(place for place, use in enumerate(uses) if use.shared)
@@ -237,12 +242,12 @@ def _step_s(cluster: PlacementHardware, *uses: _Use) -> float:
 
 
 def _users(cluster: PlacementHardware, servers: int) -> int:
-    """Of each of so many servers, among which learners are divided."""
+    """Returns the number of learners of each server."""
     return -(-cluster.learners // servers)
 
 
 def allreduce_s(layers: Sequence[Layer], cluster: PlacementHardware) -> float:
-    """Seconds of a synchronous step by a ring."""
+    """Returns the time of a synchronous step by a ring."""
     size, others = sum(layer.parameters_bytes for layer in layers), cluster.learners - 1
     transfer_s = 2 * size * others / cluster.learners / cluster.bytes_per_s
     return sum(layer.seconds for layer in layers) + transfer_s + 2 * others * cluster.latency_s
@@ -261,15 +266,15 @@ def choose(
     threshold: float = THRESHOLD,
     against: Sequence[Form] = ("server", "allreduce"),
 ) -> PlacementDecision:
-    """Where to cut a model.
+    """Chooses a cut of a model.
 
     Args:
-        rule: "ralp", the paper's: where parameters are skewed, the cut behind the last convolution that sends least;
-            "auto": the cut whose step is predicted to be the shortest.
-        layers: of the model, in order.
-        cluster: who takes part.
-        threshold: the skewness up to which "ralp" cuts.
-        against: what else there is, for "auto".
+        rule: "ralp", the rule of the paper: if parameters are skewed, the cut after the last convolution that sends
+            least. "auto": the cut with the shortest predicted step.
+        layers: Layers of the model, in order.
+        cluster: Learners and servers of a step.
+        threshold: Largest skewness that lets "ralp" cut.
+        against: Alternatives without a cut, for "auto".
     """
     size, skewed, found = sum(layer.parameters_bytes for layer in layers), skewness(layers), cuts(layers, cluster)
     decide: Callable[[], tuple[CutEstimate | None, str]] = {

@@ -1,30 +1,31 @@
-"""Rows of measurement: the same bytes in messages, in memory and in the HDF5 file.
+"""Rows of measurements: the same bytes in messages, in memory and in the HDF5 file.
 
-Every dtype here is packed and little-endian, so a row goes over MPI and into a data set as it is. Times are seconds
-since the server started training, on one clock for all ranks.
+Every dtype here is packed and little-endian. So a row is sent by MPI and written to a data set unchanged. Times are
+seconds since the start of training, on one clock for all ranks.
 """
 
 import numpy as np
 from msgspec import Struct
 
 MEANING: dict[np.dtype[np.void], dict[str, str]] = {}
-"""Table -> column -> what it means. The columns named pad keep the others aligned, and mean nothing."""
+"""Table -> column -> meaning. Columns named pad only align the others."""
 
 
 def table(*columns: tuple[str, str, str]) -> np.dtype[np.void]:
-    """The dtype of a table's rows, of each column's name, type and meaning; `MEANING` keeps the last."""
+    """Returns the dtype of a table's rows, from the name, type and meaning of each column. `MEANING` keeps the
+    meanings."""
     dtype = np.dtype([(name, kind) for name, kind, _ in columns])
     MEANING[dtype] = {name: meaning for name, _, meaning in columns if name != "pad"}
     return dtype
 
 
-_ERRORS = "wrong samples, each counted by the share of it that is wrong; NaN where the task knows no error"
+_ERRORS = "wrong samples, each a partly wrong sample counts as a fraction; NaN: the task has no error"
 
 GRADIENT = table(
     ("update", "<i8", "timestamp of the update that applied the gradient"),  # -1 on the way to the server
     ("learner", "<i4", "number of the learner that computed the gradient, from 0"),
     ("samples", "<i4", "samples of the gradient's mini-batch"),
-    ("step", "<i8", "number of the gradient among those of its learner, from 0"),
+    ("step", "<i8", "number of the gradient among its learner's gradients, from 0"),
     ("first", "<i8", "position of the gradient's first sample in its stream; of an average, of its first mini-batch"),
     ("timestamp", "<i8", "timestamp of the weights that the gradient was computed from"),
     ("staleness", "<i8", "σ: the server's timestamp when the gradient arrived, minus `timestamp`"),
@@ -33,11 +34,11 @@ GRADIENT = table(
     ("errors", "<f4", _ERRORS),
     ("stream", "<i4", "number of that stream: the learner's own, or with `cluster.shares` one of several learners"),
 )
-"""One gradient that was applied, in order of application."""
+"""Applied gradient, in order of application."""
 
 
 class Gradient(Struct, frozen=True, gc=False):
-    """A row of `GRADIENT` as plain numbers: NumPy is slow on one row."""
+    """Row of `GRADIENT` as plain numbers, because NumPy is slow on single rows."""
 
     update: int
     learner: int
@@ -59,94 +60,98 @@ UPDATE = table(
     ("samples", "<i8", "samples of these gradients"),
     ("learning_rate", "<f8", "learning rate α of the update, after schedule, warm-up and modulation"),
     ("mean_staleness", "<f8", "⟨σ⟩: mean staleness of the update's gradients"),  # eq. 2
-    ("time_s", "<f8", "training time at which the update began"),
+    ("time_s", "<f8", "training time when the update began"),
     ("update_s", "<f8", "time that the optimiser's step took"),
     ("digest", "<u8", "hash of a sample of the updated weights, another sample each time; a replay compares it"),
 )
-"""One update of the weights."""
+"""Update of the weights."""
 
 MINIBATCH = table(
     ("learner", "<i4", "number of the learner, from 0"),
     ("samples", "<i4", "samples of the mini-batch"),
-    ("step", "<i8", "number of the mini-batch among those of its learner, from 0"),
+    ("step", "<i8", "number of the mini-batch among its learner's mini-batches, from 0"),
     ("timestamp", "<i8", "timestamp of the weights that the gradient was computed from"),
     ("loss", "<f8", "mean loss over the samples"),
     ("errors", "<f4", _ERRORS),
     ("pad", "<i4", ""),
-    ("time_s", "<f8", "training time at which the gradient was ready"),
+    ("time_s", "<f8", "training time when the gradient was ready"),
     (
         "compute_s",
         "<f8",
         "time to compute the gradient, from when the learner asks for it, a stage server's part included",
     ),  # what follows is 0 for a gradient that was not pushed
     ("reduce_s", "<f8", "time to add up the gradients of a compute group"),
-    ("push_s", "<f8", "time until the server had the gradient; with `adv*` beside computing"),
+    ("push_s", "<f8", "time until the server had the gradient; with `adv*` in parallel with computing"),
     ("wait_s", "<f8", "time from asking for weights until the server's answer"),
     ("pull_s", "<f8", "time to transfer the weights"),
     ("update_s", "<f8", "time to update the learner's own weights, in a run without a parameter server"),
 )
-"""Training error and times of one mini-batch, as a learner reports them."""
+"""Training error and times of a mini-batch, as a learner reports them."""
 
 EPOCH = table(
     ("epoch", "<i4", "number of the epoch that has ended: 1, 2, …"),
-    ("evaluated", "<i4", "1: the weights at the epoch's end were tested; 0: they were not"),
+    ("evaluated", "<i4", "1: the weights at the epoch's end were evaluated; 0: they were not"),
     ("timestamp", "<i8", "timestamp of the weights at the epoch's end"),
     ("samples", "<i8", "samples applied since the start of training"),
-    ("time_s", "<f8", "training time at which the epoch ended"),
-    ("mean_staleness", "<f8", "mean staleness of the epoch's gradients; NaN where the epoch has none"),
+    ("time_s", "<f8", "training time when the epoch ended"),
+    ("mean_staleness", "<f8", "mean staleness of the epoch's gradients; NaN: the epoch has none"),
     ("learning_rate", "<f8", "learning rate of the epoch's last update"),
-    ("train_loss", "<f8", "mean loss over the samples of the epoch's gradients; NaN where the epoch has none"),
-    ("train_error", "<f8", "share of these samples that were wrong; NaN where the epoch has none"),
-    ("test_loss", "<f8", "mean loss over the test set; NaN where the epoch was not tested"),
-    ("test_error", "<f8", "share of the test set that was wrong; NaN where the epoch was not tested"),
-    ("validation_loss", "<f8", "mean loss over the validation split; NaN without a split or a test"),
-    ("validation_error", "<f8", "share of the validation split that was wrong; NaN without a split or a test"),
-    ("evaluation_began_s", "<f8", "training time at which the test began; NaN where the epoch was not tested"),
-    ("evaluation_s", "<f8", "time that the test took, beside training; NaN where the epoch was not tested"),
+    ("train_loss", "<f8", "mean loss over the samples of the epoch's gradients; NaN: the epoch has none"),
+    ("train_error", "<f8", "fraction of these samples that were wrong; NaN: the epoch has none"),
+    ("test_loss", "<f8", "mean loss over the test set; NaN: the epoch was not evaluated"),
+    ("test_error", "<f8", "fraction of the test set that was wrong; NaN: the epoch was not evaluated"),
+    ("validation_loss", "<f8", "mean loss over the validation split; NaN: there is no split, or no evaluation"),
+    (
+        "validation_error",
+        "<f8",
+        "fraction of the validation split that was wrong; NaN: there is no split, or no evaluation",
+    ),
+    ("evaluation_began_s", "<f8", "training time when the evaluation began; NaN: the epoch was not evaluated"),
+    ("evaluation_s", "<f8", "duration of the evaluation, in parallel with training; NaN: the epoch was not evaluated"),
     (
         "weights_sha256",
         "S64",
-        "SHA-256 of the weights at the epoch's end; empty where the statistics server was behind",
+        "SHA-256 of the weights at the epoch's end; empty: the statistics server was too slow",
     ),
 )
-"""One epoch; errors are fractions in 0…1, and NaN where the task knows none.
+"""Epoch. Errors are fractions in 0…1, and NaN if the task has no error.
 
-Where one update ends several epochs, its gradients are of the first of them, and the others have none.
+If one update ends several epochs, its gradients belong to the first of them, and the other epochs have none.
 """
 
 METRIC = table(
-    ("epoch", "<i4", "number of the epoch whose weights were tested"),
+    ("epoch", "<i4", "number of the epoch whose weights were evaluated"),
     ("pad", "<i4", ""),
-    ("split", "S16", "what was tested: `test`, `validation`, or `train` by workers of protocol hogbatch"),
+    ("split", "S16", "evaluated split: `test`, `validation`, or `train` by workers of protocol hogbatch"),
     ("name", "S64", "name of the metric, such as `top5_error`"),
     ("value", "<f8", "mean of the metric over the samples"),
 )
-"""What a test of the weights measured beside loss and error."""
+"""Result of an evaluation in addition to loss and error."""
 
 AVERAGE = table(
     ("timestamp", "<i8", "timestamp of the weights after the update that the average made"),
     ("learner", "<i4", "number of the learner"),
     ("pad", "<i4", ""),
     ("distance", "<f8", "Euclidean distance of the learner's replica, or reference, from the weights when averaged"),
-    ("correction", "<f8", "by how much that was moved then; where it moves to the new weights, `distance`"),
+    ("correction", "<f8", "distance of the correction; `distance` if the replica moves to the new weights"),
 )
-"""What one learner brought to one average of replicas."""
+"""Contribution of one learner to one average of replicas."""
 
 STAGE = table(
     ("timestamp", "<i8", "timestamp of the stage server's weights after the update that took the mini-batch in"),
     ("learner", "<i4", "number of the learner whose mini-batch it is, from 0"),
     ("samples", "<i4", "samples of the mini-batch"),
-    ("step", "<i8", "number of the mini-batch among those of its learner, from 0"),
+    ("step", "<i8", "number of the mini-batch among its learner's mini-batches, from 0"),
     ("front", "<i8", "timestamp of the parameter server's weights that the activations were computed with"),
     ("staleness", "<i8", "updates of the stage server's weights between computing and that update"),
     ("learning_rate", "<f8", "learning rate of that update"),
-    ("time_s", "<f8", "training time at which the stage server began to compute"),
+    ("time_s", "<f8", "training time when the stage server began to compute"),
     ("wait_s", "<f8", "time that the activations had waited for their turn by then"),
     ("compute_s", "<f8", "time to compute loss and gradients"),
     ("update_s", "<f8", "time that the optimiser's step took"),
     ("digest", "<u8", "hash of a sample of the updated weights, another sample each time; a replay compares it"),
 )
-"""One mini-batch at the stage server, where layers are placed there, in the order of its updates."""
+"""Mini-batch at the stage server, in the order of its updates."""
 
 LOG = np.dtype(
     [
@@ -163,16 +168,16 @@ LOG = np.dtype(
         ("pad", "<i4"),
     ]
 )
-"""What the first of several servers has the others do (`rudra.roles.sharded`); no table of the results."""
+"""Action that the first of several servers orders (`rudra.roles.sharded`). It is not in the result file."""
 
 WORK = np.dtype([("first", "<i8"), ("count", "<i8")])
-"""The samples that a coordinator gives a worker (`rudra.core.work.Work`); no table of the results."""
+"""Samples that a coordinator assigns to a worker (`rudra.core.work.Work`). They are not in the result file."""
 
 SUM = np.dtype([("split", "S16"), ("name", "S64"), ("samples", "<i8"), ("value", "<f8")])
-"""What a part of a test came to, of one split and one metric: added up over its samples; no table of the results."""
+"""Sum over the samples of a part of an evaluation, for one split and one metric. It is not in the result file."""
 
 FLOATS = np.dtype([("value", "<f4")])
-"""A few floats, as a message carries them."""
+"""Floats in a message."""
 
 ROLE = table(
     (
@@ -180,14 +185,14 @@ ROLE = table(
         "S20",
         "`parameter server`, `parameter shard`, `stage server`, `tree server`, `statistics server` or `learner`",
     ),
-    ("index", "<i4", "number of the role among those of its kind, from 0; of shards from 1"),
+    ("index", "<i4", "number of the role among roles of its kind, from 0; shards from 1"),
     ("world_rank", "<i4", "MPI rank that hosts the role"),
     ("parent", "<i4", "row of the role that takes this role's gradients; -1: none"),
     ("source", "<i4", "row of the role that gives this role weights; -1: its parent"),
     ("node", "<i4", "number of the role's node; -1: a node of its own, or the first"),
     ("group", "<i4", "number of the role's compute group; -1: none"),
 )
-"""Who was who: one role; its id in messages is the number of its row."""
+"""Role of the run. Its id in messages is the number of its row."""
 
 LEARNER = table(
     ("learner", "<i4", "number of the learner, from 0"),
@@ -203,10 +208,10 @@ LEARNER = table(
     ("pull_s", "<f8", "time spent receiving weights"),
     ("update_s", "<f8", "time spent updating the learner's own weights, in a run without a parameter server"),
 )
-"""Where one learner's time went."""
+"""Time account of a learner."""
 
 TIMES = ("compute_s", "reduce_s", "push_s", "wait_s", "pull_s", "update_s")
-"""Where a learner's time goes, in this order: columns of `MINIBATCH` and `LEARNER`."""
+"""Parts of a learner's time, in this order: columns of `MINIBATCH` and `LEARNER`."""
 
 TOTALS = table(
     ("timestamp", "<i8", "timestamp of the final weights, which is the number of updates"),
@@ -218,7 +223,7 @@ TOTALS = table(
     ("lost", "<i8", "gradients that were lost with a rank"),
     ("time_s", "<f8", "training time, from the common start to the last update"),
 )
-"""The server's closing account."""
+"""Closing account of the server."""
 
 EVENT = table(
     (
@@ -235,4 +240,4 @@ EVENT = table(
     ("wall_s", "<f8", "wall clock of the event, in seconds since 1970; 0 in a simulation"),
     ("text", "S512", "the event in words"),
 )
-"""Something that happened to the run, beside training."""
+"""Event of the run outside the usual course of training."""

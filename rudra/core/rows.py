@@ -1,4 +1,4 @@
-"""When gradients of a sparse first layer are rows, and when the flat vector after all."""
+"""Rule that decides whether gradients of a sparse first layer travel as rows or as a flat vector."""
 
 from rudra.job.job import Job
 from topologies import Plan
@@ -9,11 +9,11 @@ _CARRIERS = {
     *(Variant.TREE_SERVER, Variant.STATISTICS_SERVER),
     *(Variant.LEARNER, Variant.OVERLAPPED_LEARNER, Variant.SHARDED_LEARNER, Variant.WORKER),
 }
-"""What carries gradients, or nothing that has to do with them."""
+"""Kinds of roles that transfer gradients as rows, or transfer no gradients."""
 
 
 def form_of_gradients(job: Job, plan: Plan) -> str:
-    """How gradients travel and are applied, in words; empty where nobody would ask, as inputs are dense."""
+    """Returns a text that says how gradients travel and are applied. It is empty if the inputs are dense."""
     if not job.data.sparse:
         return ""
     reason = dense_because(job, plan)
@@ -21,11 +21,11 @@ def form_of_gradients(job: Job, plan: Plan) -> str:
 
 
 def dense_because(job: Job, plan: Plan) -> str:
-    """What keeps the gradients of a sparse first layer from being rows; empty where nothing does.
+    """Returns the reason why gradients of a sparse first layer are not rows. It is empty if they are.
 
     Args:
-        job: resolved; its inputs are sparse.
-        plan: who is who.
+        job: Resolved job with sparse inputs.
+        plan: Role assignment.
     """
     optimizer, momentum = job.optimizer, job.explicit_momentum(plan)
     decays = [optimizer.weight_decay, *(group.weight_decay or 0 for group in optimizer.groups)]

@@ -1,4 +1,4 @@
-"""Where training stands at an update: all that a run needs, beside weights and optimiser state, to go on from there."""
+"""Position of the training after an update: all that a resumed run needs in addition to weights and optimiser state."""
 
 from msgspec import Struct
 
@@ -6,27 +6,27 @@ from topologies import Plan
 
 
 class TrainingState(Struct, frozen=True):
-    """The books of the weights' owner, right after an update.
+    """Counters of the owner of the weights, right after an update.
 
-    Nothing of what is under way then belongs to it: gradients that are not applied are computed again, of the weights
-    that are here. So the learners, too, go on from this alone.
+    Gradients that were in flight are not part of the state. They are computed again from these weights. So learners
+    also continue from this state.
 
     Attributes:
-        timestamp: of the weights.
-        epoch: completed epochs.
-        samples: applied.
-        applied: gradients.
-        time_s: training so far.
-        steps: for each learner, the next mini-batch: one more than the last whose gradient was applied.
-        learned: for each learner, the samples of its applied gradients.
-        drawn: for each stream of samples, where the next batch begins: after the last that was applied.
-        epoch_loss, epoch_errors, epoch_staleness, epoch_gradients, epoch_samples: sums over the epoch under way.
-        again: where a coordinator deals the samples out: those that it gave to somebody and that are not applied, by
-            their places in the epoch: the first and how many.
-        sizes, counts: for each of its workers, the size of the last batch, for each thread, and the count of updates.
-        protocol, protocol_state: name of the protocol, and its state after the last update, as `protocols.saved`
-            gave it; empty where it has none.
-        lowered: completed epochs after which the rate fell, or is to fall, because tests got no better.
+        timestamp: Timestamp of the weights.
+        epoch: Number of complete epochs.
+        samples: Number of applied samples.
+        applied: Number of applied gradients.
+        time_s: Seconds of training.
+        steps: For each learner, the number of its next mini-batch: one more than the last applied one.
+        learned: For each learner, the number of samples in its applied gradients.
+        drawn: For each stream of samples, the position of its next batch, after the last applied one.
+        epoch_loss, epoch_errors, epoch_staleness, epoch_gradients, epoch_samples: Sums over the current epoch.
+        again: With a coordinator, samples that were assigned and not applied: first place in the epoch, and number.
+        sizes, counts: For each worker of a coordinator, the size of its last batch for each thread, and its count of
+            updates.
+        protocol, protocol_state: Name of the protocol, and its state after the last update from `protocols.saved`.
+            Empty: it has no state.
+        lowered: Complete epochs after which the learning rate fell, or will fall, because evaluations did not improve.
     """
 
     timestamp: int = 0
@@ -50,19 +50,19 @@ class TrainingState(Struct, frozen=True):
     protocol_state: str = ""
 
     def step(self, learner: int) -> int:
-        """The next mini-batch of a learner."""
+        """Returns the number of the next mini-batch of a learner."""
         return self.steps[learner] if self.steps else 0
 
     def learned_by(self, learner: int) -> int:
-        """Samples of a learner's gradients."""
+        """Returns the number of samples in a learner's applied gradients."""
         return self.learned[learner] if self.learned else 0
 
     def drawn_from(self, stream: int) -> int:
-        """Where the next batch of a stream begins."""
+        """Returns the position of the next batch of a stream."""
         return self.drawn[stream] if self.drawn else 0
 
     def below(self, plan: Plan, role: int) -> int:
-        """How many of the applied gradients passed a role."""
+        """Returns the number of applied gradients that passed a role."""
         own = [self.step(plan.roles[role].index)] if role in plan.learners else []
         return sum(own) + sum(self.below(plan, child) for child in plan.children[role])
 

@@ -1,8 +1,8 @@
-"""How messages travel: a fixed header, rows, and at most one tensor.
+"""Encoding of messages: a fixed header, rows, and at most one tensor.
 
-A control message is header and rows alone. A message with a tensor carries header and rows in a tail
-behind the floats, so that one transfer from one buffer delivers all of it. A part of a tensor, which lies between
-others, travels bare: an earlier message has described it.
+A control message has only a header and rows. A message with a tensor has header and rows in a tail after the floats, so
+that one transfer from one buffer delivers everything. A part of a tensor is in the middle of a buffer and has no
+header. An earlier message has described it.
 """
 
 import struct
@@ -37,27 +37,27 @@ def _struct(dtype: np.dtype[np.void]) -> struct.Struct:
 
 
 PACK = {kind: _struct(dtype).pack for kind, dtype in ROWS.items()}
-"""Makes one row of a kind from numbers: a third of the time that NumPy takes."""
+"""Function that packs one row of a kind, in a third of NumPy's time."""
 
 _GRADIENT = _struct(records.GRADIENT)
 CONTROL_BYTES = 3584
-"""Largest control message; below the eager limit of every transport that we know."""
+"""Size of the largest control message. It is below the eager limit of every known transport."""
 
 CONTROL_GRADIENTS = (CONTROL_BYTES - _HEADER.size) // _GRADIENT.size
-"""Gradients of which one can tell."""
+"""Largest number of gradients that a control message describes."""
 
 
 class _Format(NamedTuple):
-    """How a kind travels.
+    """Encoding of one kind.
 
-    A `timestamp` has its own place in the header. Of other whole numbers the first travels as `value`, and a second one
-    as the timestamp; a float travels as `seconds`, and a bool as `flag`.
+    A `timestamp` has its own place in the header. The first other integer is sent as `value`, and a second one in the
+    place of the timestamp. A float is sent as `seconds`, and a bool as `flag`.
 
     Attributes:
-        kind: which.
-        type: class of its messages.
-        fields: timestamp, value, seconds, flag, rows and gradients of a message.
-        order: the places, among those, of what the class takes after `sender`.
+        kind: Kind of the messages.
+        type: Class of the messages.
+        fields: Function that returns timestamp, value, seconds, flag, rows and gradients of a message.
+        order: Places of the constructor's arguments after `sender` among these fields.
     """
 
     kind: MessageKind
@@ -92,11 +92,11 @@ _FORMATS = {int(kind): _format_of(type_) for kind, type_ in MESSAGES.items()}
 
 
 def encode(message: Message, generation: int = 0) -> bytes:
-    """The bytes of a message, without its tensor.
+    """Encodes a message without its tensor.
 
     Args:
-        message: of any kind.
-        generation: how often ranks had regrouped when it was sent.
+        message: Message of any kind.
+        generation: Number of restarts of the roles when it was sent.
     """
     timestamp, value, seconds, flag, rows, gradients = _FORMATS[message.kind].fields(message)
     count = len(gradients) if rows is None else len(rows)
@@ -108,7 +108,7 @@ def encode(message: Message, generation: int = 0) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """The message that `encode` made these bytes of; they may be followed by others."""
+    """Decodes a message from the output of `encode`. Other bytes may follow it."""
     code, sender, timestamp, value, seconds, count, flag = _HEADER.unpack_from(data)
     kind, type_, _, order = _FORMATS[code & _KIND_MASK]
     rows: Rows | None = None
@@ -128,49 +128,50 @@ FLAGS_BYTES = _FLAGS.size
 
 
 def encode_flags(flags: GroupFlags) -> bytes:
-    """The `FLAGS_BYTES` bytes of flags, which travel in a reduction."""
+    """Encodes the flags that travel in a reduction, in `FLAGS_BYTES` bytes."""
     return _FLAGS.pack(*msgspec.structs.astuple(flags))
 
 
 def decode_flags(data: bytes | bytearray | memoryview) -> GroupFlags:
-    """The flags that `encode_flags` made these bytes of; they may be followed by others."""
+    """Decodes flags from the output of `encode_flags`. Other bytes may follow them."""
     return GroupFlags(*_FLAGS.unpack_from(data))
 
 
 def generation_of(data: bytes | bytearray | memoryview) -> int:
-    """With which `encode` was called."""
+    """Returns the generation of an encoded message."""
     code: int = _HEADER.unpack_from(data)[0]
     return code >> _KIND_BITS
 
 
 def tail_bytes(gradients: int) -> int:
-    """Room behind a tensor for the header and the rows of any kind, `gradients` of them for a gradient."""
+    """Returns the size of the tail for header and rows of any kind, where a gradient has up to `gradients`
+    descriptions."""
     rows = max(gradients * records.GRADIENT.itemsize, records.EPOCH.itemsize)
     return -(-(_HEADER.size + rows) // 64) * 64
 
 
 def behind_bytes(gradients: int) -> int:
-    """What travels behind a tensor that is of so many gradients."""
+    """Returns the size of the tail of a tensor with descriptions of `gradients` gradients."""
     return _HEADER.size + gradients * _GRADIENT.size
 
 
 def tensor_bytes(wire_bytes: int) -> int:
-    """Of the tensor alone, where so many bytes travel with one gradient's rows."""
+    """Returns the size of a tensor without its tail, given the size with the description of one gradient."""
     return max(0, wire_bytes - tail_bytes(1))
 
 
 def in_pieces(rows: Rows) -> list[Rows]:
-    """The rows in pieces of which each has room in a control message."""
+    """Yields the rows in pieces that each fit into a control message."""
     room = (CONTROL_BYTES - _HEADER.size) // rows.dtype.itemsize
     return [rows[i : i + room] for i in range(0, len(rows), room)]
 
 
 def reported(kind: MessageKind, sender: int, rows: Rows) -> list[Message]:
-    """Messages with the rows of a table for the statistics server."""
+    """Yields messages with the rows of a table for the statistics server."""
     return [MESSAGES[kind](sender, piece) for piece in in_pieces(rows)]
 
 
 def in_pieces_or_none(rows: Rows) -> list[tuple[Rows | None, bool]]:
-    """The same pieces, or None if there are no rows; and whether each is the last one."""
+    """Yields the same pieces, or None if there are no rows, each with the fact whether it is the last."""
     pieces: list[Rows | None] = [*in_pieces(rows)] or [None]
     return [(piece, place == len(pieces)) for place, piece in enumerate(pieces, 1)]

@@ -1,4 +1,4 @@
-"""Which samples a gradient is made of, and who decides that: the plan, μ and the shares of the learners."""
+"""Assignment of samples to gradients. The plan, μ and the shares of the learners decide it."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,17 +9,17 @@ from msgspec import Struct
 from topologies import Plan
 
 DEALT = 0
-"""Number of the stream from which the samples come that a coordinator deals out."""
+"""Number of the stream whose samples a coordinator assigns."""
 
 
 class Work(Struct, frozen=True, gc=False):
-    """The samples of one gradient: `count` of them from the `first` on, in a stream of samples.
+    """Samples of one gradient: `count` samples of a stream, beginning with `first`.
 
     Attributes:
-        stream: number of the walk through the training set that they are drawn from.
-        first: position of the first one in that walk.
-        count: how many.
-        stride: how much further on the learner's next work begins, unless something changes by then; 0: nobody knows.
+        stream: Number of the random walk through the training set.
+        first: Position of the first sample in this walk.
+        count: Number of samples.
+        stride: Distance to the first sample of the learner's next work, if nothing changes. 0: unknown.
     """
 
     stream: int
@@ -28,12 +28,19 @@ class Work(Struct, frozen=True, gc=False):
     stride: int
 
     def after(self, steps: int) -> "Work":
-        """That of so many gradients later, or earlier if negative."""
+        """Returns the work of a number of gradients later, or earlier if the number is negative."""
         return Work(self.stream, self.first + steps * self.stride, self.count, self.stride)
 
 
 class Portion(Struct, frozen=True, gc=False):
-    """What part of each batch of a stream one learner takes: `count` samples behind `offset`, of `batch` in all."""
+    """Part of each batch of a stream that one learner takes.
+
+    Attributes:
+        stream: Number of the stream.
+        offset: Position of the part in the batch.
+        count: Number of samples of the part.
+        batch: Number of samples of the whole batch.
+    """
 
     stream: int
     offset: int
@@ -41,21 +48,21 @@ class Portion(Struct, frozen=True, gc=False):
     batch: int
 
     def work(self, drawn: int) -> Work:
-        """The learner's samples of the batch that begins at this position of the stream."""
+        """Returns the learner's samples of the batch that begins at a position of the stream."""
         return Work(self.stream, drawn + self.offset, self.count, self.batch)
 
 
 def portion(plan: Plan, role: int, minibatch_size: int, shares: tuple[float, ...] = ()) -> Portion:
-    """What a learner computes.
+    """Returns the part of each batch that a learner computes.
 
-    Without shares it draws μ samples from a stream of its own. With shares, the learners of a compute group, or all
-    where there are no groups, draw from one stream and take adjacent parts of each batch.
+    Without shares, a learner draws μ samples from a stream of its own. With shares, the learners of a compute group
+    (without groups: all learners) draw from one stream and take adjacent parts of each batch.
 
     Args:
-        plan: who is who.
-        role: the learner's.
-        minibatch_size: μ; a batch of k learners has kμ samples.
-        shares: for each learner of the job by its number, how much it takes compared with the others.
+        plan: Role assignment.
+        role: Id of the learner's role.
+        minibatch_size: μ. A batch of k learners has kμ samples.
+        shares: Share of each learner by its number, relative to all others.
     """
     if not shares:
         return Portion(plan.roles[role].index, 0, minibatch_size, minibatch_size)
@@ -64,7 +71,7 @@ def portion(plan: Plan, role: int, minibatch_size: int, shares: tuple[float, ...
 
 @lru_cache(maxsize=4)  # every learner asks
 def _portions(plan: Plan, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, Portion]:
-    """Those of all learners that share batches."""
+    """Returns the parts of all learners that share batches."""
     found = {}
     for members in plan.groups or (plan.learners,):
         batch = minibatch_size * len(members)
@@ -75,7 +82,7 @@ def _portions(plan: Plan, minibatch_size: int, shares: tuple[float, ...]) -> dic
 
 
 def apportion(shares: Sequence[float], batch: int) -> list[int]:
-    """Whole samples of a batch in proportion to shares: at least one each, and `batch` in all."""
+    """Divides a batch into whole samples in proportion to shares. Each part has at least one sample."""
     total = sum(shares)
     ends = [round(batch * end / total) for end in accumulate(shares, initial=0.0)]
     counts = [end - begin for begin, end in pairwise(ends)]
@@ -86,19 +93,19 @@ def apportion(shares: Sequence[float], batch: int) -> list[int]:
 
 
 def by_speed(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Shares in proportion to speed, of three digits; the slowest learner has 1.
+    """Returns shares in proportion to speed, with three digits. The slowest learner has 1.
 
     Args:
-        seconds: that each learner takes for the same number of samples.
+        seconds: Time of each learner for the same number of samples.
 
-    Source: Omnivore, App. C-D, where speeds are known; here they are measured.
+    Source: Omnivore, App. C-D, where speeds are known. Here they are measured.
     """
     slowest = max(seconds)
     return tuple(float(f"{slowest / own_s:.3g}") for own_s in seconds)
 
 
 def speeds_text(seconds: Sequence[float], minibatch_size: int, shares: Sequence[float]) -> str:
-    """What was measured, and what follows from it; of many learners only the extremes."""
+    """Returns a line with the measured times and the resulting shares. With many learners it has only the extremes."""
     taken, chosen = (
         ", ".join(f"{value:.3g}" for value in values)
         if len(values) <= _SHOWN

@@ -1,4 +1,4 @@
-"""Files that say what things cost in virtual time: presets, and what `rudra calibrate` has measured."""
+"""Files with the costs of virtual time: presets, and measurements of `rudra calibrate`."""
 
 import hashlib
 import json
@@ -19,11 +19,11 @@ from rudra.machine import cores, processor
 PRESETS = Path(__file__).parent / "presets"
 
 MEASURED = Path.home() / ".cache" / "rudra"
-"""Where files of `rudra calibrate` are found without being named."""
+"""Directory where files of `rudra calibrate` are found without a name."""
 
 
 def source(job: Job) -> str | None:
-    """Where a job's costs come from: a preset, a file, or "the job"; None: from defaults, which nobody has measured."""
+    """Returns the source of a job's costs: a preset, a file, or "the job". None: unmeasured defaults."""
     table = job.simulation
     if table.costs is not None:
         return None if table.costs == DEFAULTS else table.costs
@@ -35,9 +35,9 @@ def source(job: Job) -> str | None:
 
 
 def measured_path(job: Job) -> Path:
-    """Where `rudra calibrate` leaves what a job's model costs on this machine, and where it is looked for.
+    """Returns the path where `rudra calibrate` stores the measured costs of a job's model on this machine.
 
-    Named after the model, with a digest of what decides how long a mini-batch takes, but for μ.
+    Its name has the model's name and a digest of all keys that decide the time of a mini-batch, except μ.
     """
     name, data, training = named(job.model.name), job.data, job.training
     decides = [job.model.options, named(data.name), data.options, training.precision, training.compile]
@@ -47,10 +47,10 @@ def measured_path(job: Job) -> Path:
 
 
 def load(job: Job) -> Job:
-    """The job with its cost file read in: keys that the job does not give itself come from there.
+    """Returns the job with the keys of its cost file. Keys that the job gives itself stay.
 
     Raises:
-        ConfigError: there is no such preset or file, it is none, or does not know the job's model.
+        ConfigError: The preset or file does not exist, is no cost file, or does not contain the job's model.
     """
     table, found = job.simulation, source(job)
     if found is None or (found == "the job" and table.costs is None):
@@ -76,7 +76,8 @@ def load(job: Job) -> Job:
 
 
 def _nearest(*levels: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of several levels, of which later ones win, also where they say the same in another unit."""
+    """Merges keys of several levels. A later level replaces keys of earlier ones, including the same quantity in
+    another unit."""
     instead = PER_BYTE | {per_byte: key for key, per_byte in PER_BYTE.items()}
     found: dict[str, Any] = {}
     for level in levels:
@@ -87,10 +88,10 @@ def _nearest(*levels: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find(costs: str) -> Path:
-    """The file of a preset, or that a job names.
+    """Returns the path of a preset, or of a file that a job names.
 
     Raises:
-        ConfigError: there is no such preset or file.
+        ConfigError: The preset or file does not exist.
     """
     path = PRESETS / f"{costs}.toml"
     if not os.path.isfile(path):
@@ -102,14 +103,15 @@ def find(costs: str) -> Path:
 
 
 def presets() -> list[str]:
-    """Names of the clusters that come with Rudra."""
+    """Returns the names of the clusters that come with Rudra."""
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
 def at(compute_s: float | Mapping[int, float], minibatch_size: int) -> float:
-    """Seconds for one mini-batch: a constant, or points (μ, seconds) joined by straight lines in log-log.
+    """Returns the seconds for one mini-batch, given a constant or points (μ, seconds) on straight lines in log-log
+    scale.
 
-    Beyond the outermost points their lines go on; one point alone stands for time proportional to μ.
+    The outermost lines are extended. A single point means that the time is proportional to μ.
     """
     if not isinstance(compute_s, Mapping):
         return compute_s

@@ -1,6 +1,6 @@
-"""Where a job's model is cut whose `[placement] cut` names a rule: chosen once, before there are roles.
+"""Choice of the cut of a model whose job names a rule in `[placement] cut`. It happens once, before roles are made.
 
-The job that is run, stored, replayed and resumed then names the layer, and nobody chooses again.
+The job that is run, stored, replayed and resumed then names the layer, and the choice is not repeated.
 """
 
 from collections.abc import Mapping
@@ -21,20 +21,20 @@ from rudra.prepare.profile import profile
 
 
 def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | None:
-    """Chooses as the rule in a job's `[placement] cut` says, and logs why in one line.
+    """Chooses a cut by the rule in `[placement] cut`, and logs the reason in one line.
 
-    Rule "ralp" depends on the job alone. Rule "auto" needs times: those of the job's costs, or they are measured.
+    Rule "ralp" depends only on the job. Rule "auto" needs times: the job's costs, or measurements.
 
     Args:
-        job: with a rule; the number of learners may be open.
-        ranks: how many there are, where they decide the number of learners.
-        cores: that learners share.
+        job: Job with a rule. Its number of learners may be open.
+        ranks: Number of ranks, if it decides the number of learners.
+        cores: Number of cores that the learners share.
 
     Returns:
-        Name of the first layer that the stage server has; None where placing layers does not pay.
+        Name of the first layer at the stage server. None: placing layers does not pay.
 
     Raises:
-        RudraError: a mistake in the job, or its model cannot be cut.
+        RudraError: The job has a mistake, or its model cannot be cut.
     """
     job = cost_files.load(job)
     rule, size, learners = job.placement.cut, job.training.minibatch_size, job.cluster.learners
@@ -55,7 +55,7 @@ def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | N
 
 
 def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> PlacementHardware:
-    """Who takes part in a step of a job, with these costs."""
+    """Returns the learners and servers of a step of a job, with these costs."""
     near = table.servers_on_first_node  # the machines of the servers are the last ones
     together = near or (len(table.machines) > 1 and table.machines[-1] == table.machines[-2])
     return PlacementHardware(
@@ -71,10 +71,10 @@ def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> Pla
 
 
 def _layers(job: Job) -> tuple[Layer, ...]:
-    """What the layers of the job's model hold and give.
+    """Returns the layers of the job's model with their sizes.
 
     Raises:
-        ConfigError: it cannot be cut at all, or nowhere so that a stage server can have what is behind.
+        ConfigError: The model cannot be cut, or no cut leaves layers that a stage server can have.
     """
     info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
     with torch_as_in(job):
@@ -89,10 +89,10 @@ def _layers(job: Job) -> tuple[Layer, ...]:
 
 
 def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tuple[Layer, ...]:
-    """Layers with their times.
+    """Returns the layers with their times.
 
     Raises:
-        ConfigError: the times are those of another model.
+        ConfigError: The times belong to another model.
     """
     ours, theirs = ([(each.name, each.parameters_bytes) for each in those] for those in (layers, times))
     if ours != theirs:
@@ -106,7 +106,7 @@ def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tu
 
 
 def known(table: SimulationTable, minibatch_size: int) -> tuple[Layer, ...]:
-    """The layers that costs tell of; none where they do not."""
+    """Returns the times of layers in the costs. Empty: there are none."""
     return tuple(
         Layer(
             each.name,
@@ -122,5 +122,5 @@ def known(table: SimulationTable, minibatch_size: int) -> tuple[Layer, ...]:
 
 
 def _at(times: Mapping[int, float], minibatch_size: int) -> float:
-    """Seconds at that μ; what takes no time at any μ takes none."""
+    """Returns the seconds at a mini-batch size. A layer that never takes time takes none."""
     return cost_files.at({size: max(seconds, 1e-12) for size, seconds in times.items()}, minibatch_size)

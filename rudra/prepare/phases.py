@@ -1,4 +1,4 @@
-"""The parts of a run between the changes of its job, with the learning rates of each."""
+"""Phases of a run between the changes of its job, with the learning rates of each."""
 
 from rudra.compute.schedule import schedule_of
 from rudra.core.phases import Phase, Phases, parts
@@ -7,15 +7,15 @@ from topologies import Plan
 
 
 def phases_of(job: Job, plan: Plan, training_samples: int) -> Phases:
-    """Draws up the parts of a run.
+    """Returns the phases of a run.
 
     Args:
-        job: resolved.
-        plan: of the first part.
-        training_samples: size of the training set, by which epochs are counted.
+        job: Resolved job.
+        plan: Plan of the first phase.
+        training_samples: Size of the training set, for counting epochs.
 
     Raises:
-        ConfigError: the schedule is not there, does not take its options, or gives no rates.
+        ConfigError: The schedule does not exist, does not accept its options, or gives no rates.
     """
     texts = ["", *(change.text for change in job.changes)]
     return tuple(

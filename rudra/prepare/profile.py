@@ -1,6 +1,6 @@
-"""Measures what each layer of a job's model takes, holds and gives, in the steps of its training.
+"""Measurement of the time, parameter size and output size of each layer of a job's model.
 
-A step is computed as any learner does, and the times are noted at which its layers begin and end.
+Steps are computed as by a learner, and the clock is read when a layer begins and ends.
 """
 
 import json
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from rudra.compute.timing import TimedChain
 
 SECONDS = 2.0
-"""How long steps are timed, half of them with layers and half without."""
+"""Duration of a measurement. Half of it has readings at layers."""
 
 LEAST, MOST = 5, 400
-"""Steps of each kind."""
+"""Number of steps of each kind."""
 
 _QUICKEST = 4  # one in so many steps counts, the quickest: on a shared machine the others are not ours alone
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a model's layers cost.
+    """Costs of a model's layers.
 
     Attributes:
-        name: of the job.
+        name: Name of the job.
         minibatch_size: μ.
-        layers: of the model, in order.
-        loss_s: of the loss, forward and backward.
-        rest_s: of what else a step does, such as gathering the gradient into one vector.
-        step_s: of a whole step, without anything noted on the way.
-        learner_s: of a learner's step, where that does without autograd; 0: it is such a step.
-        threads: of torch.
+        layers: Layers of the model, in order.
+        loss_s: Time of the loss, forward and backward.
+        rest_s: Time of all other work in a step, such as gathering the gradient into one vector.
+        step_s: Time of a whole step without clock readings.
+        learner_s: Time of a learner's step if it does not use autograd. 0: it is the same as `step_s`.
+        threads: Number of torch's threads.
     """
 
     name: str
@@ -57,29 +57,29 @@ class Profile:
 
     @property
     def sum_s(self) -> float:
-        """Of all parts."""
+        """Returns the sum of all parts."""
         return sum(layer.seconds for layer in self.layers) + self.loss_s + self.rest_s
 
     @property
     def with_loss(self) -> tuple[Layer, ...]:
-        """The layers; whoever has the last computes the loss, too."""
+        """Returns the layers with the time of the loss added to the last one, because its owner computes the loss."""
         *others, last = self.layers
         return *others, replace(last, backward_s=last.backward_s + self.loss_s)
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain values."""
+        """Returns the profile as plain values."""
         return {**asdict(self), "sum_s": self.sum_s}
 
 
 def profile(job: Job, *, seconds: float | None = None) -> Profile:
-    """Measures.
+    """Measures the layers of a model.
 
     Args:
-        job: whose model, data, μ and threads count.
-        seconds: how long steps are timed; by default `SECONDS`.
+        job: Job with the model, the data, μ and the number of threads.
+        seconds: Duration of the measurement, by default `SECONDS`.
 
     Raises:
-        RudraError: a mistake in the job, or its model is no chain of layers.
+        RudraError: The job has a mistake, or its model is no chain of layers.
     """
     from rudra.compute import devices, models, tasks
     from rudra.compute.cuts import chain
@@ -135,7 +135,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
 
 
 def _step(flat: Any, inputs: Any, target: Any, device: "torch.device") -> Callable[[], None]:
-    """One gradient, as a learner computes it."""
+    """Computes one gradient as a learner does."""
     import torch
 
     weights, out = torch.empty(2, flat.size, device=device)
@@ -151,9 +151,10 @@ def _step(flat: Any, inputs: Any, target: Any, device: "torch.device") -> Callab
 def _measured(
     timed: "TimedChain", step: Callable[[], None], alone: Callable[[], None], seconds: float
 ) -> tuple[list[list[float]], float, float]:
-    """Times of the parts of quick steps, the median of quick steps without any note, and what a note takes.
+    """Returns the times of the parts of fast steps, the median of fast steps without readings, and the time of a
+    reading.
 
-    The latter by steps that note the times of every other layer; the kinds of steps take random turns.
+    The latter comes from steps that read the clock at every other layer. The kinds of steps alternate in random order.
     """
     step()
     alone()
@@ -180,7 +181,7 @@ def _measured(
 
 
 def _quick(timed: "TimedChain", step: Callable[[], None]) -> float:
-    """The median of quick steps."""
+    """Returns the median of the fast steps."""
     times = []
     for _ in range(MOST):
         began = timed.now()
@@ -190,7 +191,7 @@ def _quick(timed: "TimedChain", step: Callable[[], None]) -> float:
 
 
 def as_toml(found: Profile) -> str:
-    """`layers` of a cost file (`rudra.job.simulation.LayerCost`)."""
+    """Returns `layers` of a cost file (`rudra.job.simulation.LayerCost`)."""
     size = found.minibatch_size
     rows = [
         f"  {{ name = {json.dumps(layer.name)}, kind = {json.dumps(layer.kind)}"
@@ -203,7 +204,7 @@ def as_toml(found: Profile) -> str:
 
 
 def as_text(found: Profile) -> str:
-    """A table with one row for each layer."""
+    """Returns a table with one row for each layer."""
     report = Report(
         ["layer", "kind", "forward, ms", "backward, ms", "of a step", "parameters, kB", "output, kB/sample"]
     )

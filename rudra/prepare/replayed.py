@@ -1,4 +1,4 @@
-"""The job of a recorded run, as a replay repeats it: the same training, with nothing beside it."""
+"""Job for a replay of a recorded run: the same training without hooks, checkpoints and evaluations."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from rudra.results.reader import Results
 from rudra.trust import admit
 
 REPLAY_MAY_CHANGE = ("data.path", "training.warm_start")
-"""Keys of the job that say where something is: all that a replay may change."""
+"""Keys that a replay may change: locations of files."""
 
 INDIFFERENT = (
     "training.evaluate",
@@ -25,22 +25,22 @@ INDIFFERENT = (
     "cluster.learners_per_rank",
     "cluster.node_memory",
 )
-"""Keys of the `DECISIVE` tables that do not decide what the weights become."""
+"""Keys of the `DECISIVE` tables that have no effect on the weights."""
 
 
 def replayed_job(results: Results, given: Job | None, overrides: Sequence[str] = (), *, trust: bool = False) -> Job:
-    """Makes the job that a replay repeats.
+    """Returns the job that a replay repeats.
 
     Args:
-        results: of the run.
-        given: the job that was run, if the caller has it; None: the file holds it.
-        overrides: changes, each a text `table.key=value`, of keys in `REPLAY_MAY_CHANGE`.
-        trust: whether to import the code that the file names, also if another user wrote it.
+        results: Results of the run.
+        given: Job that was run, if the caller has it. None: the file holds it.
+        overrides: Changes of keys in `REPLAY_MAY_CHANGE`, each a text `table.key=value`.
+        trust: Whether to import the code that the file names, even if another user wrote the file.
 
     Raises:
-        ReplayError: the file holds no whole job.
-        ConfigError: the job cannot be made again, or is not the job of the run.
-        TrustError: the file names code, and neither did this user's run write it nor is `trust` set.
+        ReplayError: The file holds no complete job.
+        ConfigError: The job cannot be made again, or is not the job of the run.
+        TrustError: The file names code, was not written by this user's own run, and `trust` is not set.
     """
     decided = {} if given is None else _decided(results, given)
     job = _restored(results, overrides, trust) if given is None else given
@@ -63,7 +63,7 @@ def replayed_job(results: Results, given: Job | None, overrides: Sequence[str] =
 
 
 def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
-    """The job that a file holds; hooks are no part of what is repeated."""
+    """Returns the job of a file without its hooks."""
     objects = results.attributes["python_objects"].split(", ")
     if given := ", ".join(name for name in objects if not name.startswith("hooks.")):
         raise ReplayError(
@@ -88,7 +88,7 @@ def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
 
 
 def _decided(results: Results, job: Job) -> dict[str, Any]:
-    """What the run has decided of the job that the caller gives, if it is the one of the record."""
+    """Returns the keys that the run has decided for the job of the caller, if it is the job of the record."""
     then, now = decisive(results.job), tables_of(job)
     keys = ("learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else []))
     decided = {"cluster": {key: then["cluster"][key] for key in keys}}
@@ -110,9 +110,9 @@ def _decided(results: Results, job: Job) -> dict[str, Any]:
 
 
 def _lowered(results: Results) -> Mapping[str, Any]:
-    """The rates that tests led to, as milestones: what falls at a plateau falls after the epoch under way.
+    """Returns the drops of a plateau schedule as milestones, each after the epoch that was under way.
 
-    It is under way in the update after the event; where there is none, it does not matter.
+    That epoch is the epoch of the update after the event. If there is no such update, the milestone has no effect.
     """
     events, updates = results.events, results.updates
     milestones: list[int] = []

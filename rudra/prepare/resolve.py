@@ -1,7 +1,7 @@
-"""A written job becomes one that leaves nothing open, and its plan: who is who.
+"""Resolution of a written job: every open key is filled in, and the plan, the role assignment, is made.
 
-Three kinds of places resolve a job: a process that starts ranks (`resolve`), the ranks themselves (`fit`), and a
-process with virtual time (`resolve_virtual`).
+Three callers resolve a job: a process that starts ranks (`resolve`), the ranks themselves (`fit`), and a process with
+virtual time (`resolve_virtual`).
 """
 
 import math
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class ResolvedJob(NamedTuple):
-    """A job of which no key is open, with its plan.
+    """Job without open keys, and its plan.
 
     Attributes:
-        job: with learners, threads, device and layer; shares and the way of computing gradients may still be "auto",
-            because they are measured with the data.
-        plan: who is who.
+        job: Job with learners, threads, device and layer. Shares and the way of computing gradients may still be
+            "auto", because they are measured with the data.
+        plan: Role assignment.
     """
 
     job: Job
@@ -31,15 +31,15 @@ class ResolvedJob(NamedTuple):
 
 
 class RankFacts(NamedTuple):
-    """What one rank says of itself.
+    """Facts of one rank.
 
     Attributes:
-        node: a number that the ranks of a node share.
-        host: name of the machine.
-        cores: that the ranks of the node share.
-        gpus: that torch sees; 0 where the job wants none.
-        gpu_aware: whether the MPI library takes memory of a GPU.
-        threaded: whether MPI grants `MPI_THREAD_MULTIPLE`.
+        node: Number that all ranks of a node share.
+        host: Name of the machine.
+        cores: Number of cores that the ranks of the node share.
+        gpus: Number of GPUs that torch sees. 0: there are none, or the job needs none.
+        gpu_aware: Whether the MPI library accepts GPU memory.
+        threaded: Whether MPI grants `MPI_THREAD_MULTIPLE`.
     """
 
     node: int
@@ -51,31 +51,31 @@ class RankFacts(NamedTuple):
 
 
 def resolve(job: Job, decided: Decided, *, cores: int) -> ResolvedJob:
-    """Resolves a job for ranks that are still to be started, all on one node.
+    """Resolves a job for ranks that will be started on one node.
 
     Args:
-        job: as written.
-        decided: keys that are decided already.
-        cores: that the learners share.
+        job: Written job.
+        decided: Keys that are already decided.
+        cores: Number of cores that the learners share.
 
     Raises:
-        ConfigError: the job does not allow these values.
+        ConfigError: The job does not allow these values.
     """
     job = job.with_(**decided).resolved(cores=cores)
     return ResolvedJob(job, job.plan())
 
 
 def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
-    """Fits a job to the ranks that there are; every rank comes to the same result.
+    """Fits a job to the actual ranks. Every rank gets the same result.
 
     Args:
-        job: as written.
-        decided: keys that are decided already.
-        ranks: in the order of their numbers.
+        job: Written job.
+        decided: Keys that are already decided.
+        ranks: Facts of all ranks, in the order of their numbers.
 
     Raises:
-        TopologyError: the topology does not fit so many ranks, or needs more of MPI than these grant.
-        ConfigError: the protocol cannot work on the plan.
+        TopologyError: The topology does not fit this number of ranks, or needs an MPI feature that the ranks lack.
+        ConfigError: The protocol does not work on the plan.
     """
     by_rule, job = job.placement.by_rule, job.with_(**decided)
     places = [rank.node for rank in ranks]
@@ -101,7 +101,7 @@ def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
 
 
 def _share(plan: Plan, ranks: Sequence[RankFacts]) -> int:
-    """How many cores each rank that computes gradients has for itself, on the node where that is least."""
+    """Returns the number of cores for each rank that computes gradients, on the node with the fewest."""
     traits = [[plan.traits(role) for role in plan.on_rank(number)] for number in range(len(ranks))]
     computing = [any(kind.trains or kind.concludes for kind in kinds) for kinds in traits]  # one gradient at a time
     on_node = [sum(computing[i] for i, other in enumerate(ranks) if other.node == rank.node) for rank in ranks]
@@ -111,18 +111,18 @@ def _share(plan: Plan, ranks: Sequence[RankFacts]) -> int:
 def choose_devices(
     resolved: ResolvedJob, ranks: Sequence[RankFacts], number: int
 ) -> tuple[ResolvedJob, "torch.device"]:
-    """Resolves on which kind of device learners compute.
+    """Resolves the kind of device that learners compute on.
 
     Args:
-        resolved: the job, as `fit` gives it.
-        ranks: in the order of their numbers.
-        number: of one rank.
+        resolved: Job from `fit`.
+        ranks: Facts of all ranks, in the order of their numbers.
+        number: Number of one rank.
 
     Returns:
         The job with this device, and the device of that rank.
 
     Raises:
-        ConfigError: a rank lacks a GPU that the job wants, or an MPI library that uses it.
+        ConfigError: A rank lacks a GPU that the job requires, or its MPI library cannot use it.
     """
     from rudra.compute import devices  # and torch, which a process that starts ranks does without
 
@@ -146,22 +146,22 @@ def resolve_virtual(job: Job, decided: Decided, *, cores: int = 1) -> ResolvedJo
     """Resolves a job for virtual time, on the nodes of its table `[simulation]`.
 
     Args:
-        job: as written, with its cost file read in.
-        decided: keys that are decided already.
-        cores: that the learners share.
+        job: Written job with the keys of its cost file.
+        decided: Keys that are already decided.
+        cores: Number of cores that the learners share.
 
     Raises:
-        ConfigError: the job does not allow these values, or does not work on its nodes.
-        ValueError: options of the topology do not fit these learners.
+        ConfigError: The job does not allow these values, or does not work on its nodes.
+        ValueError: Options of the topology do not fit these learners.
     """
     job = job.with_(**decided).resolved(cores=cores)
     return ResolvedJob(job, job.plan(nodes_of(job)))
 
 
 def nodes_of(job: Job) -> list[int]:
-    """The node of every learner in virtual time: blocks of ranks with learners that differ by one at most.
+    """Returns the node of every learner in virtual time. Nodes differ by one rank with learners at most.
 
-    Workers that share memory are on one node, if the job does not say how many there are.
+    Workers that share memory are on one node, unless the job gives the number of nodes.
     """
     learners, each, count = job.learners, job.cluster.learners_per_rank, job.simulation.nodes
     if isinstance(count, Mapping):
@@ -174,16 +174,16 @@ def nodes_of(job: Job) -> list[int]:
 
 
 def with_cut(job: Job, decided: Decided, *, ranks: int | None = None, cores: int = 1) -> Decided:
-    """Returns what is decided, with the layer that the rule in `[placement] cut` chooses, unless that is known.
+    """Returns the decided keys with the layer that the rule in `[placement] cut` chooses, unless it is known.
 
     Args:
-        job: as written.
-        decided: keys that are decided already.
-        ranks: how many there are, where they decide the number of learners.
-        cores: that the learners share.
+        job: Written job.
+        decided: Keys that are already decided.
+        ranks: Number of ranks, if it decides the number of learners.
+        cores: Number of cores that the learners share.
 
     Raises:
-        RudraError: a mistake in the job, or its model cannot be cut.
+        RudraError: The job has a mistake, or its model cannot be cut.
     """
     if not job.placement.by_rule or "placement" in decided:
         return decided
@@ -193,11 +193,11 @@ def with_cut(job: Job, decided: Decided, *, ranks: int | None = None, cores: int
 
 
 def settle(job: Job, *, gradients: str, shares: Sequence[float] | None = None) -> Job:
-    """Fills in what is measured with the data, as the last that is open.
+    """Fills in the keys that are measured with the data. No key is open afterwards.
 
     Args:
-        job: resolved.
-        gradients: `training.gradients`, as the first gradient settles it.
-        shares: `cluster.shares`, as measured; None: as the job says.
+        job: Resolved job.
+        gradients: Value of `training.gradients` after the first gradient.
+        shares: Measured `cluster.shares`. None: the shares of the job stay.
     """
     return job.with_(training={"gradients": gradients}, cluster={} if shares is None else {"shares": shares})

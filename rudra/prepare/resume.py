@@ -1,4 +1,4 @@
-"""`rudra resume`: the job of a checkpoint, changed as far as a run that continues may be."""
+"""Job of `rudra resume`: the job of a checkpoint, with the changes that a resumed run allows."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +14,20 @@ from rudra.results.reader import open_results
 from rudra.trust import admit
 
 UNUSED = ("name", "simulation", "study")
-"""Keys and tables of which a run that continues takes nothing."""
+"""Keys and tables that a resumed run ignores."""
 
 
 def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False) -> tuple[Job, Path, Path]:
-    """Finds the job, the checkpoint and the result file of a run that is to continue.
+    """Returns the job, the checkpoint and the result file of a run to resume.
 
     Args:
-        given: its result file, or a checkpoint of it.
-        overrides: texts `table.key=value`; keys that decide how long it trains, or nothing.
-        trust: import the code that the checkpoint names, whoever wrote it.
+        given: Result file or checkpoint of the run.
+        overrides: Texts `table.key=value`, for keys that decide the length of the training or have no effect on it.
+        trust: Whether to import the code that the checkpoint names, whoever wrote it.
 
     Raises:
-        TrustError: another user's checkpoint names code.
-        RudraError: there is no whole checkpoint; a change would do nothing, or too much; or it is finished.
+        TrustError: Another user's checkpoint names code.
+        RudraError: There is no complete checkpoint, a change has no effect or is not allowed, or the run is finished.
     """
     path = source(given)
     output = checkpoint.results_of(path)
@@ -56,11 +56,11 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
 
 
 def job_of(state: SavedState, overrides: Sequence[str] = (), *, trust: bool = False) -> Job:
-    """Makes the job that a checkpoint holds, changed as in `Job.load`.
+    """Returns the job of a checkpoint, with changes as in `Job.load`.
 
     Raises:
-        ConfigError: it was made of Python objects, which no file holds.
-        TrustError: another user's checkpoint names code, and `trust` is not set.
+        ConfigError: The job was made of Python objects, which no file holds.
+        TrustError: Another user's checkpoint names code, and `trust` is not set.
     """
     if given := state.attributes.get("python_objects"):
         raise ConfigError(

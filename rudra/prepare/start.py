@@ -1,4 +1,4 @@
-"""Where a run begins: at the start, at a checkpoint of its own, or with all of another run's checkpoint."""
+"""Beginning of a run: the start, a checkpoint of its own, or another run's complete checkpoint."""
 
 import json
 import math
@@ -24,19 +24,20 @@ Decided = Mapping[str, Any]
 """Values of keys that the written job leaves open: table -> key -> value."""
 
 UNNAMED = Path()
-"""In place of a result file whose name is still to be reserved."""
+"""Placeholder for a result file whose name is not reserved yet."""
 
 
 class StartRequest(NamedTuple):
-    """What the user says of a run's beginning.
+    """User's request for the beginning of a run.
 
     Attributes:
-        output: result file; None: no name is given.
-        resume: checkpoint or result file to continue from; True: that of `output`, if there is one; False: none.
-        force: whether an existing result file may be replaced.
-        origin: checkpoint of another run, with all of which this one begins unless it continues.
-        weights: checkpoint or result file of another run, with the weights of which this one begins.
-        temporary: whether `output` was chosen by Rudra, as if it were None.
+        output: Result file. None: the user gave no name.
+        resume: Checkpoint or result file to resume from. True: the checkpoint of `output`, if there is one. False:
+            none.
+        force: Whether an existing result file may be replaced.
+        origin: Checkpoint of another run whose complete state this run begins with, unless it is resumed.
+        weights: Checkpoint or result file of another run whose weights this run begins with.
+        temporary: Whether Rudra chose `output`, as if it were None.
     """
 
     output: Path | None
@@ -48,21 +49,21 @@ class StartRequest(NamedTuple):
 
 
 class StartDecision(NamedTuple):
-    """Where a run begins, and what follows from that.
+    """Decision about the beginning of a run.
 
     Attributes:
-        output: result file.
-        checkpoint: to continue from; None: the run begins.
-        position: of the checkpoint.
-        decided: keys whose values the checkpoint and the request decide.
-        overwrite: whether the result file may be replaced.
-        finished: whether nothing is left to do.
-        replanned: what would have been different so far, had this job been the one that ran; often empty.
-        branched: whether the checkpoint is another run's, of which this one has the rows up to there.
-        text: what to tell the user.
-        run: identity of the run.
-        temporary: whether nobody named the result file, so that the last checkpoint is removed at the end of the run.
-        fingerprints: of the data so far, as `rudra.data.fingerprint.plain` gives them.
+        output: Result file.
+        checkpoint: Checkpoint to resume from. None: the run begins at the start.
+        position: Position of the checkpoint in the training.
+        decided: Keys whose values the checkpoint and the request decide.
+        overwrite: Whether the result file may be replaced.
+        finished: Whether the run is already finished.
+        replanned: Differences between the past learning rates and the schedule of this job. Empty: there are none.
+        branched: Whether the checkpoint belongs to another run, whose rows up to the checkpoint this run copies.
+        text: Text for the user.
+        run: Identity of the run.
+        temporary: Whether the user gave no name for the result file, so that the last checkpoint is removed at the end.
+        fingerprints: Fingerprints of the data, from `rudra.data.fingerprint.plain`.
     """
 
     output: Path
@@ -80,16 +81,16 @@ class StartDecision(NamedTuple):
 
 
 def decide(job: Job, asked: StartRequest) -> StartDecision:
-    """Decides where a run begins.
+    """Decides the beginning of a run.
 
     Args:
-        job: as written.
-        asked: what the user says of it. Without a name for the result file, one is reserved with an empty file, which
+        job: Written job.
+        asked: User's request. Without a name for the result file, an empty file reserves one, which
             `rudra.results.writer.remove_if_empty` removes again.
 
     Raises:
-        RudraError: the checkpoint is missing, damaged, or of another job; or the result file exists and may not be
-            replaced.
+        RudraError: The checkpoint is missing, damaged, or belongs to another job, or the result file exists and may not
+            be replaced.
     """
     if asked.resume is False and asked.origin is None:
         begin = _fresh(asked)
@@ -106,14 +107,14 @@ def decide(job: Job, asked: StartRequest) -> StartDecision:
 
 
 def _fresh(asked: StartRequest) -> StartDecision:
-    """At the start."""
+    """Returns the decision to begin at the start."""
     output = UNNAMED if asked.output is None else checked_name(asked.output)
     temporary = asked.temporary or asked.output is None
     return StartDecision(output, overwrite=asked.force or asked.output is None, temporary=temporary)
 
 
 def _found(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, SavedState | None]:
-    """Where the files say that a run begins; and its checkpoint, if it begins with one."""
+    """Returns the decision according to the files, and the checkpoint if the run begins with one."""
     begin, state = (_fresh(asked), None) if asked.resume is False else _resumed(name, job, asked)
     if asked.origin is None or begin.checkpoint is not None or begin.finished:
         return begin, state
@@ -121,7 +122,7 @@ def _found(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, 
 
 
 def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, SavedState | None]:
-    """At a checkpoint of the run itself; at the start, where there is none yet."""
+    """Returns the decision to resume the run from its own checkpoint, or to begin at the start if there is none yet."""
     output, wanted = None if asked.output is None else checked_name(asked.output), asked.resume
     if not isinstance(wanted, Path) and output is None:
         raise ConfigError("--resume needs a result file; use --output FILE.h5 or --resume FILE.h5")
@@ -155,7 +156,7 @@ def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision
 
 
 def _without_checkpoint(name: str, job: Tables, output: Path, asked: StartRequest) -> StartDecision:
-    """At the start, because there is no checkpoint yet."""
+    """Returns the decision to begin at the start, because there is no checkpoint yet."""
     if finished(output):
         return _nothing_left(output, asked)
     if output.exists() and not replaceable(output, job):
@@ -170,7 +171,7 @@ def _nothing_left(output: Path, asked: StartRequest) -> StartDecision:
 
 
 def _branched(name: str, job: Tables, begin: StartDecision, origin: Path) -> tuple[StartDecision, SavedState]:
-    """With all of another run's checkpoint."""
+    """Returns the decision to begin with another run's complete checkpoint."""
     if origin.suffix != checkpoint.SUFFIX:
         raise ConfigError(
             f"--from {origin}: a result file has no optimiser state; use a checkpoint FILE.ckpt, or --carry weights"
@@ -207,10 +208,10 @@ def _branched(name: str, job: Tables, begin: StartDecision, origin: Path) -> tup
 
 
 def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision:
-    """Checks a checkpoint against the job that continues from it, and says what that job would have planned otherwise.
+    """Checks a checkpoint against the job that continues from it, and adds the differences of the schedules.
 
     Raises:
-        CheckpointError: the protocol does not take the state that the checkpoint has of it.
+        CheckpointError: The protocol does not accept its state from the checkpoint.
     """
     position, now = state.position, job.at(state.position.epoch)
     if position.protocol_state and position.protocol == named(now.protocol.name):
@@ -225,7 +226,7 @@ def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision
 
 
 def _check_longer(state: SavedState, found: JobComparison) -> None:
-    """Raises ConfigError where nothing is left to train from a checkpoint on."""
+    """Raises ConfigError if no training is left after a checkpoint."""
     if (epochs := found.epochs) <= state.position.epoch:
         raise ConfigError(
             f"[training] epochs = {epochs} is not supported with {state.path}, which is at epoch "
@@ -234,7 +235,8 @@ def _check_longer(state: SavedState, found: JobComparison) -> None:
 
 
 def _replanned(state: SavedState, job: Job) -> str:
-    """Says what a schedule would have made otherwise of the rates so far, had the job always been as long."""
+    """Returns the differences between past learning rates and those of this job, if it had had its present length from
+    the start."""
     epochs = decisive(state.job)["training"]["epochs"]
     from rudra.prepare.phases import phases_of  # and torch, which who starts ranks does without
 
@@ -255,7 +257,7 @@ def _replanned(state: SavedState, job: Job) -> str:
 
 
 def check_same(state: SavedState, found: JobComparison) -> None:
-    """Raises CheckpointError where a checkpoint is of another job than the one that it was compared with."""
+    """Raises CheckpointError if a checkpoint belongs to another job than the compared one."""
     if found.differences:
         key, then, now = found.differences[0]
         text = f"{state.path}: belongs to another job: {key} was {then}, but is {now} now"
@@ -263,12 +265,12 @@ def check_same(state: SavedState, found: JobComparison) -> None:
 
 
 def is_over(state: SavedState, found: JobComparison) -> bool:
-    """Whether a run is finished, and how long it trains is as it was."""
+    """Returns whether a run is finished and its length is unchanged."""
     return found.as_long and finished(checkpoint.results_of(state.path))
 
 
 def onwards(state: SavedState) -> str:
-    """Says what else can be done with a checkpoint of a finished run."""
+    """Returns a text with other uses of the checkpoint of a finished run."""
     if checkpoint.is_kept(state.path):
         return f"to begin another run there: rudra run JOB --from {state.path} --carry all"
     return f"to train further, set training.epochs above {state.position.epoch}"
