@@ -1,11 +1,11 @@
-"""Synchronisation protocols: pure rules that say when a server updates and at which rate.
+"""Synchronisation protocols: pure rules that say when a server updates, and at which learning rate.
 
-A protocol never sees weights, messages or clocks. The server asks it three questions, and a new
-protocol is a new file that answers them (`Protocol`):
+A protocol never sees weights, messages or clocks. The server asks it three questions. A new protocol is a new file that
+answers them (`Protocol`):
 
-* in which order are gradients received (`ordered`), and how many make an update (`update_due`)?
-* may this learner have the weights now, or does it wait for an update (`pull_granted`)?
-* what are a gradient's weight in the average and the update's learning rate (`Modulation`)?
+* In which order are gradients received (`ordered`), and how many make an update (`update_due`)? * May this learner have
+the weights now, or does it wait for an update (`pull_granted`)? * What are a gradient's weight in the average and the
+update's learning rate (`Modulation`)?
 """
 
 from protocols.averaging import Averaging, Pair, pairs

@@ -8,7 +8,7 @@ class Async(Protocol):
 
     @classmethod
     def family(cls, name: str, n: int | None, learners: int) -> str:
-        """Its rule is that of n-softsync with n = λ."""
+        """Returns the family of n-softsync, because the rule is n-softsync with n = λ."""
         return "async (λ-softsync)"
 
 

@@ -1,17 +1,18 @@
-"""Weights at the learners: each trains a replica of its own, and now and then all agree on a central model z.
+"""Averaging of replicas: each learner trains a replica of its own, and all replicas are averaged into a central model
+z.
 
 Source: crossbow.txt §3.2 (Algorithm 1: SMA); Zhang et al. 2015 (elastic averaging); McMahan et al. 2017, Stich 2019
-(averaging after local steps); Douillard et al. 2023 (DiLoCo). They are rows of one table. Every `period` mini-batches
-the outer optimiser steps z by the mean of z - w_j over the replicas w_j, a pseudo-gradient, and each replica moves
-towards z by its `elasticity`:
+(averaging after local steps); Douillard et al. 2023 (DiLoCo). One scheme contains all of them. Every `period`
+mini-batches the outer optimiser steps z by a pseudo-gradient, the mean of z - w_j over the replicas w_j. Each replica
+moves towards z by its `elasticity`:
 
-* `early`: by α (z - w_j), of w_j before the mini-batch's step and z before its own. Its outer rate is αk as a rule, for
-  then z gets the sum of what the replicas give up. Nobody waits for the new z but who corrects by it next.
-* else: towards the new z. With elasticity 1 all replicas go on from there.
+* `early`: by α (z - w_j), with w_j before the step of the mini-batch and z before its own step. The outer rate is αk by
+default, so that z moves by the sum of the replicas' corrections. Only the next correction needs the new z. * not
+`early`: towards the new z. With elasticity 1 all replicas continue from z.
 
 In blocks (crossbow.txt §3.3) both levels are early. In every iteration a replica moves towards the reference of its
-block, and that by the sum of what its replicas give up; every `period` the references are to z what replicas are above,
-each of after its block's correction.
+block, and the reference moves by the sum of its replicas' corrections. Every `period` the references are averaged in
+the same way as the replicas above, after the correction in their block.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ Row = npt.NDArray[np.float64]
 
 
 class Outer(NamedTuple):
-    """The optimiser of the central model: a name that `[optimizer]` knows, its momentum and further options."""
+    """Optimiser of the central model: a name known to `[optimizer]`, its momentum and further options."""
 
     optimizer: str
     momentum: float
@@ -38,36 +39,37 @@ USUAL: dict[str, Callable[[int], float]] = {
     "1/(k + 1)": lambda k: 1 / (k + 1),
     "1": lambda k: 1.0,
 }
-"""Elasticities that a rule may begin with, over the number of what is averaged."""
+"""Default elasticities as functions of the number of averaged replicas."""
 
 
 class Averaging(Protocol):
-    """Base class of all rules by which learners average their replicas; a subclass sets what it has for defaults.
+    """Base class of all rules that average replicas. A subclass sets its defaults.
 
     Its keyword arguments are the job's table `[averaging]`.
 
     Args:
         learners: k, the number of replicas, or of references.
-        period: τ, mini-batches of each learner from one average to the next.
-        elasticity: α; None: 1/k, or 1/(k + 1) where there is no outer momentum, if the rule is early; else 1.
-        outer: keys of the outer optimiser: its `name`, `learning_rate`, `momentum`, and `options`, which are further
-            keyword arguments of it. Without a `learning_rate` it is αk if the rule is early, else the rule's own.
-        restart: whether all replicas go on from z, without momentum, when the learning rate has dropped.
-        keep_momentum: whether they keep the momentum of their own optimiser then.
-        local_elasticity: α of replicas towards the reference of their block; None: 1/(m + 1) in a block of m, for there
-            is no momentum.
-        served: whether each learner exchanges with z alone, at a parameter server, in whatever order they come.
-        blocks: number of learners in each block; empty: there are none.
+        period: τ, number of mini-batches of each learner between two averages.
+        elasticity: α. None: for an early rule 1/k, or 1/(k + 1) without outer momentum; for all other rules 1.
+        outer: Keys of the outer optimiser: `name`, `learning_rate`, `momentum`, and `options` with further keyword
+            arguments. The default of `learning_rate` is αk for an early rule, else the rule's own.
+        restart: Whether all replicas continue from z, without momentum, when the learning rate drops.
+        keep_momentum: Whether replicas keep the momentum of their own optimiser at a restart.
+        local_elasticity: α of replicas towards the reference of their block. None: 1/(m + 1) in a block of m, because
+            there is no momentum.
+        served: Whether each learner exchanges separately with z at a parameter server, in any order.
+        blocks: Number of learners in each block. Empty: there are no blocks.
 
     Attributes:
-        early: class attribute. Replicas are corrected before they step, by the z of before (CROSSBOW); else after.
-        served_too: class attribute. Whether each learner may also exchange with z alone, at a parameter server.
+        early: Class attribute. Whether replicas are corrected before they step, by the previous z (CROSSBOW). Otherwise
+            they are corrected after their step.
+        served_too: Class attribute. Whether each learner may also exchange separately with z at a parameter server.
         elasticity: α.
-        outer: the optimiser of z.
-        outer_rate: its learning rate.
+        outer: Optimiser of z.
+        outer_rate: Learning rate of the outer optimiser.
 
     Raises:
-        ValueError: a value that is out of range, or with which replicas and z would run away from each other.
+        ValueError: A value is out of range, or would let replicas and z diverge from each other.
     """
 
     averages = True
@@ -116,7 +118,7 @@ class Averaging(Protocol):
         self._check_blocks()
 
     def _outer(self, given: Mapping[str, Any]) -> Outer:
-        """The optimiser of z: another one than the rule's has no momentum and no options of the rule's."""
+        """Returns the optimiser of z. If it is not the rule's own, it has none of the rule's momentum and options."""
         own = given.get("name", self.OPTIMIZER) == self.OPTIMIZER
         momentum = given.get("momentum", self.MOMENTUM if own else 0.0)
         options = given.get("options") or (self.OPTIONS if own and momentum else {})
@@ -124,15 +126,15 @@ class Averaging(Protocol):
 
     @classmethod
     def usual_elasticity(cls, momentum: float | None = None) -> str:
-        """α where a job says none, as a formula of `USUAL`.
+        """Returns the default of α, as a formula of `USUAL`.
 
         Args:
-            momentum: of the outer optimiser; None: the rule's own.
+            momentum: Momentum of the outer optimiser. None: the rule's own.
         """
         return ("1/k" if (cls.MOMENTUM if momentum is None else momentum) else "1/(k + 1)") if cls.early else "1"
 
     def _check_stable(self) -> None:
-        """Raises ValueError where the gap between z and the replicas' mean would grow (crossbow-facts, ambiguity 2)."""
+        """Raises ValueError if the gap between z and the replicas' mean would grow (crossbow-facts, ambiguity 2)."""
         α, k, μ, rate = self.elasticity, self.learners, self.outer.momentum, self.outer_rate
         if not self.early and not 0 <= α <= 1:
             raise ValueError(f"[averaging] elasticity = {α:g} is not supported; use 0 to 1")
@@ -161,14 +163,14 @@ class Averaging(Protocol):
             )
 
     def _averaged(self, gap: Row, velocity: Row) -> tuple[Row, Row, Row]:
-        """What one average with the outer optimiser sgd does, as rows of a linear map.
+        """Returns the effect of one average with the outer optimiser sgd, as rows of a linear map.
 
         Args:
-            gap: from z to the mean of what is averaged, before.
-            velocity: of the outer optimiser, which torch calls its momentum buffer.
+            gap: Gap from z to the mean of the averaged replicas, before the average.
+            velocity: Velocity of the outer optimiser (torch's momentum buffer).
 
         Returns:
-            The gap after it, the move of z, and the velocity after it.
+            The gap afterwards, the move of z, and the velocity afterwards.
         """
         α, (_, μ, options) = self.elasticity, self.outer
         given = options.get("dampening", 0.0) if μ else 0.0
@@ -180,11 +182,11 @@ class Averaging(Protocol):
         return (1 - α) * gap - moved if self.early else (1 - α) * (gap - moved), moved, velocity
 
     def local_elasticity(self, block: int) -> float:
-        """α towards the reference of a block of so many learners."""
+        """Returns α towards the reference of a block, given its number of learners."""
         return 1 / (block + 1) if self._local is None else self._local
 
     def _check_blocks(self) -> None:
-        """Raises ValueError for what blocks cannot do, or with which they would run away."""
+        """Raises ValueError for keys that blocks do not support, or that would let replicas and references diverge."""
         if self._local is not None and not self._blocks:
             raise ValueError("[averaging] local_elasticity is not supported without blocks; use topology hierarchical")
         if self._blocks and not self.early:
@@ -208,7 +210,8 @@ class Averaging(Protocol):
                 )
 
     def _period_in(self, block: int) -> Row:
-        """What a period does to the gaps from z to replica and reference, and to the velocity, all blocks alike."""
+        """Returns the effect of a period on the gaps from z to replica and reference, and on the velocity, for equal
+        blocks."""
         a = self.local_elasticity(block)
         replica, reference, velocity = np.eye(3)
         replica, reference = replica + a * (reference - replica), reference + a * block * (replica - reference)
@@ -219,7 +222,7 @@ class Averaging(Protocol):
         return period
 
     def _check_served(self, *, plain: bool) -> None:
-        """Raises ValueError for what needs all replicas at once."""
+        """Raises ValueError for keys that need all replicas at once."""
         where = "[topology] options.parameter_server = true is not supported with"
         if not self.served_too:
             raise ValueError(f"{where} protocol {type(self).__name__.lower()}; use protocol easgd")
@@ -229,7 +232,7 @@ class Averaging(Protocol):
 
     @property
     def answered_elasticity(self) -> float:
-        """α towards weights that have been moved by α towards the replica already, which comes to the same."""
+        """Returns the equivalent α towards weights that have already moved by α towards the replica."""
         return self.elasticity / (1 - self.elasticity)
 
     @property
@@ -238,7 +241,7 @@ class Averaging(Protocol):
 
     @property
     def text(self) -> str:
-        """The rule in words, with what came of its defaults."""
+        """Returns the rule in words, with the resulting values of its defaults."""
         often = f"every {self.period} mini-batches" if self.period > 1 else "every mini-batch"
         beside = "each learner with the server alone" if self.served else "beside the next one"
         towards = f"before the step, {beside}" if self.early else "after the step"
@@ -266,11 +269,11 @@ class Averaging(Protocol):
 
 
 def _runs_away(step: Row, *, neutral: bool) -> bool:
-    """Whether what a linear map is applied to again and again grows, or does not vanish.
+    """Returns whether repeated application of a linear map grows, or does not decay.
 
     Args:
-        step: the map, a square matrix.
-        neutral: something is meant to stay as it is, such as the gap of replicas that nothing moves.
+        step: The map, a square matrix.
+        neutral: Whether one component is meant to stay constant, such as the gap of replicas that are not moved.
     """
     growth = float(abs(np.linalg.eigvals(step)).max())
     return growth > 1 + _ROUNDING if neutral else growth >= 1 - _ROUNDING
@@ -285,17 +288,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "replicas, options.parameter_server": {"served": True},
     "hierarchical": {"blocks": (2, 2)},
 }
-"""What a job may have for `[topology]` where learners average, and what a rule is told of it."""
+"""Keys of `[topology]` for averaging, with the arguments that a rule gets for them."""
 
 
 class Pair(NamedTuple):
-    """A rule on a shape of topology, as code, `rudra validate` and docs list it.
+    """Combination of a rule and a shape of topology, for the code, `rudra validate` and the documentation.
 
     Attributes:
-        protocol: name of the rule.
-        shape: a key of `SHAPES`.
-        synchronous: whether every average takes one difference of each learner.
-        elasticity: α where a job says none; k: number of what is averaged.
+        protocol: Name of the rule.
+        shape: Key of `SHAPES`.
+        synchronous: Whether every average takes one difference of each learner.
+        elasticity: Default of α. k is the number of averaged replicas or references.
     """
 
     protocol: str
@@ -305,7 +308,7 @@ class Pair(NamedTuple):
 
 
 def pairs(rules: Mapping[str, type[Protocol]]) -> list[Pair]:
-    """Every shape that each rule by which replicas are averaged goes with; the rules themselves say so."""
+    """Returns all shapes of topologies that each averaging rule supports, according to the rules themselves."""
     found = []
     averaging = {name: rule for name, rule in rules.items() if issubclass(rule, Averaging)}
     for name, rule in averaging.items():

@@ -1,4 +1,4 @@
-"""The interface of a protocol."""
+"""Interface of a protocol."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Self
@@ -7,12 +7,12 @@ from protocols.modulation import MODULATIONS, Modulation
 
 
 class Clock(NamedTuple):
-    """What a protocol may know of the server's progress.
+    """Progress of the server, as far as a protocol may know it.
 
     Attributes:
-        timestamp: timestamp of the server's weights: the number of updates so far.
-        pushed: number of gradients received so far from each learner (or compute group), in learner order; empty on a
-            server of a tree, which does not know them.
+        timestamp: Timestamp of the server's weights: the number of updates so far.
+        pushed: Number of gradients received so far from each learner (or compute group), in learner order. It is empty
+            on a server of a tree, which does not know these numbers.
     """
 
     timestamp: int
@@ -22,7 +22,7 @@ class Clock(NamedTuple):
 class Protocol:
     """Base class of all protocols: when the server updates the weights, and which learners wait for it.
 
-    As it stands it is fully asynchronous: each gradient makes an update, and no learner waits. A subclass changes
+    The base class is fully asynchronous: each gradient makes an update, and no learner waits. A subclass changes
     `gradients_per_update`, `update_due` or `pull_granted`. Its keyword arguments are the job's `protocol.options`.
     Compute groups count as one learner each.
 
@@ -31,25 +31,27 @@ class Protocol:
 
     Attributes:
         learners: λ, the number of learners.
-        gradients_per_update: c, the number of gradients that make an update; at least 1.
-        n: splitting parameter, by which modulation `n` divides the learning rate; λ unless a subclass sets it.
-        outer_rate: rate at which the weights are updated by the mean of replicas' differences; None: gradients make
+        gradients_per_update: c, the number of gradients that make an update, at least 1.
+        n: Splitting parameter: modulation `n` divides the learning rate by it. It is λ unless a subclass sets it.
+        outer_rate: Rate of the update of the weights by the mean of the replicas' differences. None: gradients make
             updates, at the rate of the schedule.
-        period: mini-batches of a learner that make one of its gradients; more than 1 only under `Averaging`.
-        modulation: how the learning rate depends on staleness and learners; set when the job makes the protocol.
-        ordered: class attribute. True: the server takes one gradient of each learner for an update, and adds them in
-            learner order; `gradients_per_update` must then be λ.
-        grants_on_push: class attribute. True: any gradient that arrives may let `pull_granted` say yes to a waiting
-            learner, so the server asks again after each. False: only an update may, as where the rule looks at
-            timestamps alone. This costs less, and a tree of servers needs it.
-        averages: class attribute. Whether learners train replicas of their own and average them (`Averaging`).
-        table: class attribute. Name of the job's table whose keys are arguments of the class; empty: there is none.
-        topology: class attribute. Name of the topology for a job that names none.
-        schedules: class attribute. Whether a coordinator assigns the samples (`Hogbatch`).
-        most_samples: most samples of a gradient; None: the job's mini-batch size.
-        replayable: class attribute. Whether the record of the applied gradients determines the weights bit for bit.
-        default_modulation: class attribute. Name of the modulation that `modulation = "auto"` stands for.
-        modulations: class attribute. Names of the modulations that the protocol allows.
+        period: Number of mini-batches of a learner for each of its gradients. It is larger than 1 only under
+            `Averaging`.
+        modulation: Dependence of the learning rate on staleness and learners. It is set when the job makes the
+            protocol.
+        ordered: Class attribute. Whether the server takes one gradient of each learner for an update, and adds them in
+            learner order. `gradients_per_update` must then be λ.
+        grants_on_push: Class attribute. Whether every arriving gradient may let `pull_granted` release a waiting
+            learner, so that the server asks again after each. Otherwise only an update may release one, because the
+            rule depends only on timestamps. This costs less, and a tree of servers requires it.
+        averages: Class attribute. Whether learners train replicas of their own and average them (`Averaging`).
+        table: Class attribute. Name of the job's table whose keys are arguments of the class. Empty: there is none.
+        topology: Class attribute. Name of the topology for a job that names none.
+        schedules: Class attribute. Whether a coordinator assigns the samples (`Hogbatch`).
+        most_samples: Largest number of samples of a gradient. None: the job's mini-batch size.
+        replayable: Class attribute. Whether the record of the applied gradients determines the weights bit for bit.
+        default_modulation: Class attribute. Name of the modulation for `modulation = "auto"`.
+        modulations: Class attribute. Names of the modulations that the protocol allows.
     """
 
     ordered: ClassVar[bool] = False
@@ -73,78 +75,79 @@ class Protocol:
 
     @classmethod
     def of(cls, protocol: "Protocol") -> Self:
-        """A protocol that is known to be of this class."""
+        """Returns the protocol, checked to be an instance of this class."""
         if not isinstance(protocol, cls):
             raise TypeError(f"{type(protocol).__name__} is not a {cls.__name__}")
         return protocol
 
     @property
     def text(self) -> str:
-        """The rule with its settings, for people; empty: the name says it."""
+        """Returns the rule with its settings, for people. Empty: the name says everything."""
         return ""
 
     @classmethod
     def label(cls, name: str, n: int | None) -> str:
-        """What people call a run under it, of the job's name for it and n."""
+        """Returns the label of a run with this protocol, from the job's name for it and n."""
         return name
 
     @classmethod
     def family(cls, name: str, n: int | None, learners: int) -> str:
-        """What people call the runs that make one curve over λ."""
+        """Returns the label of the runs that form one curve over λ."""
         return cls.label(name, n)
 
     @property
     def waits(self) -> bool:
-        """Whether a learner may have to wait: a subclass has a `pull_granted` of its own."""
+        """Whether a learner may have to wait, because a subclass has its own `pull_granted`."""
         return type(self).pull_granted is not Protocol.pull_granted
 
     @property
     def expected_staleness(self) -> float:
-        """⟨σ⟩, the mean staleness to expect of all gradients where no learner waits, however fast each learner is.
+        """Expected mean staleness ⟨σ⟩ of all gradients if no learner waits, whatever the speed of each.
 
-        Every update makes the gradients staler that are under way, λ - 1 of them, and applies c. Where c = ⌊λ/n⌋ was
-        rounded down that is more than n.
+        Every update makes the λ - 1 gradients in flight staler, and applies c gradients. If c = ⌊λ/n⌋ was rounded down,
+        the result is larger than n.
         """
         return (self.learners - 1) / self.gradients_per_update
 
     def update_due(self, pending: int) -> bool:
-        """Whether the server updates the weights now.
+        """Returns whether the server updates the weights now.
 
         Args:
-            pending: number of gradients that the server has received since its last update.
+            pending: Number of gradients that the server has received since its last update.
         """
         return pending >= self.gradients_per_update
 
     def rate_scale(self, samples: int) -> float:
-        """Factor on the learning rate of an update that applies so many samples."""
+        """Returns the factor on the learning rate of an update that applies this number of samples."""
         return 1.0
 
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
-        """Whether a learner that asks for weights is answered now. If not, it waits, and the server asks again later.
+        """Returns whether a learner that asks for weights is answered now. Otherwise it waits, and the server asks
+        again later.
 
         Args:
-            learner: number of the learner that asks, from 0.
-            timestamp: timestamp of the weights that the learner has.
-            clock: the server's progress.
+            learner: Number of the learner, from 0.
+            timestamp: Timestamp of the learner's weights.
+            clock: Progress of the server.
         """
         return True
 
     def state(self) -> dict[str, Any]:
-        """What changes in the protocol during a run: numbers, texts, lists and dicts, which JSON can hold.
+        """Returns the attributes that change during a run: numbers, texts, lists and dicts that JSON can hold.
 
-        A checkpoint keeps it as it was after the last update. Only `update_due` may change it. A subclass that changes
-        itself defines this method and `restore`.
+        A checkpoint keeps the state after the last update. Only `update_due` may change it. A subclass that changes its
+        attributes defines this method and `restore`.
         """
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a state: when a run is resumed, when all learners begin again, and when a learner has died.
+        """Continues from a state: when a run is resumed, when all learners restart, and when a learner has died.
 
         Args:
-            state: what `state` gave, perhaps of a protocol for another number of learners.
+            state: Result of `state`, perhaps of a protocol for another number of learners.
 
         Raises:
-            ValueError: it is no state of this protocol.
+            ValueError: It is no state of this protocol.
         """
         if state:
             raise ValueError("the protocol has no state; define state() and restore()")

@@ -1,7 +1,7 @@
-"""DiLoCo: model averaging with long periods, and an outer optimiser of Nesterov momentum.
+"""DiLoCo: model averaging with long periods, and an outer optimiser with Nesterov momentum.
 
-Source: Douillard et al. 2023: outer SGD of rate 0.7 and Nesterov momentum 0.9; the inner optimiser, AdamW there, is the
-job's.
+Source: Douillard et al. 2023. The outer optimiser is SGD with rate 0.7 and Nesterov momentum 0.9. The inner optimiser
+(AdamW in the paper) is the job's.
 """
 
 from typing import ClassVar

@@ -1,6 +1,7 @@
-"""EA-SGD, elastic averaging: as SMA, without momentum of the central model and without restarts.
+"""EA-SGD, elastic averaging: like SMA, without momentum of the central model and without restarts.
 
-Source: Zhang et al. 2015, Algorithm 1, and crossbow.txt §5.5. Synchronously, or each replica with z alone.
+Source: Zhang et al. 2015, Algorithm 1, and crossbow.txt §5.5. It is synchronous, or each replica exchanges separately
+with z.
 """
 
 from protocols.averaging import Averaging

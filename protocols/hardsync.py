@@ -1,7 +1,7 @@
-"""Hardsync: one gradient of every learner makes an update, and nobody runs ahead.
+"""Hardsync: one gradient of every learner makes an update, and every learner waits for it.
 
-Source: rudra.txt §3.1, eq. 3. Staleness is always zero; the sum is formed in learner order, so the
-result does not depend on who was fastest.
+Source: rudra.txt §3.1, eq. 3. Staleness is always zero. The gradients are added in learner order, so the result does
+not depend on the speed of the learners.
 """
 
 from protocols.base import Clock, Protocol

@@ -1,17 +1,20 @@
-"""Hogbatch: a coordinator deals out the samples; unlike workers take batches of unlike sizes, and nobody waits.
+"""Hogbatch: a coordinator assigns the samples. Heterogeneous workers take batches of different sizes, and no worker
+waits.
 
-Source: Ma and Rusu 2020 (hogbatch.txt), §6.1-6.3, Algorithms 1 and 2. Every gradient is an update, at a rate that goes
-with its batch (§7). A rule is asked at each request of a worker how large its next batch is:
+Source: Ma and Rusu 2020 (hogbatch.txt), §6.1-6.3, Algorithms 1 and 2. Every gradient is an update, at a rate that
+depends on its batch (§7). A rule decides the size of the next batch at each request of a worker:
 
     fixed      small workers take their smallest batch, large ones their largest (§6.2, CPU+GPU Hogbatch)
-    adaptive   begins there; who has made fewer updates than all others takes a smaller batch, who has made more a
-               larger one, by a factor, within its bounds (§6.3, Algorithm 2)
-    balanced   ours: batches in proportion to the speeds so far, so that all make equally many updates, and as large as
-               the bounds allow; who would take longer than the others need for what is left of the epoch gets none
+    adaptive   starts in the same way; a worker with fewer updates than all others gets a smaller batch, and one with
+               more gets a larger one, by a factor, within its bounds (§6.3, Algorithm 2)
+    balanced   our own: batches in proportion to the speeds so far, so that all workers make equally many updates, and
+               as large as the bounds allow; a worker gets no batch if the smallest one would take longer than the
+               others need to finish the epoch
 
-Where the paper is unclear: the smallest and the largest count of updates are those of the others, and equal counts
-change nothing; a batch is a whole number of samples for each thread; the samples that are left at the end of an epoch
-are a short batch. Speeds are told by what was applied, not by clocks, so that a replay decides alike.
+The paper is unclear in some places. Here the smallest and largest counts of updates are the counts of the other
+workers, and equal counts change nothing. A batch has a whole number of samples for each thread. The samples that are
+left at the end of an epoch are a short batch. Speeds come from the applied samples, not from clocks, so that a replay
+decides in the same way.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,14 +33,14 @@ RULES: tuple[Rule, ...] = ("fixed", "adaptive", "balanced")
 
 @dataclass(frozen=True, slots=True)
 class BatchBounds:
-    """What a worker can take at a time.
+    """Limits on the batches of a worker.
 
     Attributes:
-        kind: `"small"`: a batch is computed in as many parts as there are threads, each an update of its own (Hogwild);
-            `"large"`: a batch is one gradient.
-        threads: of a small worker; 1 of a large one.
-        least: smallest batch, in samples for each thread.
-        most: largest batch, likewise.
+        kind: `"small"`: a batch is computed in as many parts as there are threads, and each part is an update of its
+            own (Hogwild). `"large"`: a batch is one gradient.
+        threads: Number of threads of a small worker. A large worker has 1.
+        least: Smallest batch, in samples for each thread.
+        most: Largest batch, in samples for each thread.
     """
 
     kind: Kind
@@ -47,28 +50,29 @@ class BatchBounds:
 
     @property
     def text(self) -> str:
-        """For people; sizes are those of whole batches."""
+        """Returns the limits for people, as sizes of whole batches."""
         threads = f" with {self.threads} threads" if self.threads > 1 else ""
         return f"{self.kind}{threads}, batches of {self.least * self.threads} to {self.most * self.threads}"
 
 
 def parts(count: int, threads: int) -> list[int]:
-    """The samples of each part of a batch: one part for each thread, as equal as can be, none of them empty."""
+    """Returns the number of samples of each part of a batch: one part for each thread, as equal as possible, without
+    empty parts."""
     number = min(count, threads)
     each, over = divmod(count, number)
     return [each + (place < over) for place in range(number)]
 
 
 class WorkerProgress(NamedTuple):
-    """How far the workers are; all but `left` by the number of the worker.
+    """Progress of the workers. All attributes except the last three are by the number of the worker.
 
     Attributes:
-        sizes: of the last batch, in samples for each thread.
-        counts: of updates, as `Hogbatch.counted` has it.
-        samples: that were applied.
-        left: numbers of the workers that live.
-        remaining: samples of the epoch that nobody was given yet.
-        epoch: samples of an epoch.
+        sizes: Size of the last batch of each worker, in samples for each thread.
+        counts: Count of updates of each worker, from `Hogbatch.counted`.
+        samples: Number of applied samples of each worker.
+        left: Numbers of the living workers.
+        remaining: Number of samples of the epoch that are not assigned yet.
+        epoch: Number of samples of an epoch.
     """
 
     sizes: Sequence[int]
@@ -80,19 +84,20 @@ class WorkerProgress(NamedTuple):
 
 
 class Hogbatch(Protocol):
-    """Hogbatch.
+    """Protocol for heterogeneous workers, whose samples a coordinator assigns.
 
     Args:
         learners: λ, the number of workers.
-        workers: what each can take, by the number of the learner.
-        rule: how many samples a worker gets next.
+        workers: Limits on batches, by the number of the learner.
+        rule: Rule for the size of the next batch.
         lr_scaling: `"linear"`: the rate is multiplied by the samples of the gradient, divided by the reference batch
-            size (Goyal et al. 2017); `"sqrt"`: by the square root of that (Krizhevsky 2014); `"none"`: it is not.
-        alpha: α, the factor by which a batch changes.
-        beta: β, what each part of a small worker's batch counts as, compared with an update.
-        shuffle: `"once"`: each epoch has the samples in the same random order; `"epoch"`: in another one.
-        counts: whether updates are counted over the `"run"`, or over each `"epoch"`.
-        window: how workers update weights in a window, `"locked"` or `"racing"`; empty: the weights are at a server.
+            size (Goyal et al. 2017). `"sqrt"`: by the square root of this factor (Krizhevsky 2014). `"none"`: the rate
+            is constant.
+        alpha: α, factor of a change of the batch size.
+        beta: β, count of each part of a small worker's batch, as a fraction of an update.
+        shuffle: `"once"`: each epoch has the samples in the same random order. `"epoch"`: each epoch has another order.
+        counts: Whether updates are counted over the `"run"`, or over each `"epoch"`.
+        window: Way of updating weights in a window, `"locked"` or `"racing"`. Empty: the weights are at a server.
     """
 
     schedules = True
@@ -127,20 +132,20 @@ class Hogbatch(Protocol):
 
     @property
     def first_sizes(self) -> tuple[int, ...]:
-        """The batch of each worker at the beginning, in samples for each thread: the smallest of small ones, the
-        largest of large ones.
-        """
+        """Returns the first batch of each worker, in samples for each thread: the smallest for small workers, the
+        largest for large ones."""
         return tuple(worker.least if worker.kind == "small" else worker.most for worker in self.workers)
 
     @property
     def expected_staleness(self) -> float:
-        """⟨σ⟩, as in `Protocol`: the parts of a batch are as stale as there are parts before them, besides.
+        """Expected ⟨σ⟩, as in `Protocol`. In addition, each part of a batch misses the updates of the parts before it.
 
-        A worker with t threads brings (t + 1) / 2 gradients for the mean one of another, and (t - 1) / 2 for its own.
+        A worker with t threads adds (t + 1) / 2 to the mean staleness of each other worker's gradients, and (t - 1) / 2
+        to its own.
 
-        In a window it is the most that the mean can be, and less while workers wait for work: an update makes the
-        gradients staler that other workers compute. A worker computes one gradient at a time in a locked window, each
-        of weights that it reads for it, and one in each thread in a racing one.
+        In a window the result is an upper bound, and the mean is lower while workers wait for work: an update makes the
+        gradients staler that other workers are computing. In a locked window a worker computes one gradient at a time,
+        and reads the weights again for each. In a racing window it computes one in each thread.
         """
         if self._window:
             under_way = [1 if self._window == "locked" else worker.threads for worker in self.workers]
@@ -149,7 +154,7 @@ class Hogbatch(Protocol):
 
     @property
     def text(self) -> str:
-        """The rule, and what batches the workers take, for people."""
+        """Returns the rule and the batches of the workers, for people."""
         alike: dict[BatchBounds, list[int]] = {}
         for number, worker in enumerate(self.workers):
             alike.setdefault(worker, []).append(number)
@@ -157,15 +162,16 @@ class Hogbatch(Protocol):
         return f"rule {self.rule}; {'; '.join(told)}"
 
     def counted(self, worker: int) -> float:
-        """What a gradient of a worker adds to its count of updates."""
+        """Returns the contribution of a gradient to the count of updates of its worker."""
         return self.beta if self.workers[worker].kind == "small" else 1.0
 
     def next_size(self, worker: int, team: WorkerProgress) -> int:
-        """The batch of a worker that asks for work, in samples for each thread; 0: none for now, others will see to it.
+        """Returns the size of the batch for a worker that requests work, in samples for each thread. 0: none for now,
+        because other workers will compute the rest.
 
         Args:
-            worker: its number.
-            team: how far all workers are.
+            worker: Number of the worker.
+            team: Progress of all workers.
         """
         others = [other for other in team.left if other != worker]
         if self.rule == "fixed" or not others:
@@ -173,7 +179,7 @@ class Hogbatch(Protocol):
         return self._adapted(worker, team, others) if self.rule == "adaptive" else self._balanced(worker, team)
 
     def _adapted(self, worker: int, team: WorkerProgress, others: Sequence[int]) -> int:
-        """Algorithm 2."""
+        """Returns the batch size of Algorithm 2."""
         about, size, count = self.workers[worker], team.sizes[worker], team.counts[worker]
         if count < min(team.counts[other] for other in others):
             return max(about.least, int(size / self.alpha))
@@ -182,10 +188,10 @@ class Hogbatch(Protocol):
         return size
 
     def _outlasts(self, worker: int, team: WorkerProgress) -> bool:
-        """Whether the smallest batch of a worker takes longer than all others need for what is left of the epoch.
+        """Returns whether the smallest batch of a worker takes longer than all others need to finish the epoch.
 
-        It is never so for the fastest, so that there is somebody who computes, nor before the last part of an epoch:
-        who idles looks slower than it is, and would be given ever less.
+        This is never true for the fastest worker, so that one worker always computes. It is also never true before the
+        last part of an epoch: an idle worker looks slower than it is, and would get ever less work.
         """
         about, samples = self.workers[worker], team.samples
         if team.remaining > team.epoch * _TAIL or worker == max(team.left, key=lambda other: (samples[other], -other)):
@@ -194,13 +200,14 @@ class Hogbatch(Protocol):
         return min(about.least * about.threads, team.remaining) * others > team.remaining * samples[worker]
 
     def _balanced(self, worker: int, team: WorkerProgress) -> int:
-        """As large a batch as all can have that make equally many updates, at the speeds so far."""
+        """Returns the largest batch that lets all workers make equally many updates, at the speeds so far."""
         about, samples, total = self.workers[worker], team.samples, sum(team.samples[i] for i in team.left)
         if not all(samples[other] for other in team.left):
             return team.sizes[worker]
 
         def share(of: int, among: int) -> int:
-            """Of so many samples, what a worker computes while all are computed, for each of its threads."""
+            """Returns a worker's part of a number of samples, for each of its threads, if all workers compute at their
+            speeds."""
             return among * samples[of] // (total * self.workers[of].threads)
 
         rate = max(samples[i] / max(1, min(self.workers[i].most, share(i, team.epoch))) for i in team.left)
@@ -215,7 +222,7 @@ class Hogbatch(Protocol):
 
 
 def _numbers(learners: Sequence[int]) -> str:
-    """Numbers of learners; of many the first and the last."""
+    """Returns the numbers of learners as text. Of many it shows the first and the last."""
     few = [str(learner) for learner in learners]
     if len(few) > 4:
         few[2:-1] = ["…"]

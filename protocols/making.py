@@ -1,4 +1,4 @@
-"""How a protocol is made from its name."""
+"""Construction of a protocol from its name."""
 
 import importlib
 import inspect
@@ -28,20 +28,20 @@ def make(
     """Makes a protocol ready for use.
 
     Args:
-        protocol: a class (or callable) that gives a `Protocol`, or the name of a shipped one.
+        protocol: Class (or callable) that returns a `Protocol`, or the name of a shipped one.
         learners: λ.
-        minibatch_size: μ; of a compute group kμ.
-        n: the splitting parameter, for protocols that take one.
-        modulation: a class (or callable) that gives a `Modulation`, or a key of `MODULATIONS`; None or "auto": the
+        minibatch_size: μ, or kμ for a compute group.
+        n: Splitting parameter, for protocols that have one.
+        modulation: Class (or callable) that returns a `Modulation`, or a key of `MODULATIONS`. None or "auto": the
             protocol's own.
         reference_batch_size: B.
-        scale_invariant_optimizer: name of the job's optimiser if its step ignores the gradient's scale.
-        options: further keyword arguments of the class.
+        scale_invariant_optimizer: Name of the job's optimiser if its step ignores the gradient's scale.
+        options: Further keyword arguments of the class.
 
     Raises:
-        KeyError: unknown name.
-        ValueError: n out of range, a modulation that does not fit, or a class that breaks the rules of
-            `Protocol`; one line.
+        KeyError: The name is unknown.
+        ValueError: n is out of range, the modulation does not fit, or the class breaks the rules of `Protocol`. The
+            text is one line.
     """
     factory: Callable[..., Protocol] = shipped()[protocol] if isinstance(protocol, str) else protocol
     own = {id(of): known for known, of in shipped().items()}
@@ -83,7 +83,7 @@ def make(
 
 
 def _check_arguments(name: str, factory: object, learners: int, arguments: Mapping[str, Any]) -> None:
-    """Raises ValueError where the factory does not take these; what it raises itself is its own affair."""
+    """Raises ValueError if the factory does not accept these arguments. Its own exceptions are passed on."""
     try:
         signature = inspect.signature(factory)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -101,7 +101,7 @@ def _check_arguments(name: str, factory: object, learners: int, arguments: Mappi
 
 
 def _check(protocol: object) -> None:
-    """Raises ValueError where a user's protocol could only fail, or wait forever, later on."""
+    """Raises ValueError if a user's protocol would fail or wait forever later."""
     if not isinstance(protocol, Protocol):
         raise ValueError(f"makes a {type(protocol).__name__}; use a class of protocols.Protocol")
     if not hasattr(protocol, "gradients_per_update"):
@@ -114,23 +114,23 @@ def _check(protocol: object) -> None:
 
 
 def rule_of(name: str) -> type[Protocol]:
-    """The class of a shipped protocol; of another one's name, what all have in common."""
+    """Returns the class of a shipped protocol, or the base class for any other name."""
     return shipped().get(name, Protocol)
 
 
 def averaging_pairs() -> list[Pair]:
-    """On which topologies learners average replicas, and by which of the shipped protocols."""
+    """Returns all pairs of topology and shipped protocol that average replicas."""
     return pairs(shipped())
 
 
 def averaging_names(on: str = "replicas") -> str:
-    """Names of the shipped protocols by which learners average replicas on a topology."""
+    """Returns the names of the shipped protocols that average replicas on a topology."""
     return ", ".join(pair.protocol for pair in averaging_pairs() if pair.shape == on)
 
 
 @cache
 def shipped() -> dict[str, type[Protocol]]:
-    """Name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
+    """Returns name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
     names = (
         m.name
         for m in pkgutil.iter_modules([str(Path(__file__).parent)])

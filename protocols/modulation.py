@@ -1,7 +1,7 @@
-"""Learning-rate modulation: what staleness and the number of learners do to the rate.
+"""Modulation of the learning rate by staleness and by the number of learners.
 
-Source: rudra.txt §3.2 (hardsync and softsync factors), eq. 6, and footnote 3 of §5.1. Staleness below
-one never raises a rate: every divisor is at least 1.
+Source: rudra.txt §3.2 (hardsync and softsync factors), eq. 6, and footnote 3 of §5.1. Staleness below one never raises
+a rate: every divisor is at least 1.
 """
 
 import math
@@ -13,13 +13,13 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True)
 class Modulation:
-    """How the learning rate depends on learners and staleness. This class itself changes nothing.
+    """Dependence of the learning rate on learners and staleness. This class itself changes nothing.
 
     Attributes:
-        name: class attribute. Name of the modulation in a job (`protocol.modulation`).
-        learners: λ, the number of learners; of compute groups where there are any.
-        minibatch_size: μ, the samples of one gradient; kμ for a compute group of k learners.
-        n: splitting parameter of n-softsync; λ under async.
+        name: Class attribute. Name of the modulation in a job (`protocol.modulation`).
+        learners: λ, the number of learners, or of compute groups.
+        minibatch_size: μ, the number of samples of one gradient, or kμ for a compute group of k learners.
+        n: Splitting parameter of n-softsync, or λ under async.
         reference_batch_size: B, the batch size that the learning rate α0 was tuned for.
     """
 
@@ -31,13 +31,13 @@ class Modulation:
     reference_batch_size: int
 
     def __init_subclass__(cls) -> None:
-        """Names a class that has no name of its own as the code does."""
+        """Gives a class without a name the name of the class."""
         if "name" not in vars(cls):
             cls.name = cls.__qualname__
 
     @property
     def assumed_staleness(self) -> int | None:
-        """Mean staleness that the modulation takes for granted; None: it goes by measured staleness, or by none."""
+        """Mean staleness that the modulation assumes. None: it uses measured staleness, or none."""
         return None
 
     @property
@@ -46,7 +46,7 @@ class Modulation:
         return type(self).gradient_weight is not Modulation.gradient_weight
 
     def rate_factor(self, mean_staleness: float) -> float:
-        """Factor on the scheduled learning rate of an update.
+        """Returns the factor on the scheduled learning rate of an update.
 
         Args:
             mean_staleness: ⟨σ⟩, the mean staleness of the update's gradients.
@@ -54,7 +54,7 @@ class Modulation:
         return 1.0
 
     def gradient_weight(self, staleness: int) -> float:
-        """Weight of one gradient in the average, before the division by the number of gradients.
+        """Returns the weight of one gradient in the average, before the division by the number of gradients.
 
         Args:
             staleness: σ, the staleness of the gradient.
@@ -63,7 +63,7 @@ class Modulation:
 
 
 class Sqrt(Modulation):
-    """α0 · sqrt(λμ/B): the larger the joint batch, the larger the rate (hardsync, §3.2)."""
+    """α0 · sqrt(λμ/B): the rate grows with the joint batch (hardsync, §3.2)."""
 
     name = "sqrt"
 
@@ -72,7 +72,7 @@ class Sqrt(Modulation):
 
 
 class ByN(Modulation):
-    """α0 / n: the nominal staleness of n-softsync (eq. 6)."""
+    """α0 / n: division by the nominal staleness of n-softsync (eq. 6)."""
 
     name = "n"
 
@@ -85,7 +85,7 @@ class ByN(Modulation):
 
 
 class ByMeanStaleness(Modulation):
-    """α0 / max(1, ⟨σ⟩): the measured staleness of the very gradients that are applied (eq. 6, measured)."""
+    """α0 / max(1, ⟨σ⟩): division by the measured staleness of the applied gradients (eq. 6, measured)."""
 
     name = "mean_staleness"
 
@@ -94,9 +94,9 @@ class ByMeanStaleness(Modulation):
 
 
 class ByGradientStaleness(Modulation):
-    """Each gradient enters the average with weight 1 / max(1, σ) (§5.1, footnote 3).
+    """Weight 1 / max(1, σ) of each gradient in the average (§5.1, footnote 3).
 
-    An optimiser whose step does not depend on the gradient's scale would undo this: `make` refuses it.
+    An optimiser whose step does not depend on the gradient's scale would cancel this effect. `make` refuses it.
     """
 
     name = "gradient_staleness"

@@ -1,8 +1,8 @@
-"""The state of a protocol: kept in a checkpoint, restored from it, and looked for where nobody declares it.
+"""State of a protocol: saving, restoring, and detection of undeclared state.
 
-A resumed run and a replay make a protocol again and ask it `update_due` for the same gradients in the same order. They
-agree with the run if two things hold. What changes in the protocol is its state, and only `update_due` changes it.
-`check` asks a protocol a few questions, and refuses one in which anything else changes.
+A resumed run and a replay make a protocol again and call `update_due` for the same gradients in the same order. They
+agree with the run under two conditions: all changing attributes are part of the state, and only `update_due` changes
+them. `check` asks a protocol a few questions, and refuses a protocol that breaks a condition.
 """
 
 import json
@@ -17,19 +17,19 @@ from protocols.base import Clock, Protocol
 from protocols.modulation import Modulation
 
 _UPDATES, _GRADIENTS = 3, 1000
-"""A protocol is asked for so many updates, or so many gradients."""
+"""Number of updates, or of gradients, that a protocol is asked about."""
 
 
 def has_state(protocol: Protocol) -> bool:
-    """Whether a protocol has a state of its own."""
+    """Returns whether a protocol has a state of its own."""
     return type(protocol).state is not Protocol.state
 
 
 def saved(protocol: Protocol) -> str:
-    """The state of a protocol as JSON; empty where it has none.
+    """Returns the state of a protocol as JSON. Empty: it has none.
 
     Raises:
-        ValueError: JSON cannot hold it.
+        ValueError: JSON cannot hold the state.
     """
     if not has_state(protocol):
         return ""
@@ -45,10 +45,10 @@ def saved(protocol: Protocol) -> str:
 
 
 def restored(protocol: Protocol, text: str) -> None:
-    """Gives a protocol the state that `saved` gave of another one.
+    """Restores the state of a protocol from the result of `saved`.
 
     Raises:
-        ValueError: it does not take it.
+        ValueError: The protocol does not accept the state.
     """
     try:
         protocol.restore(json.loads(text))
@@ -57,13 +57,13 @@ def restored(protocol: Protocol, text: str) -> None:
 
 
 def check(make: Callable[[], Protocol]) -> None:
-    """Asks a protocol about a few gradients, and looks at what changes in it.
+    """Asks a protocol about a few gradients, and detects changes of its attributes.
 
     Args:
-        make: makes the protocol.
+        make: Function that makes the protocol.
 
     Raises:
-        ValueError: something changes that is no part of its state, or at other times than in `update_due`.
+        ValueError: An attribute changes that is not part of the state, or changes outside `update_due`.
     """
     first, second = make(), make()
     made = _contents(first)
@@ -89,7 +89,7 @@ def check_modulation(modulation: object) -> None:
     """Asks a modulation for a few rates and weights.
 
     Raises:
-        ValueError: it gives no such numbers, or changes itself.
+        ValueError: It returns invalid numbers, or changes its attributes.
     """
     if not isinstance(modulation, Modulation):
         raise ValueError(f"makes a {type(modulation).__name__}; use a class of protocols.Modulation")
@@ -108,12 +108,12 @@ def check_modulation(modulation: object) -> None:
 
 
 def own_update_due(protocol: Protocol) -> bool:
-    """Whether a protocol decides otherwise than by `gradients_per_update`."""
+    """Returns whether a protocol decides otherwise than by `gradients_per_update`."""
     return type(protocol).update_due is not Protocol.update_due
 
 
 def _drive(first: Protocol, second: Protocol) -> None:
-    """Asks two protocols alike for a few updates."""
+    """Asks two protocols the same questions for a few updates."""
     pending = updates = 0
     for _ in range(_GRADIENTS):
         pending += 1
@@ -138,7 +138,7 @@ def _asked(protocol: Protocol, pending: int) -> bool:
 
 
 def _look(protocol: Protocol, updates: int) -> None:
-    """Raises ValueError where a question changes the protocol that a replay does not ask."""
+    """Raises ValueError if a question that a replay does not ask changes the protocol."""
     clock = Clock(updates, [updates] * protocol.learners)
     questions: dict[str, Callable[[], Any]] = {"rate_scale": lambda: protocol.rate_scale(1)}
     if type(protocol).pull_granted is not Protocol.pull_granted:
@@ -156,7 +156,7 @@ def _look(protocol: Protocol, updates: int) -> None:
 
 
 def _contents(protocol: Protocol) -> dict[str, object]:
-    """What a protocol holds, itself and its classes, by name, so that a change shows."""
+    """Returns the attributes of a protocol and of its classes, by name, so that changes can be detected."""
     own = type(protocol).__mro__[: type(protocol).__mro__.index(Protocol)]
     found: dict[str, Any] = {}
     for cls in reversed(own):
@@ -168,7 +168,7 @@ def _contents(protocol: Protocol) -> dict[str, object]:
 
 
 def _frozen(value: object) -> object:
-    """What stays as it is when the value changes."""
+    """Returns a copy of a value that does not change with it."""
     try:
         return pickle.dumps(value)
     except Exception:  # a lock, a generator, a function: nobody can see into it
@@ -185,12 +185,12 @@ def _same(one: object, other: object) -> bool:
 
 
 def _different(before: dict[str, object], after: dict[str, object]) -> str:
-    """The names under which two protocols hold different things."""
+    """Returns the names of the attributes that differ."""
     return ", ".join(sorted(name for name in {*before, *after} if not _same(before.get(name), after.get(name))))
 
 
 def _text_of(error: Exception) -> str:
-    """An error of the user's code, and where it was."""
+    """Returns an error of the user's code with its place."""
     place, at = "", error.__traceback__
     while at is not None:
         place, at = f", {Path(at.tb_frame.f_code.co_filename).name}:{at.tb_lineno}", at.tb_next

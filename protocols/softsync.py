@@ -1,7 +1,7 @@
-"""n-softsync: c = floor(λ/n) gradients, of whichever learners, make an update; nobody waits.
+"""n-softsync: any c = floor(λ/n) gradients make an update, and no learner waits.
 
-Source: rudra.txt §3.1, eq. 5. The server is serial, so "at least c" is exactly c. n = λ is the
-asynchronous rule.
+Source: rudra.txt §3.1, eq. 5. The server is serial, so "at least c" is exactly c. With n = λ it is the asynchronous
+rule.
 """
 
 from protocols.base import Protocol
@@ -19,7 +19,7 @@ class Softsync(Protocol):
 
     @classmethod
     def label(cls, name: str, n: int | None) -> str:
-        """As the paper writes it, such as `2-softsync`."""
+        """Returns the paper's notation, such as `2-softsync`."""
         return name if n is None else f"{n}-softsync"
 
     @classmethod

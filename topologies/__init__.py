@@ -1,7 +1,7 @@
-"""Topologies: who is who and who talks to whom, as pure data.
+"""Topologies: role assignment and communication of a run, as pure data.
 
-A topology is a module with a function `plan(nodes)`: from the node of every learner it makes the roles, with their
-edges and their places. Fitting the plan to the ranks that a launcher started is the same for all (`Topology.fit`).
+A topology is a module with a function `plan(nodes)`. From the node of every learner it makes the roles, with their
+edges and their ranks. Fitting the plan to the ranks of a launcher is the same for all topologies (`Topology.fit`).
 """
 
 from topologies.fitting import Topology, load, shipped

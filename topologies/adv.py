@@ -1,7 +1,7 @@
-"""Rudra-adv: a tree of parameter servers, whose leaves sit on the node of the learners that they serve.
+"""Rudra-adv: a tree of parameter servers, whose leaf servers are on the nodes of their learners.
 
-Source: rudra.txt §3.3, figure 2. Every server averages what its children push and passes one gradient on; the root
-alone updates; weights come down the same tree, each server pulling from the one above. So all weights have one
+Source: rudra.txt §3.3, figure 2. Every server averages the gradients of its children and passes one gradient on. Only
+the root updates. Weights come down the same tree: each server pulls from the server above it. So all weights have one
 timestamp.
 """
 
@@ -12,12 +12,12 @@ from topologies.tree import FanOut, max_gradients, server_tree
 
 
 def plan(nodes: Sequence[int], fan_out: FanOut = None) -> Plan:
-    """Root and statistics server, then the tree of servers, then the learners.
+    """Makes the root, the statistics server, the tree of servers, and the learners, in this order.
 
     Args:
-        nodes: of every learner.
-        fan_out: most children of a leaf server, of those above, …; the last number counts for all levels above. None:
-            one leaf server to a node, all below the root.
+        nodes: Node of every learner.
+        fan_out: Largest number of children of a leaf server, of the servers above it, and so on. The last number
+            applies to all levels above. None: one leaf server on each node, directly below the root.
     """
     roles = server_tree(nodes, fan_out)
     return Plan(tuple(roles), max_gradients(roles))

@@ -1,8 +1,8 @@
-"""Rudra-adv*: gradients climb a tree of servers, weights come down a tree of learners, and no learner waits for either.
+"""Rudra-adv*: gradients go up a tree of servers, weights come down a tree of learners, and no learner waits for either.
 
-Source: rudra.txt §3.3, figure 3. The weights' tree consists of the root and all learners; each learner hands on what it
-receives. On each of its edges the latest weights win. So gradients may be much staler than on adv where weights come
-slowly; `outstanding`, which is not the paper's, bounds that.
+Source: rudra.txt §3.3, figure 3. The tree of the weights consists of the root and all learners. Each learner forwards
+the weights that it receives. On each edge the latest weights replace older ones. So gradients may be much staler than
+on adv if weights arrive slowly. `outstanding`, which is not in the paper, bounds the staleness.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,15 @@ from topologies.tree import FanOut, max_gradients, server_tree, whole
 
 
 def plan(nodes: Sequence[int], fan_out: FanOut = None, weight_fan_out: int = 2, outstanding: int | None = None) -> Plan:
-    """As adv, but for the way of the weights.
+    """Makes the roles of adv, with another tree for the weights.
 
     Args:
-        nodes: of every learner.
-        fan_out: of the tree of servers, as in adv.
-        weight_fan_out: of the weights' tree, between the first learners of all nodes, and between those of one node.
-        outstanding: a learner computes no further gradient while so many of its own are not in its weights yet: 1 is
-            no overlap, 2 hides one exchange behind one computation. None: it never waits, as in the paper.
+        nodes: Node of every learner.
+        fan_out: Fan-out of the tree of servers, as in adv.
+        weight_fan_out: Fan-out of the tree of the weights, between the first learners of all nodes, and between the
+            learners of one node.
+        outstanding: Number of a learner's own gradients that may be missing in its weights before it waits. 1: no
+            overlap. 2: one exchange is hidden behind one computation. None: it never waits, as in the paper.
     """
     for name, value in {"weight_fan_out": weight_fan_out, "outstanding": outstanding}.items():
         if not whole(value) and (name, value) != ("outstanding", None):

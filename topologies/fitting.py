@@ -1,4 +1,4 @@
-"""A topology that is found by name, and how its plan is fitted to real ranks."""
+"""Lookup of a topology by name, and fitting of its plan to real ranks."""
 
 import importlib
 import inspect
@@ -17,15 +17,15 @@ from topologies.plan import Plan, Role
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A topology's function, with the user's options bound.
+    """Function of a topology with the user's options.
 
     Attributes:
-        name: as the job gives it.
-        function: makes a plan of the node of every learner.
-        per_rank: most learners that share a rank.
-        staged: so many stage servers hold the last layers.
-        scheduled: the parameter server deals the samples out.
-        window: learners update weights that they share.
+        name: Name in the job.
+        function: Function that makes a plan from the node of every learner.
+        per_rank: Largest number of learners on a rank.
+        staged: Number of stage servers, which hold the last layers.
+        scheduled: Whether the parameter server assigns the samples.
+        window: Whether learners update shared weights.
     """
 
     name: str
@@ -36,10 +36,10 @@ class Topology:
     window: bool = False
 
     def draw(self, nodes: Sequence[int]) -> Plan:
-        """The plan for the node of every learner; `plan` and `fit` are what others ask for.
+        """Returns the plan for the node of every learner. Callers use `plan` or `fit` instead.
 
         Raises:
-            ValueError: as in `plan`.
+            ValueError: As in `plan`.
         """
         plan = self.function(nodes)
         if self.scheduled:
@@ -61,25 +61,25 @@ class Topology:
 
         Args:
             learners: λ.
-            nodes: of every learner, in ascending order; by default all are on one.
+            nodes: Node of every learner, in ascending order. By default all are on one node.
 
         Raises:
-            ValueError: the topology's options do not fit these learners.
+            ValueError: The options of the topology do not fit these learners.
         """
         return self.draw([0] * learners if nodes is None else nodes)
 
     def fit(self, places: Sequence[int], learners: int | None = None) -> Plan:
-        """The plan for real ranks: as many learners as they leave, and each role on a rank of its node.
+        """Returns the plan for real ranks: as many learners as possible, and each role on a rank of its node.
 
-        The order of ranks does not matter, and nodes may have different numbers of them. Where servers and learners do
-        not come out even, some ranks have no role.
+        The order of the ranks does not matter, and nodes may have different numbers of ranks. If servers and learners
+        do not fit exactly, some ranks have no role.
 
         Args:
-            places: node of every rank, any numbers.
+            places: Node of every rank, any numbers.
             learners: λ, if the job gives it.
 
         Raises:
-            ValueError: the ranks are too few, or do not suit that number of learners.
+            ValueError: There are too few ranks, or their number does not fit the number of learners.
         """
         order = {node: i for i, node in enumerate(dict.fromkeys(places))}
         ranks: list[list[int]] = [[] for _ in order]
@@ -104,7 +104,7 @@ class Topology:
         return replace(plan, roles=tuple(replace(role, world_rank=real[role.world_rank]) for role in plan.roles))
 
     def _filling(self, sizes: Sequence[int]) -> Plan | None:
-        """The plan with the most learners that nodes of so many ranks can host; None: with none at all."""
+        """Returns the plan with the most learners for nodes with these numbers of ranks. None: no learner fits."""
         starts: list[tuple[list[int], Plan]] = []
         errors: list[ValueError] = []  # of a topology whose options need more learners
         for each in dict.fromkeys((self.per_rank, 1)):
@@ -128,7 +128,8 @@ class Topology:
         return self._grown(*max(starts, key=lambda start: len(start[1].learners)), sizes) if starts else None
 
     def _grown(self, on_node: list[int], plan: Plan, sizes: Sequence[int]) -> Plan:
-        """The plan with more learners, as long as there is room: fewer of them need fewer servers."""
+        """Returns the plan with more learners, as long as ranks are free, because fewer learners may need fewer
+        servers."""
         for step in dict.fromkeys((self.per_rank, 1)):
             grows = True
             while grows:
@@ -144,8 +145,9 @@ class Topology:
         return plan
 
     def _down(self, sizes: Sequence[int], each: int, *, at_once: bool) -> tuple[list[int], Plan] | None:
-        """From so many learners to a rank down to the first plan in which everybody has a place; None: there is
-        none on this way, on which nodes with too few ranks lose learners all at once, or the first of them alone.
+        """Returns the first plan that fits, for a falling number of learners on a rank. None: none does.
+
+        Nodes with too few ranks lose learners, either all such nodes in one step, or only the first of them.
         """
         on_node = [each * size for size in sizes]
         while any(on_node):
@@ -164,11 +166,11 @@ class Topology:
         return None
 
     def _has_room(self, plan: Plan) -> bool:
-        """Whether some rank could host one more learner beside its own."""
+        """Returns whether some rank could host one more learner."""
         return len(plan.learners) < self.per_rank * len({plan.roles[i].world_rank for i in plan.learners})
 
     def _with_fewer(self, plan: Plan, learners: int, sizes: Sequence[int]) -> Plan:
-        """The plan for fewer learners, where they need the same ranks all the same; else the plan itself."""
+        """Returns the plan for fewer learners if it needs the same ranks, else the plan itself."""
         on_node = Counter(plan.roles[i].node for i in plan.learners)
         best = plan
         for node in sorted(on_node, reverse=True) if self.per_rank > 1 else ():
@@ -181,31 +183,31 @@ class Topology:
         return best if len(best.learners) == learners else plan
 
     def _drawn(self, on_node: Sequence[int], sizes: Sequence[int]) -> tuple[Plan, list[int]]:
-        """The plan for so many learners on each node, and how many ranks it leaves there."""
+        """Returns the plan for a number of learners on each node, and the number of ranks that it leaves free there."""
         plan = self.draw([node for node, count in enumerate(on_node) for _ in range(count)])
         used = Counter(_nodes_of_ranks(plan, sizes).values())
         return plan, [size - used[node] for node, size in enumerate(sizes)]
 
 
 def with_stage_servers(plan: Plan, count: int) -> Plan:
-    """A plan with so many ranks more, whose roles have the last layers.
+    """Returns a plan with additional ranks, whose roles have the last layers.
 
     Args:
-        plan: in which learners have all layers.
-        count: of the roles; the first owns these layers, and the others keep replicas.
+        plan: Plan whose learners have all layers.
+        count: Number of additional roles. The first one owns the last layers, and the others keep replicas.
     """
     servers = (Role(STAGE_REPLICA if i else STAGE_SERVER, i, plan.ranks + i) for i in range(count))
     return replace(plan, roles=(*plan.roles, *servers))
 
 
 def sharing_ranks(plan: Plan, per_rank: int) -> Plan:
-    """A plan in which learners share ranks: so many that follow each other, as far as node and compute group are one.
+    """Returns a plan whose learners share ranks with their neighbours in the same node and compute group.
 
-    So a rank is of one group, and groups stay independent of each other.
+    So a rank belongs to one group, and groups stay independent of each other.
 
     Args:
-        plan: with a rank for every learner.
-        per_rank: most learners on a rank.
+        plan: Plan with a rank for every learner.
+        per_rank: Largest number of learners on a rank.
     """
     ranks = [role.world_rank for role in plan.roles]
     block: list[int] = []
@@ -221,9 +223,10 @@ def sharing_ranks(plan: Plan, per_rank: int) -> Plan:
 
 
 def _nodes_of_ranks(plan: Plan, sizes: Sequence[int]) -> dict[int, int]:
-    """The node of each rank of a plan, on nodes of so many ranks.
+    """Returns the node of each rank of a plan, for nodes with these numbers of ranks.
 
-    Servers that may be anywhere are on the first node with room; where nobody has any, on the first with a learner.
+    Servers without a fixed node are on the first node with a free rank. If no node has one, they are on the first node
+    with a learner.
     """
     wanted: dict[int, int] = {}
     for role in plan.roles:
@@ -247,16 +250,16 @@ def load(
     """Binds a topology to its options.
 
     Args:
-        topology: an object with the function `plan`, or the name of a shipped one.
-        options: keyword arguments for it.
-        per_rank: most learners that share a rank.
-        staged: how many stage servers hold the last layers.
-        scheduled: whether the parameter server deals the samples out.
-        window: whether learners update weights that they share.
+        topology: Object with the function `plan`, or the name of a shipped topology.
+        options: Keyword arguments for it.
+        per_rank: Largest number of learners on a rank.
+        staged: Number of stage servers, which hold the last layers.
+        scheduled: Whether the parameter server assigns the samples.
+        window: Whether learners update shared weights.
 
     Raises:
-        KeyError: unknown name.
-        ValueError: an object without the function, or options that it does not take.
+        KeyError: The name is unknown.
+        ValueError: The object lacks the function, or does not accept the options.
     """
     source = shipped()[topology] if isinstance(topology, str) else topology
     bound = dict(options or {})
@@ -278,6 +281,7 @@ _NO_TOPOLOGY = {"fitting", "kinds", "plan", "tree"}
 
 @cache
 def shipped() -> dict[str, ModuleType]:
-    """Name -> module of the topologies in this package ("adv*" is no name for a module, so its is adv_star)."""
+    """Returns name -> module of the topologies in this package ("adv*" cannot name a module, so its module is
+    adv_star)."""
     names = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in _NO_TOPOLOGY)
     return {name.replace("_star", "*"): importlib.import_module(f"topologies.{name}") for name in sorted(names)}

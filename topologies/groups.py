@@ -1,8 +1,8 @@
 """Compute groups: synchronous inside a group, asynchronous between groups.
 
 Source: omnivore.txt §IV-A and appendix D-A3. The learners of a group add their gradients on a communicator of their own
-and act as one learner of batch kμ; the group's first learner pushes and pulls for all. With one group there need be no
-parameter server: every learner updates weights of its own by the same sum, which is hardsync by allreduce.
+and act as one learner of batch kμ. The first learner of a group pushes and pulls for all. One group needs no parameter
+server: every learner updates its own weights by the same sum, which is hardsync by allreduce.
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,15 +17,15 @@ from topologies.tree import whole
 def plan(
     nodes: Sequence[int], groups: int = 1, reduction: Reduction = "ordered", parameter_server: bool = False
 ) -> Plan:
-    """Learners in blocks that differ by one at most; block i is group i.
+    """Makes groups of adjacent learners, whose sizes differ by one at most.
 
     Args:
-        nodes: of every learner.
+        nodes: Node of every learner.
         groups: g, 1 to λ.
-        reduction: "ordered": slices are exchanged and added in group_rank order; "nodes": so on each node, and then the
-            sums of the nodes, one exchange for each; both of which a replay can repeat; "mpi": the library's allreduce,
-            which it cannot.
-        parameter_server: that there is one with one group, too, as the paper has it; several always have one.
+        reduction: "ordered": slices are exchanged and added in group_rank order. "nodes": first on each node in this
+            order, then the sums of the nodes. A replay can repeat both. "mpi": the library's allreduce, which a replay
+            cannot repeat.
+        parameter_server: Whether one group has a parameter server, as in the paper. Several groups always have one.
     """
     learners = len(nodes)
     numbers = evenly(learners, groups)
@@ -50,16 +50,16 @@ def plan(
 
 
 def evenly(learners: int, blocks: int, option: str = "groups", also: str = "") -> list[int]:
-    """The number of each learner's block, where blocks differ by one at most.
+    """Returns the number of each learner's block. Sizes of blocks differ by one at most.
 
     Args:
-        learners: how many.
-        blocks: how many.
-        option: of the topology, that says so.
-        also: what else it may be, for the error.
+        learners: Number of learners.
+        blocks: Number of blocks.
+        option: Option of the topology that gives the number of blocks, for the error.
+        also: Other allowed values, for the error.
 
     Raises:
-        ValueError: there are not so many learners.
+        ValueError: There are fewer learners than blocks.
     """
     if not whole(blocks) or blocks > learners:
         valid = f"{also}1 to {learners}"

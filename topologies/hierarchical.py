@@ -1,7 +1,8 @@
-"""Hierarchical: every learner trains a replica, corrected by a reference of its block; all references are averaged.
+"""Hierarchical: every learner trains a replica, which a reference of its block corrects. All references are averaged.
 
-Source: crossbow.txt §3.3 and figure 6, where a block is a device: what is added in each iteration stays inside it, and
-only references go between devices. Here every learner of a block has its reference and, as in `replicas`, the weights.
+Source: crossbow.txt §3.3 and figure 6, where a block is a device: corrections of each iteration stay inside it, and
+only references are exchanged between devices. Here every learner of a block has its reference and, as in `replicas`,
+the weights.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,12 @@ from topologies.replicas import in_blocks
 
 
 def plan(nodes: Sequence[int], blocks: int | Literal["nodes"] = "nodes", reduction: Reduction = "ordered") -> Plan:
-    """All learners in blocks.
+    """Makes blocks of adjacent learners.
 
     Args:
-        nodes: of every learner.
-        blocks: how many, of sizes that differ by one at most; "nodes": those of a node are one.
-        reduction: how a block adds differences, as in `groups`.
+        nodes: Node of every learner.
+        blocks: Number of blocks, whose sizes differ by one at most. "nodes": the learners of a node are a block.
+        reduction: Order of addition in a block, as in `groups`.
     """
     if blocks == "nodes":
         place = {node: number for number, node in enumerate(dict.fromkeys(nodes))}

@@ -1,4 +1,4 @@
-"""What kinds of roles there are, and what is true of all roles of a kind."""
+"""Kinds of roles, and the traits of all roles of a kind."""
 
 from enum import Enum, auto
 from typing import Literal, NamedTuple
@@ -12,23 +12,24 @@ STATISTICS_SERVER = "statistics server"
 LEARNER = "learner"
 
 BINARY = 2
-"""Fan-out of the tree in which weights go down a compute group."""
+"""Fan-out of the tree that carries weights down a compute group."""
 
 ELSEWHERE = -1
-"""The node of servers that need not be near a learner: of their own in a simulation, else the first with room."""
+"""Node of servers that need not be near a learner: a node of their own in a simulation, else the first one with a free
+rank."""
 
 EVERYBODY = -1
-"""Of all learners, in place of a compute group's number, where its groups average with each other."""
+"""Number of the group of all learners, if the compute groups average with each other."""
 
 Reduction = Literal["ordered", "nodes", "mpi"]
 Sharing = Literal["nothing", "replica", "reference"]
 
 
 class Variant(Enum):
-    """What a role is in a plan: which state machine it has, and which executor does its local actions.
+    """Variant of a role in a plan, which decides its state machine and the executor of its local actions.
 
-    Both are told by tables of those packages (`rudra.roles.MACHINES`, `rudra.compute.making.EXECUTORS`). A variant
-    whose name begins with `FIRST_STAGE` has to do with the first layers alone, as a stage server holds the last ones.
+    Tables of those packages map a variant to both (`rudra.roles.MACHINES`, `rudra.compute.making.EXECUTORS`). A variant
+    whose name begins with `FIRST_STAGE` has only the first layers, because a stage server has the last ones.
     """
 
     PARAMETER_SERVER = auto()
@@ -62,18 +63,18 @@ class Variant(Enum):
 
 
 class RoleTraits(NamedTuple):
-    """What is true of all roles of a variant.
+    """Traits of all roles of a variant.
 
     Attributes:
-        variant: which.
-        numbered: there may be several, which their names tell apart.
-        serves: takes messages of many, one at a time, for each of which it has something to do.
-        trains: computes gradients.
-        tests: tests weights; nobody's gradients or weights come from it.
-        updates: has weights that it updates.
-        pushes_at_once: what it trains with is current, and a gradient is pushed as soon as it is ready.
-        overlaps: pushes and pulls beside computing.
-        concludes: finishes what learners begin, for which it needs the training set, too.
+        variant: The variant.
+        numbered: Whether there may be several such roles, with numbers in their names.
+        serves: Whether it handles messages of several roles, one at a time.
+        trains: Whether it computes gradients.
+        tests: Whether it evaluates weights. No other role gets gradients or weights from it.
+        updates: Whether it updates weights.
+        pushes_at_once: Whether its weights are always current, and it pushes a gradient as soon as it is ready.
+        overlaps: Whether it pushes and pulls in parallel with computing.
+        concludes: Whether it computes the last layers for learners, and so needs the training set.
     """
 
     variant: Variant
@@ -88,7 +89,7 @@ class RoleTraits(NamedTuple):
 
     @property
     def relays(self) -> bool:
-        """Whether it only stands between others: what it is brought goes on to a server above it."""
+        """Whether it forwards gradients to a server above it."""
         return self.serves and not self.updates
 
 
@@ -103,7 +104,7 @@ KINDS = {
     STATISTICS_SERVER: RoleTraits(Variant.STATISTICS_SERVER, tests=True),
     LEARNER: RoleTraits(Variant.LEARNER, numbered=True, trains=True, pushes_at_once=True),
 }
-"""All kinds of roles that there are, as files and people name them."""
+"""All kinds of roles, by their names in files."""
 
 _TRAINS = KINDS[LEARNER]._replace(pushes_at_once=False)
 _DECIDES = KINDS[PARAMETER_SERVER]
@@ -111,7 +112,7 @@ _DECIDES = KINDS[PARAMETER_SERVER]
 OVERLAPPED = _TRAINS._replace(variant=Variant.OVERLAPPED_LEARNER, overlaps=True)
 GROUPED = _TRAINS._replace(variant=Variant.GROUP_LEARNER)
 REPLICA = _TRAINS._replace(variant=Variant.REPLICA, updates=True)
-"""What `LEARNER` is in plans that overlap, with compute groups, and without a parameter server."""
+"""Traits of `LEARNER` in plans that overlap, with compute groups, and without a parameter server."""
 
 AVERAGERS: dict[Sharing, RoleTraits] = {
     "nothing": REPLICA._replace(variant=Variant.AVERAGER),
@@ -120,19 +121,19 @@ AVERAGERS: dict[Sharing, RoleTraits] = {
 }
 ELASTIC = _TRAINS._replace(variant=Variant.ELASTIC_LEARNER)
 CENTRAL = _DECIDES._replace(variant=Variant.CENTRAL_SERVER)
-"""What `LEARNER` is where learners average replicas of their own: without a server, by what those of a group share, and
-with one, and what that is."""
+"""Traits of `LEARNER` if learners average replicas: without a server, by what the learners of a group share, and with a
+server, together with the traits of that server."""
 
 WORKER = _TRAINS._replace(variant=Variant.WORKER)
 WINDOW_WORKER = _TRAINS._replace(variant=Variant.WINDOW_WORKER)
 COORDINATOR = _DECIDES._replace(variant=Variant.COORDINATOR)
 WINDOW_COORDINATOR = _DECIDES._replace(variant=Variant.WINDOW_COORDINATOR)
-"""What `LEARNER` and `PARAMETER_SERVER` are where the server deals the samples out, and where the learners bring their
-gradients into a window themselves."""
+"""Traits of `LEARNER` and `PARAMETER_SERVER` if the server assigns the samples, and if learners apply their gradients
+in a window."""
 
 SHARDED = _TRAINS._replace(variant=Variant.SHARDED_LEARNER)
 FIRST_SHARD = _DECIDES._replace(variant=Variant.FIRST_SHARD)
-"""What `LEARNER` and `PARAMETER_SERVER` are where the weights lie in parts at several servers."""
+"""Traits of `LEARNER` and `PARAMETER_SERVER` if several servers hold parts of the weights."""
 
 _OF_FIRST_STAGE = {
     Variant.PARAMETER_SERVER: Variant.FIRST_STAGE_PARAMETER_SERVER,
@@ -147,5 +148,5 @@ _OF_FIRST_STAGE = {
 
 
 def first_stage_of(traits: RoleTraits) -> RoleTraits:
-    """What a role is where a stage server holds the last layers, and the role has to do with the first ones."""
+    """Returns the traits of a role with the first layers, if a stage server has the last ones."""
     return traits._replace(variant=_OF_FIRST_STAGE[traits.variant], pushes_at_once=False)

@@ -1,4 +1,4 @@
-"""The plan that a topology draws up: the roles of a run, and who exchanges what with whom."""
+"""Plan of a topology: the roles of a run, and their edges for gradients and weights."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -41,19 +41,18 @@ _RENAMED = {  # for topologies of yesterday
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """One role of a run. The role's id, by which others name it, is its place in `Plan.roles`.
+    """Role of a run. The role's id, which other roles use, is its place in `Plan.roles`.
 
     Attributes:
         kind: `"parameter server"`, `"parameter shard"`, `"stage server"`, `"stage replica"`, `"tree server"`,
             `"statistics server"` or `"learner"`.
-        index: number of the role among those of its kind, from 0; of shards and stage replicas from 1: the parameter
-            server, and the stage server, is the first.
-        world_rank: MPI rank that hosts the role; one rank may host several roles.
-        parent: id of the role that takes this role's gradients; None: nobody does.
-        source: id of the role that gives this role weights; None: its parent does.
-        node: number of the node that the role is on; -1 (`ELSEWHERE`): any node, as for servers that need not be near a
-            learner.
-        group: number of the learner's compute group; None: it belongs to none.
+        index: Number of the role among roles of its kind, from 0. Shards and stage replicas count from 1, because the
+            parameter server and the stage server are the first.
+        world_rank: MPI rank that hosts the role. One rank may host several roles.
+        parent: Id of the role that takes this role's gradients. None: there is none.
+        source: Id of the role that gives this role weights. None: its parent does.
+        node: Number of the role's node. -1 (`ELSEWHERE`): any node, for servers that need not be near a learner.
+        group: Number of the learner's compute group. None: it belongs to none.
     """
 
     kind: str
@@ -66,7 +65,7 @@ class Role:
 
     @property
     def name(self) -> str:
-        """What people and files call the role: `"learner 3"`, `"parameter server"`."""
+        """Name of the role for people and files: `"learner 3"`, `"parameter server"`."""
         return f"{self.kind} {self.index}" if self.kind_traits.numbered else self.kind
 
     @property
@@ -76,33 +75,33 @@ class Role:
 
     @property
     def kind_traits(self) -> RoleTraits:
-        """What is true of all roles of this kind, in any plan."""
+        """Traits of all roles of this kind, in any plan."""
         return KINDS[self.kind]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a topology makes: the roles of a run, and which of them exchange gradients and weights.
+    """Result of a topology: the roles of a run, and their edges for gradients and weights.
 
     Attributes:
-        roles: all roles of the run; the place of a role in this tuple is its id.
-        max_gradients_per_message: most gradients whose mean one message to the parameter server may carry; 1 unless
-            servers of a tree or compute groups average gradients.
-        replayable: whether the order in which gradients are added is recorded, so that a replay reaches the same bits.
-        overlapped: whether learners push and pull beside computing and never wait for a server. Weights then come down
-            a tree of their own (`Role.source`).
-        outstanding: only with `overlapped`: number of a learner's own gradients that may be missing in its weights
-            before the learner waits; None: it never waits.
-        reduction: how a compute group adds its gradients: `"ordered"`, in group_rank order; `"nodes"`, in that order on
+        roles: All roles of the run. The place of a role in this tuple is its id.
+        max_gradients_per_message: Largest number of gradients whose mean one message to the parameter server may carry.
+            It is 1 unless servers of a tree or compute groups average gradients.
+        replayable: Whether the order of addition of gradients is recorded, so that a replay is bitwise identical.
+        overlapped: Whether learners push and pull in parallel with computing and never wait for a server. Weights then
+            come down a tree of their own (`Role.source`).
+        outstanding: Only with `overlapped`: number of a learner's own gradients that may be missing in its weights
+            before the learner waits. None: it never waits.
+        reduction: Order of addition in a compute group: `"ordered"`, in group_rank order; `"nodes"`, in that order on
             each node, then the sums of the nodes; or `"mpi"`, as the MPI library does.
-        averaging: whether each learner trains a replica of its own, and they average these; the weights are then what
-            they agree on, and without a parameter server every learner has them, too.
-        sharing: what learners of a compute group have in common where they average: `"nothing"`; a `"replica"`, which
-            they train by the mean of their gradients; or a `"reference"`, towards which their replicas are corrected.
-            It is then the replicas, or references, of the groups that are averaged.
-        scheduled: whether the parameter server deals the samples out to the learners, as they ask for work.
-        window: whether these bring their gradients into weights that they share, in the memory of a node.
-        gone: ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
+        averaging: Whether each learner trains a replica, and replicas are averaged. The weights are then the central
+            model. Without a parameter server every learner has a copy of it.
+        sharing: State that the learners of a compute group share if they average: `"nothing"`; a `"replica"`, which
+            they train by the mean of their gradients; or a `"reference"`, which corrects their replicas. The replicas,
+            or references, of the groups are then averaged.
+        scheduled: Whether the parameter server assigns the samples to learners that request work.
+        window: Whether learners apply their gradients to shared weights in the memory of a node.
+        gone: Ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
     """
 
     roles: tuple[Role, ...]
@@ -142,74 +141,74 @@ class Plan:
     def server(self) -> int:
         """Id of the role that decides about the weights: the parameter server, or the first learner if there is none.
 
-        It owns them all, or the first part of them (`owners`).
+        It owns all weights, or the first part of them (`owners`).
         """
         return self.owners[0]
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """Ids of the roles that own the weights, in the order of their parts: one role owns all of them as a rule.
+        """Ids of the roles that own the weights, in the order of their parts. Usually one role owns all of them.
 
-        Where there is no parameter server, that is the first learner, which keeps the books of what all replicas are.
+        Without a parameter server it is the first learner, which keeps the counters for all replicas.
         """
         return self.front_owners if self.stage is None else (*self.front_owners, self.stage)
 
     @cached_property
     def front_owners(self) -> tuple[int, ...]:
-        """Ids of those who own what learners have: all weights, or the first layers where a stage server has others."""
+        """Ids of the owners of the learners' layers: of all layers, or of the first ones if there is a stage server."""
         return self._parameter_servers or self.learners[:1]
 
     @cached_property
     def stage(self) -> int | None:
-        """Id of the role that owns the last layers, and computes with them; None: learners have all layers."""
+        """Id of the role that owns the last layers and computes with them. None: learners have all layers."""
         return next(iter(self.stages), None)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """Ids of all roles that have the last layers, of which the first owns them and the others keep replicas."""
+        """Ids of all roles that have the last layers. The first one owns them, and the others keep replicas."""
         return self._those(lambda kind: kind.concludes)
 
     def stage_of(self, learner: int) -> int:
-        """Id of the role that has the last layers for a learner, which is one of several in learner order.
+        """Returns the id of the role that has the last layers for a learner. Learners are divided in learner order.
 
         Args:
-            learner: its id.
+            learner: Id of the learner.
         """
         return self.stages[self.roles[learner].index * len(self.stages) // self.learner_numbers]
 
     @cached_property
     def keepers(self) -> tuple[int, ...]:
-        """Ids of the roles that keep what a checkpoint needs, the server's first."""
+        """Ids of the roles that hold state for a checkpoint, the server's first."""
         if not self.averaging or self.served:
             return self.owners
         return tuple(members[0] for members in self.groups) if self.sharing == "replica" else self.learners
 
     @cached_property
     def parted(self) -> bool:
-        """Whether the weights lie in parts at several roles."""
+        """Whether several roles hold parts of the weights."""
         return len(self.owners) > 1
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether learners exchange what they have part by part, with several servers."""
+        """Whether learners exchange parts with several servers."""
         return len(self.front_owners) > 1
 
     def in_parts(self, role: int, owner: int) -> bool:
-        """Whether what a role gets from an owner of weights, or gives it, is a part of a tensor of the role's.
+        """Returns whether a role exchanges only a part of its tensor with an owner of weights.
 
         Args:
-            role: id of the role.
-            owner: id of the other.
+            role: Id of the role.
+            owner: Id of the owner.
         """
         if role == self.statistics:
             return self.parted and owner in self.owners
         return self.sharded and owner in self.front_owners
 
     def unparted(self) -> tuple["Plan", dict[int, int]]:
-        """The plan with one server for all parts of what learners have, and one stage server, which do what all do.
+        """Returns the equivalent plan with one server for all parts, and one stage server.
 
         Returns:
-            The plan, and for the id of each role that is left its id there.
+            The plan, and the id in it for the id of each role that is left.
         """
         left = [i for i in range(len(self.roles)) if i not in (*self.front_owners[1:], *self.stages[1:])]
         now: dict[int | None, int] = {before: id_ for id_, before in enumerate(left)}
@@ -230,7 +229,7 @@ class Plan:
 
     @cached_property
     def learner_numbers(self) -> int:
-        """Number of learners, those that are gone included: learners have the numbers from 0 up to this."""
+        """Number of learners, including dead ones. Learners have the numbers from 0 up to this."""
         return sum(role.kind_traits.trains for role in self.roles)
 
     @cached_property
@@ -240,12 +239,12 @@ class Plan:
 
     @cached_property
     def receivers(self) -> tuple[tuple[int, ...], ...]:
-        """For each role, by id: ids of the roles to which it gives weights."""
+        """For each role, by id: ids of the roles that get weights from it."""
         return self._below(self.weight_source)
 
     @cached_property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """For each compute group: ids of its learners in group_rank order; empty without groups."""
+        """For each compute group: ids of its learners in group_rank order. Empty: there are no groups."""
         members: dict[int, list[int]] = {}
         for id_ in self.learners:
             group = self.roles[id_].group
@@ -254,10 +253,11 @@ class Plan:
         return tuple(tuple(members[group]) for group in sorted(members))
 
     def group_of(self, role: int) -> tuple[int, ...]:
-        """Ids of the learners in a learner's compute group, itself included; itself alone without groups.
+        """Returns the ids of the learners in a learner's compute group, including itself. Without groups it is only
+        itself.
 
         Args:
-            role: id of the learner.
+            role: Id of the learner.
         """
         return self._groups_of.get(role, (role,))
 
@@ -266,24 +266,24 @@ class Plan:
         return {role: members for members in self.groups for role in members}
 
     def together(self, role: int, group: int | None) -> tuple[int, ...]:
-        """Ids of the learners that add something up: those of a learner's compute group, or all.
+        """Returns the ids of the learners of a reduction: a learner's compute group, or all learners.
 
         Args:
-            role: id of the learner.
-            group: number of its group, or `EVERYBODY`.
+            role: Id of the learner.
+            group: Number of its group, or `EVERYBODY`.
         """
         return self.learners if group == EVERYBODY else self.group_of(role)
 
     def partial_sums(self, members: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The order in which the gradients of a compute group are added, or what all learners bring.
+        """Returns the order of addition in a compute group, or among all learners.
 
         Args:
-            members: ids of the learners, as `together` gives them.
+            members: Ids of the learners, from `together`.
 
         Returns:
-            Places among them, of what each partial sum adds in this order; then those sums are added in theirs. Of all
-            learners each group has a sum; in a group each node, if it is to add so. A rank is on one node, that of its
-            first learner.
+            Partial sums in their order. Each is a tuple of places among the members, to be added in this order. Among
+                all learners each group has a partial sum. In a group with reduction "nodes" each node has one. A rank
+                is on one node, the node of its first learner.
         """
         by_group = len({self.roles[member].group for member in members}) > 1
         if not by_group and self.reduction != "nodes":
@@ -298,13 +298,14 @@ class Plan:
 
     @cached_property
     def workers(self) -> int:
-        """Number of learners that a protocol sees: a compute group counts as one, unless each averages for itself."""
+        """Number of learners that a protocol sees. A compute group counts as one, unless each learner averages for
+        itself."""
         alone = self.averaging and self.sharing == "nothing"
         return len(self.learners) if alone else len(self.groups) or len(self.learners)
 
     @cached_property
     def served(self) -> bool:
-        """Whether there is a parameter server. If not, every learner updates weights of its own, which stay equal."""
+        """Whether there is a parameter server. Without one, every learner updates its own weights, which stay equal."""
         return bool(self._parameter_servers)
 
     @cached_property
@@ -312,10 +313,10 @@ class Plan:
         return self._those(lambda kind: kind.updates and not kind.trains and not kind.concludes)
 
     def traits(self, role: int) -> RoleTraits:
-        """What is true of a role in this plan, such as whether it trains or updates weights.
+        """Returns the traits of a role in this plan, such as whether it trains or updates weights.
 
         Args:
-            role: id of the role.
+            role: Id of the role.
         """
         own = self.roles[role].kind_traits
         if own.trains:
@@ -343,26 +344,27 @@ class Plan:
         return kind if self.stage is None else first_stage_of(kind)
 
     def on_rank(self, world_rank: int) -> tuple[int, ...]:
-        """Ids of the roles that an MPI rank hosts."""
+        """Returns the ids of the roles on an MPI rank."""
         return tuple(i for i, role in enumerate(self.roles) if role.world_rank == world_rank)
 
     def weight_source(self, role: Role) -> int | None:
-        """Id of the role that gives a role weights; None for the root, and for servers of a tree if `overlapped`."""
+        """Returns the id of the role that gives a role weights. None: the role is the root, or a server of a tree if
+        `overlapped`."""
         if self.overlapped and role.kind_traits.relays:
             return None
         return role.parent if role.source is None else role.source
 
     def nodes(self, *, near: bool) -> tuple[int, ...]:
-        """The node of every role, by id.
+        """Returns the node of every role, by id.
 
         Args:
-            near: whether servers that may be anywhere are on node 0; else their node is -1 (`ELSEWHERE`).
+            near: Whether servers without a fixed node are on node 0. Otherwise their node is -1 (`ELSEWHERE`).
         """
         return tuple(0 if near and role.node == ELSEWHERE else role.node for role in self.roles)
 
     @property
     def window_leaders(self) -> dict[int, list[int]]:
-        """Where several nodes have windows: the first learner of each, and the numbers of all learners there."""
+        """If several nodes have windows: the first learner of each, and the numbers of all learners there."""
         on_node: dict[int, list[int]] = {}
         for learner in self.learners if self.window else ():
             on_node.setdefault(self.roles[learner].node, []).append(learner)
@@ -371,27 +373,28 @@ class Plan:
         return {some[0]: [self.roles[learner].index for learner in some] for some in on_node.values()}
 
     def expendable(self, role: int) -> bool:
-        """Whether all other roles can go on by this plan if a role is lost.
+        """Returns whether all other roles can continue with this plan if a role is lost.
 
-        This is so for a learner that no other role needs for an average or for weights. After the loss of another role
-        the run needs a new plan (`without`).
+        This holds for a learner that no other role needs for an average or for weights. After the loss of any other
+        role the run needs a new plan (`without`).
 
         Args:
-            role: id of the role.
+            role: Id of the role.
         """
         return self.roles[role].kind_traits.trains and not self.groups and not self.overlapped
 
     def without(self, lost: Collection[int]) -> "Plan":
-        """The plan of the roles that are left when others are lost.
+        """Returns the plan of the remaining roles after a loss.
 
-        The nearest ancestor that is left takes over the roles below a lost one. A server of a tree without a learner
-        below it loses its parent.
+        The nearest remaining ancestor takes over the roles below a lost one. A server of a tree without a learner below
+        it loses its parent.
 
         Args:
-            lost: ids of the lost roles.
+            lost: Ids of the lost roles.
 
         Raises:
-            ValueError: the run cannot go on: an owner of the weights, the statistics server or all learners are lost.
+            ValueError: The run cannot continue: an owner of the weights, the statistics server or all learners are
+                lost.
         """
         gone = self.gone | frozenset(lost)
         for needed in dict.fromkeys((*self.owners, *self.stages, self.statistics)):
@@ -421,20 +424,20 @@ class Plan:
         return replace(plan, roles=tuple(roles))
 
     def child_towards(self, role: int, server: int) -> int | None:
-        """The child of a server through which a role's gradients reach it.
+        """Returns the child of a server that passes on a role's gradients.
 
         Args:
-            role: id of the role whose gradients they are.
-            server: id of the server.
+            role: Id of the role with the gradients.
+            server: Id of the server.
 
         Returns:
-            Id of the child, which may be the role itself; None: the gradients do not reach this server.
+            Id of the child, which may be the role itself. None: the gradients do not reach this server.
         """
         parent = self.roles[role].parent
         return role if parent == server else None if parent is None else self.child_towards(parent, server)
 
     def learners_below(self, role: int) -> int:
-        """Number of learners whose gradients a role has or takes, itself included if it is a learner."""
+        """Returns the number of learners whose gradients a role has or takes, including itself if it is a learner."""
         return int(self.roles[role].kind_traits.trains) + sum(map(self.learners_below, self.children[role]))
 
     def _those(self, wanted: Callable[[RoleTraits], bool]) -> tuple[int, ...]:
@@ -451,10 +454,11 @@ class Plan:
 
 
 def group_tree(members: Sequence[int], server: int | None) -> list[tuple[int | None, int | None]]:
-    """Parent and source of each member of a compute group: the first speaks for all, and weights go down a tree.
+    """Returns parent and source of each member of a compute group: the first one pushes for all, and weights go down a
+    tree.
 
     Args:
-        members: their ids.
-        server: id of the parameter server, if there is one.
+        members: Ids of the members.
+        server: Id of the parameter server, if there is one.
     """
     return [(members[0], members[(i - 1) // BINARY]) if i else (server, None) for i in range(len(members))]

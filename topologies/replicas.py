@@ -1,7 +1,8 @@
-"""Replicas: every learner, or compute group, trains weights of its own, and all average them; there need be no server.
+"""Replicas: every learner, or compute group, trains its own weights, and all of them are averaged. A server is
+optional.
 
-Source: crossbow.txt §3.2 and §4.2: every learner holds the central model, too, and updates it by the same sum. With a
-server (Zhang et al. 2015) each learner exchanges with that alone. Compute groups are those of omnivore.txt §IV-A.
+Source: crossbow.txt §3.2 and §4.2: every learner also holds the central model, and updates it by the same sum. With a
+server (Zhang et al. 2015) each learner exchanges only with the server. Compute groups are from omnivore.txt §IV-A.
 """
 
 from collections.abc import Sequence
@@ -17,14 +18,14 @@ from topologies.plan import Plan
 def plan(
     nodes: Sequence[int], reduction: Reduction = "ordered", parameter_server: bool = False, groups: int | None = None
 ) -> Plan:
-    """One group of all learners, or all with a server.
+    """Makes one group of all learners, or all learners with a server.
 
     Args:
-        nodes: of every learner.
-        reduction: how differences are added, as in `groups`; and gradients, where groups train.
-        parameter_server: that there is a parameter server, with which each learner exchanges alone.
-        groups: number of compute groups, blocks that differ by one at most, each of which trains one replica by the
-            mean of its learners' gradients; None: each learner trains one.
+        nodes: Node of every learner.
+        reduction: Order of addition of differences, as in `groups`, and of gradients if groups train.
+        parameter_server: Whether there is a parameter server, which each learner exchanges with separately.
+        groups: Number of compute groups, whose sizes differ by one at most. Each trains one replica by the mean of its
+            learners' gradients. None: each learner trains one.
     """
     together = grouped(nodes, 1, reduction, parameter_server)
     if groups is None:
@@ -37,12 +38,12 @@ def plan(
 
 
 def in_blocks(plan: Plan, numbers: Sequence[int], sharing: Sharing) -> Plan:
-    """A plan of one group as one in which the learners of each block share something, and blocks average.
+    """Turns a plan of one group into a plan whose blocks share state and average with each other.
 
     Args:
-        plan: as `groups` makes it.
-        numbers: of the block of each learner, ascending from 0.
-        sharing: what they share.
+        plan: Plan from `groups`.
+        numbers: Number of each learner's block, ascending from 0.
+        sharing: State that a block shares.
     """
     if plan.reduction == "mpi":
         raise ValueError("[topology] options.reduction = 'mpi' is not supported with blocks; use 'ordered' or 'nodes'")

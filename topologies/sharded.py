@@ -1,8 +1,8 @@
 """Sharded: several servers own a part of the weights each, and advance as one.
 
-Every learner pushes a slice of its gradient to each of them, and pulls a slice of the weights from each. The first one
-decides which gradients make an update, in which order and at which rate; the others carry that out. So there is one
-timestamp, as with one server, whose weights these are bit for bit; but the links of several nodes carry them.
+Every learner pushes a slice of its gradient to each server, and pulls a slice of the weights from each. The first
+server decides which gradients make an update, their order, and the rate. The others carry that out. So there is one
+timestamp, and the weights are bitwise identical to a single server's. But the links of several nodes carry them.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,13 @@ from topologies.tree import whole
 
 
 def plan(nodes: Sequence[int], shards: int = 2, servers_on_own_nodes: bool = False) -> Plan:
-    """Rank 0 is the parameter server and owns the first part, then come the others, the statistics server and learners.
+    """Makes the parameter server on rank 0, which owns the first part, then the other servers, the statistics server,
+    and the learners.
 
     Args:
-        nodes: of every learner.
-        shards: N, servers among which the weights are divided; 1 is topology base.
-        servers_on_own_nodes: that each has, in a simulation, a node of its own, and not one with learners.
+        nodes: Node of every learner.
+        shards: N, the number of servers that share the weights. 1 is topology base.
+        servers_on_own_nodes: Whether each server has, in a simulation, a node of its own instead of one with learners.
     """
     if not whole(shards):
         raise ValueError(f"[topology] options.shards = {shards!r} is not supported; use a whole number >= 1")

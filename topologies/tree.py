@@ -1,4 +1,4 @@
-"""Trees: how the topologies that have one build it."""
+"""Trees of servers, for the topologies that have one."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -8,27 +8,27 @@ from topologies.plan import Role
 
 FanOut = int | Sequence[int] | None
 Block = tuple[int, list[int]]
-"""A node, and the ids of those that are together there."""
+"""Node, and the ids of the roles that are together there."""
 
 SERVERS = 2
 
 
 def even(count: int, most: int | None) -> list[int]:
-    """Splits `count` things into as few blocks of at most `most` as will do; sizes differ by one at most."""
+    """Splits `count` things into the smallest number of blocks of at most `most`. Sizes differ by one at most."""
     blocks = 1 if most is None else -(-count // most)
     return [(i + 1) * count // blocks - i * count // blocks for i in range(blocks)]
 
 
 def whole(value: object, least: int = 1) -> bool:
-    """Whether an option is a whole number of at least so much."""
+    """Returns whether an option is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def fan_outs(value: FanOut, name: str) -> list[int]:
-    """The option as a list.
+    """Returns the option as a list.
 
     Raises:
-        ValueError: it is none of what is allowed.
+        ValueError: The value is not allowed.
     """
     given = list(value) if isinstance(value, Sequence) else [] if value is None else [value]
     if not all(map(whole, given, (1, *[2] * len(given)))):
@@ -42,16 +42,16 @@ def fan_outs(value: FanOut, name: str) -> list[int]:
 
 
 def server_tree(nodes: Sequence[int], fan_out: FanOut) -> list[Role]:
-    """Root, statistics server, the tree of servers between root and learners from top to bottom, and learners.
+    """Returns the root, the statistics server, the tree of servers from top to bottom, and the learners.
 
     Args:
-        nodes: of every learner, ascending.
-        fan_out: most children of a leaf server, of the servers above those, …; the last number counts for all
-            levels above. None: one leaf server to a node, all of them right below the root, which on a single node is
-            the leaf itself.
+        nodes: Node of every learner, ascending.
+        fan_out: Largest number of children of a leaf server, of the servers above it, and so on. The last number
+            applies to all levels above. None: one leaf server on each node, all directly below the root. On a single
+            node the root is the leaf itself.
 
     Raises:
-        ValueError: a fan-out is out of range.
+        ValueError: A fan-out is out of range.
     """
     limits = fan_outs(fan_out, "fan_out")
     levels: list[list[Block]] = []  # from the leaf servers up: node, and places in the level below
@@ -87,6 +87,9 @@ def server_tree(nodes: Sequence[int], fan_out: FanOut) -> list[Role]:
 
 
 def max_gradients(roles: Sequence[Role]) -> int:
-    """Room that the messages of a tree need: a server relays when it has as many gradients as learners below it,
-    and until then it may have one less, to which its largest child adds as many again."""
+    """Returns the largest number of gradients in a message of a tree.
+
+    A server forwards an average when it has as many gradients as learners below it. Before that it may have one less,
+    and its largest child may add as many again.
+    """
     return 2 * max(1, sum(role.kind_traits.trains for role in roles))
