@@ -1,4 +1,4 @@
-"""Duties of an owner of weights besides deciding about updates.
+"""Duties of an owner of weights, except decisions about updates.
 
 Parameter servers, and learners without a server, have an `OwnerDuties` object. It counts updates, makes checkpoints and
 sends snapshots. It also notes when all owners have made an update, records lost roles, and reports the totals at the

@@ -24,7 +24,7 @@ class TrainingRules:
         plan: roles of the run and their connections.
         protocol: synchronization protocol that all roles follow.
         schedule: learning rates before modulation.
-        until: number of completed epochs at which the job changes next, or infinity.
+        until: number of completed epochs until the job changes next, or infinity.
         lr_drops: numbers of completed epochs after which the rate drops because evaluations stopped improving.
     """
 

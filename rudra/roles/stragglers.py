@@ -48,7 +48,7 @@ class Stragglers:
 
     Args:
         children: ids of the child roles.
-        patience_s: silence in seconds up to which a child is never a straggler.
+        patience_s: shortest silence in seconds that can make a child a straggler.
 
     Attributes:
         heard: time of the last message of each child, in seconds on the driver's clock.

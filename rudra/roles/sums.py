@@ -27,7 +27,7 @@ class PendingUpdate:
         samples: number of samples in all gradients.
         staleness: sum of the gradients' staleness, in updates.
         loss: sum of the losses of all samples.
-        errors: number of misclassified samples.
+        errors: number of wrong samples, each counted by its wrong share.
         drawn: for each stream, the position after the last sample of these gradients.
     """
 
@@ -73,7 +73,7 @@ class LearnerCounts:
             gradients: gradients in the update.
             scale: scale of each gradient in the update.
             update: number of the update.
-            sums: sums of the update, to which the gradients are added.
+            sums: sums of the update. The gradients are added to them.
             each: whether each gradient is an update of its own. Then its `timestamp` is its staleness.
         """
         steps, learned, drawn, rows, others = self.steps, self.samples_applied, sums.drawn, sums.rows, self._others
@@ -113,7 +113,7 @@ class EpochSums:
 
     Attributes:
         loss: sum of the losses of all samples.
-        errors: number of misclassified samples.
+        errors: number of wrong samples, each counted by its wrong share.
         staleness: sum of the gradients' staleness, in updates.
         gradients: number of gradients.
         samples: number of samples.
@@ -146,7 +146,7 @@ class EpochSums:
 
     @property
     def error(self) -> float:
-        """Fraction of misclassified samples."""
+        """Fraction of wrong samples."""
         return _mean(self.errors, self.samples)
 
     @property
