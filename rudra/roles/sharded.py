@@ -9,8 +9,8 @@ first shard chooses a buffer, and all shards receive their parts into it. The gr
 have their parts, so either all parts of a gradient count or none. If a learner dies in between, all shards drop the
 parts that have arrived.
 
-The shards send their parts of the weights to a learner after the first shard's answer, and to the statistics server
-after the announcement of a snapshot.
+The shards send their parts of the weights to a learner after the first shard's answer. They send them to the statistics
+server after the announcement of a snapshot.
 """
 
 from collections import deque
