@@ -1,10 +1,10 @@
 """Sum of all gradients, passed from one stage server to the next, if several stage servers hold the same layers.
 
 The learners are divided among the stage servers, in learner order. All stage servers read one log, which lists
-gradients in the order of addition. A server receives the previous server's sum and adds the gradients of its
-own learners. Then it sends the sum to the next server. The last server sends the complete sum to all others. Every
-server then updates its weights by this sum. The order of addition is the same as on a single stage server, so the
-weights are bitwise identical.
+gradients in the order of addition. A server receives the previous server's sum and adds the gradients of its own
+learners. Then it sends the sum to the next server. The last server sends the complete sum to all others. Every server
+then updates its weights by this sum. The order of addition is the same as on a single stage server, so the weights are
+bitwise identical.
 
 Source: ralp.txt §7 leaves replicas of a placed layer to future work.
 """

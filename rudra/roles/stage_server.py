@@ -5,10 +5,11 @@ server returns the gradient of the activations, with loss and errors. Then the l
 layers (`rudra.roles.gradient_requests`). The stage server handles one mini-batch at a time: forward, loss and backward
 pass with the same weights. The placement rule decides when the stage server applies the gradient of its own layers:
 
-`synchronous`: together with the gradients of the first layers. The owner of the first layers decides. It writes
-a log, as between shards (`rudra.roles.multi_owner`). By this log the stage server adds the same gradients, in the same
-order and at the same scales, and updates at the same rate. The stage server computes a mini-batch only with weights of the activations'
-timestamp. So both have one timestamp, and all weights are bitwise identical to a run whose learners hold all layers.
+`synchronous`: together with the gradients of the first layers. The owner of the first layers decides. It writes a log,
+as between shards (`rudra.roles.multi_owner`). By this log the stage server adds the same gradients, in the same order
+and at the same scales, and updates at the same rate. The stage server computes a mini-batch only with weights of the
+activations' timestamp. So both have one timestamp, and all weights are bitwise identical to a run whose learners hold
+all layers.
 
 `merged`: immediately, one batch after the other. The stage server's weights have their own timestamp. They have no
 staleness, even if the first layers are stale. A batch belongs to a compute group, and each learner of the group has one
