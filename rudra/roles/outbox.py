@@ -1,4 +1,4 @@
-"""Rows of a role on their way to the statistics server."""
+"""Buffer for rows that a role reports to the statistics server."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from rudra.probe import probed
 
 
 class Outbox:
-    """Rows that a role gathers and sends to the statistics server now and then.
+    """Rows that a role collects and sends to the statistics server in batches.
 
     Args:
         role: id of the sender.
         to: id of the statistics server.
-        interval_s: how long rows may wait.
+        interval_s: longest time in seconds that rows wait before they are sent.
 
     Attributes:
         role: id of the sender.
@@ -36,19 +36,19 @@ class Outbox:
 
     @probed
     def extend(self, kind: MessageKind, rows: Sequence[bytes]) -> None:
-        """Adds rows that are packed already."""
+        """Adds packed rows."""
         self._rows.setdefault(kind, []).extend(rows)
         self._count += len(rows)
 
     def due(self, now: float) -> list[Action]:
-        """What to send now, if it is time."""
+        """Returns messages with all collected rows if there are enough rows or they have waited long enough."""
         if not self._count or (self._count < self.ROWS_AT_MOST and now - self._since < self._interval_s):
             return []
         return self.flush(now)
 
     @probed
     def flush(self, now: float) -> list[Action]:
-        """Everything that was gathered."""
+        """Returns messages with all collected rows."""
         self._since = now
         if not self._count:
             return []
@@ -58,7 +58,7 @@ class Outbox:
 
 
 class NullOutbox(Outbox):
-    """Of a role that has nothing to report."""
+    """Outbox of a role that reports nothing: it drops all rows."""
 
     def add(self, kind: MessageKind, *row: Any) -> None: ...
     def extend(self, kind: MessageKind, rows: Sequence[bytes]) -> None: ...

@@ -1,23 +1,28 @@
-"""The learner that never waits for a server: it pushes and pulls while it computes.
+"""Learner that pushes gradients and receives weights while it computes, instead of waiting for a server.
 
-Source: rudra.txt §3.3, Rudra-adv*. Every gradient is pushed, and none before the one before was delivered: two
-gradient buffers, one computed into while the other is sent. Weights come down a tree of the root and all learners,
-whenever newer ones can come; a mini-batch begins with the newest that are here complete, which is a change of a name.
-Of three weight buffers one is computed with, one holds the newest, and one is open for the next. Each learner hands
-weights on to its receivers, on each edge the newest as soon as the edge is idle: versions may be skipped there, but
-never queue up. A buffer that is computed with or handed on is not overwritten.
+Source: rudra.txt §3.3, Rudra-adv*.
 
-Not in the paper: where the plan bounds a learner's outstanding gradients, the server tells it when one is applied, and
-it goes on only with weights that hold all but so many of its own.
+The learner pushes every gradient, but only after the previous one is delivered. It has two gradient buffers: it
+computes into one while it sends the other.
+
+Weights come down a tree of the root and all learners, whenever newer weights are available. The learner has three
+weight buffers: one for the computation, one with the newest weights, and one that receives the next weights. A
+mini-batch begins with the newest complete weights, which needs no copy: the buffers only change their roles.
+
+Each learner forwards weights to its receivers. On each edge it sends the newest weights as soon as the edge is idle, so
+versions may be skipped but never queue up. A buffer in use by a computation or a transfer is not overwritten.
+
+Not in the paper: the plan may bound a learner's outstanding gradients. Then the server notifies the learner of each
+applied gradient. The learner pauses while its newest weights lack `Plan.outstanding` or more of its own gradients.
 
     WAITING    first weights                      -> HASHING
-    HASHING    their digest                       -> READY      handed on; tell the server
+    HASHING    digest of the weights              -> READY      forward the weights; notify the server
     READY      training starts                    -> COMPUTING
-    COMPUTING  gradient ready, the one before delivered -> COMPUTING   push it, next mini-batch
-    COMPUTING  gradient ready, the one before not       -> EXCHANGING  until that is delivered
-    COMPUTING, EXCHANGING  too many are outstanding     -> HELD        until newer weights hold enough of them
-    any        stop                               -> LEAVING    when the gradient at hand is ready
-    LEAVING    nothing of ours is under way       -> STOPPED
+    COMPUTING  gradient ready, previous one delivered     -> COMPUTING   push it, next mini-batch
+    COMPUTING  gradient ready, previous one not delivered -> EXCHANGING  until the previous one is delivered
+    COMPUTING, EXCHANGING  too many outstanding gradients -> HELD        until newer weights include enough of them
+    any        stop                               -> LEAVING    when the present gradient is ready
+    LEAVING    no transfer of this learner is under way -> STOPPED
     STOPPED    everything is recorded             -> DONE
 """
 
@@ -59,7 +64,7 @@ UNDERWAY: dict[Any, str] = {Sent: "_returned", MessageKind.WEIGHTS: "_arrived", 
 
 
 class OverlappedLearner(Learner):
-    """One learner of adv*; arguments as for `Learner`."""
+    """Learner of topology adv*. It has the same arguments as `Learner`."""
 
     __slots__ = (
         "_applied",
@@ -115,17 +120,17 @@ class OverlappedLearner(Learner):
         super().__init__(role, setup)
         self._receivers = setup.plan.receivers[role]
         self._stamps = dict.fromkeys(WEIGHT_BUFFERS, -1)
-        self._open: str | None = WEIGHT_BUFFERS[0]  # where the next weights may land
+        self._open: str | None = WEIGHT_BUFFERS[0]  # buffer that receives the next weights
         self._newest = WEIGHT_BUFFERS[0]
         self._computing_with: str | None = None
-        self._edges: dict[int, str] = {}  # receiver -> what is on its way there
+        self._edges: dict[int, str] = {}  # receiver -> buffer that is being sent to it
         self._given = dict.fromkeys(self._receivers, -1)
-        self._into = 0  # the gradient buffer that is computed into
+        self._into = 0  # index of the gradient buffer for the computation
         self._sending: str | None = None
-        self._waiting: Gradient | None = None  # ready, while the gradient before is still under way
-        self._sent_at = 0.0  # when the newest gradient left
-        self._outstanding = 0  # gradients that the newest weights do not hold
-        self._applied: deque[int] = deque()  # timestamps of weights to come that hold one of them each
+        self._waiting: Gradient | None = None  # ready gradient, while the previous one is being sent
+        self._sent_at = 0.0  # time when the newest gradient was sent
+        self._outstanding = 0  # pushed gradients that the newest weights do not include
+        self._applied: deque[int] = deque()  # timestamps of weights to come, each with one more of them
 
     @property
     def waiting_for(self) -> str:
@@ -164,7 +169,7 @@ class OverlappedLearner(Learner):
         self.state = LearnerState.READY
         return [Send(self.server, Ready(self.id, short_digest(event.digest)))]
 
-    # Weights: in, and on.
+    # Weights: receiving and forwarding.
 
     def _arrived(self, event: Received[Weights], now: float) -> list[Action]:
         assert event.buffer is not None
@@ -175,7 +180,7 @@ class OverlappedLearner(Learner):
         return actions + self._continue(now) if self.state is LearnerState.HELD else actions
 
     def _hand_on(self) -> list[Action]:
-        """Sends the newest weights along every edge that is idle; when training ends there, too, this ends."""
+        """Sends the newest weights along every idle edge, until training ends."""
         if self.state in {LearnerState.LEAVING, LearnerState.STOPPED}:
             return []
         stamp, actions = self._stamps[self._newest], list[Action]()
@@ -186,7 +191,7 @@ class OverlappedLearner(Learner):
         return actions
 
     def _reopen(self) -> list[Action]:
-        """Lets the next weights in, if a buffer is free and none is open."""
+        """Begins to receive the next weights if a buffer is free and no receive is open."""
         if self._open is not None:
             return []
         used = {self._newest, self._computing_with, *self._edges.values()}
@@ -213,7 +218,7 @@ class OverlappedLearner(Learner):
         return warnings
 
     def _send(self, now: float) -> list[Action]:
-        """Pushes the gradient that is ready, and goes on to the next, into the other buffer."""
+        """Pushes the ready gradient, and continues with the other gradient buffer."""
         gradient, self._waiting = self._waiting, None
         assert gradient is not None
         self._sending, self._sent_at = GRADIENT_BUFFERS[self._into], now
@@ -223,7 +228,7 @@ class OverlappedLearner(Learner):
         return [Send(self.server, message, self._sending), *self._continue(now)]
 
     def _continue(self, now: float) -> list[Action]:
-        """Begins the next mini-batch, or leaves, or waits for weights that hold more of what was pushed."""
+        """Begins the next mini-batch, or leaves, or waits for weights that include more of the pushed gradients."""
         if not self._stopping and self._too_many_outstanding():
             self.state, self._computing_with = LearnerState.HELD, None
             return self._reopen()
@@ -270,7 +275,7 @@ class OverlappedLearner(Learner):
         return [*self._reopen(), *self._left(now)]
 
     def _left(self, now: float) -> list[Action]:
-        """Takes leave when nothing is under way; weights that still come are let in, so that nobody waits with them."""
+        """Leaves when no transfer is under way. Weights are still received, so that their sender does not wait."""
         if self.state is not LearnerState.LEAVING or self._sending is not None or self._edges:
             return []
         return super()._leave(now)

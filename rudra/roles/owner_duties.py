@@ -1,7 +1,8 @@
-"""Duties of an owner of weights besides deciding about updates.
+"""Duties of an owner of weights, except decisions about updates.
 
-Parameter servers and learners without a server have these duties as a member: they count updates, make checkpoints,
-send snapshots, note when all owners have made an update, and account for losses and for the whole training.
+Parameter servers, and learners without a server, have an `OwnerDuties` object. It counts updates, makes checkpoints and
+sends snapshots. It also notes when all owners have made an update, records lost roles, and reports the totals at the
+end of training.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from rudra.roles.stage_log import StageLog
 MAINTENANCE: Mapping[Any, str] = dict.fromkeys(
     (Saved, MessageKind.ROWS_FLUSHED, Committed, MessageKind.SNAPSHOT_CREDIT), "_maintain"
 )
-"""Events of checkpoints and snapshots, after which an update that waited may be made."""
+"""Events of checkpoints and snapshots. A waiting update may proceed after them."""
 
 WISHES: Mapping[Any, str] = {MessageKind.TARGET_REACHED: "_end_with_epoch", MessageKind.PLATEAU: "_lower_rate"}
 """Decisions of the statistics server."""
@@ -30,14 +31,14 @@ class OwnerDuties:
 
     Args:
         role: id of the owner.
-        setup: what the owner is made from.
-        leads: it reports, makes checkpoints, and decides for owners of other layers.
+        setup: arguments of the owner's role.
+        leads: whether this owner reports, makes checkpoints, and decides for the owners of other layers.
 
     Attributes:
-        ledger: counters and records of the weights.
-        cycle: checkpoints of the weights.
-        stages: log for owners of other layers.
-        steps: updates that not all owners have made.
+        ledger: counters and records of the owner's weights.
+        cycle: schedule of the owner's checkpoints.
+        stages: log that the owners of other layers follow.
+        steps: updates that some owners have not made yet.
     """
 
     def __init__(self, role: int, setup: Setup, *, leads: bool = True) -> None:
@@ -56,21 +57,21 @@ class OwnerDuties:
 
     @property
     def waiting_for(self) -> str:
-        """What an update waits for that is ahead."""
+        """Reason why the next update must wait, as text for people."""
         return "the statistics server to test the weights" if self.ledger.is_ahead else "a checkpoint to be written"
 
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
-        """Counts gradients for the next update; returns the number of their samples."""
+        """Counts gradients for the next update and returns their number of samples."""
         samples = self.ledger.count(gradients, scale)
         self.stages.add(gradients, scale)
         return samples
 
     def update(self, gradient: str, now: float) -> list[Action]:
-        """Updates the weights by an average of all gradients that were counted; begins a checkpoint if it is due."""
+        """Updates the weights by the average of all counted gradients, and begins a checkpoint if one is due."""
         return self.ledger.update(gradient, now) + self.cycle.updated(now)
 
     def note(self, made: Updated | OwnerStepped, now: float) -> list[Action] | None:
-        """This owner, or another one, has made an update; returns what follows once all have made it."""
+        """Notes that an owner has made an update. Returns the resulting actions, or None if other owners have not."""
         whole: Updated | None
         if isinstance(made, Updated):
             whole = made if self.steps.alone and not made.sampled else self.steps.here(made)
@@ -81,18 +82,18 @@ class OwnerDuties:
     def maintain(
         self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float
     ) -> list[Action]:
-        """Takes the next step of a checkpoint, or sends a snapshot that waited for credit."""
+        """Takes the next step of a checkpoint, or sends a snapshot that was waiting for credit."""
         if isinstance(event, Received) and isinstance(event.message, SnapshotCredit):
             return self.ledger.credit()
         return self.cycle.take(event, now)
 
     def lose(self, role: int, now: float, *, ended: bool) -> list[Action] | None:
-        """A role died; returns what follows, or None if training must continue without the role.
+        """Handles the death of a role. Returns the resulting actions, or None if training must continue without it.
 
         Args:
-            role: id.
+            role: id of the dead role.
             now: seconds on the driver's clock.
-            ended: training has ended.
+            ended: whether training has ended.
         """
         ledger = self.ledger
         title = ledger.rules.plan.roles[role].title
@@ -107,6 +108,6 @@ class OwnerDuties:
     def account(
         self, now: float, *, pushed: int, pending: int = 0, discarded: int = 0, lost: int = 0, stopped: bool
     ) -> list[Action]:
-        """Accounts for the training; if it was stopped, makes a last checkpoint."""
+        """Reports the totals of the training. Makes a last checkpoint if the training was stopped."""
         totals = self.ledger.totals(now, pushed, pending, discarded, lost)
         return [*totals, *(self.cycle.end(now) if stopped else ()), *self.stages.end()]

@@ -1,13 +1,13 @@
-"""Readiness of the roles below another one: whether all hold the same initial weights."""
+"""Readiness of the roles below a server or a first learner: whether all of them hold the same initial weights."""
 
 
 class Readiness:
     """Digests of the initial weights that roles have reported.
 
     Attributes:
-        digest: the first one; None: there is none yet.
-        roles: ids of those that have reported.
-        agree: whether all digests are equal.
+        digest: digest that was reported first, or None before any report.
+        roles: ids of the roles that have reported.
+        agree: whether all reported digests are equal.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Readiness:
         self.agree = True
 
     def enter(self, role: int, digest: int) -> bool:
-        """Takes the digest of a role; returns whether it equals the first one."""
+        """Records the digest of a role and returns whether it equals the first digest."""
         if self.digest is None:
             self.digest = digest
         self.agree = self.agree and digest == self.digest

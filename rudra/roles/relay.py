@@ -1,9 +1,10 @@
-"""Several stage servers with the same layers: one sum of all gradients, which goes from server to server.
+"""Sum of all gradients, passed from one stage server to the next, if several stage servers hold the same layers.
 
-Learners are divided among the servers, in learner order. The log that all of them read names gradients in the order in
-which they are added. So a server adds its learners' to the sum that the one before has sent it, and sends that on; the
-last one sends the whole sum to all others, and all step by it. What is added to what, in which order, is as with one
-server, to the last bit, and so are the weights.
+The learners are divided among the stage servers, in learner order. All stage servers read one log, which lists
+gradients in the order of addition. A server receives the previous server's sum and adds the gradients of its own
+learners. Then it sends the sum to the next server. The last server sends the complete sum to all others. Every server
+then updates its weights by this sum. The order of addition is the same as on a single stage server, so the weights are
+bitwise identical.
 
 Source: ralp.txt §7 leaves replicas of a placed layer to future work.
 """
@@ -16,17 +17,17 @@ from rudra.roles.multi_owner import LOGGED, NUMBER
 from topologies import Plan
 
 SUM = "sum"
-"""The buffer for what another stage server has added up."""
+"""Name of the buffer for a sum that another stage server has sent."""
 
 Entry = tuple[Any, ...]
 
 
 class SumRelay:
-    """Follows the log, and says what of it is for one server.
+    """Translation of the shared log into the log entries of one stage server.
 
     Args:
-        role: id of the server.
-        plan: who is who.
+        role: id of the stage server.
+        plan: roles of the run and their connections.
     """
 
     def __init__(self, role: int, plan: Plan) -> None:
@@ -34,12 +35,12 @@ class SumRelay:
         self._forget()
 
     def _forget(self) -> None:
-        self._holder = -1  # who has the sum for the next update; -1: nothing is added yet
-        self._sum = b""  # its buffer there
+        self._holder = -1  # id of the server with the sum for the next update; -1: nothing is added yet
+        self._sum = b""  # name of the sum's buffer at that server
         self._is_everywhere = len(self._plan.stages) == 1
 
     def mine(self, entry: Entry) -> Iterator[Entry]:
-        """What an entry comes to, for this server: entries, of which some send or receive a sum."""
+        """Yields the entries of this server for one entry of the shared log. Some of them send or receive a sum."""
         what, role, buffer, other, *more = entry
         kind = LOGGED[what]
         if kind is Accumulate:
@@ -67,7 +68,7 @@ class SumRelay:
             self._holder, self._sum = self._owner(buffer), buffer
 
     def _owner(self, buffer: bytes) -> int:
-        """The server that has this gradient of a learner's."""
+        """Returns the id of the stage server that has a learner's gradient, by the name of its buffer."""
         return self._plan.stage_of(int(buffer.rpartition(b" ")[2]))
 
     def _moved(self, source: int, to: list[int], more: list[Any]) -> Iterator[Entry]:
@@ -77,8 +78,8 @@ class SumRelay:
             yield NUMBER[Receive], source, SUM.encode(), b"", *more
 
     def _spread(self, more: list[Any]) -> Iterator[Entry]:
-        """Everybody gets the whole sum."""
-        if self._id == self._holder and self._sum != SUM.encode():  # nobody else has added anything
+        """Yields the entries that give every stage server the complete sum."""
+        if self._id == self._holder and self._sum != SUM.encode():  # no other server has added a gradient
             yield NUMBER[Copy], -1, self._sum, SUM.encode(), *more
         self._sum, self._is_everywhere = SUM.encode(), True
         yield from self._moved(self._holder, [each for each in self._plan.stages if each != self._holder], more)

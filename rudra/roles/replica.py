@@ -1,6 +1,7 @@
-"""Learners of the only compute group, without a server: hardsync by allreduce.
+"""Learners in a single compute group without a server: hardsync by allreduce.
 
-Every learner updates weights of its own by the average of all gradients. The first learner keeps the books.
+Every learner updates its own copy of the weights by the average of all gradients. The first learner keeps the counters
+and records.
 
 Source: omnivore.txt §IV-A and appendix D-A3.
 """
@@ -57,7 +58,7 @@ class ReplicaState(States):
     HASHING = auto()
     READY = auto()
     COMPUTING = auto()
-    STEPPING = auto()  # this one and the next two are of learners that average alone
+    STEPPING = auto()  # only averaging learners have this state and the next two
     HOLDING = auto()
     POOLING = auto()
     REDUCING = auto()
@@ -78,46 +79,46 @@ TRAINING = [state for state in ALIVE if state not in {ReplicaState.REGROUPING, R
 
 
 ALWAYS: Mapping[Any, str] = {**MAINTENANCE, **WISHES, Stopped: "_stop", Sent: "_returned", Lost: "_lose"}
-"""What learners of the only group handle alike in all states; they are lost in two ways."""
+"""Events that learners of the only group handle in the same way in all states, except for losses while training."""
 
 
 class Replica(Machine):
-    """A learner of the only group: it updates weights of its own.
+    """Learner of the only group. It updates its own copy of the weights.
 
-        HASHING    digest of the initial weights -> READY      tell the first learner, which compares
+        HASHING    digest of the initial weights -> READY      send it to the first learner, which compares all
         READY      training starts               -> COMPUTING
         COMPUTING  activations ready, delivered, or their gradient received -> COMPUTING
         COMPUTING  gradient ready                -> REDUCING   average over all learners
-        REDUCING   averaged                      -> UPDATING   every learner by the same sum, or
-                                                 -> WAITING    the first, if it is ahead of tests that are to be made,
-                                                               or of a checkpoint that is to be kept
-        WAITING    the one before is over        -> UPDATING
+        REDUCING   averaged                      -> UPDATING   every learner by the same average, or
+                                                 -> WAITING    the first learner, if an earlier evaluation or
+                                                               checkpoint must end first
+        WAITING    evaluation or checkpoint over -> UPDATING
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
-        any        a learner died                -> REGROUPING until a checkpoint is made, from which all go on
+        any        a learner died                -> REGROUPING until a checkpoint is made; all continue from it
 
-    Where the job changes after an epoch, every replica goes on by the next one at once: all are at the same weights,
-    and nothing is under way between them.
+    If the job changes after an epoch, every replica continues with the next job immediately. All replicas have the same
+    weights, and no message is under way between them.
 
-    Where a learner dies in the middle of a reduction, some replicas may have made the update and others not; so all
-    take over what the first learner holds, by way of a checkpoint.
+    If a learner dies during a reduction, some replicas may have made the update and others not. Therefore all replicas
+    take over the first learner's weights from a checkpoint.
 
-    If somebody asks the run to stop, the first learner says so in the record of its next gradient, and all stop after
-    the update by that; or with the epoch, if its target is reached.
+    If the run is asked to stop, the first learner reports it with its next gradient. All learners stop after the update
+    by that gradient. If the training target is reached, they stop at the end of the epoch.
 
-    If a stage server has the last layers, the row of an update is complete when the stage server has made the update,
-    too, and so is the account of the training. Learners do not wait for that.
+    A stage server may own the last layers. Then the row of an update, and the totals of the training, are complete only
+    when the stage server has also made the update. Learners do not wait for it.
 
-    A gradient carries a digest of the weights that it was computed from: should replicas differ, the run ends.
+    Each gradient carries a digest of the weights that it was computed from. If the digests differ, the run fails.
 
     Args:
-        role: id in the plan.
-        setup: what it is made from.
+        role: id of the learner in the plan.
+        setup: arguments of the role.
 
     Attributes:
-        duties: of an owner of weights; only the first learner reports and makes checkpoints.
-        ledger: counters and records of its weights.
-        log: account of its mini-batches.
+        duties: duties of an owner of weights. Only the first learner reports and makes checkpoints.
+        ledger: counters and records of the learner's weights.
+        log: record of the learner's mini-batches.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
@@ -168,14 +169,14 @@ class Replica(Machine):
         self._reset_for_plan(setup.plan)
 
     def _reset_for_plan(self, plan: Plan) -> None:
-        """Everybody begins by this plan; nothing is under way."""
+        """Resets the role's state. All roles begin with this plan, and nothing is under way."""
         self.plan = plan
         self.state: States = ReplicaState.HASHING
-        self._stops = False  # with the update under way
+        self._stops = False  # after the update under way
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
         self._readiness = Readiness()
-        self._digest = 0  # of the weights, since everybody began
+        self._digest = 0  # digest of the weights; 0 before the first update by this plan
 
     def inherit(self, before: "Replica") -> None:
         self.log.inherit(before.log)
@@ -254,7 +255,7 @@ class Replica(Machine):
         return []
 
     def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
-        """The first learner tells the others with its next gradient, so that the rate falls everywhere at once."""
+        """Notes a lower rate. The next gradient carries it to all learners, so that all apply it at the same update."""
         self._lr_drops_requested = max(self._lr_drops_requested, event.message.times)
         return []
 
@@ -266,7 +267,7 @@ class Replica(Machine):
         return self._update(now)
 
     def _take_in(self, event: Reduced, now: float) -> list[Action]:
-        """Counts what all have brought, and heeds what they said; fails if the weights are not the same everywhere."""
+        """Counts the gradients of all learners and applies their flags. Fails if the learners' weights differ."""
         if any(word.enough for word in event.words):
             self.ledger.enough()
         self.ledger.lower(max(word.lowered for word in event.words), now)
@@ -278,7 +279,7 @@ class Replica(Machine):
         return []
 
     def _update(self, now: float) -> list[Action]:
-        """Updates the weights by what was added up, unless a test or a checkpoint of before is to be waited for."""
+        """Updates the weights by the average, unless an earlier evaluation or checkpoint must end first."""
         if self._leads and self.duties.are_ahead:
             self.state = ReplicaState.WAITING
             return []
@@ -298,7 +299,7 @@ class Replica(Machine):
         return actions + self._account(now)
 
     def _note(self, event: Updated, now: float) -> list[Action]:
-        """Takes note of an update that is made here."""
+        """Notes an update that this learner has made."""
         self._digest = digest_of(b"".join(event.sampled)) if event.sampled else event.digest
         return self.duties.note(event, now) or []
 
@@ -307,7 +308,7 @@ class Replica(Machine):
         return actions + self._account(now) if self.state is ReplicaState.STOPPED else actions
 
     def _account(self, now: float) -> list[Action]:
-        """The closing account, of this learner and of all."""
+        """Returns the final records of this learner, and the totals of the training."""
         if self.ledger.updating:
             return []
         stopped = self._leads and not self.ledger.over
@@ -333,7 +334,7 @@ class Replica(Machine):
         return self.duties.maintain(event, now) + self._retry_update(now)
 
     def _retry_update(self, now: float) -> list[Action]:
-        """Makes the update that waited."""
+        """Makes the waiting update, if there is one."""
         return self._update(now) if self.state is ReplicaState.WAITING else []
 
     # Learners that die.
@@ -351,7 +352,7 @@ class Replica(Machine):
     def _save_before_regrouping(self, event: Saved | Committed, now: float) -> list[Action]:
         cycle = self.duties.cycle
         position, actions = cycle.saving, cycle.take(event, now)
-        if event.error and not cycle.alone:  # it was to have what the dead kept
+        if event.error and not cycle.alone:  # it needed state that the dead roles held
             return actions + cycle.save(now, alone=True)
         if event.error:
             why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
@@ -359,7 +360,7 @@ class Replica(Machine):
         if isinstance(event, Saved):
             return actions
         assert position is not None
-        if position.timestamp < self.ledger.timestamp:  # an earlier one, which was under way
+        if position.timestamp < self.ledger.timestamp:  # an earlier checkpoint, which was under way
             return actions + cycle.save(now, alone=True)
         return actions + self._regroup(position, now)
 

@@ -1,4 +1,4 @@
-"""Rules of a training at an epoch: job, plan, protocol and learning rates, which may change after an epoch."""
+"""Rules of the training in an epoch: job, plan, protocol and learning rates. They may change after an epoch."""
 
 import math
 from collections.abc import Iterator, Set
@@ -17,15 +17,15 @@ class TrainingRules:
     """Rules that an owner of weights follows.
 
     Args:
-        setup: what the owner is made from.
+        setup: arguments of the owner's role.
 
     Attributes:
-        job: of the part of the run that training is in.
-        plan: who is who.
-        protocol: the protocol that everybody follows.
-        schedule: the learning rates, before modulation.
-        until: number of complete epochs at which the job changes.
-        lr_drops: completed epochs after which the rate falls because evaluations got no better.
+        job: job of the present phase of the run.
+        plan: roles of the run and their connections.
+        protocol: synchronization protocol that all roles follow.
+        schedule: learning rates before modulation.
+        until: number of completed epochs until the job changes next, or infinity.
+        lr_drops: numbers of completed epochs after which the rate drops because evaluations stopped improving.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -33,7 +33,7 @@ class TrainingRules:
         self.follow(setup.plan, setup.position)
 
     def follow(self, plan: Plan, position: TrainingState) -> None:
-        """Everybody begins by this plan, at this position; nothing is under way."""
+        """Applies the rules of the phase at a position. All roles begin with this plan, and nothing is under way."""
         self._phase = phase_at(self._phases, position.epoch)
         later = (phase.at_epoch for phase in self._phases if phase.at_epoch > position.epoch)
         self.until = next(later, math.inf)
@@ -48,7 +48,7 @@ class TrainingRules:
             self.schedule = Schedule.stepped(self.job.optimizer, self.lr_drops)
 
     def keep_state(self) -> None:
-        """Keeps the protocol's present state, from which the run could be resumed."""
+        """Stores the present state of the protocol, so that the run can be resumed from it."""
         try:
             self._protocol_state = protocols.saved(self.protocol)
         except ValueError as error:
@@ -56,26 +56,26 @@ class TrainingRules:
 
     @property
     def protocol_state(self) -> tuple[str, str]:
-        """Name of the protocol, and the state that was kept; empty if it has none."""
+        """Name of the protocol, and its stored state. The state is empty for a protocol without one."""
         return self._protocol_name, self._protocol_state
 
     def replace_protocol(self, protocol: protocols.Protocol) -> None:
-        """Follows a protocol for fewer learners from now on, in the state of the protocol before.
+        """Switches to a protocol for fewer learners, which takes over the state of the previous protocol.
 
         Raises:
-            ValueError: it does not take that state.
+            ValueError: The new protocol does not accept that state.
         """
         if state := protocols.saved(self.protocol):
             protocols.restored(protocol, state)
         self.protocol = protocol
 
     def lower(self, count: int, epoch: int) -> Iterator[str]:
-        """The rate falls for the `count`-th time in all; a count that was reached before changes nothing.
+        """Lowers the learning rate until it has dropped `count` times in all. An earlier count changes nothing.
 
-        It falls after the epoch under way, or after the next one if it already falls there.
+        A drop takes effect after the present epoch, or after a later one if the present epoch already has a drop.
 
         Yields:
-            A text for each time.
+            A text for people about each drop.
         """
         while len(self.lr_drops) < count:
             self.lr_drops = (*self.lr_drops, max(epoch, *self.lr_drops, 0) + 1)
@@ -84,19 +84,19 @@ class TrainingRules:
             yield f"{text} after epoch {self.lr_drops[-1]}"
 
     def change(self, dead: Set[int], position: TrainingState) -> list[Phase]:
-        """Follows the job of a position without the dead roles; returns the parts of the run that begin by then."""
+        """Applies the rules at a position, without the dead roles. Returns the phases that begin by then."""
         before, gone = self._phase.at_epoch, self.plan.gone | dead
         plan = phase_at(self._phases, position.epoch).plan
         self.follow(plan.without(gone) if gone else plan, position)
         return [phase for phase in self._phases if before < phase.at_epoch <= self._phase.at_epoch]
 
     def staleness_warning(self, epoch: int, mean_staleness: float) -> str:
-        """Returns what to warn of if an epoch's gradients were too stale for their rate, else nothing.
+        """Returns a warning if the gradients of an epoch were too stale for their learning rate, or an empty string.
 
         Source: rudra.txt §5.1.
         """
         n = self.protocol.modulation.assumed_staleness
-        if n is None or not mean_staleness > 2 * n:  # it may be NaN
+        if n is None or not mean_staleness > 2 * n:  # the mean may be NaN
             return ""
         remedy = "modulation = 'mean_staleness' divides it by what is measured"
         if self.plan.overlapped:
@@ -106,15 +106,15 @@ class TrainingRules:
 
 
 class TrainingClock:
-    """Clock of a training, which stands still during pauses and between a run and its resumption.
+    """Training clock. It stops during pauses, and between the end of a run and its resumption.
 
     Args:
-        spent_s: time of the training before this start.
+        spent_s: training time in seconds before this start.
 
     Attributes:
-        start_time: seconds on the driver's clock at which training began, as if without pauses.
-        ended: seconds on the driver's clock of the last update.
-        started: training has begun.
+        start_time: start of training in seconds on the driver's clock, as if there had been no pauses.
+        ended: time of the last update in seconds on the driver's clock.
+        started: whether training has begun.
     """
 
     def __init__(self, spent_s: float) -> None:
@@ -123,15 +123,15 @@ class TrainingClock:
         self.started = False
 
     def start(self, now: float) -> int:
-        """Training begins, unless it has begun; returns when, in nanoseconds on the driver's clock."""
+        """Starts the clock if it has not started. Returns the start in nanoseconds on the driver's clock."""
         if not self.started:
             self.started, self._began_ns = True, round((now - self._spent_s) * 1e9)
-            self.start_time = self._began_ns * 1e-9  # the same number everywhere
+            self.start_time = self._began_ns * 1e-9  # rounded, so that all roles have the same number
             self.ended = self.start_time + self._spent_s
         return self._began_ns
 
     def pause(self, seconds: float) -> None:
-        """The clock has stood still for these seconds, until now."""
-        began = round((self.start_time + seconds) * 1e9) * 1e-9  # the same number everywhere, as at the start
+        """Leaves out a pause of `seconds` that ends now."""
+        began = round((self.start_time + seconds) * 1e9) * 1e-9  # rounded as at the start
         self.ended += began - self.start_time
         self.start_time = began

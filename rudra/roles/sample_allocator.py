@@ -1,7 +1,8 @@
-"""The samples of an epoch as the coordinator deals them out: which are left, and who has which.
+"""Assignment of an epoch's samples to workers by the coordinator.
 
-Source: Hogbatch (Ma and Rusu 2020), §5.1 and Algorithms 1 and 2. Here every sample of an epoch is served once: the last
-batch takes what is left, and what a worker had when it died, or when a run was stopped, is served again.
+Source: Hogbatch (Ma and Rusu 2020), §5.1 and Algorithms 1 and 2. Here each sample is applied once per epoch. The last
+batch of an epoch takes the remaining samples. Samples that a worker had when it died, or when a run was stopped, are
+assigned again.
 """
 
 from collections import deque
@@ -16,40 +17,40 @@ from rudra.errors import ProtocolError
 from topologies import Plan
 
 Range = tuple[int, int]
-"""The first sample, as its place in the epoch, and how many."""
+"""Position of the first sample in the epoch, and number of samples."""
 Dealt = tuple[tuple[Range, ...], tuple[int, ...], tuple[float, ...]]
-"""What is to be served again, sizes and counts."""
+"""Ranges to assign again, batch sizes, and update counts."""
 
 
 class SampleAllocator:
-    """What is left of an epoch, and who is to compute what.
+    """Remaining samples of an epoch, and the samples assigned to each worker.
 
     Args:
-        protocol: the rule.
-        plan: who is who.
-        training_samples: of an epoch.
-        position: where training begins; nothing is under way.
+        protocol: rule for batch sizes.
+        plan: roles of the run and their connections.
+        training_samples: number of samples in an epoch.
+        position: state of training at the start. Nothing is under way.
 
     Attributes:
-        sizes: of the last batch of each worker, in samples for each of its threads.
-        counts: of updates of each worker, as the protocol counts them.
-        samples: applied, of each worker.
+        sizes: size of each worker's last batch, in samples per thread.
+        counts: number of updates of each worker, as the protocol counts them.
+        samples: number of applied samples of each worker.
     """
 
     def __init__(self, protocol: Hogbatch, plan: Plan, training_samples: int, position: TrainingState) -> None:
         self._protocol, self._samples, self._epoch = protocol, training_samples, position.epoch
         self._left = {plan.roles[learner].index for learner in plan.learners}
-        self._given: list[deque[Range]] = [deque() for _ in protocol.workers]  # parts whose gradients are not applied
-        self._counted: list[tuple[int, Range]] = []  # those of the next update, and whose they are
-        self._before: Dealt | None = None  # what was dealt up to the last update, if more was since
-        self._again: list[Range] = sorted(position.again)  # were given to somebody who will not bring them
+        self._given: list[deque[Range]] = [deque() for _ in protocol.workers]  # parts of each worker, not applied yet
+        self._counted: list[tuple[int, Range]] = []  # worker and part of each gradient in the next update
+        self._before: Dealt | None = None  # state at the last update, if samples were assigned since
+        self._again: list[Range] = sorted(position.again)  # were assigned to workers that have died or stopped
         self._cursor = position.samples - position.epoch * training_samples + sum(count for _, count in self._again)
         self.sizes = list(position.sizes or protocol.first_sizes)
         self.counts = list(position.counts or (0.0,) * len(protocol.workers))
         self.samples = [position.learned_by(worker) for worker in range(len(protocol.workers))]
 
     def validate(self, applied: int) -> None:
-        """Raises AssertionError unless all samples of the epoch but those that were applied are left, each once."""
+        """Raises AssertionError unless each sample of the epoch that is not applied is left exactly once."""
         ranges = [*self._about()[0], (self._cursor, self._samples - self._cursor)]
         assert all(first + count <= other for (first, count), (other, _) in pairwise(ranges))
         assert sum(count for _, count in ranges) == self._samples - applied
@@ -57,10 +58,10 @@ class SampleAllocator:
             assert about.least <= size <= about.most
 
     def deal(self, worker: int) -> Work | None:
-        """The next batch of a worker; None: nothing is left for it now.
+        """Returns the next batch of a worker, or None if nothing is left for it now.
 
         Args:
-            worker: its number.
+            worker: number of the worker.
         """
         available = self._again[0] if self._again else (self._cursor, self._samples - self._cursor)
         if not available[1]:
@@ -87,10 +88,10 @@ class SampleAllocator:
         return Work(DEALT, self._base + first, count, 0)
 
     def count(self, gradient: Gradient) -> None:
-        """A gradient is in the next update; threads that compute at the same time may be done in any order.
+        """Counts a gradient for the next update. Threads that compute in parallel may finish in any order.
 
         Raises:
-            ProtocolError: it is of other samples than its worker was given.
+            ProtocolError: The gradient's samples were not assigned to its worker.
         """
         worker, part = gradient.learner, (gradient.first - self._base, gradient.samples)
         given = self._given[worker]
@@ -101,7 +102,7 @@ class SampleAllocator:
         self._counted.append((worker, part))
 
     def applied(self) -> None:
-        """That update is made."""
+        """Notes that the next update is made."""
         for worker, (_, samples) in self._counted:
             self.counts[worker] += self._protocol.counted(worker)
             self.samples[worker] += samples
@@ -109,30 +110,30 @@ class SampleAllocator:
         self._before = None
 
     def take(self, gradient: Gradient) -> None:
-        """A gradient is an update by itself, which is made: `count` and `applied` at once."""
+        """Counts a gradient as an update of its own that is made. Combines `count` and `applied`."""
         self.count(gradient)
         self.applied()
 
     def held(self, worker: int) -> int:
-        """How many parts a worker has whose gradients are not in an update yet."""
+        """Returns the number of parts assigned to a worker whose gradients are not in an update yet."""
         return len(self._given[worker])
 
     def recall(self, worker: int, *, dead: bool = False) -> None:
-        """What a worker has is served again, to others if it is dead."""
+        """Takes back the samples of a worker, to assign them again. A dead worker gets no more samples."""
         self._again = _joined([*self._again, *self._given[worker]])
         self._given[worker].clear()
         if dead:
             self._left.discard(worker)
 
     def end_epoch(self) -> None:
-        """All samples are applied; the next epoch has them all again."""
+        """Begins the next epoch. All samples of the present one are applied."""
         self._epoch += 1
         self._cursor = 0
         if self._protocol.counts_each_epoch:
             self.counts = [0.0] * len(self.counts)
 
     def about(self) -> Dealt:
-        """What `TrainingState` has of it, as of the last update, so that a replay knows it, too."""
+        """Returns the part of `TrainingState` about assignments, as of the last update, so that a replay has it."""
         return self._before or self._about()
 
     def _about(self) -> Dealt:
@@ -142,12 +143,12 @@ class SampleAllocator:
 
     @property
     def _base(self) -> int:
-        """Where the epoch begins in the stream."""
+        """Position in the stream of the epoch's first sample."""
         return self._epoch * self._samples if self._protocol.shuffles_each_epoch else 0
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """In order, and those that touch as one."""
+    """Returns the ranges in order, with adjacent ranges joined."""
     found: list[Range] = []
     for first, count in sorted(ranges):
         if found and sum(found[-1]) == first:

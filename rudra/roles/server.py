@@ -1,18 +1,21 @@
-"""The parameter server: sum gradients, update the weights when the protocol says so, answer pulls.
+"""Parameter server: sums gradients, updates the weights when the protocol requires it, and answers pulls.
 
-Source: rudra.txt §2, §3.1, §3.2 and, for the tree that weights come down, §3.3. The server is serial: one message after
-the other: a gradient is added, and what its sender asked is answered, before the next is. Weights that are being sent
-are lent out, and an update waits until the driver says that they may change. Where learners overlap communication,
-nobody asks for weights: a copy goes down the weights' tree, on each edge as soon as it is idle and there are newer
-ones; updates do not wait for that.
+Source: rudra.txt §2, §3.1, §3.2, and §3.3 for the weights' tree.
 
-    INITIALISING  weights sent, digests compared      -> TRAINING  start everybody
-    TRAINING      an epoch ends after which the job changes, or a role died without which the others must regroup
-                                                      -> INITIALISING  everybody begins anew from these weights
+The server handles one message after the other. It adds a gradient and answers its sender's request before it handles
+the next gradient. An update waits until all transfers of the weights have ended, because they read the weights.
+
+If learners overlap communication with computation, they do not request weights. A copy of the weights goes down the
+weights' tree, on each edge as soon as the edge is idle and there are newer weights. Updates do not wait for these
+copies.
+
+    INITIALISING  weights sent, digests compared      -> TRAINING  start all roles
+    TRAINING      the job changes after an epoch, or a role died and the others must regroup
+                                                      -> INITIALISING  all roles restart from these weights
     TRAINING      the last epoch's samples applied    -> DRAINING  stop the learners
-    TRAINING      somebody asks the run to stop       -> DRAINING  the same, before its time
-    DRAINING      every child left, and every gradient that it pushed came -> CLOSING  account; if it was stopped,
-                  a last checkpoint
+    TRAINING      the run is asked to stop            -> DRAINING  stop the learners early
+    DRAINING      all children left, and all their gradients arrived -> CLOSING  report totals; make a last
+                  checkpoint if the run was stopped
     CLOSING       everything is recorded              -> DONE
 """
 
@@ -92,15 +95,15 @@ class ServerState(States):
 
 
 NO_WEIGHTS = -1
-"""`held` of a gradient: the worker asks for work, and needs no weights."""
+"""Value of `held` in a gradient's message if the worker requests work but needs no weights."""
 
 ALIVE = [state for state in ServerState if state is not ServerState.DONE]
 TRAINING = ServerState.TRAINING
-"""A name for what is looked up all the time: an enum's attributes are slow."""
+"""State that is looked up very often. A global name is faster than an attribute of an enum."""
 
 
 class Stamp(Struct, frozen=True, gc=False):
-    """Messages about the weights of one timestamp, and the clock that the protocol reads then."""
+    """Messages about the weights of one timestamp, and the protocol's clock at that timestamp."""
 
     clock: Clock
     answer: PullAnswer
@@ -108,18 +111,20 @@ class Stamp(Struct, frozen=True, gc=False):
 
 
 class ParameterServer(Machine):
-    """The owner of the weights.
+    """Owner of the weights.
 
     Args:
-        role: id in the plan.
-        setup: what it is made from.
+        role: id of the server in the plan.
+        setup: arguments of the role.
 
     Attributes:
-        duties: of an owner of weights.
+        duties: duties of an owner of weights.
         ledger: counters and records of the weights.
         buffers: receive buffers for gradients.
         membership: roles that push gradients.
-        received, discarded, lost: number of gradients.
+        received: number of received gradients.
+        discarded: number of gradients that arrived after the last update.
+        lost: number of gradients that were lost with a rank.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
@@ -196,7 +201,7 @@ class ParameterServer(Machine):
         self._reset_for_plan(setup.plan, setup.position)
 
     def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
-        """Everybody begins by this plan, from here; nothing is under way."""
+        """Resets the role's state. All roles begin with this plan at this position, and nothing is under way."""
         role, protocol = self.id, self.ledger.rules.protocol
         self.plan = plan
         self.state = ServerState.INITIALISING
@@ -205,16 +210,17 @@ class ParameterServer(Machine):
         self.discarded = self.lost = 0
         self.received = position.applied
         self.membership = Membership(plan, role, position)
-        self._deferred: deque[int] = deque()  # roles that died while an update was due
-        # A learner's link is as busy with a gradient for several servers as for one: they take more of them at a time.
+        self._deferred: deque[int] = deque()  # dead roles whose loss is handled later
+        # A gradient for several servers loads a learner's link as much as one for a single server. So several servers
+        # receive more gradients at a time.
         at_a_time = max(2, min(2 * len(plan.owners), len(plan.children[role])))
         self.buffers = GradientBuffers(plan.children[role], at_a_time, protocol.ordered)
         self._stragglers = Stragglers(plan.children[role], self.ledger.rules.job.fault_tolerance.stall_warning_s)
-        self._units = 0  # gradients that are pending as the protocol counts them: a group's is one
+        self._units = 0  # pending gradients as the protocol counts them: one for each group
         self._readiness = Readiness()
-        self._lent = 0  # transfers of the weights under way
+        self._lent = 0  # number of transfers of the weights under way
         self._update_due = False
-        self._pulls: dict[int, tuple[int, int]] = {}  # not answered yet: child -> timestamp asked about, and held
+        self._pulls: dict[int, tuple[int, int]] = {}  # requests: child -> timestamp asked about, and timestamp held
         self._downcast = WeightBroadcast(plan, role, position.timestamp)
         wanted = plan.scheduled and self.ledger.rules.job.training.evaluate == "workers"
         self._evaluation = WorkersEvaluation(wanted=wanted, epoch=position.epoch)
@@ -222,7 +228,7 @@ class ParameterServer(Machine):
 
     @property
     def pending(self) -> int:
-        """Gradients that are here but not applied."""
+        """Number of gradients that have arrived and are not applied."""
         return self.ledger.pending + self.buffers.waiting
 
     @property
@@ -250,7 +256,7 @@ class ParameterServer(Machine):
         assert self._lent >= 0
         assert bool(self.ledger.pending) == (self.buffers.accumulator is not None)
 
-    # Start: everybody holds the same weights.
+    # Start: all roles hold the same weights.
 
     def _start(self, event: Started, now: float) -> list[Action]:
         warnings = [] if self.ledger.clock.started else _warnings(self.ledger.rules.job, self.plan)
@@ -279,7 +285,7 @@ class ParameterServer(Machine):
         if self.ledger.stopped or self.ledger.over:
             return [*told, *self._drain()]
         actions = [*told, *self.buffers.post(True)]
-        if self.plan.scheduled:  # all workers ask for work
+        if self.plan.scheduled:  # all workers request work
             self._pulls = dict.fromkeys(self.membership.children, (self.ledger.timestamp, self.ledger.timestamp))
             actions += self._answer_all()
         return actions
@@ -291,7 +297,7 @@ class ParameterServer(Machine):
         return self._process_arrived(now)
 
     def _take(self, event: Received[PushedGradient], now: float) -> None:
-        """Counts the gradients that arrived."""
+        """Counts the gradients of a message."""
         self.lost += self.buffers.take(event)
         sender, heard = event.message.sender, self._stragglers.heard
         self.received += len(event.message.gradients)
@@ -300,7 +306,7 @@ class ParameterServer(Machine):
         self.membership.count(event.message)
 
     def _process_arrived(self, now: float) -> list[Action]:
-        """Handles what has arrived, one gradient after the other, as far as the leases allow."""
+        """Handles arrived gradients one after the other, until an update must wait."""
         actions: list[Action] = []
         buffers = self.buffers
         while self.state is TRAINING:
@@ -314,12 +320,12 @@ class ParameterServer(Machine):
                 actions += self._add(*buffers.arrived.popleft())
             else:
                 break
-        if buffers.free and self.buffers is buffers:  # else all begin anew
+        if buffers.free and self.buffers is buffers:  # else all roles restart
             actions += buffers.post(self.state is TRAINING)
         return actions
 
     def _add(self, buffer: str, message: PushedGradient) -> list[Action]:
-        """Adds a gradient to the average, and answers what was asked with it, or lets it wait for the update."""
+        """Adds a gradient to the average. Answers the request that came with it, or keeps it until the update."""
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
         samples = ledger.count(gradients, scale)
@@ -332,7 +338,7 @@ class ParameterServer(Machine):
         ordered, protocol = self.buffers.ordered, ledger.rules.protocol
         self._update_due = self.buffers.complete if ordered else protocol.update_due(self._units)
         asks = message.held >= 0 or message.asks
-        if asks and message.sender in self.membership.worker:  # else it has died since
+        if asks and message.sender in self.membership.worker:  # else it has since died
             self._pulls[message.sender] = (message.timestamp, message.held)
             actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
         return actions
@@ -355,7 +361,7 @@ class ParameterServer(Machine):
         return actions + self._after_update(now)
 
     def _after_update(self, now: float) -> list[Action]:
-        """Returns what an update leads to: an evaluation, the end, another job, or a copy of the weights on its way."""
+        """Continues after an update: with an evaluation, the end, another job, or a broadcast of the weights."""
         if self.plan.scheduled and self._evaluation.is_due(self.ledger.epoch):
             return self._evaluate(now)
         if self.ledger.over or self.ledger.stopped:
@@ -372,7 +378,7 @@ class ParameterServer(Machine):
         return [Warn(f"{role.title} is a straggler: {text}")]
 
     def _retry_update(self, now: float) -> list[Action]:
-        """Makes the update that waited for a test or a checkpoint."""
+        """Makes the update that waited for an evaluation or a checkpoint, if there is one."""
         return self._process_arrived(now) if self._update_due else []
 
     def _maintain(
@@ -404,7 +410,7 @@ class ParameterServer(Machine):
     # Weights to learners.
 
     def _weights_changed(self) -> None:
-        """Prepares what learners and the protocol are told at this timestamp."""
+        """Prepares the messages to learners and the protocol's clock for this timestamp."""
         timestamp = self.ledger.timestamp
         clock = Clock(timestamp, self.membership.pushed)
         self._stamp = Stamp(clock, PullAnswer(self.id, timestamp), Weights(self.id, timestamp))
@@ -415,9 +421,9 @@ class ParameterServer(Machine):
         return self._answer(message.sender)
 
     def _answer(self, child: int) -> list[Action]:
-        """Answers who asks for newer weights if no update is due, and the protocol agrees; else it waits.
+        """Answers a child's request for newer weights if no update is due and the protocol grants it.
 
-        Weights themselves are sent if they are newer than what is held there.
+        Otherwise the request waits. The answer includes the weights if they are newer than the child's weights.
         """
         asked, held = self._pulls[child]
         ledger = self.ledger
@@ -432,7 +438,7 @@ class ParameterServer(Machine):
         return [Send(child, self._stamp.answer), Send(child, self._stamp.weights, WEIGHTS)]
 
     def _answer_all(self) -> list[Action]:
-        """Answers those that wait, if training goes on."""
+        """Answers waiting requests, unless training has ended or is paused."""
         if self.state is not TRAINING or self._evaluation.under_way is not None:
             return []
         return [action for child in list(self._pulls) for action in self._answer(child)]
@@ -449,25 +455,25 @@ class ParameterServer(Machine):
         return [] if self.state is TRAINING else self._begin(now)
 
     def _lacks_weights(self, held: int) -> bool:
-        """Whether a worker that holds the weights of a timestamp gets newer ones."""
+        """Returns whether a worker with the weights of timestamp `held` needs newer weights."""
         return held not in (self.ledger.timestamp, NO_WEIGHTS)
 
-    # Evaluations by workers: until they are over, nothing else happens.
+    # Evaluations by workers. Training is paused until they end.
 
     @property
     def _alive(self) -> list[int]:
         return [child for child in self.membership.worker if child not in self._dead]
 
     def _evaluate(self, now: float) -> list[Action]:
-        """Has the workers evaluate the weights; the training continues when that is over."""
+        """Begins an evaluation of the weights by the workers. Training continues after it."""
         alive = self._alive
         if not alive:
-            return []  # the loss of the last worker is noted next
+            return []  # the loss of the last worker is handled next
         self._evaluation.begin(self.ledger.epoch, now)
         return self._assign_parts(alive)
 
     def _assign_parts(self, children: Sequence[int]) -> list[Action]:
-        """Assigns parts of the evaluation to workers that have none."""
+        """Assigns parts of the evaluation to workers without one."""
         evaluation, timestamp = self._evaluation.under_way, self.ledger.timestamp
         actions: list[Action] = []
         for child in children:
@@ -489,7 +495,7 @@ class ParameterServer(Machine):
         return self._assign_parts([message.sender]) + self._end_evaluation(now)
 
     def _end_evaluation(self, now: float) -> list[Action]:
-        """Continues the training once all parts are evaluated."""
+        """Continues the training if all parts are evaluated."""
         evaluation = self._evaluation.end()
         if evaluation is None:
             return []
@@ -503,7 +509,7 @@ class ParameterServer(Machine):
         actions += self._after_update(now)
         return actions + self._lose_deferred(now) + self._answer_all()
 
-    # Learners that die. What they pushed completely counts as ever, unless its turn cannot come any more.
+    # Learners that die. Their complete gradients count as usual, unless the turn of a gradient can no longer come.
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, plan, evaluation = event.role, self.plan, self._evaluation.under_way
@@ -517,7 +523,7 @@ class ParameterServer(Machine):
         return self._go_on_without(role, plan.roles[role].title, now)
 
     def _lose_while_evaluating(self, role: int, evaluation: DistributedEvaluation, now: float) -> list[Action]:
-        """Notes the loss of a worker after the evaluation, of which others get its part."""
+        """Assigns a dead worker's part of the evaluation to others. The loss itself is handled after the evaluation."""
         self._deferred.append(role)
         evaluation.lose(role)
         alive = self._alive
@@ -528,7 +534,7 @@ class ParameterServer(Machine):
         return self._assign_parts(free) + self._end_evaluation(now)
 
     def _lose_deferred(self, now: float) -> list[Action]:
-        """Who died while weights were under way, or evaluated, once they are not."""
+        """Handles losses that were deferred during a transfer or evaluation of the weights, once it has ended."""
         if self._evaluation.under_way is not None:
             return []
         actions: list[Action] = []
@@ -537,14 +543,14 @@ class ParameterServer(Machine):
         return actions
 
     def _regroup(self, role: int, now: float) -> list[Action]:
-        """Has everybody regroup without a role; what is pending is computed again."""
-        if self.ledger.final_lent:  # to the statistics server
+        """Restarts all other roles without a dead one. Pending gradients are computed again."""
+        if self.ledger.final_lent:  # the final weights are on their way to the statistics server
             self._deferred.append(role)
             return []
         return self._begin_anew(now)
 
     def _begin_anew(self, now: float) -> list[Action]:
-        """Has everybody who is left begin anew from here, by the job of this epoch."""
+        """Restarts all remaining roles from the present weights, with the job of this epoch."""
         position = self.ledger.position(now)
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.rules.plan is not self.plan:
@@ -552,9 +558,9 @@ class ParameterServer(Machine):
         return actions
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
-        """Waits no more for a learner, while all others go on as they are."""
+        """Continues without a lost learner. The other roles do not restart."""
         plan, training = self.plan, self.state is TRAINING
-        waits = training and self._update_due  # for transfers: the update still has the gradient of the lost learner
+        waits = training and self._update_due  # for transfers: the due update includes the lost learner's gradient
         if waits or self._evaluation.under_way is not None:
             self._deferred.append(role)
             return []
@@ -591,7 +597,7 @@ class ParameterServer(Machine):
         return actions + self._process_arrived(now) + self._answer_all()
 
     def _forget(self, role: int, child: int) -> list[Action]:
-        """Forgets a learner; a server of the tree that has none left stays, and is waited for no more."""
+        """Forgets a lost learner. A tree server without learners stays, but the root no longer waits for it."""
         if self.ledger.dealer is not None:
             self.lost += self.buffers.ignore_later(child)
             self.ledger.dealer.recall(self.plan.roles[role].index, dead=True)
@@ -613,17 +619,17 @@ class ParameterServer(Machine):
         return tick_s(self.ledger.rules.job)
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
-        """Drops the learner that all wait for, if that takes too long."""
+        """Drops the learner that all others wait for, if the wait takes too long."""
         child = self.buffers.turn
         silence_s = overdue_s(self.ledger.rules.job, self.plan, child, self._stragglers.heard, now)
         return [] if child is None or silence_s is None else self._drop_straggler(child, silence_s)
 
     def _hear_of_late(self, event: Received[LearnerLate], now: float) -> list[Action]:
-        """The same, of a learner that a server of the tree waits for."""
+        """Drops a learner that a tree server waits for."""
         return self._drop_straggler(event.message.learner, event.message.silence_s)
 
     def _drop_straggler(self, learner: int, silence_s: float) -> list[Action]:
-        """Drops a learner, one at a time, and never the last one."""
+        """Drops a learner, unless another drop is under way or it is the last learner."""
         roles = self.plan.roles
         may_drop = not self._stragglers.dropping and learner not in self._dead and len(self.membership.pushed) > 1
         if self.state is not TRAINING or not may_drop:
@@ -636,7 +642,7 @@ class ParameterServer(Machine):
             above = roles[above].parent
         return [*told, DeclareLost(learner)]
 
-    # The end: what is under way is let in, counted and dropped.
+    # The end: gradients under way are received, counted and dropped.
 
     def _drain(self) -> list[Action]:
         self.state, self._update_due = ServerState.DRAINING, False
@@ -651,14 +657,14 @@ class ParameterServer(Machine):
         return self.buffers.post(self.state is TRAINING)
 
     def _stop_first(self, event: Stopped, now: float) -> list[Action]:
-        self.ledger.stopped = True  # as soon as training begins
+        self.ledger.stopped = True  # takes effect when training begins
         return []
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = True
         if self._evaluation.under_way is not None:
             return []
-        return self._drain() + self._lose_deferred(now)  # the update will not come for which they waited
+        return self._drain() + self._lose_deferred(now)  # the update that these losses waited for is dropped
 
     def _late_gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event, now)
@@ -683,7 +689,7 @@ class ParameterServer(Machine):
 
 
 def _warnings(job: Job, plan: Plan) -> list[Warn]:
-    """What to know before training starts."""
+    """Returns warnings about the job, for the start of training."""
     wanted = job.optimizer.momentum
     if not wanted or job.explicit_momentum(plan):
         return []

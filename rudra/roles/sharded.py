@@ -1,16 +1,16 @@
-"""Weights in parts at several servers, the shards, that advance as one.
+"""Shards: several servers that each hold a part of the weights and make the same updates.
 
-The first shard is a parameter server like any other: it decides which gradients are added, in which order, at which
-rate, and who is answered. What it does to tensors the other shards do to theirs: they carry out its log, one entry
-after the other, each as soon as their own transfers allow it. So there is one clock, and the books are kept once.
+The first shard is an ordinary parameter server. It decides about the order of gradients, learning rates and answers to
+learners. The other shards carry out the first shard's log on their own parts, entry by entry, as soon as their own
+transfers allow it. So there is one timestamp, and only the first shard keeps counters and records.
 
-A learner tells the first shard of a gradient in a message without a tensor, and sends every shard its part. The first
-shard finds a buffer for it, all shards let their parts into that buffer, and when all have them the gradient has
-arrived: only then is it handled. So all parts of a gradient count or none; what a learner that died between them left
-behind, all drop.
+A learner announces a gradient to the first shard in a message without a tensor, and sends every shard its part. The
+first shard chooses a buffer, and all shards receive their parts into it. The gradient is handled only after all shards
+have their parts, so either all parts of a gradient count or none. If a learner dies in between, all shards drop the
+parts that have arrived.
 
-The parts of weights go to a learner when the first shard has answered it, and to the statistics server when it was
-told of a snapshot.
+The shards send their parts of the weights to a learner after the first shard's answer. They send them to the statistics
+server after the announcement of a snapshot.
 """
 
 from collections import deque
@@ -59,12 +59,12 @@ from rudra.roles.server import TRAINING, ParameterServer, ServerState
 
 @dataclass(slots=True)
 class _Coming:
-    """A gradient whose parts are on their way.
+    """Gradient with parts that are on their way.
 
     Attributes:
-        message: that told of it.
-        number: in the log.
-        missing: shards that do not have theirs yet.
+        message: learner's announcement of the gradient.
+        number: number of the gradient in the log.
+        missing: ids of the shards that do not have their part yet.
     """
 
     message: PushedGradient
@@ -73,23 +73,23 @@ class _Coming:
 
 
 class GradientParts:
-    """Member of the first shard: gradients whose parts come to all shards, and the log that the other shards follow.
+    """Gradients on their way to all shards, and the log for the other shards. The first shard has this object.
 
-    The shard receives no gradient from anybody, but only from a learner that has announced its gradient, in the order
-    of the announcements unless the protocol asks for an order.
+    The shards receive a gradient only after its learner has announced it. They receive gradients in the order of the
+    announcements, unless the protocol sets an order.
 
     Args:
         role: id of the first shard.
-        shards: ids of the others.
-        buffers: of the gradients.
+        shards: ids of the other shards.
+        buffers: receive buffers for gradients.
     """
 
     def __init__(self, role: int, shards: tuple[int, ...], buffers: GradientBuffers) -> None:
         self._id, self._buffers = role, buffers
         self._log = Log(role, shards)
-        self._announced: deque[PushedGradient] = deque()  # gradients for which there was no buffer yet
+        self._announced: deque[PushedGradient] = deque()  # gradients without a buffer yet
         self._rooms: dict[str, int | None] = {}  # buffers without an announced gradient -> the only source allowed
-        self._coming: dict[str, _Coming] = {}  # by buffer
+        self._coming: dict[str, _Coming] = {}  # gradients on their way, by buffer
         self._number = 0
 
     def validate(self) -> None:
@@ -97,7 +97,7 @@ class GradientParts:
         assert self._buffers.posted.keys() >= self._coming.keys()
 
     def share(self, actions: Iterable[Action]) -> list[Action]:
-        """Returns what the first shard itself does of what it decided; the others do the rest by the log."""
+        """Returns the decided actions that the first shard itself carries out. The other shards follow the log."""
         own: list[Action] = []
         todo = deque(actions)
         while todo:
@@ -105,7 +105,7 @@ class GradientParts:
                 case Receive():
                     self._rooms[action.buffer] = action.source
                 case CancelReceive():
-                    if action.buffer in self._rooms:  # else its gradient is coming
+                    if action.buffer in self._rooms:  # else its gradient is on its way
                         del self._rooms[action.buffer]
                         self._buffers.withdrawn(action.buffer)
                         todo.extend(self._buffers.post(False))  # receives are withdrawn when training has ended
@@ -121,7 +121,7 @@ class GradientParts:
         return [*self._log.told(), *own]
 
     def _receive_announced(self) -> list[Action]:
-        """Receives the gradients that were announced, as far as there are buffers for them."""
+        """Receives announced gradients while there are buffers for them."""
         actions: list[Action] = []
         for buffer, source in list(self._rooms.items()) if self._announced else ():
             message = next((m for m in self._announced if source is None or m.sender == source), None)
@@ -134,15 +134,15 @@ class GradientParts:
         return actions
 
     def announce(self, message: PushedGradient) -> None:
-        """A learner will send the parts of a gradient."""
+        """Notes that a learner will send the parts of a gradient."""
         self._announced.append(message)
 
     def part_here(self, buffer: str) -> Received[PushedGradient] | None:
-        """The first shard has its part; returns the gradient once all shards have theirs."""
+        """Notes the part of the first shard. Returns the gradient if all shards now have their parts."""
         return self._arrived(buffer, self._id)
 
     def part_there(self, message: PartTaken) -> Received[PushedGradient] | None:
-        """Another shard has its part; returns the gradient once all shards have theirs."""
+        """Notes the part of another shard. Returns the gradient if all shards now have their parts."""
         buffer = next((buffer for buffer, coming in self._coming.items() if coming.number == message.number), None)
         return None if buffer is None else self._arrived(buffer, message.sender)
 
@@ -155,18 +155,18 @@ class GradientParts:
         return Received(coming.message, buffer)
 
     def lose(self, role: int) -> None:
-        """A learner died: its gradients that are not complete are dropped everywhere."""
+        """Drops the incomplete gradients of a dead learner on all shards."""
         self._announced = deque(m for m in self._announced if m.sender != role)
         for buffer, coming in list(self._coming.items()):
             if coming.message.sender == role:
                 del self._coming[buffer]
                 self._log.add(CancelReceive(buffer))
-                if self._buffers.posted[buffer] is None:  # else it was for that learner only
+                if self._buffers.posted[buffer] is None:  # else the buffer was for that learner only
                     self._rooms[buffer] = None
 
 
 class FirstShard(ParameterServer):
-    """The parameter server that decides for all shards; arguments as for `ParameterServer`."""
+    """Parameter server that decides for all shards. It has the same arguments as `ParameterServer`."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **ParameterServer.TRANSITIONS,
@@ -179,7 +179,7 @@ class FirstShard(ParameterServer):
                 (MessageKind.TAKEN, "_part_there"),
             )
         },
-        **self_loops([ServerState.CLOSING], {MessageKind.TAKEN: "_ignore"}),  # of a learner that has died since
+        **self_loops([ServerState.CLOSING], {MessageKind.TAKEN: "_ignore"}),  # part of a learner that has since died
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -222,18 +222,18 @@ FOLLOWING = ShardState.FOLLOWING
 
 
 class Shard(Machine):
-    """One of the other shards: it carries out the log of the first.
+    """Shard that carries out the log of the first shard.
 
-        FOLLOWING   an entry of the log, or what the next entry waits for -> FOLLOWING  do what can be done
-        FOLLOWING   everything is recorded                               -> DONE
+        FOLLOWING   an entry of the log, or an event that the next entry waits for -> FOLLOWING  do all possible entries
+        FOLLOWING   everything is recorded                                         -> DONE
 
-    What may have to wait: an update until the weights are back from those to whom they are being sent, a copy until
-    the one before was sent, and a buffer whose gradient is dropped until its part has come or its learner is known to
-    be no more.
+    Some entries may have to wait. An update waits until all transfers of the weights have ended. A copy waits until the
+    previous copy is sent. The buffer of a dropped gradient waits for the part to arrive, or for the learner's loss to
+    be known.
 
     Args:
-        role: id in the plan.
-        setup: what it is made from.
+        role: id of the shard in the plan.
+        setup: arguments of the role.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
@@ -269,7 +269,7 @@ class Shard(Machine):
         return self._follow_log()
 
     def _follow_log(self) -> list[Action]:
-        """Does what the log says, as far as it can be done now."""
+        """Carries out the log as far as possible now."""
         actions = self._follower.carry_out(self._follower.due)
         return actions + self._follower.receive_ahead()
 
@@ -294,9 +294,10 @@ class Shard(Machine):
 
 
 class ShardedLearner(Learner):
-    """A learner that pushes to several shards and pulls from them; arguments as for `Learner`.
+    """Learner that pushes to several shards and pulls from them. It has the same arguments as `Learner`.
 
-    As `Learner`, but for this: a gradient is delivered when all its parts are, and weights are here when all parts are.
+    Unlike for `Learner`, a gradient counts as delivered when all its parts are delivered, and weights count as received
+    when all their parts are received.
     """
 
     __slots__ = ("_going", "_missing", "_newer", "_owners", "_receives")
@@ -319,9 +320,9 @@ class ShardedLearner(Learner):
         super().__init__(role, setup)
         self._owners = setup.plan.front_owners
         self._receives = [Receive(WEIGHTS, owner) for owner in self._owners]
-        self._missing = len(self._owners)  # parts of weights
-        self._going = 0  # parts of a gradient
-        self._newer = setup.position.timestamp  # timestamp of the weights that are coming
+        self._missing = len(self._owners)  # number of weight parts that have not arrived
+        self._going = 0  # number of gradient parts that are not delivered
+        self._newer = setup.position.timestamp  # timestamp of the weights on their way
 
     def _start(self, event: Started, now: float) -> list[Action]:
         return [*self._receives]
@@ -333,7 +334,7 @@ class ShardedLearner(Learner):
         return [Hash(WEIGHTS)]
 
     def _have_all(self) -> bool:
-        """Counts a part of the weights; whether it was the last one."""
+        """Counts a part of the weights. Returns whether it was the last one."""
         self._missing -= 1
         if not self._missing:
             self.timestamp = self._newer

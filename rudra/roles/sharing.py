@@ -1,8 +1,8 @@
-"""Sharing of learners that average: a compute group shares nothing, one replica, or a reference that corrects replicas.
+"""Sharing among averaging learners: a compute group shares nothing, one replica, or a reference that corrects replicas.
 
-`rudra.roles.averaging` says what learners do with all others. With sharing there is a reduction inside the group for
-each mini-batch. All members compute what they share by the same operations on the same numbers, so that they agree bit
-for bit. Only sums of groups leave the group (`Plan.partial_sums`).
+`rudra.roles.averaging` describes the averages over all learners. With sharing, the group also performs one reduction
+per mini-batch. All members compute the shared vector by the same operations on the same numbers, so their copies are
+bitwise identical. Only sums of groups leave the group (`Plan.partial_sums`).
 """
 
 from protocols import Averaging
@@ -25,15 +25,15 @@ from topologies.kinds import EVERYBODY
 
 
 class OwnReplica:
-    """Sharing of nothing: each learner has a replica of its own.
+    """No sharing: each learner has its own replica.
 
     Args:
-        rule: of averaging.
+        rule: rule for averaging.
 
     Attributes:
-        everybody: number by which reductions over all learners are called.
+        everybody: number that identifies reductions over all learners.
         pools: whether gradients are averaged over the group before a step.
-        busy: whether a correction is under way that the next step needs.
+        busy: whether the next step must wait for a correction.
     """
 
     everybody = 0
@@ -45,7 +45,7 @@ class OwnReplica:
 
     @property
     def waiting_for(self) -> str:
-        """What a learner waits for inside its group, for people; empty if it does not wait."""
+        """Description for people of the learner's wait for its group, or an empty string."""
         return ""
 
     def restart(self, *, keeps_momentum: bool) -> list[Action]:
@@ -57,7 +57,7 @@ class OwnReplica:
         raise NotImplementedError
 
     def step(self, rate: float, *, ends_period: bool) -> StepReplica:
-        """Steps the replica at a rate."""
+        """Steps the replica at a learning rate."""
         if not ends_period:
             return StepReplica(GRADIENT, REPLICA, rate)
         return StepReplica(
@@ -65,15 +65,15 @@ class OwnReplica:
         )
 
     def correct(self, gradient: Gradient, *, ends_period: bool) -> Action | None:
-        """Begins to correct what the group shares after a step; None: nothing is corrected."""
+        """Begins to correct the shared vector after a step. Returns None if the group does not correct one."""
         return None
 
     def reduced(self) -> list[Action]:
-        """Takes note that the reduction over the group is over; corrects what the group shares."""
+        """Notes the end of the reduction over the group, and corrects the shared vector."""
         return []
 
     def corrected(self) -> bool:
-        """The correction is made; returns whether a period ends with it."""
+        """Notes that the correction is made. Returns whether a period ends with it."""
         return False
 
 
@@ -84,7 +84,7 @@ class _Group:
         group = plan.roles[role].group
         assert group is not None
         self.number, self.size = group, len(plan.group_of(role))
-        self._added = 0  # mini-batches, since all began
+        self._added = 0  # mini-batches since all learners began
 
     def reduce(self, buffer: str, gradient: Gradient) -> Action:
         """Averages a buffer over the group, weighted by the samples of this mini-batch."""
@@ -93,16 +93,16 @@ class _Group:
 
 
 class GroupReplica(OwnReplica):
-    """Sharing of one replica: each member steps its own copy by the mean of the group's gradients.
+    """Sharing of one replica: each member steps its copy by the mean of the group's gradients.
 
         COMPUTING  gradient ready   -> POOLING   average over the group
         POOLING    averaged         -> STEPPING, or HOLDING
 
-    Source: the groups are those of omnivore.txt §IV-A; in the average each group is one learner of batch kμ.
+    Source: omnivore.txt §IV-A for the compute groups. In the average each group is one learner of batch kμ.
 
     Args:
-        rule: of averaging.
-        plan: who is who.
+        rule: rule for averaging.
+        plan: roles of the run and their connections.
         role: id of the learner.
     """
 
@@ -128,18 +128,19 @@ class GroupReplica(OwnReplica):
 
 
 class SharedReference(OwnReplica):
-    """Sharing of a reference, of which each member of a block has a copy.
+    """Sharing of a reference: each member of a block has a copy of it.
 
-    The reference corrects a replica in every step, which waits for the last step's correction of the reference. At the
-    end of a period the average takes the difference between the weights and the reference. The reference then has this
-    period's corrections of its block, and is corrected itself.
+    The reference corrects a replica in every step. Each step waits until the previous step has corrected the reference.
+    At the end of a period the average takes the difference between the weights and the reference. At that time the
+    reference includes the period's corrections from its block. The weights then correct the reference.
 
     Source: crossbow.txt §3.3. There a learner manages the reference. The paper does not say whether the reference
-    gets what its replicas give up, as z does, and whether it is a replica itself. Here it gets that, and is none.
+    receives the corrections that its replicas subtract, as z does, or whether it is a replica itself. Here the
+    reference receives these corrections, and it is not a replica.
 
     Args:
-        rule: of averaging.
-        plan: who is who.
+        rule: rule for averaging.
+        plan: roles of the run and their connections.
         role: id of the learner.
     """
 
@@ -178,7 +179,7 @@ class SharedReference(OwnReplica):
 
 
 def sharing_of(rule: Averaging, plan: Plan, role: int) -> OwnReplica:
-    """Returns the sharing of a learner by its plan."""
+    """Returns the kind of sharing that the plan sets for a learner."""
     if plan.sharing == "nothing":
         return OwnReplica(rule)
     return GroupReplica(rule, plan, role) if plan.sharing == "replica" else SharedReference(rule, plan, role)

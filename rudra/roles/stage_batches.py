@@ -1,4 +1,4 @@
-"""Mini-batches at a stage server: in the order in which their turn comes, and until an update has taken them."""
+"""Mini-batches at a stage server, from the arrival of their activations to the update by their gradients."""
 
 from collections import deque
 from collections.abc import Callable, Collection
@@ -13,12 +13,12 @@ from topologies import Plan
 
 
 class ShippedBatch(NamedTuple):
-    """A mini-batch whose activations are here.
+    """Mini-batch with received activations.
 
     Attributes:
-        message: that came with them.
-        buffer: of the activations.
-        at: seconds on the driver's clock.
+        message: message that came with the activations.
+        buffer: name of the buffer with the activations.
+        at: time of arrival in seconds on the driver's clock.
     """
 
     message: Activations
@@ -27,14 +27,14 @@ class ShippedBatch(NamedTuple):
 
 
 class ConcludedBatch(NamedTuple):
-    """A mini-batch whose gradient waits for an update.
+    """Mini-batch with a gradient that waits for an update.
 
     Attributes:
-        gradient: describes it.
-        timestamp: of the weights with which it was computed.
-        began: seconds on the driver's clock.
-        wait_s: how long its activations had waited by then.
-        compute_s: how long its computation took.
+        gradient: description of the gradient.
+        timestamp: timestamp of the weights that the gradient was computed with.
+        began: start of the computation in seconds on the driver's clock.
+        wait_s: time in seconds that the activations had waited before the computation.
+        compute_s: duration of the computation in seconds.
     """
 
     gradient: Gradient
@@ -45,28 +45,28 @@ class ConcludedBatch(NamedTuple):
 
 
 class BatchQueue:
-    """Mini-batches that wait for their turn.
+    """Queue of mini-batches that wait for their turn.
 
     Args:
-        plan: who is who.
-        merged: whether the rule is `merged`.
+        plan: roles of the run and their connections.
+        merged: whether the placement rule is `merged`.
     """
 
     def __init__(self, plan: Plan, *, merged: bool) -> None:
         self._plan, self._merged = plan, merged
         self._alone = plan.workers == 1
         self._shipped: deque[ShippedBatch] = deque()
-        self._open: set[int] = set()  # learners of a group whose parts of its batch are not concluded
+        self._open: set[int] = set()  # learners of a group with unfinished parts of its batch
 
     def enter(self, shipped: ShippedBatch) -> None:
         self._shipped.append(shipped)
 
     def next(self, timestamp: int, may: Callable[[int], bool]) -> ShippedBatch | None:
-        """Returns the first mini-batch whose turn it is.
+        """Returns the first mini-batch that can be computed now, or None.
 
         Args:
-            timestamp: of the weights.
-            may: whether a learner's mini-batch can be computed now.
+            timestamp: timestamp of the stage server's weights.
+            may: function that returns whether the buffers for a learner's mini-batch are free.
         """
         for shipped in self._shipped:
             if may(shipped.message.sender) and self._has_turn(shipped.message, timestamp):
@@ -75,7 +75,7 @@ class BatchQueue:
         return None
 
     def _has_turn(self, message: Activations, timestamp: int) -> bool:
-        """Whether the weights are right for a mini-batch, now and until all parts of its batch are concluded."""
+        """Returns whether a mini-batch may use the present weights. They stay until its whole batch is done."""
         if not self._merged:
             return message.timestamp == timestamp
         if not self._open:
@@ -85,77 +85,78 @@ class BatchQueue:
         return message.sender in self._open
 
     def conclude(self, learner: int) -> bool:
-        """The part of a learner is concluded; returns whether that completes the batch."""
+        """Notes that a learner's part is done. Returns whether the batch is complete."""
         self._open.discard(learner)
         return not self._open
 
     def lose(self, role: int) -> None:
-        """A learner died."""
+        """Drops the mini-batches of a dead learner."""
         self._shipped = deque(shipped for shipped in self._shipped if shipped.message.sender != role)
 
 
 class StageUpdates:
-    """Updates of a stage server, and the mini-batches whose gradients they take.
+    """Updates of a stage server, and the mini-batches in them.
 
     Attributes:
-        waiting: mini-batches whose gradients wait for an update, by learner.
-        counted: learners whose gradients are in the next update.
+        waiting: mini-batches by learner, with gradients that wait for an update.
+        counted: learners with a gradient in the next update.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[int, ConcludedBatch] = {}
         self.counted: list[int] = []
-        self._making: deque[tuple[list[ConcludedBatch], float]] = deque()  # and their rate
+        self._making: deque[tuple[list[ConcludedBatch], float]] = deque()  # mini-batches and rate of each update
 
     @property
     def making(self) -> int:
-        """Number of updates whose end is not known yet."""
+        """Number of updates that have begun and not ended."""
         return len(self._making)
 
     def count(self, gradient: str) -> None:
-        """The gradient in a buffer is part of the next update, if it is a learner's."""
+        """Counts the gradient in a buffer for the next update, if it is a learner's gradient."""
         if gradient.startswith(f"{GRADIENT} "):
             learner = learner_of(gradient)
             if learner not in self.counted:
                 self.counted.append(learner)
 
     def begin(self, rate: float) -> None:
-        """An update takes the gradients that are counted, at a rate."""
+        """Begins an update with all counted gradients, at a learning rate."""
         taken = [self.waiting.pop(learner) for learner in self.counted if learner in self.waiting]
         self.counted = []
         self._making.append((taken, rate))
 
     def end(self) -> tuple[list[ConcludedBatch], float]:
-        """The first update is made; returns its mini-batches and its rate."""
+        """Ends the earliest update. Returns its mini-batches and its learning rate."""
         return self._making.popleft()
 
 
 class StageReports:
-    """Rows that a stage server reports, and the checkpoints that need them.
+    """Rows that a stage server reports, and the checkpoints that wait for them.
 
     Args:
-        outbox: of the role.
-        merged: whether the rule is `merged`.
+        outbox: outbox of the stage server.
+        statistics: id of the statistics server.
+        merged: whether the placement rule is `merged`.
     """
 
     def __init__(self, outbox: Outbox, statistics: int, *, merged: bool) -> None:
         self._outbox, self._statistics, self._merged = outbox, statistics, merged
-        self.began = self.now = 0.0  # seconds on the driver's clock: of the training, and of the event at hand
-        self._saved: deque[tuple[int, int]] = deque()  # checkpoints: update of the first layers, and of these
+        self.began = self.now = 0.0  # start of training and present event, in seconds on the driver's clock
+        self._saved: deque[tuple[int, int]] = deque()  # checkpoints: update of the first layers, and of the last layers
 
     def save(self, front: int, timestamp: int) -> None:
-        """A checkpoint has the first layers of one update and the last layers of another."""
+        """Notes a checkpoint with the first layers of update `front` and the last layers of update `timestamp`."""
         self._saved.append((front, timestamp))
 
     def tell_snapshot(self, front: int, timestamp: int) -> None:
-        """Adds an event: a snapshot has the first layers of one update and the last layers of another."""
+        """Records a snapshot with the first layers of update `front` and the last layers of update `timestamp`."""
         if self._merged:
             text = f"a snapshot has the first layers of update {front}, and the last ones of {timestamp}"
             about = (b"stages", self._outbox.role, 0, front, timestamp, self.now - self.began, 0.0, text.encode())
             self._outbox.add(MessageKind.EVENTS, *about)
 
     def enter(self, event: Updated, taken: Collection[ConcludedBatch], rate: float) -> None:
-        """Adds a row for each mini-batch that an update has taken."""
+        """Adds a row for each mini-batch in an update."""
         digest = digest_of(b"".join(event.sampled)) if event.sampled else 0
         for batch in taken:
             gradient = batch.gradient
@@ -165,15 +166,15 @@ class StageReports:
             self._outbox.add(MessageKind.STAGES, event.timestamp, *about, staleness, rate, *times, digest)
 
     def due(self, now: float) -> list[Action]:
-        """Returns what to send now, if it is time."""
+        """Returns messages with the collected rows if they are due."""
         return self._outbox.due(now)
 
     def flush(self, now: float) -> list[Action]:
-        """Returns all rows."""
+        """Returns messages with all collected rows."""
         return self._outbox.flush(now)
 
     def report(self, done: int, now: float) -> list[Action]:
-        """Sends the rows that belong to checkpoints, once the updates are made that these have."""
+        """Sends the rows that belong to a checkpoint, once its last update is made."""
         actions: list[Action] = []
         while self._saved and self._saved[0][1] <= done:
             front, _ = self._saved.popleft()
@@ -183,5 +184,5 @@ class StageReports:
 
 
 def learner_of(gradient: str) -> int:
-    """Returns the learner whose gradient is in a buffer."""
+    """Returns the id of the learner that a gradient buffer belongs to."""
     return int(gradient.rpartition(" ")[2])

@@ -1,8 +1,8 @@
-"""The log of the owner that decides, for the stage servers that own the last layers (`rudra.roles.stage_server`).
+"""Log of the deciding owner for the stage servers, which own the last layers (`rudra.roles.stage_server`).
 
-The owner that decides is a parameter server, the first of several, or the first of all learners if there is no server.
-The log has what concerns all layers: snapshots and checkpoints, and with rule `synchronous` which gradients are added,
-in which order, and the rate of each update.
+The deciding owner is a parameter server, the first of several, or the first learner if there is no server. The log
+lists decisions about all layers: snapshots and checkpoints. With rule `synchronous` it also lists the added gradients,
+in order, and the learning rate of each update.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,21 +32,21 @@ from topologies import Plan
 
 
 def gradient_of(learner: int) -> str:
-    """The stage server's buffer for its gradient of a learner's mini-batch."""
+    """Returns the name of the stage server's buffer for its gradient of a learner's mini-batch."""
     return f"{GRADIENT} {learner}"
 
 
 class StageLog:
-    """Member of an owner that decides: it logs for the stage servers what the owner does.
+    """Log of a deciding owner's actions, which the stage servers carry out.
 
     Args:
-        role: id of the owner.
-        setup: what the owner is made from.
-        stages: ids of the stage servers; without any the log stays empty.
+        role: id of the deciding owner.
+        setup: arguments of the owner's role.
+        stages: ids of the stage servers. If there are none, the log stays empty.
 
     Attributes:
-        stages: as given.
-        synchronous: the stage servers make the same updates as the owner.
+        stages: ids of the stage servers.
+        synchronous: whether the stage servers make the same updates as the owner.
     """
 
     def __init__(self, role: int, setup: Setup, stages: tuple[int, ...]) -> None:
@@ -56,14 +56,14 @@ class StageLog:
         self.synchronous = bool(stages) and setup.job.placement.rule == "synchronous"
         self._clips = self.synchronous and setup.job.optimizer.clip_norm is not None
         self._clipping = Clipping()
-        self._average: str | None = None  # the stage server's buffer that the next update takes
+        self._average: str | None = None  # the stage server's buffer for the next update
         self._samples = 0
         self._timestamp = setup.position.timestamp
         if stages:
             self._reset_for_plan(setup.plan)
 
     def _reset_for_plan(self, plan: Plan) -> None:
-        """Everybody begins by this plan; nothing is under way."""
+        """Resets the log's state. All roles begin with this plan, and nothing is under way."""
         self._plan = plan
         self._role_of = {plan.roles[role].index: role for role in plan.learners}
         self._forget()
@@ -72,10 +72,10 @@ class StageLog:
         self._average, self._samples = None, 0
 
     def add(self, gradients: Sequence[Gradient], scale: float) -> None:
-        """Logs that the next update takes gradients of these mini-batches; only with rule `synchronous`.
+        """Logs the gradients of these mini-batches for the next update, if the rule is `synchronous`.
 
-        The stage server averages the gradients of a compute group in the group's order. It adds one by one gradients
-        that servers of a tree have averaged.
+        The stage server averages the gradients of a compute group in the group's order. Gradients that tree servers
+        have averaged for the other layers are added one by one.
         """
         if not self.synchronous:
             return
@@ -96,7 +96,7 @@ class StageLog:
                 self._log.add(Accumulate(buffer, buffer, 1.0, scale))
 
     def share(self, actions: Iterable[Action]) -> list[Action]:
-        """Returns what the owner itself does of what it decided; the stage servers do the rest by the log."""
+        """Returns the decided actions that the owner itself carries out. The stage servers do the rest by the log."""
         own = [each for action in actions for each in self._own(action)]
         own = [*self._log.told(), *own]
         return self._clipping.in_turn(own) if self._clips else own
@@ -113,7 +113,7 @@ class StageLog:
             case Send() if action.to == self._statistics and action.message.kind is MessageKind.START:
                 return [action, *(Send(stage, action.message) for stage in self.stages)]
             case Save():
-                action = Save(action.weights, action.position)  # the stage servers live, whoever else is lost
+                action = Save(action.weights, action.position)  # the stage servers survive the loss of other roles
                 self._log.add(action, self._timestamp)
             case Copy() if action.target == SNAPSHOT:
                 self._log.add(action, self._timestamp)
@@ -137,9 +137,9 @@ class StageLog:
         return [Send(stage, message) for stage in self.stages for message in told(self._id, event)]
 
     def hear_norms(self, message: GradientNorms) -> None:
-        """Takes note of the norms of a stage server's part of a gradient."""
+        """Records the norms of a stage server's part of a gradient."""
         self._clipping.norms.hear(message)
 
     def end(self) -> list[Action]:
-        """Tells the stage servers that no learner is left."""
+        """Notifies the stage servers that no learner is left."""
         return [Send(stage, LearnersLeft(self._id)) for stage in self.stages]

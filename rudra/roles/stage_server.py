@@ -1,22 +1,23 @@
-"""Layers placed on ranks: learners hold the first layers, and one stage server the last ones.
+"""Stage server: owner of the last layers, while learners hold the first layers.
 
-A learner computes what its layers make of a mini-batch, ships these activations to the stage server, and gets their
-gradient back, with loss and errors; then it computes the gradient of its own layers (`rudra.roles.gradient_requests`).
-The stage server takes one mini-batch at a time, never interleaved: forward, loss and backward with the same weights.
-When it takes the gradient of its own layers in, a rule says:
+A learner computes its layers' output for a mini-batch, and sends these activations to the stage server. The stage
+server returns the gradient of the activations, with loss and errors. Then the learner computes the gradient of its own
+layers (`rudra.roles.gradient_requests`). The stage server handles one mini-batch at a time: forward, loss and backward
+pass with the same weights. The placement rule decides when the stage server applies the gradient of its own layers:
 
-`synchronous`: as those of the first layers are taken in. Who decides about these has it add the same gradients, in
-the same order, at the same scales, and update at the same rate, by a log as between shards
-(`rudra.roles.multi_owner`). It computes a mini-batch only with weights of the timestamp that the activations are of.
-So both have one clock, and all layers the weights, bit for bit, of a run in which learners have them all.
+`synchronous`: together with the gradients of the first layers. The owner of the first layers decides. It writes a log,
+as between shards (`rudra.roles.multi_owner`). By this log the stage server adds the same gradients, in the same order
+and at the same scales, and updates at the same rate. The stage server computes a mini-batch only with weights of the
+activations' timestamp. So both have one timestamp, and all weights are bitwise identical to a run whose learners hold
+all layers.
 
-`merged`: at once, one batch after the other. Its weights have a clock of their own and no staleness, however stale
-those of the first layers are. A batch is that of a compute group, of which each learner has a part: it begins when all
-parts are here, each is computed with the same weights, and one update takes in their mean, added in group_rank order.
-A learner without a group is one by itself.
+`merged`: immediately, one batch after the other. The stage server's weights have their own timestamp. They have no
+staleness, even if the first layers are stale. A batch belongs to a compute group, and each learner of the group has one
+part. The batch begins when all parts have arrived. All parts are computed with the same weights. One update applies
+their mean, added in group_rank order. A learner without a group is treated as a group of one.
 
-A snapshot, or a checkpoint, has both parts: that of the first layers at their update, and the stage server's when it
-hears of that.
+A snapshot or checkpoint has both parts. It has the first layers as of their update, and the last layers as of the time
+when the stage server is notified.
 
 Source: omnivore.txt §V-A and appendix D (merged fully-connected server); ralp.txt §4.2 (synchronous).
 """
@@ -77,17 +78,17 @@ from rudra.roles.stage_log import gradient_of
 
 
 class StageServer(Machine):
-    """The owner of the last layers.
+    """Owner of the last layers.
 
-        FOLLOWING  activations, an entry of the log, or what either waits for -> FOLLOWING  do what can be done
-        FOLLOWING  everything is recorded                                     -> DONE
+        FOLLOWING  activations, a log entry, or an event that either waits for -> FOLLOWING  do all possible work
+        FOLLOWING  everything is recorded                                      -> DONE
 
     Args:
-        role: id in the plan.
-        setup: what it is made from.
+        role: id of the stage server in the plan.
+        setup: arguments of the role.
 
     Attributes:
-        timestamp: of its weights.
+        timestamp: timestamp of the stage server's weights.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
@@ -122,8 +123,8 @@ class StageServer(Machine):
         self._factor = job.placement.rate_factor(job.optimizer)
         self._ledger = Ledger(role, setup, reports=False)
         self._ledger.per_update = self._ledger.rules.protocol.gradients_per_update if self._merged else 1
-        self._ledger.rules.protocol = job.make_protocol(plan, plan.workers - 1)  # as if one learner were all there are
-        # Of merged mini-batches that the parameter server had not applied, nobody knows how many there were.
+        self._ledger.rules.protocol = job.make_protocol(plan, plan.workers - 1)  # as for a single learner
+        # An estimate: the number of merged mini-batches that the parameter server had not applied is unknown.
         position, batches = setup.position, setup.position.applied * plan.workers // plan.learner_numbers
         self.timestamp = self._ledger.timestamp = batches if self._merged else position.timestamp
         outbox = Outbox(role, plan.statistics, job.results.report_s)
@@ -135,15 +136,15 @@ class StageServer(Machine):
         self._follower = LogFollower(role, plan, self._dead)
         self._queue = BatchQueue(plan, merged=self._merged)
         self._updates = StageUpdates()
-        self._plans = [plan]  # of before all regrouped, and since
-        self._followed = 0  # how often the log has said that they did
-        self._under_way: tuple[ShippedBatch, float] | None = None  # and since when
-        self._update: Update | None = None  # waits until the weights are back
+        self._plans = [plan]  # plans before and after each regrouping
+        self._followed = 0  # number of regroupings that the log has reported
+        self._under_way: tuple[ShippedBatch, float] | None = None  # mini-batch and start of its computation
+        self._update: Update | None = None  # update that waits for transfers of the weights
         self._final = self._ending = False
 
     @property
     def _leads(self) -> bool:
-        """Whether it is the first stage server, which reports for all."""
+        """Whether this is the first stage server, which reports for all stage servers."""
         return self.id == self.plan.stage
 
     def validate(self) -> None:
@@ -170,7 +171,7 @@ class StageServer(Machine):
         return self._conclude_next(now)
 
     def _conclude_next(self, now: float) -> list[Action]:
-        """Begins with the first mini-batch whose turn it is."""
+        """Begins the first mini-batch that can be computed now."""
         if self._under_way is not None or self._update is not None or self._followed < len(self._plans) - 1:
             return []
         shipped = self._queue.next(self.timestamp, self._are_buffers_free)
@@ -214,11 +215,11 @@ class StageServer(Machine):
         return actions + self._advance(now)
 
     def _update_by_batch(self, learner: int, now: float) -> list[Action]:
-        """Updates the weights by a batch, once all its parts are concluded, unless these are the final weights."""
+        """Updates the weights by a batch if all its parts are done, unless the weights are final."""
         if not self._queue.conclude(learner):
             return []
         members = self.plan.group_of(learner)
-        if not self._dead.isdisjoint(members):  # all are about to begin anew
+        if not self._dead.isdisjoint(members):  # all roles are about to restart
             return []
         updates = self._updates
         parts = [updates.waiting.pop(member) for member in members]
@@ -235,14 +236,14 @@ class StageServer(Machine):
         return [*combined, *self._make_update()]
 
     def _combined(self, into: str) -> AverageGroup:
-        """Has the parts of a compute group's batch averaged, in the group's order."""
+        """Returns the action that averages the parts of a compute group's batch, in the group's order."""
         plan = self._plans[self._followed]
         members = plan.group_of(learner_of(into))
         samples = tuple(self._updates.waiting[member].gradient.samples for member in members)
         return AverageGroup(into, tuple(map(gradient_of, members)), samples, plan.partial_sums(members))
 
     def _make_update(self) -> list[Action]:
-        """Makes the update that is due, once the weights are back from those to whom they are being sent."""
+        """Makes a due update if all transfers of the weights have ended."""
         if self._update is None or self._follower.lent[WEIGHTS]:
             return []
         update, self._update = self._update, None
@@ -258,7 +259,7 @@ class StageServer(Machine):
     # The log of the parameter server.
 
     def _due(self, entry: Entry) -> list[Action] | None:
-        """Returns what an entry of the log leads to, or None if it must wait."""
+        """Returns the actions for an entry of the log, or None if the entry must wait."""
         what, role, buffer, other, number, *_ = entry
         kind, name, into = LOGGED[what], buffer.decode(), other.decode()
         follower, updates = self._follower, self._updates
@@ -299,7 +300,7 @@ class StageServer(Machine):
             self._reports.tell_snapshot(number, self.timestamp)
         if kind is Send and name == WEIGHTS:
             self._final = True
-            return [*self._reports.flush(self._reports.now), *actions]  # perhaps all learners have left already
+            return [*self._reports.flush(self._reports.now), *actions]  # all learners may have left already
         return actions
 
     def _measured(self, event: NormsComputed, now: float) -> list[Action]:
@@ -325,7 +326,7 @@ class StageServer(Machine):
         return self._advance(now)
 
     def _advance(self, now: float) -> list[Action]:
-        """Does whatever can be done now."""
+        """Performs all log entries, updates, mini-batches and reports that are possible now."""
         self._reports.now = now
         actions = [*self._follower.carry_out(self._due), *self._make_update(), *self._conclude_next(now)]
         return [*actions, *self._report(now), *self._leave(now)]
@@ -336,12 +337,12 @@ class StageServer(Machine):
     def _stepped(self, event: Updated, now: float) -> list[Action]:
         self._reports.enter(event, *self._updates.end())
         tells: list[Action] = []
-        if self._leads:  # the others have made the same
+        if self._leads:  # the other stage servers have made the same update
             steps = (Send(self.plan.server, message) for message in stepped(self.id, event))
             tells = self._ledger.note(event, now) if self._merged else [*steps]
         return [*tells, *self._reports.due(now), *self._report(now), *self._leave(now)]
 
-    # Beginning anew: what is in the log counts, and what is under way with learners does not.
+    # Restart: entries of the log count, and mini-batches under way with learners do not.
 
     def inherit(self, before: "StageServer") -> None:
         ledger, self._ledger = self._ledger, before._ledger
@@ -353,7 +354,7 @@ class StageServer(Machine):
         self._final, self._ending = before._final, before._ending
         self._plans, self._followed = [*before._plans, self.plan], before._followed
 
-    # The end, of learners and of all.
+    # Losses of learners, and the end of the run.
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         self._queue.lose(event.role)
@@ -364,7 +365,7 @@ class StageServer(Machine):
         return self._leave(now)
 
     def _leave(self, now: float) -> list[Action]:
-        """Reports the last rows once no learner is left and nothing is under way."""
+        """Reports the last rows if no learner is left and nothing is under way."""
         busy = self._follower.entries or self._under_way is not None or self._update is not None or self._updates.making
         if not self._ending or busy:
             return []

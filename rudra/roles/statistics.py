@@ -1,13 +1,15 @@
-"""The statistics server: gathers what the others measured, tests the weights, records everything.
+"""Statistics server: collects the measurements of all roles, evaluates the weights, and records the results.
 
-Source: rudra.txt §3.2. Nobody waits for it: it holds one snapshot of the weights in work (hashed, and if the job says
-so kept in the file and tested) and one waiting, gives the parameter server a credit for each that it is done with, and
-the parameter server skips an epoch for which it has no credit. The last epoch is always worked on. Where workers test
-the weights, it adds up what they found.
+Source: rudra.txt §3.2. Other roles do not wait for the statistics server. It holds at most two snapshots of the
+weights: one in process and one waiting. It hashes each snapshot. Depending on the job, it also evaluates the snapshot
+and stores it in the result file. It sends the parameter server a credit for each finished snapshot. Without a credit,
+the parameter server skips the snapshot of an epoch. The snapshot of the last epoch is always processed. If workers
+evaluate the weights, the statistics server adds up their results.
 
-It answers for the disk, too: a checkpoint counts when the rows up to it, and those of its epochs, are there.
+The statistics server also writes to the disk. A checkpoint is valid only after all rows up to the checkpoint, and the
+rows of its epochs, are on the disk.
 
-    GATHERING  totals, every learner's account and every epoch recorded -> DONE  finish, tell everybody
+    GATHERING  totals, every learner's account and every epoch recorded -> DONE  finish, notify all roles
 """
 
 import math
@@ -69,7 +71,7 @@ TABLES: dict[MessageKind, TableName] = {
     MessageKind.AVERAGES: "averages",
     MessageKind.STAGES: "stages",
 }
-"""Messages whose rows are recorded as they come."""
+"""Messages with rows that are recorded on arrival, and their tables."""
 
 
 class StatisticsState(States):
@@ -81,11 +83,11 @@ GATHERING = StatisticsState.GATHERING
 
 
 class StatisticsServer(Machine):
-    """The only role that records.
+    """Only role that writes results.
 
     Args:
-        role: id in the plan.
-        setup: what it is made from.
+        role: id of the statistics server in the plan.
+        setup: arguments of the role.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
@@ -130,10 +132,10 @@ class StatisticsServer(Machine):
         self._epochs = EpochTable(setup.position.epoch, self._kept.last)
         self._snapshots = ReceivedSnapshots(plan)
         self._workers = WorkersEvaluations()
-        self._checkpointed: CheckpointWritten | None = None  # asked for, and not safe yet
+        self._checkpointed: CheckpointWritten | None = None  # written, but not all of its rows are on the disk yet
         self._began = 0.0
         self._final_weights: str | None = None
-        self._reported = dict.fromkeys(plan.stages, -1)  # timestamp of the last checkpoint whose rows of each are here
+        self._reported = dict.fromkeys(plan.stages, -1)  # by stage server: last checkpoint with all its rows
 
     @property
     def waiting_for(self) -> str:
@@ -151,15 +153,15 @@ class StatisticsServer(Machine):
 
     @property
     def split(self) -> str:
-        """Split whose evaluations decide."""
+        """Name of the data split whose evaluations decide about goals and the best epoch."""
         return self._goals.split
 
     def recall(self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int]) -> None:
-        """Takes note, before it starts, of the epochs before the checkpoint.
+        """Records the epochs before the checkpoint. The caller does this before the role starts.
 
         Args:
-            tests: epoch -> what the evaluation of its weights measured on `split`.
-            kept: epochs whose weights are in the results; no other epoch is the best one.
+            tests: epoch -> results of the evaluation of its weights on `split`.
+            kept: epochs with weights in the results. Only one of these can be the best epoch.
         """
         for epoch, scores in tests.items():
             self._goals.recall(scores)
@@ -177,12 +179,12 @@ class StatisticsServer(Machine):
         return [Record(TABLES[event.message.kind], event.message.rows)]
 
     def _stage_reported(self, event: Received[StageReported], now: float) -> list[Action]:
-        if event.message.sender in self._reported:  # else it has told of all its rows
+        if event.message.sender in self._reported:  # else it has reported all its rows
             self._reported[event.message.sender] = event.message.timestamp
         return self._flush_rows()
 
     def _stage_left(self, event: Received[ChildDone], now: float) -> list[Action]:
-        self._reported.pop(event.message.sender, None)  # who decides may say twice that all have left
+        self._reported.pop(event.message.sender, None)  # a deciding owner may report twice that all learners left
         return self._flush_rows() + self._finish()
 
     # Epochs, their snapshots and evaluations.
@@ -223,7 +225,7 @@ class StatisticsServer(Machine):
         return self._sum_up() if self._workers.enter(event.message) else []
 
     def _sum_up(self) -> list[Action]:
-        """Adds up an evaluation by workers once, when its weights are digested and all of it is here."""
+        """Adds up an evaluation by workers if its weights are hashed and all its parts have arrived."""
         if self._snapshots.working is None:
             return []
         buffer, epoch = self._snapshots.working
@@ -246,13 +248,13 @@ class StatisticsServer(Machine):
     def _done(self) -> list[Action]:
         buffer, epoch = self._snapshots.in_work
         self._snapshots.working = None
-        actions = self._record(buffer, epoch)  # while the buffer still holds that epoch's weights
-        if epoch != self._kept.last:  # the last snapshot holds the final weights, which are still to be written
+        actions = self._record(buffer, epoch)  # while the buffer still holds the epoch's weights
+        if epoch != self._kept.last:  # the last buffer is kept, because the final weights must be written
             actions += [*self._snapshots.receive(buffer), Send(self.plan.server, SnapshotCredit(self.id))]
         return actions + self._snapshots.begin() + self._flush_rows() + self._finish()
 
     def _record(self, buffer: str | None = None, of: int = 0) -> list[Action]:
-        """Records the epochs that are complete, in order; a buffer holds the weights of one of them."""
+        """Records the complete epochs, in order. `buffer` holds the weights of epoch `of`."""
         actions: list[Action] = []
         for epoch, rows, metrics in self._epochs.complete(self._snapshots.epochs):
             if metrics:
@@ -269,7 +271,7 @@ class StatisticsServer(Machine):
         return self._flush_rows()
 
     def _flush_rows(self) -> list[Action]:
-        """Flushes all rows to the disk, once it has the rows of epochs and of stage servers that a checkpoint needs."""
+        """Writes all rows to the disk if the rows of epochs and stage servers for a checkpoint have arrived."""
         wanted = self._checkpointed
         if wanted is None or self._epochs.recorded < wanted.epochs:
             return []
@@ -307,5 +309,5 @@ class StatisticsServer(Machine):
         role, lost = event.role, self.plan.roles[event.role]
         if role in self.plan.owners or role in self.plan.stages:
             return [Fail(f"{lost.title} died, and the run cannot go on without it", lost=True)]
-        self._accounts.gone.add(role)  # the owner of the weights gives the account of a learner that is no more
+        self._accounts.gone.add(role)  # the owner of the weights reports the account of a lost learner
         return []

@@ -1,4 +1,4 @@
-"""Children of a server that are much slower than the others: slow is not dead, but worth a word."""
+"""Detection of children of a server that are alive but much slower than the others."""
 
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -7,27 +7,27 @@ from rudra.job.job import Job
 from topologies import Plan
 
 CHECK_S = 1.0
-"""How often a server looks; it does so when it updates."""
+"""Shortest time in seconds between two checks. A server checks when it updates."""
 
 TURNS = 10
-"""A child that is silent for so many times as long as a gradient of one takes on average is a straggler."""
+"""Number of mean gradient times of one child. A child that is silent for longer is a straggler."""
 
 
 def tick_s(job: Job) -> float | None:
-    """How often a server looks whether to drop a learner; None: it never does."""
+    """Returns the seconds between checks for learners to drop, or None if a server never drops any."""
     timeout = job.fault_tolerance.straggler_timeout_s
     return None if timeout is None else min(1.0, timeout / 4)
 
 
 def overdue_s(job: Job, plan: Plan, child: int | None, heard: Mapping[int, float], now: float) -> float | None:
-    """For how long nothing has come of the child that all wait for, if that is a learner and too long.
+    """Returns the seconds that the awaited child has been silent, if the child is a learner and the time is too long.
 
     Args:
-        job: says how long is too long.
-        plan: who is who.
-        child: for whom all wait; None: for nobody.
-        heard: when something last came, by role.
-        now: seconds.
+        job: resolved job, which sets the timeout.
+        plan: roles of the run and their connections.
+        child: id of the child that all others wait for, or None.
+        heard: time of each role's last message, in seconds.
+        now: seconds on the driver's clock.
     """
     timeout = job.fault_tolerance.straggler_timeout_s
     if timeout is None or child is None or not plan.roles[child].kind_traits.trains:
@@ -37,21 +37,21 @@ def overdue_s(job: Job, plan: Plan, child: int | None, heard: Mapping[int, float
 
 
 class End(NamedTuple):
-    """How a learner is no more, for `/events` and for people."""
+    """Reason for the loss of a learner, for `/events` and for people."""
 
     kind: str
     text: str
 
 
 class Stragglers:
-    """When each child was heard of last, and which learner is dropped for its silence.
+    """Time of each child's last message, and the learner that is being dropped for its silence.
 
     Args:
-        children: ids of the roles.
-        patience_s: a silence that is shorter is no matter.
+        children: ids of the child roles.
+        patience_s: shortest silence in seconds that can make a child a straggler.
 
     Attributes:
-        heard: child -> when something came of it.
+        heard: time of the last message of each child, in seconds on the driver's clock.
         dropping: whether a learner is being dropped.
     """
 
@@ -68,21 +68,21 @@ class Stragglers:
         return self._late is not None
 
     def begin(self, now: float, gradients: int) -> None:
-        """Training begins, or goes on after so many gradients."""
+        """Begins to measure silences, when training starts or continues. `gradients` is the number received before."""
         self._began = self._looked = now
         self._before = gradients
         self.heard = dict.fromkeys(self.heard, now)
 
     def forget(self, child: int) -> None:
-        """A child is no more."""
+        """Forgets a child that is lost."""
         self.heard.pop(child, None)
 
     def found(self, now: float, gradients: int) -> list[tuple[int, float]]:
-        """Those that have become stragglers since the last time, and for how long nothing came of them.
+        """Returns the children that became stragglers since the last check, with the seconds of their silence.
 
         Args:
-            now: seconds.
-            gradients: received so far.
+            now: seconds on the driver's clock.
+            gradients: number of gradients received up to now.
         """
         if now - self._looked < CHECK_S:
             return []
@@ -95,13 +95,13 @@ class Stragglers:
         return new
 
     def drop(self, learner: int, silence_s: float) -> None:
-        """A learner is being dropped."""
+        """Notes that a learner is being dropped."""
         self._late = learner, End("dropped", f"was dropped: it sent nothing for {silence_s:.0f} s")
 
     def end_of(self, role: int, now: float, gradients: int) -> End:
-        """How a learner is no more."""
+        """Returns the reason for the loss of a learner."""
         if self._late is None or role != self._late[0]:
             return End("lost", "died")
         (_, end), self._late = self._late, None
-        self.begin(now, gradients)  # the others could not be heard meanwhile
+        self.begin(now, gradients)  # messages of the others could not arrive during the drop
         return end

@@ -1,4 +1,4 @@
-"""Counts of gradients and samples: of the next update, of an epoch, and of each learner."""
+"""Counts of gradients and samples for the next update, for an epoch, and for each learner."""
 
 import math
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ ROW = PACK[MessageKind.GRADIENTS]
 
 @dataclass(slots=True)
 class PendingUpdate:
-    """What is known of the gradients that the next update takes in.
+    """Sums and rows of the gradients in the next update.
 
     Attributes:
-        rows: one of `records.GRADIENT` for each, packed.
-        samples: in all.
-        staleness: sum, in updates.
-        loss: sum over the samples.
-        errors: samples that were wrong.
-        drawn: for each stream, the end of what they have of it.
+        rows: packed row of `records.GRADIENT` for each gradient.
+        samples: number of samples in all gradients.
+        staleness: sum of the gradients' staleness, in updates.
+        loss: sum of the losses of all samples.
+        errors: number of wrong samples, each counted by its wrong share.
+        drawn: for each stream, the position after the last sample of these gradients.
     """
 
     rows: list[bytes] = field(default_factory=list)
@@ -40,18 +40,18 @@ class PendingUpdate:
 
 
 class LearnerCounts:
-    """Counts of each learner, and of each stream of samples.
+    """Counters for each learner, and for each stream of samples.
 
     Args:
-        job: resolved.
-        plan: who is who.
-        period: number of mini-batches that a gradient is made of.
-        position: where training begins.
+        job: resolved job.
+        plan: roles of the run and their connections.
+        period: number of mini-batches per gradient.
+        position: state of training at the start.
 
     Attributes:
-        steps: for each learner, the number of the mini-batch after the last one that is counted.
-        samples_applied: for each learner, the number of samples that are counted.
-        samples_drawn: for each stream, the end of what was applied.
+        steps: for each learner, the number of the mini-batch after the last counted one.
+        samples_applied: number of counted samples of each learner.
+        samples_drawn: for each stream, the position after the last applied sample.
     """
 
     def __init__(self, job: Job, plan: Plan, period: int, position: TrainingState) -> None:
@@ -61,7 +61,7 @@ class LearnerCounts:
         self.samples_drawn = [position.drawn_from(i) for i in learners]
         size, parts, between = job.training.minibatch_size, job.cluster.parts, period - 1
         mine = {plan.roles[i].index: portion(plan, i, size, parts) for i in plan.learners} if between and parts else {}
-        # With shares, samples of others lie between the mini-batches of a period.
+        # With shares, samples of other learners are between the mini-batches of a period.
         self._others = {learner: between * (own.batch - own.count) for learner, own in mine.items()}
 
     def add(
@@ -70,11 +70,11 @@ class LearnerCounts:
         """Counts gradients, adds them to the sums of an update, and adds their rows.
 
         Args:
-            gradients: that the update takes.
-            scale: of each gradient in the update.
+            gradients: gradients in the update.
+            scale: scale of each gradient in the update.
             update: number of the update.
-            sums: of the update.
-            each: each gradient is an update of its own, and its `timestamp` is its staleness.
+            sums: sums of the update. The gradients are added to them.
+            each: whether each gradient is an update of its own. Then its `timestamp` is its staleness.
         """
         steps, learned, drawn, rows, others = self.steps, self.samples_applied, sums.drawn, sums.rows, self._others
         samples, staleness_sum, loss_sum, error_sum = sums.samples, sums.staleness, sums.loss, sums.errors
@@ -99,7 +99,7 @@ class LearnerCounts:
         sums.samples, sums.staleness, sums.loss, sums.errors = samples, staleness_sum, loss_sum, error_sum
 
     def without(self, pending: "PendingUpdate", period: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Returns `steps` and `samples_applied` without gradients that are counted and not applied."""
+        """Returns `steps` and `samples_applied` without the gradients that are counted but not applied."""
         steps, learned = list(self.steps), list(self.samples_applied)
         for row in np.frombuffer(b"".join(pending.rows), records.GRADIENT)[::-1]:
             steps[row["learner"]] = int(row["step"]) + 1 - period
@@ -109,14 +109,14 @@ class LearnerCounts:
 
 @dataclass(slots=True)
 class EpochSums:
-    """Sums over the gradients that were applied in an epoch.
+    """Sums over the gradients applied in an epoch.
 
     Attributes:
-        loss: over the samples.
-        errors: samples that were wrong.
-        staleness: in updates.
-        gradients: how many.
-        samples: how many.
+        loss: sum of the losses of all samples.
+        errors: number of wrong samples, each counted by its wrong share.
+        staleness: sum of the gradients' staleness, in updates.
+        gradients: number of gradients.
+        samples: number of samples.
     """
 
     loss: float = 0.0
@@ -127,7 +127,7 @@ class EpochSums:
 
     @classmethod
     def of(cls, position: TrainingState) -> "EpochSums":
-        """The sums of the epoch under way at a position."""
+        """Returns the sums of the epoch under way at a position."""
         sums = (position.epoch_loss, position.epoch_errors, position.epoch_staleness)
         return cls(*sums, position.epoch_gradients, position.epoch_samples)
 
@@ -141,20 +141,20 @@ class EpochSums:
 
     @property
     def mean_loss(self) -> float:
-        """Mean over the samples."""
+        """Mean loss per sample."""
         return _mean(self.loss, self.samples)
 
     @property
     def error(self) -> float:
-        """Share of the samples that were wrong."""
+        """Fraction of wrong samples."""
         return _mean(self.errors, self.samples)
 
     @property
     def mean_staleness(self) -> float:
-        """Mean over the gradients, in updates."""
+        """Mean staleness of the gradients, in updates."""
         return _mean(self.staleness, self.gradients)
 
 
 def _mean(total: float, count: int) -> float:
-    """The mean; an epoch has no gradient if the update that ended it ended the epoch before, too."""
+    """Returns the mean, or NaN. An epoch has no gradient if one update ended both it and the previous epoch."""
     return total / count if count else math.nan

@@ -1,16 +1,21 @@
-"""The tree server: average the children's gradients, pass one on, and hand weights down.
+"""Tree server: averages the gradients of its children for its parent, and sends weights down.
 
-Source: rudra.txt §3.3. To its children it is a server, to its parent it behaves like a learner. It passes an average on
-when it stands for as many gradients as there are learners below, or an even part of these where an update takes fewer;
-never before the one before was delivered. What a child asks with its gradient goes up with the average that holds it,
-and is answered when the root has handled that: so the root knows a learner's last gradient before that learner goes on,
-as on base, and the learner waits for those that share its average. A server asks once for all that wait meanwhile;
-newer weights land in a second buffer, while those of before may still be on their way to a child.
+Source: rudra.txt §3.3. The tree server acts as a server for its children and as a learner for its parent.
 
-    WAITING   first weights, and every child ready -> READY     tell the parent
+An average includes one gradient of each learner below this server. If an update takes fewer gradients, it includes an
+even part of them. The server sends an average only after the previous one is delivered.
+
+A child's request travels up with the average that includes its gradient. It is answered after the root has handled this
+average. So, as in topology base, the root has a learner's last gradient before the learner continues. The learner also
+waits for the other learners in its average.
+
+The server sends one request to its parent for all requests that wait. Newer weights are received into a second buffer,
+because older weights may still be on their way to a child.
+
+    WAITING   first weights, and every child ready -> READY     notify the parent
     READY     training starts                      -> TRAINING  start the children
     TRAINING  stop                                 -> STOPPING  stop the children
-    STOPPING  every child left, everything sent    -> STOPPED   pass on what is left, and leave
+    STOPPING  every child left, everything sent    -> STOPPED   send the remaining gradients, and leave
     STOPPED   everything is recorded               -> DONE
 """
 
@@ -71,11 +76,11 @@ ALIVE = [state for state in TreeServerState if state is not TreeServerState.DONE
 
 
 class TreeServer(Machine):
-    """A server between the root and learners.
+    """Server between the root and the learners. It holds no weights if the weights have a separate tree.
 
     Args:
-        role: id in the plan; where weights have a tree of their own, this server has none.
-        setup: what it is made from.
+        role: id of the server in the plan.
+        setup: arguments of the role.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
@@ -130,19 +135,20 @@ class TreeServer(Machine):
         super().__init__(role, plan)
         parent = plan.roles[role].parent
         self.parent = role if parent is None else parent
-        self.state = TreeServerState.WAITING if plan.children[role] else TreeServerState.STOPPED  # nobody is left below
+        # A server without children has no learner below it.
+        self.state = TreeServerState.WAITING if plan.children[role] else TreeServerState.STOPPED
         self._job = job
         self._children = list(plan.children[role])
         self._protocol = job.make_protocol(plan)
         self._together = self._share(plan.learners_below(role))
         self._below = {child: plan.learners_below(child) for child in plan.children[role]}
-        self._lost = 0  # learners, of all
+        self._lost = 0  # number of lost learners in the whole run
         self.buffers = GradientBuffers(self._children, 3, self._protocol.ordered)
         self._pending: list[Gradient] = []
         self.timestamp = 0
         self.received = self.relayed = position.below(plan, role)
         self._received = {child: position.below(plan, child) for child in plan.children[role]}
-        self._heard = dict.fromkeys(self._children, 0.0)  # when each child last pushed, or was last given weights
+        self._heard = dict.fromkeys(self._children, 0.0)  # by child: time of its last gradient or of our last answer
         self._readiness = Readiness()
         self._weights = WeightBuffers()
         self._questions = Questions()
@@ -172,7 +178,7 @@ class TreeServer(Machine):
         assert bool(self._pending) == (self.buffers.accumulator is not None)
         self._weights.validate()
 
-    # Start: everybody holds the same weights.
+    # Start: all roles hold the same weights.
 
     def _start(self, event: Started, now: float) -> list[Action]:
         return [Receive(self._weights.current, self.parent)] if self.plan.receivers[self.id] else []
@@ -187,7 +193,7 @@ class TreeServer(Machine):
         return [self._weights.send(to, message) for to in self.plan.receivers[self.id]]
 
     def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
-        # Without weights of its own it compares the digests of its children.
+        # A server without weights compares the digests of its children.
         if not self._readiness.enter(event.message.sender, event.message.digest):
             name = self.plan.roles[event.message.sender].name
             return [Fail(f"{name} received other initial weights than its neighbours (digests differ)")]
@@ -222,7 +228,7 @@ class TreeServer(Machine):
         self._received[event.message.sender] += len(event.message.gradients)
 
     def _process_arrived(self) -> list[Action]:
-        """Averages what has arrived, and passes the average on when it is complete and the way is free."""
+        """Averages arrived gradients. Sends the average when it is complete and the previous one is delivered."""
         actions: list[Action] = []
         buffers = self.buffers
         while True:
@@ -237,21 +243,21 @@ class TreeServer(Machine):
         return actions + buffers.post(self.state is TreeServerState.TRAINING)
 
     def _complete(self) -> bool:
-        """Whether the average stands for as many gradients as are passed on together."""
+        """Returns whether the average has all gradients that are sent together."""
         if self.buffers.ordered:
             return self.buffers.complete and bool(self._pending)
         return len(self._pending) >= self._together
 
     def _share(self, learners: int) -> int:
-        """For how many gradients an average stands: one of each learner below, or of an even part of them.
+        """Returns the number of gradients in an average: one of each learner below, or of an even part of them.
 
-        As their learners wait for each other, parts that are not even would let some wait for a whole mini-batch.
+        Learners in one average wait for each other. With uneven parts, some would wait for a whole mini-batch.
         """
-        parts = -(-learners // self._protocol.gradients_per_update)  # of which none is more than an update takes
+        parts = -(-learners // self._protocol.gradients_per_update)  # fewest parts that each fit into one update
         return max(1, learners // max(1, parts))
 
     def _may_add(self) -> bool:
-        """Whether a gradient has arrived whose turn it is; once training has ended, that is anyone's."""
+        """Returns whether an arrived gradient can be added: it is its turn, or training has ended."""
         if not self.buffers.ordered or self.state is TreeServerState.STOPPING:
             return True
         return self.buffers.rotate_to_turn()
@@ -264,7 +270,7 @@ class TreeServer(Machine):
         return self.buffers.average(buffer, sum(g.samples for g in message.gradients), 1.0)
 
     def _relay(self) -> Action:
-        """Passes the average on; if children wait for weights, with the question for them."""
+        """Sends the average to the parent, with a request for weights if children wait for weights."""
         gradients, self._pending = tuple(self._pending), []
         self.relayed += len(gradients)
         buffer = self.buffers.lent = self.buffers.take_average()
@@ -285,7 +291,7 @@ class TreeServer(Machine):
         return self._ask()
 
     def _ask(self) -> list[Action]:
-        """Asks the parent, unless that is under way, or can go with the gradient that waits for its turn."""
+        """Requests weights from the parent, unless a request is under way or can go with a waiting average."""
         if not self._may_ask() or self._complete():
             return []
         return [Send(self.parent, Pull(self.id, self._questions.ask(), self.timestamp))]
@@ -297,7 +303,7 @@ class TreeServer(Machine):
         return self._fetch()
 
     def _fetch(self) -> list[Action]:
-        """Lets newer weights in, as soon as the spare buffer is back from all children."""
+        """Receives newer weights if all transfers of the spare buffer have ended."""
         return [Receive(self._weights.spare, self.parent)] if self._weights.can_receive else []
 
     def _pulled(self, event: Received[Weights], now: float) -> list[Action]:
@@ -306,12 +312,12 @@ class TreeServer(Machine):
         return self._answer_all(now)
 
     def _answer_all(self, now: float) -> list[Action]:
-        """Answers the children to whom the protocol grants these weights, and asks again for the others."""
+        """Answers the requests that the protocol grants, and repeats the request for the others."""
         clock = Clock(self.timestamp, ())
         stamp = PullAnswer(self.id, self.timestamp)
         actions: list[Action] = []
         for child, (asked, held) in self._questions.answer().items():
-            if child not in self._children:  # it has died
+            if child not in self._children:  # the child has died
                 continue
             if not self._protocol.pull_granted(-1, asked, clock):
                 self._questions.waiting[child] = (asked, held)
@@ -339,7 +345,7 @@ class TreeServer(Machine):
         if not plan.expendable(role):
             return []
         self._lost += 1
-        with suppress(ValueError):  # the root says so, and ends the run
+        with suppress(ValueError):  # the root reports the error and ends the run
             self._protocol = self._job.make_protocol(plan, self._lost)
         actions: list[Action] = []
         child = plan.child_towards(role, self.id)
@@ -366,28 +372,28 @@ class TreeServer(Machine):
         return tick_s(self._job)
 
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
-        """Tells the root which learner all wait for, if that takes too long, again and again; the root decides."""
+        """Reports a learner that all others wait for too long to the root, at every check. The root decides."""
         child = self.buffers.turn
         silence_s = overdue_s(self._job, self.plan, child, self._heard, now)
         if self.state is not TreeServerState.TRAINING or child is None or silence_s is None:
             return []
-        if child in self._questions.waiting or child in self._questions.asked:  # it waits for weights itself
+        if child in self._questions.waiting or child in self._questions.asked:  # the child itself waits for weights
             return []
         return [Send(self.plan.server, LearnerLate(self.id, child, silence_s))]
 
     def _drop(self, event: Received[LearnerDropped], now: float) -> list[Action]:
-        """The root drops a learner."""
+        """Handles the root's decision to drop a learner."""
         role = event.message.learner
         return [DeclareLost(role)] if role in self._children else self.handle(Lost(role), now)
 
-    # The end: what the children have pushed is passed on, and counted by the root.
+    # The end: the remaining gradients of the children are sent to the root, which counts them.
 
     def _stop(self, event: Received[Stop], now: float) -> list[Action]:
         self.state = TreeServerState.STOPPING
         self._questions.waiting.clear()
         stop = Stop(self.id)
         actions = [*(Send(to, stop) for to in self._children), *self.buffers.withdraw(), *self._process_arrived()]
-        return actions + self._leave()  # with no child left, there is none to wait for
+        return actions + self._leave()  # without children there is nothing to wait for
 
     def _withdrawn(self, event: ReceiveCancelled, now: float) -> list[Action]:
         self.buffers.withdrawn(event.buffer)

@@ -1,4 +1,4 @@
-"""Weights at a server of a tree: the buffers that hold them, and the questions of children for newer ones."""
+"""Weights at a tree server: their buffers, and the children's requests for newer weights."""
 
 from rudra.core.events import WEIGHTS, Action, Send
 from rudra.core.messages import Weights
@@ -7,18 +7,18 @@ WEIGHT_BUFFERS = (f"{WEIGHTS} 0", f"{WEIGHTS} 1")
 
 
 class WeightBuffers:
-    """Two buffers: one is sent to children, and the other one receives newer weights.
+    """Pair of buffers: one is sent to children, and the other receives newer weights.
 
     Attributes:
         current: buffer with the newest weights.
         spare: the other buffer.
-        awaited: newer weights are announced or on their way.
+        awaited: whether newer weights are announced or on their way.
     """
 
     def __init__(self) -> None:
         self.current, self.spare = WEIGHT_BUFFERS
         self.awaited = False
-        self._lent = dict.fromkeys(WEIGHT_BUFFERS, 0)  # transfers under way
+        self._lent = dict.fromkeys(WEIGHT_BUFFERS, 0)  # number of transfers under way
 
     def validate(self) -> None:
         assert all(lent >= 0 for lent in self._lent.values())
@@ -29,17 +29,17 @@ class WeightBuffers:
         return Send(to, message, self.current)
 
     def returned(self, buffer: str) -> None:
-        """A transfer to a child has ended."""
+        """Notes the end of a transfer to a child."""
         self._lent[buffer] -= 1
 
     def received(self) -> None:
-        """Newer weights are in the spare buffer."""
+        """Makes the spare buffer current, because newer weights have arrived in it."""
         self.awaited = False
         self.current, self.spare = self.spare, self.current
 
     @property
     def can_receive(self) -> bool:
-        """Whether the spare buffer is back from all children."""
+        """Whether all transfers of the spare buffer have ended."""
         return not self._lent[self.spare]
 
     @property
@@ -49,12 +49,12 @@ class WeightBuffers:
 
 
 class Questions:
-    """Questions of children for newer weights: the timestamp that each asks about, and the timestamp that it holds.
+    """Children's requests for newer weights. A request has the timestamp asked about and the timestamp that is held.
 
     Attributes:
-        with_gradients: that wait for the average with the child's gradient.
-        waiting: that the parent is not asked yet.
-        asked: that the parent is asked and has not answered.
+        with_gradients: requests that wait for the average with the child's gradient, by child.
+        waiting: requests that can be sent to the parent, by child.
+        asked: requests that the parent has received and not answered, by child.
     """
 
     def __init__(self) -> None:
@@ -63,21 +63,21 @@ class Questions:
         self.asked: dict[int, tuple[int, int]] = {}
 
     def pass_on(self) -> None:
-        """The average with the children's gradients is on its way to the parent."""
+        """Makes the requests in `with_gradients` wait for the parent, because their average is on its way."""
         self.waiting |= self.with_gradients
         self.with_gradients.clear()
 
     def ask(self) -> int:
-        """Asks the parent all questions that wait; returns the oldest timestamp that a child asks about."""
+        """Marks all waiting requests as sent to the parent. Returns the oldest timestamp that a child asks about."""
         self.asked, self.waiting = self.waiting, {}
         return min(about for about, _ in self.asked.values())
 
     def answer(self) -> dict[int, tuple[int, int]]:
-        """Returns the questions that the parent has answered."""
+        """Returns the requests that the parent has answered."""
         answered, self.asked = self.asked, {}
         return answered
 
     def lose(self, child: int) -> None:
-        """A child is no more."""
+        """Drops the requests of a lost child."""
         self.with_gradients.pop(child, None)
         self.waiting.pop(child, None)

@@ -1,4 +1,4 @@
-"""Copies of the weights on their way down the weights' tree, for learners that ask for none."""
+"""Broadcast of weight copies down the weights' tree, to learners that do not request weights."""
 
 from collections.abc import Iterable
 
@@ -8,42 +8,42 @@ from rudra.core.records import Gradient
 from topologies import Plan
 
 COPIES = (f"{DOWNCAST} 0", f"{DOWNCAST} 1")
-"""Two, so that one slow edge holds up no other."""
+"""Names of two copies, so that a slow edge does not delay the other edges."""
 
 
 class WeightBroadcast:
-    """What the root of the weights' tree sends.
+    """Broadcast of weights from the root of the weights' tree.
 
     Args:
-        plan: who is who.
+        plan: roles of the run and their connections.
         role: id of the root.
-        timestamp: of the weights that its receivers hold.
+        timestamp: timestamp of the weights that the receivers hold.
     """
 
     def __init__(self, plan: Plan, role: int, timestamp: int) -> None:
-        self._copies = dict.fromkeys(COPIES, (-1, 0))  # timestamp, transfers under way
+        self._copies = dict.fromkeys(COPIES, (-1, 0))  # timestamp, number of transfers under way
         self._given = dict.fromkeys(plan.receivers[role], timestamp)
-        self._busy: set[int] = set()  # edges
-        self._learners: dict[int, int] = {}  # who wants to hear when a gradient of its is applied, by number
+        self._busy: set[int] = set()  # receivers with a transfer under way
+        self._learners: dict[int, int] = {}  # by number: learners to notify when a gradient is applied
         if plan.outstanding is not None:
             self._learners = {plan.roles[learner].index: learner for learner in plan.learners}
-        self._to_tell: list[int] = []  # of those, whose gradients are pending
+        self._to_tell: list[int] = []  # learners with a pending gradient
 
     def validate(self) -> None:
         assert all(lent >= 0 for _, lent in self._copies.values())
 
     @property
     def under_way(self) -> bool:
-        """Whether a copy is."""
+        """Whether a transfer of a copy is under way."""
         return bool(self._busy)
 
     def await_update(self, gradients: Iterable[Gradient]) -> None:
-        """These are pending."""
+        """Notes pending gradients, so that `updated` notifies their learners."""
         if self._learners:
             self._to_tell += [self._learners[gradient.learner] for gradient in gradients]
 
     def updated(self, weights: Weights) -> list[Action]:
-        """Tells learners, where these bound their outstanding gradients, which weights hold them; sends these."""
+        """Notifies learners of applied gradients if outstanding gradients are bounded. Sends newer weights."""
         told, self._to_tell = self._to_tell, []
         applied = GradientApplied(weights.sender, weights.timestamp)
         return [*(Send(learner, applied) for learner in told), *self.publish(weights)]
@@ -58,7 +58,7 @@ class WeightBroadcast:
             if not ready:
                 ready = [copy for copy, (_, lent) in self._copies.items() if not lent][:1]
                 if not ready:
-                    break  # all copies are under way; the first that is back carries the newest weights then
+                    break  # both copies are in use; the first free one will carry the newest weights
                 actions.append(Copy(WEIGHTS, ready[0]))
             self._copies[ready[0]] = (weights.timestamp, self._copies[ready[0]][1] + 1)
             self._given[to] = weights.timestamp
@@ -67,7 +67,7 @@ class WeightBroadcast:
         return actions
 
     def returned(self, event: Sent) -> bool:
-        """Frees an edge, if it is a copy that has arrived."""
+        """Frees an edge if the completed transfer was a copy. Returns whether it was."""
         if event.buffer not in self._copies:
             return False
         timestamp, lent = self._copies[event.buffer]

@@ -1,18 +1,20 @@
-"""The coordinator where the weights lie in a window, and workers bring their gradients into it themselves.
+"""Coordinator of workers that apply their gradients directly to weights in a shared-memory window.
 
-Source: Hogbatch (Ma and Rusu 2020), §5.1, "asynchronous" update policy, and Algorithm 1. What a worker pushes is then a
-message without a tensor: its gradient is in the weights already. The coordinator keeps the books, and its own vector of
-the weights is what it fetched when nobody computed: at an epoch's end, and when the run was stopped. So checkpoints are
-made there alone.
+Source: Hogbatch (Ma and Rusu 2020), §5.1, "asynchronous" update policy, and Algorithm 1. A worker reports its gradients
+in messages without a tensor, because they are already in the weights. The coordinator keeps the counters and records.
+It copies the weights from the window only while no worker computes: at the end of an epoch, and when the run was
+stopped. So checkpoints are made only at these times.
 
-In a locked window updates have numbers, by which the coordinator takes them in, whatever comes first, and gives out
-work; so a replay gives out the same. In a racing window nobody can tell: it is the order in which they are told, and σ
-is an interval, of which the rows have the end.
+In a locked window updates are numbered. The coordinator processes them in the order of their numbers, whatever their
+order of arrival, and assigns work in that order. So a replay assigns the same work. In a racing window the order of
+updates is unknown. The coordinator uses the order of the reports. The staleness σ is then an interval, and the rows
+record its upper end.
 
-On several nodes each has a window, and they are averaged at each epoch's end (`rudra.roles.node_windows`).
+If there are several nodes, each has a window, and the windows are averaged at the end of each epoch
+(`rudra.roles.node_windows`).
 
-A worker that dies may have made updates that it could not tell of: the coordinator looks for them in the window. They
-count; what is left of the worker's samples is served again.
+A worker may die after applying updates but before reporting them. The coordinator finds these updates in the window and
+counts them. The worker's remaining samples are assigned again.
 """
 
 import math
@@ -53,14 +55,14 @@ TRAINING, DRAINING = ServerState.TRAINING, ServerState.DRAINING
 
 
 class UpdateReport(NamedTuple):
-    """An update of the window, as the coordinator hears of it.
+    """Report of an update in the window.
 
     Attributes:
-        gradient: that it is made of (`on_its_way`).
-        digest: of a sample of the weights.
-        seconds: that it took.
-        sender: role that made it.
-        asks: for so many batches with it.
+        gradient: gradient that the update applied, as returned by `on_its_way`.
+        digest: digest of a sample of the weights.
+        seconds: duration of the update.
+        sender: id of the worker that made the update.
+        asks: number of batches requested with the report.
     """
 
     gradient: Gradient
@@ -71,7 +73,7 @@ class UpdateReport(NamedTuple):
 
 
 class WindowCoordinator(ParameterServer):
-    """The owner of the order of the samples, and of the books of the weights in the window."""
+    """Owner of the order of the samples, and of the counters and records of the weights in the window."""
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **ParameterServer.TRANSITIONS,
@@ -83,7 +85,7 @@ class WindowCoordinator(ParameterServer):
         (TRAINING, MessageKind.WINDOW_WEIGHTS): Transition("_joined", TRAINING),
         (DRAINING, MessageKind.WINDOW_WEIGHTS): Transition("_joined", DRAINING, ServerState.CLOSING),
         (TRAINING, MessageKind.WINDOW_UPDATED): Transition("_shared", TRAINING, DRAINING),
-        **self_loops([ServerState.CLOSING], {SharedRead: "_ignore"}),  # it was stopped, and an epoch is not complete
+        **self_loops([ServerState.CLOSING], {SharedRead: "_ignore"}),  # the run was stopped during an epoch
     }
 
     def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
@@ -91,13 +93,13 @@ class WindowCoordinator(ParameterServer):
         self.buffers = GradientBuffers(plan.children[self.id], 0, False)
         self._numbered = self.ledger.rules.job.hogbatch.locking
         self._reports: deque[UpdateReport] = deque()
-        self._early: dict[int, UpdateReport] = {}  # by number, those that others come before
-        self._at_hand: UpdateReport | None = None  # is counted, and waits for a test
-        self._reported = dict.fromkeys(plan.children[self.id], 0)  # updates that each has told of
-        self._wanted = dict.fromkeys(plan.children[self.id], 1)  # batches that each has asked for, and not got
-        self._fewest = self._most = self._epoch_updates = 0  # σ of the epoch's updates, added up, lies between
-        self._leaving: list[int] = []  # dead, whose last updates are not entered yet
-        self._looked: set[int] = set()  # at what the dead have done
+        self._early: dict[int, UpdateReport] = {}  # by number: reports that arrived before an earlier update's
+        self._at_hand: UpdateReport | None = None  # counted update that has not been entered yet
+        self._reported = dict.fromkeys(plan.children[self.id], 0)  # number of updates that each worker reported
+        self._wanted = dict.fromkeys(plan.children[self.id], 1)  # number of batches that each worker still waits for
+        self._fewest = self._most = self._epoch_updates = 0  # bounds of the epoch's sum of σ; its updates
+        self._leaving: list[int] = []  # dead workers with updates that are not entered yet
+        self._looked: set[int] = set()  # dead workers whose updates were looked up in the window
         self._nodes = NodeWindows(plan, self.id, self.ledger.counts.samples_applied)
 
     @property
@@ -122,7 +124,7 @@ class WindowCoordinator(ParameterServer):
 
     def _made(self, event: Received[AppliedInPlace], now: float) -> list[Action]:
         message = event.message
-        if message.sender in self._dead:  # what it did is looked up in the window
+        if message.sender in self._dead:  # its updates are looked up in the window
             return []
         waits = self._numbered or self._at_hand is not None or self._reports or self.state is DRAINING
         if waits or sum(g.samples for g in message.gradients) >= self.ledger.left_of_epoch:
@@ -131,7 +133,7 @@ class WindowCoordinator(ParameterServer):
         return self._enter_all(message, now)
 
     def _enter_all(self, message: AppliedInPlace, now: float) -> list[Action]:
-        """Enters what a message tells of at once, where nothing but accounting follows from it."""
+        """Enters all updates of a message immediately. Only for updates without an effect beyond the records."""
         gradients, actions = message.gradients, []
         if gradients:
             self._note_arrival(message)
@@ -162,14 +164,14 @@ class WindowCoordinator(ParameterServer):
                 self._reports.append(report)
 
     def _ask_for(self, child: int, batches: int) -> None:
-        if batches and child in self.membership.worker:  # else it has died since
+        if batches and child in self.membership.worker:  # else it has since died
             self._wanted[child] += batches
             self._pulls[child] = (self.ledger.timestamp, NO_WEIGHTS)
 
     def _answer_all(self) -> list[Action]:
-        """The same; when the run is stopped, work is dealt that nobody gets.
+        """Answers waiting requests. If the run is stopped, work is assigned but not sent.
 
-        A replay does not know when the run was stopped, and so finds the same sizes of batches.
+        A replay does not know when the run was stopped. In this way it computes the same batch sizes.
         """
         if self._stopping:
             for child in list(self._pulls):
@@ -178,7 +180,7 @@ class WindowCoordinator(ParameterServer):
         return super()._answer_all()
 
     def _answer(self, child: int) -> list[Action]:
-        """Gives who asks as many batches as it wants, or as are left now."""
+        """Assigns a worker the requested number of batches, or fewer if too few are left now."""
         dealer = self.ledger.dealer
         assert dealer is not None
         given: list[tuple[int, int]] = []
@@ -192,7 +194,7 @@ class WindowCoordinator(ParameterServer):
         return [work_for(child, given, self.ledger)]
 
     def _lacks_weights(self, held: int) -> bool:
-        return False  # they are in the window
+        return False  # the weights are in the window
 
     def _next_report(self) -> UpdateReport | None:
         if self._numbered:
@@ -200,7 +202,7 @@ class WindowCoordinator(ParameterServer):
         return self._reports.popleft() if self._reports else None
 
     def _process_arrived(self, now: float) -> list[Action]:
-        """Takes in updates in their order, as far as tests and checkpoints allow, and gives out work."""
+        """Enters updates in order, until an evaluation or a checkpoint must end first. Assigns work."""
         actions: list[Action] = []
         ledger = self.ledger
         while self.state in (TRAINING, DRAINING):
@@ -231,7 +233,7 @@ class WindowCoordinator(ParameterServer):
         return actions + self._answer_all()
 
     def _enter(self, report: UpdateReport, now: float) -> list[Action]:
-        """Enters an update into the books; at an epoch's end nobody computes, and the weights are fetched."""
+        """Enters an update into the records. At the end of an epoch no worker computes, and the weights are copied."""
         ledger, ends = self.ledger, self.ledger.ends_epoch
         self._at_hand, self._update_due = None, False
         actions = ledger.enter(report.gradient.scale, now)
@@ -239,7 +241,7 @@ class WindowCoordinator(ParameterServer):
         dealer = ledger.dealer
         assert dealer is not None
         worker = self.plan.roles[report.sender].index
-        done = self._stopping and not dealer.held(worker)  # it would have asked
+        done = self._stopping and not dealer.held(worker)  # the worker would have requested a batch
         self._ask_for(report.sender, report.asks or done)
         if not ends:
             return actions
@@ -268,7 +270,7 @@ class WindowCoordinator(ParameterServer):
         return actions
 
     def _close(self, now: float) -> list[Action]:
-        """As soon as all who are left have told of all that they did."""
+        """Closes the training once all remaining workers have reported all their updates."""
         unknown = self._leaving or (self._dead - self._looked) & self._reported.keys()
         if self._at_hand is not None or self._reports or self._early or unknown:
             return []
@@ -285,7 +287,7 @@ class WindowCoordinator(ParameterServer):
         return []
 
     def _tell_of_races(self, surviving: float, now: float) -> None:
-        """An epoch has ended; says of a racing window what nobody can tell exactly."""
+        """Records bounds of the staleness and the fraction of surviving updates, for an epoch of a racing window."""
         ledger, count = self.ledger, self._epoch_updates
         if count and not self._numbered:
             between = f"{self._fewest / count:.2f} to {self._most / count:.2f}"
@@ -312,7 +314,7 @@ class WindowCoordinator(ParameterServer):
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         if not self._nodes.busy:
             return super()._stop(event, now)
-        self.ledger.stopped = True  # as soon as all have the average
+        self.ledger.stopped = True  # takes effect when all nodes have the average
         return []
 
     # Workers that die.
@@ -336,12 +338,12 @@ class WindowCoordinator(ParameterServer):
         return super()._go_on_without(role, name, now)
 
     def _unentered(self, role: int) -> int:
-        """How many updates of a role are known, and not in the books."""
+        """Returns the number of a worker's updates that are known but not entered."""
         at_hand = [] if self._at_hand is None else [self._at_hand]
         return sum(report.sender == role for report in (*self._early.values(), *self._reports, *at_hand))
 
     def _found(self, event: UpdatesFound, now: float) -> list[Action]:
-        """What a worker did that died; those updates are in the weights, whether it told of them or not."""
+        """Enters the updates of a dead worker. They are in the weights, whether the worker reported them or not."""
         role, dealer = event.role, self.ledger.dealer
         assert dealer is not None
         self._looked.add(role)
@@ -354,7 +356,7 @@ class WindowCoordinator(ParameterServer):
         early = sum(report.sender == role for report in self._early.values())
         done = early + len(new) == dealer.held(self.plan.roles[role].index)
         for place, made in enumerate(new, 1):
-            asks = int(self._numbered and done and place == len(new))  # as it would have, and does in a replay
+            asks = int(self._numbered and done and place == len(new))  # as the worker does in a replay
             gradients = (on_its_way(made, numbered=self._numbered),)
             self._take_in(AppliedInPlace(role, 0, asks, made.seconds, gradients), made.digest)
         actions = self._process_arrived(now)

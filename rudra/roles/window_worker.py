@@ -1,7 +1,8 @@
-"""The worker where the weights lie in a window: it brings its gradients into them itself, and tells the coordinator.
+"""Worker with weights in a shared-memory window: it applies its gradients directly and reports to the coordinator.
 
 Source: Hogbatch (Ma and Rusu 2020), §5.1, "asynchronous" update policy, and Algorithm 1. In a racing window a worker
-asks for batches ahead, as many as take it `AHEAD_S`, tells of several at a time, and does not wait.
+requests enough batches in advance for `AHEAD_S` seconds of work. It reports several updates at a time and does not
+wait.
 """
 
 from collections import deque
@@ -47,39 +48,41 @@ from rudra.roles.minibatch_log import MinibatchLog
 from rudra.roles.worker import EvaluationPause, WorkLog, evaluated_part, works
 
 AHEAD_S = 10e-3
-"""How long a worker has work for, where it may ask for it ahead: longer than a coordinator takes to answer that shares
-its core, and short enough that nobody waits for it at an epoch's end."""
+"""Seconds of work that a worker has in advance, if it may request work in advance. This is longer than the answer of a
+coordinator on the same core takes, and short enough that other workers do not wait for it at the end of an epoch."""
 
 LONG_S = 0.1
-"""Who needs longer for a batch asks when it is done: to wait for an answer is little then, but at an epoch's end all
-would wait for another batch."""
+"""Longest batch time in seconds for requests in advance. A slower worker requests a batch only after the previous one.
+Its wait for the answer is short in comparison, and the others do not wait for a queued batch at the end of an epoch."""
 
 BATCHES_AHEAD, UPDATES_AHEAD = 64, 8192
-"""At most, but for one batch. The window's log has room for twice as many updates, of which nobody may know."""
+"""Largest numbers of batches and updates in advance, except that one batch is always allowed. The window's log has room
+for twice `UPDATES_AHEAD` unreported updates."""
 
 COMPUTING, EXCHANGING = LearnerState.COMPUTING, LearnerState.EXCHANGING
 
 
 def on_its_way(made: AppliedGradient, *, numbered: bool) -> Gradient:
-    """A gradient as a worker tells of it: `scale` is its rate, and, where updates have no numbers, `timestamp` the most
-    that σ may be.
+    """Returns a gradient as a worker reports it.
+
+    `scale` is its learning rate. If updates are not numbered, `timestamp` is the largest possible staleness σ.
     """
     timestamp = made.gradient.timestamp if numbered else made.most
     return structs.replace(made.gradient, scale=made.rate, timestamp=timestamp)
 
 
 class Batch(NamedTuple):
-    """Gradients that are computed together, or one after another without a word to the coordinator in between."""
+    """Batch of gradients that are computed together, or one after another without a message to the coordinator."""
 
     works: tuple[Work, ...]
     rates: tuple[float, ...]
 
 
 class WindowLog(WorkLog):
-    """The mini-batches of a worker in a window.
+    """Record of the mini-batches of a worker with a window.
 
     Attributes:
-        batches: that are not begun.
+        batches: batches that have not begun.
     """
 
     __slots__ = ("_alone", "_protocol", "batches")
@@ -92,11 +95,11 @@ class WindowLog(WorkLog):
 
     @property
     def threads(self) -> int:
-        """Parts of a batch."""
+        """Number of parts in a batch."""
         return self._threads
 
     def take_at(self, first: int, count: int, rate: float) -> None:
-        """Work has come, at a rate that the rule scales by the samples of each gradient."""
+        """Adds assigned work at a learning rate, which the rule scales by the samples of each gradient."""
         parts = works(first, count, self._threads)
         for some in [(part,) for part in parts] if self._alone else [tuple(parts)]:
             self.batches.append(Batch(some, tuple(rate * self._protocol.rate_scale(work.count) for work in some)))
@@ -107,9 +110,10 @@ class WindowLog(WorkLog):
         return TrainInPlace(self.step, batch.works, batch.rates)
 
     def enter_made(self, made: tuple[AppliedGradient, ...], wait_s: float, now: float) -> tuple[list[Action], bool]:
-        """Notes gradients that are in the weights; what to do, and whether that is all because the run fails.
+        """Records applied gradients. Returns the resulting actions, and whether the run fails.
 
-        Those that threads computed together count as if each took its share of the time, one after the other.
+        Gradients that threads computed together are recorded as if computed one after another, each in an equal share
+        of the time.
         """
         each_s = (now - self._since) / len(made)
         compute_s = max(0.0, each_s - sum(each.seconds for each in made) / len(made))
@@ -129,7 +133,7 @@ class WindowLog(WorkLog):
 
 
 class WindowWorker(Learner):
-    """One worker."""
+    """Worker with weights in a window. It has the same arguments as `Learner`."""
 
     __slots__ = (
         "_ahead",
@@ -171,10 +175,10 @@ class WindowWorker(Learner):
         super().__init__(role, setup)
         self._pause = EvaluationPause()
         self._ahead = not setup.job.hogbatch.locking
-        self._asked = 1  # batches that are on their way; who is there when training begins gets one
+        self._asked = 1  # requested batches; every worker gets one when training begins
         self._untold: list[AppliedGradient] = []
         self._leads = role in setup.plan.window_leaders
-        self._takes = False  # the average of the nodes' weights
+        self._takes = False  # whether the average of the nodes' weights will come
         self._wait_s = self._waits_since = self._reported_at = self._batch_began = self._batch_s = 0.0
 
     def _make_log(self, role: int, setup: Setup) -> MinibatchLog:
@@ -186,7 +190,7 @@ class WindowWorker(Learner):
             return f"the {self.plan.roles[self.server].name} to give it work"
         return super().waiting_for
 
-    # The weights of this one's node, where there are several.
+    # The weights of this worker's node, if there are several nodes.
 
     def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
         publish = [WriteShared(WEIGHTS, event.message.timestamp)] if self._leads else []
@@ -206,7 +210,7 @@ class WindowWorker(Learner):
         self.timestamp = event.message.timestamp
         return [WriteShared(WEIGHTS, self.timestamp), Send(self.server, WindowUpdated(self.id, self.timestamp))]
 
-    # Evaluations of the weights in the window, while nobody trains.
+    # Evaluations of the weights in the window, while training is paused.
 
     def _assess(self, event: Received[EvaluatePart], now: float) -> list[Action]:
         self._pause.begin(event.message.part, now)
@@ -240,7 +244,7 @@ class WindowWorker(Learner):
 
     @property
     def _depth(self) -> int:
-        """How many batches are to be here or on their way, beside the one that is computed."""
+        """Wanted number of batches that are here or requested, in addition to the one under way."""
         if not self._ahead or not 0 < self._batch_s < LONG_S:
             return 0 if self.log.batches or self.state is COMPUTING else 1
         most = min(BATCHES_AHEAD, UPDATES_AHEAD // self.log.threads)
@@ -269,7 +273,7 @@ class WindowWorker(Learner):
         return actions + self._leave(now) if self._stopping else actions
 
     def _tell(self) -> list[Action]:
-        """Tells the coordinator what is in the window, in as many messages as it needs, and asks for work."""
+        """Reports applied gradients to the coordinator, in one or more messages, and requests work."""
         asks = 0 if self._stopping else max(0, self._depth - self._asked - len(self.log.batches))
         self._asked += asks
         made, self._untold = self._untold, []
@@ -293,10 +297,10 @@ _UNSIGNED = (1 << 64) - 1
 
 
 def _signed(digest: int) -> int:
-    """The same 64 bits, as a message's number."""
+    """Returns a digest as a signed 64-bit integer, for a message."""
     return digest - (1 << 64) if digest >> 63 else digest
 
 
 def unsigned(number: int) -> int:
-    """The digest that travelled so."""
+    """Returns the digest for a signed 64-bit integer from a message."""
     return number & _UNSIGNED

@@ -1,15 +1,16 @@
-"""The worker: a learner that asks the coordinator for work, and computes what it is given.
+"""Worker: a learner that requests work from the coordinator and computes the assigned batches.
 
-Source: Hogbatch (Ma and Rusu 2020), §5.1, §6.1-6.3. A small worker computes its batch in parts, one for each of its
-threads, of the weights that it had at the beginning, as threads that begin together do; each part is a gradient of its
-own, which is pushed when it is ready. The parts are computed one after another, which makes runs that can be replayed.
+Source: Hogbatch (Ma and Rusu 2020), §5.1, §6.1-6.3. A small worker splits its batch into one part per thread. It
+computes all parts with the weights that it had at the beginning, as threads that begin together do. Each part gives a
+separate gradient, which is pushed when it is ready. The parts are computed one after another, so that runs can be
+replayed.
 
-    READY       training starts                                  -> EXCHANGING  the coordinator gives work
-    EXCHANGING  work, and the newer weights received             -> COMPUTING   its first part
-    COMPUTING   a part is ready                                  -> EXCHANGING  push; the last one asks for work
-    EXCHANGING  delivered, and parts are left                    -> COMPUTING
-    EXCHANGING  a part of a test, and the newer weights received -> TESTING     the same part
-    TESTING     it is computed                                   -> EXCHANGING  tell the coordinator
+    READY       training starts                                   -> EXCHANGING  the coordinator assigns work
+    EXCHANGING  work and newer weights received                   -> COMPUTING   first part of the batch
+    COMPUTING   a part is ready                                   -> EXCHANGING  push; the last part requests work
+    EXCHANGING  delivered, and parts are left                     -> COMPUTING
+    EXCHANGING  part of an evaluation and newer weights received  -> TESTING     evaluate the part
+    TESTING     the part is evaluated                             -> EXCHANGING  report to the coordinator
 """
 
 from collections import deque
@@ -53,7 +54,7 @@ from topologies import Plan
 
 
 def works(first: int, count: int, threads: int) -> list[Work]:
-    """The parts of a batch that begins with a sample of the stream."""
+    """Returns the parts of a batch. `first` is the stream position of its first sample."""
     found = []
     for samples in parts(count, threads):
         found.append(Work(DEALT, first, samples, 0))
@@ -62,10 +63,10 @@ def works(first: int, count: int, threads: int) -> list[Work]:
 
 
 class WorkLog(MinibatchLog):
-    """The mini-batches of a worker: the parts of the batches that it was given.
+    """Record of a worker's mini-batches, which are the parts of its assigned batches.
 
     Attributes:
-        left: parts that are not begun.
+        left: parts that have not begun.
     """
 
     __slots__ = ("_at_hand", "_threads", "left")
@@ -81,7 +82,7 @@ class WorkLog(MinibatchLog):
         self._samples = position.learned_by(self.learner) - self._before
 
     def take(self, first: int, count: int) -> None:
-        """Work has come."""
+        """Adds an assigned batch."""
         self.left.extend(works(first, count, self._threads))
 
     def begin(self, weights: str, gradient: str, timestamp: int, now: float) -> Compute:
@@ -95,10 +96,10 @@ class WorkLog(MinibatchLog):
 
 
 class EvaluationPause:
-    """Member of a worker: parts of an evaluation that it computes while nobody trains.
+    """Pause of a worker's training, in which it evaluates parts of the data.
 
     Attributes:
-        part: that waits for weights; None: none does.
+        part: number of the part to evaluate next, or None.
     """
 
     __slots__ = ("_began", "part")
@@ -108,19 +109,19 @@ class EvaluationPause:
         self._began: float | None = None
 
     def begin(self, part: int, now: float) -> None:
-        """A part is assigned, perhaps the first one of the pause."""
+        """Notes an assigned part. The first part begins the pause."""
         self.part = part
         if self._began is None:
             self._began = now
 
     def evaluate(self) -> Action:
-        """Computes the part."""
+        """Evaluates the assigned part."""
         part, self.part = self.part, None
         assert part is not None
         return ComputeEvaluationPart(WEIGHTS, part, PARTS)
 
     def end(self, now: float) -> float:
-        """Ends the pause, if there is one; returns how long it was."""
+        """Ends the pause and returns its length in seconds, or 0 without a pause."""
         pause_s = 0.0 if self._began is None else now - self._began
         self._began = None
         return pause_s
@@ -133,7 +134,7 @@ def evaluated_part(role: int, server: int, event: EvaluationPartComputed) -> lis
 
 
 class Worker(Learner):
-    """One worker."""
+    """Worker of a run with a coordinator. It has the same arguments as `Learner`."""
 
     __slots__ = ("_pause",)
 
@@ -173,7 +174,7 @@ class Worker(Learner):
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self.state = LearnerState.EXCHANGING
         self.log.began = event.message.began_ns * 1e-9
-        self._computed_at = self._pushed_at = self._delivered_at = now  # as if something had been pushed
+        self._computed_at = self._pushed_at = self._delivered_at = now  # as if a gradient had been pushed
         return []
 
     def _execute(self, event: Received[AssignWork], now: float) -> list[Action]:
@@ -189,12 +190,12 @@ class Worker(Learner):
         self.state = LearnerState.EXCHANGING
         timestamp, gradient, asks = self.timestamp, self._gradient(event, now), not self.log.left
         if not asks:
-            self._answered_at = now  # nothing is asked
+            self._answered_at = now  # there is no request to answer
         held = timestamp if asks else NO_WEIGHTS
         message = PushedGradient(self.id, timestamp, held, (gradient,), asks)
         return [Send(self.server, message, GRADIENT), *warnings]
 
-    # Tests of the weights, while nobody trains.
+    # Evaluations of the weights, while training is paused.
 
     def _assess(self, event: Received[EvaluatePart], now: float) -> list[Action]:
         self._pause.begin(event.message.part, now)
