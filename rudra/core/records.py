@@ -18,13 +18,13 @@ def table(*columns: tuple[str, str, str]) -> np.dtype[np.void]:
     return dtype
 
 
-_ERRORS = "wrong samples, each counted by the share of it that is wrong; NaN where the task knows no error"
+_ERRORS = "wrong samples, each counted by the share of it that is wrong; NaN if the task defines no error"
 
 GRADIENT = table(
     ("update", "<i8", "timestamp of the update that applied the gradient"),  # -1 on the way to the server
     ("learner", "<i4", "number of the learner that computed the gradient, from 0"),
     ("samples", "<i4", "samples of the gradient's mini-batch"),
-    ("step", "<i8", "number of the gradient among those of its learner, from 0"),
+    ("step", "<i8", "number of the gradient, counted for each learner, from 0"),
     ("first", "<i8", "position of the gradient's first sample in its stream; of an average, of its first mini-batch"),
     ("timestamp", "<i8", "timestamp of the weights that the gradient was computed from"),
     ("staleness", "<i8", "σ: the server's timestamp when the gradient arrived, minus `timestamp`"),
@@ -68,7 +68,7 @@ UPDATE = table(
 MINIBATCH = table(
     ("learner", "<i4", "number of the learner, from 0"),
     ("samples", "<i4", "samples of the mini-batch"),
-    ("step", "<i8", "number of the mini-batch among those of its learner, from 0"),
+    ("step", "<i8", "number of the mini-batch, counted for each learner, from 0"),
     ("timestamp", "<i8", "timestamp of the weights that the gradient was computed from"),
     ("loss", "<f8", "mean loss over the samples"),
     ("errors", "<f4", _ERRORS),
@@ -77,11 +77,11 @@ MINIBATCH = table(
     (
         "compute_s",
         "<f8",
-        "time to compute the gradient, from when the learner asks for it, a stage server's part included",
+        "time to compute the gradient, from the learner's request, a stage server's part included",
     ),  # what follows is 0 for a gradient that was not pushed
     ("reduce_s", "<f8", "time to add up the gradients of a compute group"),
-    ("push_s", "<f8", "time until the server had the gradient; with `adv*` beside computing"),
-    ("wait_s", "<f8", "time from asking for weights until the server's answer"),
+    ("push_s", "<f8", "time until the server had the gradient; with `adv*` in parallel with computing"),
+    ("wait_s", "<f8", "time from requesting weights until the server's answer"),
     ("pull_s", "<f8", "time to transfer the weights"),
     ("update_s", "<f8", "time to update the learner's own weights, in a run without a parameter server"),
 )
@@ -89,24 +89,28 @@ MINIBATCH = table(
 
 EPOCH = table(
     ("epoch", "<i4", "number of the epoch that has ended: 1, 2, …"),
-    ("evaluated", "<i4", "1: the weights at the epoch's end were tested; 0: they were not"),
+    ("evaluated", "<i4", "1: the weights at the epoch's end were evaluated; 0: they were not"),
     ("timestamp", "<i8", "timestamp of the weights at the epoch's end"),
     ("samples", "<i8", "samples applied since the start of training"),
     ("time_s", "<f8", "training time at which the epoch ended"),
-    ("mean_staleness", "<f8", "mean staleness of the epoch's gradients; NaN where the epoch has none"),
+    ("mean_staleness", "<f8", "mean staleness of the epoch's gradients; NaN if the epoch has none"),
     ("learning_rate", "<f8", "learning rate of the epoch's last update"),
-    ("train_loss", "<f8", "mean loss over the samples of the epoch's gradients; NaN where the epoch has none"),
-    ("train_error", "<f8", "share of these samples that were wrong; NaN where the epoch has none"),
-    ("test_loss", "<f8", "mean loss over the test set; NaN where the epoch was not tested"),
-    ("test_error", "<f8", "share of the test set that was wrong; NaN where the epoch was not tested"),
-    ("validation_loss", "<f8", "mean loss over the validation split; NaN without a split or a test"),
-    ("validation_error", "<f8", "share of the validation split that was wrong; NaN without a split or a test"),
-    ("evaluation_began_s", "<f8", "training time at which the test began; NaN where the epoch was not tested"),
-    ("evaluation_s", "<f8", "time that the test took, beside training; NaN where the epoch was not tested"),
+    ("train_loss", "<f8", "mean loss over the samples of the epoch's gradients; NaN if the epoch has none"),
+    ("train_error", "<f8", "share of these samples that were wrong; NaN if the epoch has none"),
+    ("test_loss", "<f8", "mean loss over the test set; NaN if the epoch was not evaluated"),
+    ("test_error", "<f8", "share of the test set that was wrong; NaN if the epoch was not evaluated"),
+    ("validation_loss", "<f8", "mean loss over the validation split; NaN without a split or an evaluation"),
+    ("validation_error", "<f8", "share of the validation split that was wrong; NaN without a split or an evaluation"),
+    ("evaluation_began_s", "<f8", "training time at which the evaluation began; NaN if the epoch was not evaluated"),
+    (
+        "evaluation_s",
+        "<f8",
+        "time that the evaluation took, in parallel with training; NaN if the epoch was not evaluated",
+    ),
     (
         "weights_sha256",
         "S64",
-        "SHA-256 of the weights at the epoch's end; empty where the statistics server was behind",
+        "SHA-256 of the weights at the epoch's end; empty if the statistics server was late",
     ),
 )
 """One epoch; errors are fractions in 0…1, and NaN where the task knows none.
@@ -115,9 +119,9 @@ Where one update ends several epochs, its gradients are of the first of them, an
 """
 
 METRIC = table(
-    ("epoch", "<i4", "number of the epoch whose weights were tested"),
+    ("epoch", "<i4", "number of the epoch whose weights were evaluated"),
     ("pad", "<i4", ""),
-    ("split", "S16", "what was tested: `test`, `validation`, or `train` by workers of protocol hogbatch"),
+    ("split", "S16", "evaluated split: `test`, `validation`, or `train` by workers of protocol hogbatch"),
     ("name", "S64", "name of the metric, such as `top5_error`"),
     ("value", "<f8", "mean of the metric over the samples"),
 )
@@ -128,20 +132,20 @@ AVERAGE = table(
     ("learner", "<i4", "number of the learner"),
     ("pad", "<i4", ""),
     ("distance", "<f8", "Euclidean distance of the learner's replica, or reference, from the weights when averaged"),
-    ("correction", "<f8", "by how much that was moved then; where it moves to the new weights, `distance`"),
+    ("correction", "<f8", "by how much it was moved then; `distance` if it moves to the new weights"),
 )
 """What one learner brought to one average of replicas."""
 
 STAGE = table(
-    ("timestamp", "<i8", "timestamp of the stage server's weights after the update that took the mini-batch in"),
+    ("timestamp", "<i8", "timestamp of the stage server's weights after the update that applied the mini-batch"),
     ("learner", "<i4", "number of the learner whose mini-batch it is, from 0"),
     ("samples", "<i4", "samples of the mini-batch"),
-    ("step", "<i8", "number of the mini-batch among those of its learner, from 0"),
+    ("step", "<i8", "number of the mini-batch, counted for each learner, from 0"),
     ("front", "<i8", "timestamp of the parameter server's weights that the activations were computed with"),
     ("staleness", "<i8", "updates of the stage server's weights between computing and that update"),
     ("learning_rate", "<f8", "learning rate of that update"),
     ("time_s", "<f8", "training time at which the stage server began to compute"),
-    ("wait_s", "<f8", "time that the activations had waited for their turn by then"),
+    ("wait_s", "<f8", "time that the activations had waited until then"),
     ("compute_s", "<f8", "time to compute loss and gradients"),
     ("update_s", "<f8", "time that the optimiser's step took"),
     ("digest", "<u8", "hash of a sample of the updated weights, another sample each time; a replay compares it"),
@@ -182,8 +186,8 @@ ROLE = table(
     ),
     ("index", "<i4", "number of the role among those of its kind, from 0; of shards from 1"),
     ("world_rank", "<i4", "MPI rank that hosts the role"),
-    ("parent", "<i4", "row of the role that takes this role's gradients; -1: none"),
-    ("source", "<i4", "row of the role that gives this role weights; -1: its parent"),
+    ("parent", "<i4", "row of the role that receives this role's gradients; -1: none"),
+    ("source", "<i4", "row of the role that sends weights to this role; -1: its parent"),
     ("node", "<i4", "number of the role's node; -1: a node of its own, or the first"),
     ("group", "<i4", "number of the role's compute group; -1: none"),
 )
@@ -195,7 +199,7 @@ LEARNER = table(
     ("pushed", "<i8", "gradients that the learner delivered to its server"),
     ("samples", "<i8", "samples of these gradients"),
     ("pulls", "<i8", "times that the learner received weights"),
-    ("skipped_pulls", "<i8", "times that the learner asked for weights and had the newest already"),
+    ("skipped_pulls", "<i8", "times that the learner requested weights but already had the newest"),
     ("compute_s", "<f8", "time spent computing gradients"),
     ("reduce_s", "<f8", "time spent adding up the gradients of the compute group"),
     ("push_s", "<f8", "time that the learner waited for its gradients to be sent"),
