@@ -57,7 +57,7 @@ class OwnerDuties:
     @property
     def waiting_for(self) -> str:
         """What an update waits for that is ahead."""
-        return "the statistics server to test the weights" if self.ledger.is_ahead else "a checkpoint to be written"
+        return "the statistics server to evaluate the weights" if self.ledger.is_ahead else "a checkpoint to be written"
 
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Counts gradients for the next update; returns the number of their samples."""

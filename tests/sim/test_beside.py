@@ -123,7 +123,10 @@ def test_an_allreduce_alone_takes_as_long_as_in_turns() -> None:
             {"beside": [{"simulation.machines": [1]}]},
             "beside, table 1: .*machines has 1 numbers; valid: 3 of",
         ),
-        ({"beside": [{}], "machines": [1, 2]}, "machines has 2 numbers; valid: 3 of the nodes with learners, and 1 of"),
+        (
+            {"beside": [{}], "machines": [1, 2]},
+            "machines has 2 numbers; valid: 3 for the nodes with learners, and 1 for",
+        ),
         ({"beside": [{"modle.name": "mlp"}]}, "beside, table 1: unknown table 'modle'"),
         ({"faults": [{"learner": 0, "dies_at_s": 1.0}]}, "sharing = 'equal': not with .simulation. faults so far"),
         ({"machines": [-1]}, "machines has a machine -1; valid: 0 or more"),

@@ -238,10 +238,10 @@ def test_a_tampered_record_is_detected_and_located(
 @pytest.mark.parametrize(
     ("tamper", "said"),
     [
-        (attribute("scheduled", True), "attribute 'scheduled' is not what its job has"),
-        (attribute("averaging", True), "attribute 'averaging' is not what its job has"),
-        (attribute("overlapped", True), "attribute 'overlapped' is not what its job has"),
-        (moved, "column group of /roles is not what its job has"),
+        (attribute("scheduled", True), "attribute 'scheduled' does not match its job"),
+        (attribute("averaging", True), "attribute 'averaging' does not match its job"),
+        (attribute("overlapped", True), "attribute 'overlapped' does not match its job"),
+        (moved, "column group of /roles does not match its job"),
     ],
 )
 def test_a_file_whose_roles_are_not_those_of_its_job_is_damaged(
@@ -456,7 +456,7 @@ def test_more_threads_than_cores_are_said(tmp_path: Path, recorded: Path, capsys
     [
         (["--until", "73"], "--until 73: valid: 0 to 72, the updates recorded"),
         (["--until", "-1"], "--until -1: valid: 0 to 72"),
-        (["--output", "w.pt"], "--output is for the weights of --until"),
+        (["--output", "w.pt"], "--output is for the weights of --until: also give --until"),
         (["--until", "3", "--output", "nowhere/w.pt"], "nowhere/w.pt: directory nowhere does not exist"),
         (["--set", "training.epochs=2"], "--set training.epochs=2: a replay changes nothing but data.path and"),
     ],

@@ -482,7 +482,7 @@ def test_nothing_stale_is_one_line(tmp_path: Path) -> None:
 def test_an_unfinished_study_is_not_called_fresh_for_good(tmp_path: Path) -> None:
     write_run(tmp_path / "a.h5", updates=4, epochs=1, staleness=0, finish=False)
     (section,) = sections_of(collect([tmp_path / "a.h5"]))
-    assert any(note.startswith("Nothing is stale so far") for note in section.notes)
+    assert any(note.startswith("Nothing is stale yet") for note in section.notes)
 
 
 def test_bars_that_are_compared_share_a_scale(study: Path, tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ def test_shares_and_bars_of_roles_stay_in_their_bounds(study: Path) -> None:
     run = dataclasses.replace(run, summary={**run.summary, "learner_times": times}, **times_of)
     (figure,) = [f for f in figures(Study("x", (run,)), [run]) if f.name == "roles"]
     row = dict(zip(figure.table.columns, figure.table.rows[0], strict=True))
-    assert row["statistics: tests (%)"] == 100
+    assert row["statistics: evaluation (%)"] == 100
     assert row["server: updates (%)"] == pytest.approx(200)
     for narrow in (False, True):
         page = _drawn(figure, narrow=narrow)

@@ -77,7 +77,7 @@ def own_data(path: Path) -> tuple[TensorDataset, TensorDataset]:
     [
         ({"data": {"name": "digits"}}, "[data] sparse = true: the inputs of digits are dense; valid: false, 'auto'"),
         ({"data": {"name": own_data}}, "[data] sparse = true: your own dataset makes its"),
-        ({"data": {"standardise": True}}, "[data] standardise = true makes zeros other numbers; valid: false, or"),
+        ({"data": {"standardise": True}}, "[data] standardise = true changes zeros to other numbers; valid: false, or"),
         ({"data": {"subtract_mean": True}}, "[data] subtract_mean: the inputs of libsvm are sparse; valid: false"),
         ({"augment": {"crop": 2}}, "[augment] crop, flip: for images (channels, height, width), not inputs (40,)"),
         ({"training": {"compile": True}}, "[training] compile = true: no step on sparse inputs is compiled; valid"),
