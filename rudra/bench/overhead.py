@@ -59,7 +59,7 @@ def run(*, quick: bool) -> Report:
     row("  of it push, update and pull (cold caches)", "exchange")
     row("plain torch loop, with update", "plain")
     behind = {size: spread((t["step"] - t["torch"] - t["exchange"]) / t["step"] * 100) for size, t in taken.items()}
-    report.rows.append(("own, percent, against that exchange", *(behind[size] for size in steps)))
+    report.rows.append(("own, percent, relative to that exchange", *(behind[size] for size in steps)))
     against = {size: spread(t["step"] / t["bare"]) for size, t in taken.items()}
     report.rows.append(("Rudra's step / the step by hand", *(against[size] for size in steps)))
     row("Rudra's step by messages", "messages")

@@ -156,7 +156,7 @@ def _executed(arguments: argparse.Namespace) -> int:
 
 
 class _Version(argparse.Action):
-    """Prints the version, which takes a while to find."""
+    """Option that prints the version, which takes a while to find."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata
@@ -170,7 +170,7 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests a command for an unknown one: the closest spelling among commands and synonyms."""
+    """Parser that suggests a command for an unknown one: the closest spelling among commands and synonyms."""
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):

@@ -11,7 +11,7 @@ SUMMARY = "predict time per epoch without training"
 MORE = """\
 Simulates the roles of the job without tensors and data, until the rate is steady. Costs come from the job's
 table [simulation], where `costs` names a preset (p775, the cluster of the Rudra paper) or a file of
-`rudra calibrate`. Otherwise `rudra calibrate` measured them on this machine for this model. For groups or learners
+`rudra calibrate`. Otherwise they come from `rudra calibrate` on this machine, for this model. For groups or learners
 that update one at a time it also prints the time per iteration by Omnivore's model, HE(g)."""
 
 EXAMPLES = {

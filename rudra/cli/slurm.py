@@ -8,7 +8,7 @@ from rudra.cli.options import job_options, overrides_of
 SUMMARY = "write or submit a SLURM batch script for a job"
 
 MORE = """\
-The command checks the job, and that its topology fits the tasks, then writes NAME.sh, a script to read and
+Checks that the job is valid and that its topology fits the tasks. Then writes NAME.sh, a script to read and
 edit; --submit also submits it. Shortly before the time limit the run saves a checkpoint and the batch job
 queues itself again, to continue from there. It also does so when a node fails or the job is preempted."""
 
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("start and restart")
     how.add_argument(
-        "--launcher", default="mpirun", metavar="mpirun|srun", help="what starts the ranks; default: mpirun"
+        "--launcher", default="mpirun", metavar="mpirun|srun", help="program that starts the ranks; default: mpirun"
     )
     how.add_argument(
         "--mpi",

@@ -85,7 +85,7 @@ def execute(arguments: argparse.Namespace) -> int:
         lines[f"at epoch {change.at_epoch}"] = change.text
     if job.training.target is not None:
         window = job.training.target_window
-        few = "" if window <= job.training.epochs else f": never reached, there are {job.training.epochs} epochs"
+        few = "" if window <= job.training.epochs else f": never reached, as there are {job.training.epochs} epochs"
         lines["target"] = f"{job.training.target}, by the median of {counted(window, 'evaluation')}{few}"
     if job.optimizer.plateau is not None:
         lines["schedule"] = (

@@ -175,8 +175,8 @@ def _warm_up(runs: Sequence[Run]) -> list[str]:
     if len({r.minibatch_size * (r.attributes.get("gradients_per_update") or 0) for r in counting}) < 2:
         return []
     return [
-        "The learning rate changes with each update, and runs make different numbers of updates in an epoch: what the "
-        "schedule's options count in updates, such as a warm-up, lasts for more epochs in some runs than in others."
+        "The learning rate changes with each update, and runs make different numbers of updates in an epoch. An option "
+        "of the schedule that counts updates, such as a warm-up, lasts for more epochs in some runs than in others."
     ]
 
 

@@ -198,10 +198,12 @@ def _way_of_fronts(plan: Plan) -> str:
         return "gradients go up, and weights come down:"
     added = _ADDED[plan.reduction]
     if plan.sharing == "replica":
-        return f"each group trains a replica, by its gradients, added {added};\nthen differences of groups are added:"
+        trains = f"each group trains a replica, by its gradients, added {added}"
+        return f"{trains};\nthen differences are added, group by group:"
     if plan.sharing == "reference":
         corrects = "every learner trains a replica of its own, corrected by its block's reference"
-        return f"{corrects};\ndifferences from it are added {added}; then differences of references from the weights:"
+        to_reference = f"differences from the reference are added {added}"
+        return f"{corrects};\n{to_reference}; then differences of references from the weights:"
     if plan.averaging:
         return f"every learner trains a replica of its own; differences from the weights are added {added}:"
     within = f"inside a group, which has a communicator of its own, gradients are added {added}"

@@ -184,7 +184,7 @@ def _over_time(named: Sequence[tuple[str, Workers]]) -> list[Figure]:
             "workers-utilisation",
             "Utilisation of workers",
             "Share of the time in which a worker computes. For a large worker it is multiplied by "
-            "its samples a second relative to those of its largest batches.",
+            "its samples a second relative to its largest batches.",
             [panel(name, about, used, "utilisation (%)") for name, about in named],
             ReportTable("workers-utilisation", heads, means, {heads[2]: percent}),
             2.4,

@@ -121,7 +121,7 @@ def test_an_allreduce_alone_takes_as_long_as_in_turns() -> None:
         ({"beside": [{"model.name": "lennet"}]}, "beside, table 1: .*'lennet'"),
         (
             {"beside": [{"simulation.machines": [1]}]},
-            "beside, table 1: .*machines has 1 numbers; valid: 3 of",
+            "beside, table 1: .*machines has 1 numbers; valid: 3 for",
         ),
         (
             {"beside": [{}], "machines": [1, 2]},

@@ -177,7 +177,11 @@ ONE = r"\[training\] microbatches = 8: a part may have one sample: torch cannot 
         (2, {"simulation": {"batching": "big-batch"}}, "batching = 'big-batch' computes whole mini-batches; valid: 1"),
         (8, {}, ONE),
         (8, {"cluster": {"shares": [1, 3]}, "training": {"minibatch_size": 16}}, ONE),
-        (2, {**DEALT, "model": network}, "name: hogbatch: the last batch of an epoch may be short: torch cannot do"),
+        (
+            2,
+            {**DEALT, "model": network},
+            "name: hogbatch: the last batch of an epoch may be short: torch cannot compute",
+        ),
     ],
     ids=["more than samples", "placed", "vmap", "big-batch", "one sample", "one sample of a share", "hogbatch"],
 )

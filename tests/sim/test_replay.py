@@ -199,7 +199,7 @@ WHO = ("learner", "step", "timestamp", "samples", "loss", "errors")
         (field("gradients", PLACE, "learner", lambda x: (x + 1) % 3), UPDATE, "gradient of learner"),
         (field("gradients", PLACE, "learner", lambda x: 77), UPDATE, "there are 3 learners"),
         (field("gradients", PLACE, "timestamp", lambda x: x - 1), UPDATE, "gradient of learner"),
-        (field("gradients", PLACE, "timestamp", lambda x: 10**6), UPDATE, "could not reach it"),
+        (field("gradients", PLACE, "timestamp", lambda x: 10**6), UPDATE, "could not have reached it"),
         (field("gradients", PLACE, "samples", lambda x: x + 1), UPDATE, "samples: 5 in the record, 4 in the replay"),
         (field("gradients", PLACE, "staleness", lambda x: x + 1), UPDATE, "staleness: "),
         (field("gradients", PLACE, "scale", lambda x: 0.5), UPDATE, "scale: 0.5 in the record, 1.0 in the replay"),

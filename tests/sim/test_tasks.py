@@ -426,7 +426,7 @@ def test_what_the_users_own_code_raises_comes_through(where: str, tmp_path: Path
 
 def test_a_task_that_does_not_fit_the_data_is_refused_before_training(tmp_path: Path) -> None:
     made = functools.partial(rudra.simulate, output=tmp_path / "run.h5", progress="quiet")
-    with pytest.raises(RudraError, match=r"classification wants one whole number .*float32 of shape \(2,\)"):
+    with pytest.raises(RudraError, match=r"classification needs one whole number .*float32 of shape \(2,\)"):
         made(job("regression", task={"name": "classification"}))
 
 

@@ -338,6 +338,7 @@ def test_what_a_window_cannot_do_is_said_in_a_line(tables: dict[str, Any], line:
 
 def test_a_model_with_buffers_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^\[hogbatch\] weights = 'shared': the model has buffers \(.*valid: models without"
+        ConfigError,
+        match=r"^\[hogbatch\] weights = 'shared': the model has buffers \(.*valid: server, or models without",
     ):
         train(small(model={"name": "resnet32"}))
