@@ -252,6 +252,6 @@ def test_when_all_that_are_left_wait_the_run_ends(tmp_path: Path) -> None:
     assert code == 1
     (line,) = ours(err)
     assert line.startswith(
-        "rudra: statistics server (rank 1): a rank has died, and for 2 s all that are left have waited"
+        "rudra: statistics server (rank 1): a rank has died, and for 2 s all remaining ranks have waited"
     )
     assert "parameter server (rank 0) for a gradient from" in line
