@@ -39,7 +39,7 @@ def test_neighbours_see_what_a_rank_writes_and_can_write_nothing(told: list[dict
         assert rank["neighbours"]["seen"] == [[each + 1, 10 * (each + 1)] for each in range(RANKS)]
         assert rank["neighbours"]["later"] == [-1.0] * RANKS
         assert rank["neighbours"]["killed_by"] == signal.SIGSEGV
-        assert "were reserved, and" in rank["neighbours"]["refused"]
+        assert "were reserved, but" in rank["neighbours"]["refused"]
 
 
 def test_where_one_rank_cannot_share_none_does(told: list[dict[str, Any]]) -> None:

@@ -245,7 +245,7 @@ def test_any_run_can_be_reported(tmp_path: Path, updates: int, epochs: int, fini
 def test_a_sweep_that_has_not_begun(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps({"points": [{"file": "a.h5"}, {"file": "b.h5"}]}))
     report([tmp_path], tmp_path / "page.html")
-    assert "No run has left a result yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "No run has a result yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_equal_configurations_are_told_apart_by_file(tmp_path: Path) -> None:
@@ -560,7 +560,11 @@ def test_warm_up_by_updates_gets_a_note_where_runs_make_different_numbers_of_the
         write_point(tmp_path / name, protocol="softsync", n=n, mu=4, lam=4, optimizer=optimizer)
         return tmp_path / name
 
-    one, four, said = point("one.h5", 1), point("four.h5", 4), "in updates, such as a warm-up, lasts for more epochs"
+    one, four, said = (
+        point("one.h5", 1),
+        point("four.h5", 4),
+        "counts updates, such as a warm-up, lasts for more epochs",
+    )
     assert said in notes_of(one, four)
     assert said not in notes_of(one, point("rate.h5", 1, learning_rate=0.02)), "equally many updates"
     assert said not in notes_of(one, point("epoch.h5", 4, schedule_every="epoch")), "one of them counts epochs"
