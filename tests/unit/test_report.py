@@ -82,7 +82,7 @@ def test_times_by_the_defaults_are_not_measured_ones(tmp_path: Path) -> None:
         (["a.h5"], "These come from its defaults, not measured here: run rudra calibrate."),
         (
             ["a.h5", "b.h5"],
-            "Those of hardsync, μ = 16, λ = 2 come from its defaults, not measured here: run rudra calibrate.",
+            "The times of hardsync, μ = 16, λ = 2 come from its defaults, not measured here: run rudra calibrate.",
         ),
         (["b.h5"], ""),
     ):
@@ -210,7 +210,7 @@ def test_staleness_is_not_called_momentum(study: Path) -> None:
     assert table is not None
     ((_, _, quantity, _, _, _, remark),) = table.rows
     assert quantity == "⟨σ⟩ / (1 + ⟨σ⟩)"
-    assert "staleness alone" in remark
+    assert "staleness only" in remark
 
 
 @pytest.mark.parametrize(("server", "known"), [(True, True), (False, False)])

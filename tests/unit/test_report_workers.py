@@ -163,7 +163,7 @@ def test_a_run_in_virtual_time_has_the_shares_batches_and_utilisation_of_its_cos
     assert small is not None
     assert large is not None
     assert fixed is not None
-    assert [small.name, large.name, fixed.name] == ["small alone", "large alone", "fixed"]
+    assert [small.name, large.name, fixed.name] == ["small only", "large only", "fixed"]
     assert (small.share("small"), large.share("small")) == (100.0, 0.0)
     assert sum(fixed.updates) == runs["fixed"].summary["updates"]
     assert set(small.batches(0)[1]) == {4}
