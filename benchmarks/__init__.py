@@ -31,7 +31,7 @@ BENCHMARKS = {  # name -> comparison and goal
     ),
     "overlap_10g": (
         "what `overlap` measures, for one learner behind 10 Gbit/s",
-        "overlap of adv* >= 95 %; 0.72 of compute alone",
+        "overlap of adv* >= 95 %; 0.72 of compute only",
     ),
     "update": ("the server's update of a 289 MB model, against memory bandwidth", ">= 0.9 of the bound"),
     "sparse": (

@@ -44,7 +44,7 @@ def run(*, quick: bool) -> Report:
         shares.append(found[-2].median)
     report.notes = [
         f"sma, averaged with every mini-batch of {size}, two learners of one torch thread each, SGD without momentum",
-        "by messages: cluster.node_memory = false; else ranks read differences in each other's memory",
+        "by messages: cluster.node_memory = false; otherwise ranks read differences in each other's memory",
         f"bound: a step when nothing is averaged, and {ADDED} vectors through memory",
     ]
     report.goals = [Goal("by memory >= 0.9 of the bound, in both sizes", shares, at_least=0.9)]

@@ -173,9 +173,7 @@ def _simulate(written: Job, path: Path, force: bool, progress: dict[str, Any]) -
     if job.simulation.tensors:
         device = virtual(job.cluster.device, window=job.hogbatch.shares_weights).type
     elif job.hooks:
-        raise ConfigError(
-            "[hooks]: [simulation] tensors = false trains nothing, so nothing calls them; valid: no hooks"
-        )
+        raise ConfigError("[hooks]: [simulation] tensors = false trains nothing, so no hook is called; valid: no hooks")
     else:
         job, device = job.without_tests(), "cpu"
     resolved = resolve_virtual(job, {**decided, "cluster": {"device": device}}, cores=cores())

@@ -27,7 +27,7 @@ PROBE_TIMEOUT_S = 300.0
 
 LATE = f"two ranks gave no answer within {PROBE_TIMEOUT_S:.0f} s"
 
-BUSY = "ask again when the machine has less to do"
+BUSY = "try again when the machine is less busy"
 
 DEFAULT_LEARNERS = 4
 
@@ -161,7 +161,7 @@ def _mpi() -> Iterator[Finding]:
             yield Finding("fault tolerance", "warn", f"{reason}: {_busy()}", BUSY)
             return
         works = said == "ulfm 2"
-        advice = "" if works else "runs go on after a lost learner only where the MPI library has ULFM (Open MPI >= 5)"
+        advice = "" if works else "runs survive a lost learner only if the MPI library has ULFM (Open MPI >= 5)"
         yield Finding("fault tolerance", "ok" if works else "warn", "ULFM works" if works else "no ULFM", advice)
 
 
@@ -199,7 +199,7 @@ def _node_memory(ranks: int, failure: str) -> Finding:
     found = f"ranks read each other's; {free / 2**30:.1f} GiB are free"
     if limit in {resource.RLIM_INFINITY, -1} or limit > free:
         return Finding("node memory", "ok", found)
-    advice = "ulimit -f unlimited, which is for memory that is shared, too; else larger models travel by messages"
+    advice = "ulimit -f unlimited, which also limits shared memory; otherwise larger models use messages"
     return Finding("node memory", "warn", f"{found}, but a rank may share at most {limit / 2**30:.1f} GiB", advice)
 
 
@@ -215,7 +215,7 @@ def _window(tried: bool, failure: str) -> Finding:
 def _remedy(failure: str) -> str:
     """Returns advice on how to let ranks read each other's memory, as far as it is known."""
     remedies = {
-        errno.EFBIG: "ulimit -f unlimited, which is for memory that is shared, too; ",
+        errno.EFBIG: "ulimit -f unlimited, which also limits shared memory; ",
         errno.ENOSPC: "free memory, or ask for more; ",
         errno.ENOMEM: "free memory, or ask for more; ",
         errno.EACCES: "let ranks see each other in /proc: one user, one process namespace, one user namespace; ",
@@ -252,7 +252,7 @@ def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[st
     if process.returncode == 0 and lines:
         return lines[-1], ""
     words = [line for line in errors.splitlines() if line.strip("- ")]
-    reason = next((line for line in words if "Error:" in line), words[0] if words else "it said nothing")
+    reason = next((line for line in words if "Error:" in line), words[0] if words else "it printed nothing")
     return None, f"mpirun ended with code {process.returncode}: {reason}"
 
 
@@ -265,7 +265,7 @@ def _busy() -> str:
 def _slurm() -> Finding:
     """Examines whether batch jobs can be submitted here, and which ranks srun can start."""
     if shutil.which("sbatch") is None:
-        return Finding("slurm", "ok", "not here; only batch jobs need it")
+        return Finding("slurm", "ok", "not installed; only batch jobs need it")
     said, reason = _asked("sinfo", "--noheader", "--format=%R")
     if said is None:
         return Finding("slurm", "warn", f"sbatch is here, but no controller answers: {reason}", "is this a login node?")
@@ -305,7 +305,7 @@ def _cores() -> Finding:
     threads = max(1, usable // DEFAULT_LEARNERS)
     found = f"{usable} usable; {threads} per learner with {DEFAULT_LEARNERS} learners"
     if usable < DEFAULT_LEARNERS:
-        return Finding("cores", "warn", found, "learners share cores: it works, more slowly; they may share ranks, too")
+        return Finding("cores", "warn", found, "learners share cores, which is slower; they can also share ranks")
     return Finding("cores", "ok", found)
 
 

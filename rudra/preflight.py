@@ -97,7 +97,7 @@ def _check_size(job: Job, plan: Plan) -> None:
     """Refuses more ranks than fit into memory, and warns of many more ranks than cores."""
     needed, free, usable = plan.ranks * RANK_BYTES, free_memory(), cores()
     instead = "use fewer learners, more cluster.learners_per_rank, or rudra simulate"
-    sizes = f"{needed / 1e9:.1f} GB of memory without the model, and {free / 1e9:.1f} GB are free"
+    sizes = f"{needed / 1e9:.1f} GB of memory without the model, but {free / 1e9:.1f} GB are free"
     if needed > free:
         raise ConfigError(f"[cluster] learners = {job.learners}: {plan.ranks} ranks take {sizes}; {instead}")
     if plan.ranks > CROWDED * usable:

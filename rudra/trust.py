@@ -193,7 +193,7 @@ def _read(file: Path) -> bytes:
         if not stat.S_ISREG(about.st_mode) or about.st_size != KEY_BYTES:
             raise OSError(f"{file} is not a key; delete it")
         if about.st_uid != os.geteuid() or about.st_mode & 0o077:
-            raise OSError(f"{file} is not yours alone; delete it")
+            raise OSError(f"{file} is not private to you; delete it")
         return opened.read()
 
 

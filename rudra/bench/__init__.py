@@ -22,7 +22,7 @@ BENCHMARKS = {  # name -> description and goal
     "ddp": (
         "hardsync by allreduce and through the server, against torch DDP on gloo",
         ">= 2.0, 1.5, 1.1 times its steps/s at μ = 4, 16, 64, and 1.2 for 289 MB, by allreduce, and 0.88, 0.95, 0.97, "
-        "0.97 of what is possible without communication; by the server >= 1.0, and 0.75, 0.88, 0.93, 0.93 of it",
+        "0.97 of the rate without communication; by the server >= 1.0, and 0.75, 0.88, 0.93, 0.93 of that rate",
     ),
     "overhead": (
         "Rudra's own time per step at one learner, against a plain torch loop",
@@ -34,10 +34,10 @@ BENCHMARKS = {  # name -> description and goal
     ),
     "overlap": (
         "communication that hides behind computation: base and adv* with a 289 MB model",
-        "overlap >= 99.5 %; 0.97 of compute alone, with two learners, too",
+        "overlap >= 99.5 %; 0.97 of the rate without communication, also with two learners",
     ),
     "prediction": ("predicted against measured time per epoch here, calibrated in the same run", "within 10 %"),
-    "evaluation": ("samples/s with the tests of each epoch's weights on and off", "no goal"),
+    "evaluation": ("samples/s with and without an evaluation of each epoch's weights", "no goal"),
 }
 IN_CHECKOUT = "benchmarks"
 

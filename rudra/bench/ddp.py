@@ -91,12 +91,12 @@ def run(*, quick: bool) -> Report:
         ]
         server.append(found["server / DDP"].median)
     report.notes = [
-        "by allreduce: topology groups with one group, gradients added in group_rank order (what a replay can repeat)",
-        "by messages: cluster.node_memory = false; else ranks read gradients and weights in each other's memory",
-        "by hand: plain torch with one MPI.Allreduce of a flat gradient in place of DDP, and nothing else",
-        "no communication, the bound: both learners compute and update, and nothing is exchanged",
-        "cost of order: steps per second with the MPI library's own reduction against those with the fixed order",
-        "compiled: gradients by torch.compile, in all ways; DDP wraps the compiled module",
+        "by allreduce: topology groups with one group, gradients added in group_rank order (replayable)",
+        "by messages: cluster.node_memory = false; otherwise ranks read gradients and weights in each other's memory",
+        "by hand: plain torch with one MPI.Allreduce of a flat gradient instead of DDP",
+        "no communication, the bound: both learners compute and update, but exchange nothing",
+        "cost of order: steps per second with the MPI library's own reduction relative to the fixed order",
+        "compiled: gradients by torch.compile, in all variants; DDP wraps the compiled module",
     ]
     if lacking:
         report.notes[-1] = f"no rows with compiled gradients: there is no C++ compiler here ({compiler})"

@@ -24,9 +24,9 @@ def run(*, quick: bool) -> Report:
 
         ways = {"with": partial(rate, evaluate=True), "without": partial(rate, evaluate=False)}
         rates = compared(ways, 0 if quick else 5)
-    report = Report([f"digits, {job.learners} learners", "samples per second", "/ without tests"])
+    report = Report([f"digits, {job.learners} learners", "samples per second", "/ without evaluation"])
     report.rows = [
-        ("with a test of each epoch", spread(rates["with"]), ratios(rates["with"], rates["without"])),
+        ("with an evaluation of each epoch", spread(rates["with"]), ratios(rates["with"], rates["without"])),
         ("without", spread(rates["without"]), 1.0),
     ]
     report.notes = [f"epochs that the statistics server had to skip: {sum(skipped)} in {len(skipped) // 2} runs"]

@@ -49,7 +49,7 @@ def run(*, quick: bool) -> Report:
     row("Rudra's step", "step")
     row("- forward and backward (plain torch)", "torch")
     row("- transfers (raw ping-pong)", "transfer")
-    row("- update (optimiser alone)", "update")
+    row("- update (optimiser only)", "update")
     report.rows.append(("= Rudra's own", *(spread(own[size] * 1e3) for size in steps)))
     shares = {size: spread(own[size] / taken[size]["step"] * 100) for size in steps}
     report.rows.append(("  percent of the step", *(shares[size] for size in steps)))
@@ -59,16 +59,16 @@ def run(*, quick: bool) -> Report:
     row("  of it push, update and pull (cold caches)", "exchange")
     row("plain torch loop, with update", "plain")
     behind = {size: spread((t["step"] - t["torch"] - t["exchange"]) / t["step"] * 100) for size, t in taken.items()}
-    report.rows.append(("own, percent, against that exchange", *(behind[size] for size in steps)))
+    report.rows.append(("own, percent, relative to that exchange", *(behind[size] for size in steps)))
     against = {size: spread(t["step"] / t["bare"]) for size, t in taken.items()}
     report.rows.append(("Rudra's step / the step by hand", *(against[size] for size in steps)))
     row("Rudra's step by messages", "messages")
     faster = {size: spread(t["messages"] / t["step"]) for size, t in taken.items()}
     report.rows.append(("Rudra's step by messages / by memory", *(faster[size] for size in steps)))
     report.notes = [
-        "raw ping-pong and update run with warm caches; behind a gradient the same bytes cost several times as much,",
-        "which is why the whole step is also done by hand, and Rudra's own time given against that exchange;",
-        "Rudra's ranks read each other's memory, where all by hand goes by messages: its own time may fall below none",
+        "raw ping-pong and update run with warm caches; after a gradient the same bytes cost several times as much,",
+        "so the whole step is also done by hand, and Rudra's own time is also given relative to that exchange;",
+        "Rudra's ranks read each other's memory, but the step by hand uses messages: its own time may be negative",
     ]
     report.goals = [
         Goal(f"own time <= 3 % of the step at μ = {GOAL_AT}", [shares[GOAL_AT].median], at_most=3.0),

@@ -60,11 +60,11 @@ def run(*, quick: bool) -> Report:
 
 def new_report() -> Report:
     """Returns a report without rows."""
-    columns = ["topology", "overlap", "steps/s", "compute alone, steps/s", "/ alone", "gradient / alone"]
-    report = Report([f"{'289 MB, μ = 4':14}", *columns, "by messages, / alone", "/ messages"])
+    columns = ["topology", "overlap", "steps/s", "compute only, steps/s", "/ compute only", "gradient / compute only"]
+    report = Report([f"{'289 MB, μ = 4':14}", *columns, "by messages, / compute only", "/ messages"])
     report.notes = [
-        "learners: one torch thread each; alone: the same learners at the same time compute the same gradients only",
-        "gradient / alone: how much longer a gradient takes while threads communicate",
+        "learners: one torch thread each; compute only: the same gradients without communication",
+        "gradient / compute only: slowdown of a gradient while threads communicate",
     ]
     return report
 
@@ -93,7 +93,7 @@ def add(
         if topology == "adv*" and overlap is not None:
             report.goals.append(Goal(f"{where}: overlap >= {overlap:.1%}", [hidden.median], at_least=overlap))
         if (rate := rates.get(topology)) is not None:
-            text = f"{where}, {topology}: steps/s >= {rate} of compute alone"
+            text = f"{where}, {topology}: steps/s >= {rate} of compute only"
             report.goals.append(Goal(text, [share.median], at_least=rate))
 
 

@@ -52,7 +52,7 @@ def run(*, quick: bool) -> Report:
     ]
     report.notes = [
         "gradients take no time; the server averages each into another vector, and weights are new without an update",
-        "push: until the server answers; where ranks read each other's memory, averaging is all that there is of it",
+        "push: until the server answers; if ranks read each other's memory, a push only averages",
     ]
     against = ratios(rates["memory"]["both"], raw)
     report.goals = [Goal("push and pull / raw >= 1.8", [against.median], at_least=1.8)]

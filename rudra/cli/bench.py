@@ -10,7 +10,7 @@ from rudra.errors import ConfigError, meant, unknown
 SUMMARY = "measure Rudra against torch, MPI and memory on this machine"
 
 MORE = f"""\
-Each benchmark measures Rudra and what it is compared with in turns, in one run, and prints their ratio: the
+Each benchmark measures Rudra and its reference in turns, in one run, and prints their ratio: the
 median over the turns, with the smallest and the largest in parentheses. The machine should be otherwise idle.
 A checkout of Rudra has more benchmarks than an installed package.
 
@@ -28,7 +28,9 @@ OPTIONS = ("only", "keep")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="BENCHMARK", help="benchmarks to run; without one, list them")
-    parser.add_argument("--quick", action="store_true", help="smallest sizes: show that it works, not how fast")
+    parser.add_argument(
+        "--quick", action="store_true", help="use the smallest sizes, only to show that the benchmark works"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     about = "for `tta`: only runs with these words, such as sma ddp 32; a wrong word lists the valid ones"
     parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
@@ -41,13 +43,13 @@ def execute(arguments: argparse.Namespace) -> int:
         if name not in known() and len(tables()) > 1:
             raise ConfigError(f"benchmark {unknown(name, known())}")
         if name not in known():
-            there = f"installed are {', '.join(known())}"
+            there = f"installed: {', '.join(known())}"
             raise ConfigError(f"benchmark '{name}' needs a checkout of Rudra; {there}{meant(name, known())}")
     more = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
     for name in arguments.names:
         for option in more:
             if option not in signature(module_of(name).run).parameters:
-                raise ConfigError(f"--{option} is no option of the benchmark {name}")
+                raise ConfigError(f"--{option} is not an option of benchmark {name}")
     if not arguments.names:
         if more:
             raise ConfigError(f"--{next(iter(more))} needs a benchmark; `rudra bench` lists them")

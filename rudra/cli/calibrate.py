@@ -21,10 +21,14 @@ EXAMPLES = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_argument(parser)
-    about = "measured costs; default: the place where `predict` and `simulate` look, which is replaced"
+    about = "file for the measured costs; default: the file that `predict` and `simulate` read"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.toml", help=about)
     parser.add_argument(
-        "--learners", type=at_least(1), default=2, metavar="N", help="learners that compute at once; default: 2"
+        "--learners",
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="learners that compute at the same time; default: 2",
     )
     parser.add_argument(
         "--sizes", metavar="N,N,…", help="values of μ; default: the job's, a quarter of it, four times it"

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 SUMMARY = "check your own protocol, averaging rule or topology in many small cases"
 
 MORE = """\
-Runs small jobs in virtual time, most without data and models: few and many learners, of unlike speed, on every topology
-or with every protocol. In each case the run must end, no gradient may be lost or counted twice, and an update must
-have as many gradients as the protocol says. A run that is resumed in the middle must continue as if it had not been
-stopped, by `state()` and `restore()`. A few cases train a small network: their replay must be identical, and if all
-learners wait for each other, a resumed run must have the same bits. A case that does not go together must be refused
-in one line. Prints a line for each case. Exit code 0: no case failed; 1: one did."""
+Runs small jobs in virtual time, most without data and models: few and many learners of different speeds, on every
+topology or with every protocol. In each case the run must end, no gradient may be lost or counted twice, and an update
+must have as many gradients as the protocol requires. A run that is resumed in the middle must continue as if it had not
+been stopped: `state()` and `restore()` carry its state. A few cases train a small network. Their replay must be
+identical, and if all learners wait for each other, the results of a resumed run must also be bitwise identical. An
+unsupported combination must be refused in one line. Prints a line for each case. Exit code 0: no case failed; 1: a case
+failed, or none passed."""
 
 EXAMPLES = {
     "rudra check bounded:Bounded": "check a protocol on every topology",
@@ -42,7 +43,7 @@ def execute(arguments: argparse.Namespace) -> int:
     for text in arguments.overrides:
         table, *keys = parsed(text).key.split(".")
         if table not in tables or not keys or keys[0] == "name":
-            raise ConfigError(f"--set {text}: valid: keys of protocol and topology, but name")
+            raise ConfigError(f"--set {text}: valid: keys of protocol and topology, except name")
         inner: dict[str, object] = tables[table]
         for key in keys[:-1]:
             found = inner.setdefault(key, {})

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 SUMMARY = "check that this machine can run jobs"
 
 MORE = """\
-Looks at Python, torch, GPUs, MPI and its launcher, memory that ranks share, SLURM, cores and HDF5, and says how to fix
-what is wrong. Exit code 1: something would stop every run."""
+Checks Python, torch, GPUs, MPI and its launcher, shared memory, SLURM, cores and HDF5, and prints how to fix each
+problem. Exit code 1: a problem would stop every run."""
 
 EXAMPLES = {
     "rudra doctor": "check this machine",

@@ -9,12 +9,13 @@ SUMMARY = "write a run's weights for torch or safetensors"
 
 MORE = """\
 The file has every entry of the model's state dict, under the same names, so that `load_state_dict` accepts it.
-A result file holds the final weights; earlier weights only if the job sets [results] keep_every or keep_best."""
+A result file holds the final weights. It also holds earlier weights if the job sets [results] keep_every or
+keep_best."""
 
 EXAMPLES = {
     "rudra export soft.h5 -o soft.pt": "write the final weights, for torch.load",
     "rudra export soft.h5 -o soft.safetensors": "write them for safetensors",
-    "rudra export my-job.h5 -o best.pt --epoch best": "write the weights of the epoch with the best test",
+    "rudra export my-job.h5 -o best.pt --epoch best": "write the weights of the epoch with the best evaluation",
 }
 
 

@@ -10,7 +10,7 @@ SUMMARY = "write a commented job file to start from"
 
 MORE = """\
 The file has every table and key, with its meaning. Keys that few jobs need are commented out, with their
-defaults. With --from, the values are those of a shipped job or of a job file of yours."""
+defaults. With --from, the values come from a shipped job or from a job file of yours."""
 
 EXAMPLES = {
     "rudra init my-job.toml": "write a job that trains a small network on digits",

@@ -24,7 +24,7 @@ from rudra.errors import RudraError, RunError, meant, printable
 PROGRAM = "rudra"
 
 COMMON = {"main", "options", "finish"}
-"""Modules of this package that are no commands."""
+"""Modules of this package that are not commands."""
 
 SYNONYMS = {
     "run": ("train", "start", "launch", "fit", "execute"),
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         asked = argv[0] in known
         arguments = parser_of(argv[:1] if asked else known).parse_args(argv, argparse.Namespace(argv=argv))
-        import rudra.job.job  # noqa: F401  what nearly all need, and takes longest before torch
+        import rudra.job.job  # noqa: F401  nearly every command needs it, and it takes longest before torch
 
         interrupts.raise_again()
         sys.argv[:] = ["rudra"]  # a module of the user's that parses arguments must not see Rudra's arguments
@@ -156,7 +156,7 @@ def _executed(arguments: argparse.Namespace) -> int:
 
 
 class _Version(argparse.Action):
-    """Prints the version, which takes a while to find."""
+    """Option that prints the version, which takes a while to find."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata
@@ -170,7 +170,7 @@ class _Version(argparse.Action):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Suggests a command for an unknown one: the closest spelling among commands and synonyms."""
+    """Parser that suggests a command for an unknown one: the closest spelling among commands and synonyms."""
 
     def error(self, message: str) -> NoReturn:
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)$", message):
@@ -181,7 +181,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _unknown_command(word: str, commands: Sequence[str]) -> str:
-    """Returns the error line about a word that is no command."""
+    """Returns the error line about an unknown command."""
     words = {synonym: command for command, synonyms in SYNONYMS.items() for synonym in synonyms}
     words |= {command: command for command in commands}
     near = get_close_matches(word.casefold(), words, n=1)

@@ -113,7 +113,7 @@ def start_plainly(command: str) -> None:
     from rudra.mpi.launch import world_size
 
     if world_size() is not None:
-        raise ConfigError(f"rudra {command} starts mpirun itself: start it plainly")
+        raise ConfigError(f"rudra {command} starts mpirun itself: start it without mpirun or srun")
 
 
 def at_least(least: int) -> Callable[[str], int]:

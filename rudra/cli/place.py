@@ -12,14 +12,14 @@ from rudra.cli.options import (
     start_plainly,
 )
 
-SUMMARY = "say where a job's model would best be cut between learners and a stage server"
+SUMMARY = "find the best cut of a job's model between learners and a stage server"
 
 MORE = """\
-Measures the layers of the model as `rudra profile` does, or takes them from the costs that `rudra calibrate` left.
-Prints the skewness of the parameters and, for each place where the model can be cut, the bytes of tensors that
-a step of all learners sends, and the predicted time of a step, beside those of a parameter server and of an
-allreduce. Two rules choose: `ralp`, by bytes, where skewness is at most --threshold, behind the last convolution;
-`auto`, by time. Link and latency are those of the job's table [simulation], between nodes."""
+Measures the layers of the model as `rudra profile` does, or reads the costs that `rudra calibrate` wrote. Prints
+the skewness of the parameters. For each possible cut it prints the bytes of tensors that a step of all learners
+sends, and the predicted time of a step. A parameter server and an allreduce are listed for comparison. Two rules
+choose a cut. `ralp` minimises bytes: it cuts after the last convolution if the skewness is at most --threshold.
+`auto` minimises time. Link and latency between nodes come from the job's table [simulation]."""
 
 EXAMPLES = {
     "rudra place digits --learners 8": "see whether placing layers of lenet pays for eight learners",
@@ -32,8 +32,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learners", type=at_least(1), metavar="N", help="number of learners; short for --set cluster.learners=N"
     )
-    parser.add_argument("--threshold", type=float, default=-0.5, metavar="K", help="for `ralp`; default: -0.5")
-    about = "how many times as fast as a learner the stage server computes; default: 1"
+    parser.add_argument(
+        "--threshold", type=float, default=-0.5, metavar="K", help="largest skewness for `ralp`; default: -0.5"
+    )
+    about = "speed of the stage server relative to a learner; default: 1"
     parser.add_argument("--back-speed", type=float, default=1.0, metavar="X", help=about)
     layer_options(parser, "draw it")
 

@@ -11,8 +11,8 @@ SUMMARY = "predict time per epoch without training"
 MORE = """\
 Simulates the roles of the job without tensors and data, until the rate is steady. Costs come from the job's
 table [simulation], where `costs` names a preset (p775, the cluster of the Rudra paper) or a file of
-`rudra calibrate`. Otherwise they are those that `rudra calibrate` measured on this machine for this model. Of groups or
-learners that update one at a time it also prints the time per iteration by Omnivore's model, HE(g)."""
+`rudra calibrate`. Otherwise they come from `rudra calibrate` on this machine, for this model. For groups or learners
+that update one at a time it also prints the time per iteration by Omnivore's model, HE(g)."""
 
 EXAMPLES = {
     "rudra predict digits --learners 1,2,4,8": "predict how training time falls with the number of learners",
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     set_option(parser)
     parser.add_argument(
-        "--samples", type=at_least(1), metavar="N", help="samples in an epoch; default: those of the training set"
+        "--samples", type=at_least(1), metavar="N", help="samples in an epoch; default: all of the training set"
     )
     parser.add_argument(
         "--updates", type=at_least(4), metavar="N", help="updates to simulate; default: as many as a steady rate needs"

@@ -5,17 +5,17 @@ import json
 
 from rudra.cli.options import job_argument, layer_options, search_beside, start_plainly
 
-SUMMARY = "measure what each layer of a job's model takes, holds and gives"
+SUMMARY = "measure time, parameter size and output size of each layer of a job's model"
 
 MORE = """\
 Computes gradients of the job's mini-batches for some seconds, and prints the time of each layer forward and
-backward, the bytes of its parameters, and those of its output for one sample. The sum stands beside the time of
-a whole step that is not taken apart. The model must be a chain of layers: an nn.Sequential, one with a method
-`stages()`, or one whose `forward` torch.fx can trace."""
+backward, the bytes of its parameters, and the bytes of its output for one sample. It compares the sum of the
+times with the time of a whole step without timers. The model must be a chain of layers: an nn.Sequential, one
+with a method `stages()`, or one whose `forward` torch.fx can trace."""
 
 EXAMPLES = {
     "rudra profile digits": "print the layers of lenet, with their times",
-    "rudra profile my-job.toml -o layers.svg": "draw them, too",
+    "rudra profile my-job.toml -o layers.svg": "also draw them",
 }
 
 

@@ -9,14 +9,14 @@ SUMMARY = "repeat a recorded run in one process, and compare bit for bit"
 
 MORE = """\
 The replay feeds the recorded gradients to the same roles in the recorded order. Exit code 0: every update and
-the final weights have the same bits. Exit code 1: they differ, and the first update that differs is named.
-If FILE.h5 is signed by you, your own modules are found where the run found them, and in the working directory.
-If not, no code that it names is imported without --trust."""
+the final weights are bitwise identical. Exit code 1: they differ, and the output names the first update that does.
+If you signed FILE.h5, Rudra finds your own modules where the run found them, and in the working directory.
+Otherwise it imports no code that the file names without --trust."""
 
 EXAMPLES = {
     "rudra replay soft.h5": "check that the run can be reproduced",
     "rudra replay soft.h5 --until 100 -o at-100.pt": "write the weights after update 100, for torch.load",
-    "rudra replay my-job.h5 --set data.path=/scratch/cifar10": "replay where the data lies elsewhere",
+    "rudra replay my-job.h5 --set data.path=/scratch/cifar10": "replay with the data in another directory",
 }
 
 

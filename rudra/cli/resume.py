@@ -11,11 +11,11 @@ SUMMARY = "continue a run that was stopped or failed"
 
 MORE = """\
 The run continues from its last checkpoint: the same job, as many learners and threads, the same result file,
-which keeps what was recorded up to the checkpoint. Under hardsync the final weights are, bit for bit, those of
-a run that was never stopped. Under mpirun or srun, start as many ranks as the run had. No code that the file
+which keeps what was recorded up to the checkpoint. Under hardsync the final weights are bitwise identical to
+the weights of an uninterrupted run. Under mpirun or srun, start as many ranks as the run had. No code that the file
 names is imported unless you have signed it, which your runs do, or give --trust.
 
-In a batch script, use `rudra run JOB --output FILE.h5 --resume`: it works before the first checkpoint, too."""
+In a batch script, use `rudra run JOB --output FILE.h5 --resume`: it also works before the first checkpoint."""
 
 EXAMPLES = {
     "rudra resume soft.h5": "continue from the last checkpoint of this run",

@@ -15,14 +15,14 @@ MORE = """\
 the ranks it finds: every rank that no server needs becomes a learner. If the job names another number of
 learners, the run is refused, and the error says how many ranks to start.
 
-Ctrl-C stops the run and leaves a checkpoint, from which `rudra resume` continues."""
+Ctrl-C stops the run and saves a checkpoint; `rudra resume` continues from it."""
 
 EXAMPLES = {
     "rudra run digits --output soft.h5": "train a shipped job: four learners and two servers on this machine",
     "rudra run digits --set protocol.name=hardsync --output hard.h5": "train it under another protocol",
     "mpirun -n 10 rudra run my-job.toml": "train on ten ranks that mpirun starts; srun works alike",
-    "rudra run my-job.toml --output my-job.h5 --resume": "continue if there is a checkpoint, else begin",
-    "rudra run other.toml --from soft-3.ckpt --carry all": "begin another job where this run had ended epoch 3",
+    "rudra run my-job.toml --output my-job.h5 --resume": "continue if there is a checkpoint, otherwise start",
+    "rudra run other.toml --from soft-3.ckpt --carry all": "start another job from the end of epoch 3 of this run",
 }
 
 
@@ -34,19 +34,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         const=True,
         default=False,
         metavar="FILE.h5|FILE.ckpt",
-        help="continue from the checkpoint of this run; without a file, from that of --output, if there is one",
+        help="continue from the checkpoint of this run; without a file, from the checkpoint of --output, if it exists",
     )
     parser.add_argument(
         "--from",
         dest="origin",
         type=Path,
         metavar="FILE.ckpt|FILE.h5",
-        help="begin with the weights of another run, or with all of its checkpoint",
+        help="start with the weights of another run, or with its whole checkpoint",
     )
     parser.add_argument(
         "--carry",
         choices=("weights", "all"),
-        help="what to begin with: weights (default), or all: optimiser state, epochs and samples, too",
+        help="what to start with: weights (default), or all (also optimiser state, epochs and samples)",
     )
     verbose_option(parser)
 
@@ -55,6 +55,6 @@ def execute(arguments: argparse.Namespace) -> int:
     import rudra
 
     if arguments.carry is not None and arguments.origin is None:
-        raise ConfigError("--carry says what to begin with of another run: give --from FILE.ckpt, too")
+        raise ConfigError("--carry is only for a start from another run; also give --from FILE.ckpt")
     begin = {"resume": arguments.resume, "from_": arguments.origin, "carry": arguments.carry or "weights"}
     return report(arguments, partial(rudra.run, **begin, verbose=arguments.verbose))

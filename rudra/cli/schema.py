@@ -14,7 +14,7 @@ Editors that use taplo (Even Better TOML in VS Code, among others) find it by a 
   #:schema ./rudra.schema.json"""
 
 EXAMPLES = {
-    "rudra schema -o rudra.schema.json": "write the schema beside your job files",
+    "rudra schema -o rudra.schema.json": "write the schema next to your job files",
     "rudra schema": "print it",
 }
 

@@ -21,8 +21,10 @@ EXAMPLES = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.h5", help="result file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--target", metavar="TEXT", help="say when this was reached, such as 'accuracy >= 0.98'")
-    about = "tests whose median must reach the target; default: the job's training.target_window"
+    parser.add_argument(
+        "--target", metavar="TEXT", help="print when this target was reached, such as 'accuracy >= 0.98'"
+    )
+    about = "evaluations whose median must reach the target; default: the job's training.target_window"
     parser.add_argument("--target-window", type=at_least(1), metavar="N", help=about)
 
 

@@ -9,8 +9,8 @@ SUMMARY = "run a job in one process, in virtual time"
 
 MORE = """\
 The simulation runs the same roles as `rudra run` and computes real gradients, for any number of learners in one
-process. Time is virtual: costs come from the job's table [simulation], or are those that `rudra calibrate`
-measured on this machine for this model. The same job always gives the same bits."""
+process. Time is virtual: costs come from the job's table [simulation], or from `rudra calibrate`
+on this machine, for this model. The same job always gives bitwise identical results."""
 
 EXAMPLES = {
     "rudra simulate digits --learners 30 --output many.h5": "see what 30 learners would do",

@@ -8,9 +8,9 @@ from rudra.cli.options import job_options, overrides_of
 SUMMARY = "write or submit a SLURM batch script for a job"
 
 MORE = """\
-The command checks the job, and that its topology fits the tasks, then writes NAME.sh, a script to read and
+Checks that the job is valid and that its topology fits the tasks. Then writes NAME.sh, a script to read and
 edit; --submit also submits it. Shortly before the time limit the run saves a checkpoint and the batch job
-queues itself again, to continue from there. It does so, too, when a node fails or the job is preempted."""
+queues itself again, to continue from there. It also does so when a node fails or the job is preempted."""
 
 EXAMPLES = {
     "rudra slurm my-job.toml --ntasks 10 --time 4:00:00": "write a script for ten ranks, eight of them learners",
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("start and restart")
     how.add_argument(
-        "--launcher", default="mpirun", metavar="mpirun|srun", help="what starts the ranks; default: mpirun"
+        "--launcher", default="mpirun", metavar="mpirun|srun", help="program that starts the ranks; default: mpirun"
     )
     how.add_argument(
         "--mpi",
@@ -64,7 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--environment", type=Path, metavar="DIR", help="virtual environment with Rudra; default: the current one"
     )
     how.add_argument(
-        "--warning", metavar="S", help=f"seconds before the time limit at which the run stops; default: {WARNING_S}"
+        "--warning", metavar="S", help=f"how many seconds before the time limit the run stops; default: {WARNING_S}"
     )
     how.add_argument(
         "--restarts", metavar="N", default="10", help="how often the job may queue itself again; default: 10"

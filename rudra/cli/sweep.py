@@ -9,7 +9,7 @@ from rudra.cli.options import job_options, overrides_of, start_plainly
 SUMMARY = "run all combinations of values, or the study of a job"
 
 MORE = """\
-Each combination, a point, is simulated, several at a time; with --mpi it runs on real ranks. A second call
+Each combination is a point. Points are simulated, several at a time, or run on real ranks with --mpi. A second call
 runs only the points that are missing. DIR receives one result file for each point and an index, sweep.json;
 `rudra report DIR` makes a page of them."""
 
@@ -27,12 +27,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TABLE.KEY=V1,V2",
-        help="values of a key, an empty one for its default; repeatable; without --grid: the job's [study]",
+        help="values of a key (an empty value: its default); repeatable; without --grid: the job's [study]",
     )
     parser.add_argument("--quick", action="store_true", help="the short variant of the study")
     parser.add_argument("--mpi", action="store_true", help="run on real ranks, one point at a time")
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="points that are simulated at a time; default: one for each core"
+        "--workers", type=int, metavar="N", help="points to simulate at a time; default: one for each core"
     )
     parser.add_argument(
         "-o",

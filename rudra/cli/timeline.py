@@ -10,7 +10,7 @@ SUMMARY = "write a run as a trace for Perfetto or Chrome"
 
 MORE = """\
 The trace shows on one clock when each learner computed, pushed, waited and pulled, and when the servers updated
-and tested the weights. Open it at https://ui.perfetto.dev or in chrome://tracing."""
+and evaluated the weights. Open it at https://ui.perfetto.dev or in chrome://tracing."""
 
 EXAMPLES = {
     "rudra timeline soft.h5": "write soft.trace.json",

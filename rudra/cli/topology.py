@@ -16,7 +16,7 @@ the ranks that you give. A result file shows where the roles of the run were."""
 EXAMPLES = {
     "rudra topology digits": "show the roles of a job",
     "rudra topology digits --set topology.name=adv --set topology.options.fan_out=2": "show them in another topology",
-    "rudra topology my-job.toml -n 18": "show what `mpirun -n 18` on one node would make of the job",
+    "rudra topology my-job.toml -n 18": "show what `mpirun -n 18` on one node would do with the job",
     "rudra topology my-job.toml --nodes 6,6,4": "show it on three nodes with six, six and four ranks",
     "rudra topology soft.h5": "show the roles of a run",
 }
@@ -38,7 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.job.endswith(".h5"):
         if arguments.ranks or sizes or arguments.overrides or arguments.learners:
             raise ConfigError(
-                f"{arguments.job}: shows the run as it was; -n, --nodes, --learners and --set are for jobs"
+                f"{arguments.job}: a result file shows its run; -n, --nodes, --learners and --set are for jobs"
             )
         cast = topology.of_file(Path(arguments.job))
     else:

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from rudra.simulation.dry_run import Crossed
     from topologies import Plan
 
-SUMMARY = "check a job, and say what it would run"
+SUMMARY = "check a job, and print what it would run"
 
 MORE = """\
-Loads the data, builds model, loss, metrics, optimiser and hooks, and computes one mini-batch and one test batch
+Loads the data, builds model, loss, metrics, optimiser and hooks, computes one mini-batch and evaluates one batch
 in this process, so that errors appear here and not in the run. Prints ranks, learning rates, expected staleness
 and the memory that each role needs."""
 
@@ -85,11 +85,11 @@ def execute(arguments: argparse.Namespace) -> int:
         lines[f"at epoch {change.at_epoch}"] = change.text
     if job.training.target is not None:
         window = job.training.target_window
-        few = "" if window <= job.training.epochs else f": never reached, there are {job.training.epochs} epochs"
-        lines["target"] = f"{job.training.target}, by the median of {counted(window, 'test')}{few}"
+        few = "" if window <= job.training.epochs else f": never reached, as there are {job.training.epochs} epochs"
+        lines["target"] = f"{job.training.target}, by the median of {counted(window, 'evaluation')}{few}"
     if job.optimizer.plateau is not None:
         lines["schedule"] = (
-            f"times {job.optimizer.decay_factor:g} after {job.optimizer.plateau} tests that are no better"
+            f"times {job.optimizer.decay_factor:g} after {job.optimizer.plateau} evaluations without improvement"
         )
     elif job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
@@ -106,7 +106,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if job.optimizer.momentum:
         lines["momentum"] = _momentum_text(job, plan, protocol)
         if not job.explicit_momentum(plan):
-            text = "so much asynchrony leaves no explicit momentum, and may act like more than was asked for"
+            text = "this asynchrony leaves no explicit momentum, and may act like more momentum than the job sets"
             log.warning(f"{arguments.job}: [optimizer] momentum_correction: {text}")
     if not arguments.syntax:
         lines |= _rehearsed(job, plan)

@@ -44,7 +44,9 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
             model.mapped_gradients([weights, weights], *put_together(torch.stack, [pair, pair]), [out, out])
         except Exception as error:  # torch and the user's own layers may raise any exception here
             what = " ".join(str(error).split())
-            raise ConfigError(f"{where}: torch.func.vmap cannot do this model ({what[:200]}); {instead}") from error
+            raise ConfigError(
+                f"{where}: torch.func.vmap does not support this model ({what[:200]}); {instead}"
+            ) from error
 
 
 def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alone: tuple[str, str] | None) -> None:
@@ -69,11 +71,11 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alo
         if alone is not None and isinstance(error, ValueError):  # raised by BatchNorm
             where, valid = alone
             raise ConfigError(
-                f"{where}: torch cannot do this model with one sample ({what}); valid: {valid}"
+                f"{where}: torch cannot compute this model on one sample ({what}); valid: {valid}"
             ) from error
         if table.precision == "float32":
             raise
         where = f"[training] precision = '{table.precision}'"
         raise ConfigError(
-            f"{where}: torch cannot do this model on this {model.device.type} ({what}); valid: float32"
+            f"{where}: torch does not support it for this model on this {model.device.type} ({what}); valid: float32"
         ) from error

@@ -96,7 +96,7 @@ class LayerChain:
                 return index
         for name, within in zip(self.names, self.within, strict=True):
             if any(each == at or each.startswith(f"{at}.") for each in within):
-                text = f"is inside of layer {name!r}, where more than one tensor crosses"
+                text = f"is inside layer {name!r}, where more than one tensor crosses"
                 raise ConfigError(f"[placement] cut = '{at}' {text}; valid: {', '.join(self.names[1:])}")
         raise ConfigError(f"[placement] cut = {unknown(at, self.names[1:])}")
 
@@ -109,7 +109,7 @@ class LayerChain:
         if crossing.shape is None:
             return f"more than one tensor crosses {between}"
         if crossing.dtype is None or not crossing.dtype.is_floating_point:
-            return f"what crosses {between} is {crossing.dtype}, which has no gradient"
+            return f"the tensor {between} is {crossing.dtype}, which has no gradient"
         front, back = self._parts(index)
         for kind in ("parameters", "buffers"):
             reason = self._misplaced(kind, front, back)
@@ -293,7 +293,7 @@ def _traced(layer: _Layer, reasons: list[str]) -> list[_Layer]:
         reasons.append(f"as torch.fx cannot trace {type(module).__name__}: {one_line(error).split('. ')[0]}")
         return []
     if graph is None:
-        reasons.append(f"as the `forward` of {type(module).__name__} asks whether it is training")
+        reasons.append(f"as the `forward` of {type(module).__name__} depends on `training`")
         return []
     nodes = [node for node in graph.nodes if node.op != "get_attr"]
     modules = [place for place, node in enumerate(nodes) if node.op == "call_module"]
@@ -434,7 +434,7 @@ def _tried(model: nn.Module, layers: Sequence[nn.Module], example: Any) -> tuple
 
     found = tried(_Calling(model, compute), example)
     if not _same(found, tried(model, example)):
-        raise ConfigError(f"[model] {type(model).__name__}: its stages, one after the other, do not give its output")
+        raise ConfigError(f"[model] {type(model).__name__}: its stages in sequence do not compute its output")
     return tuple(
         CrossingValue(tuple(value.shape), value.dtype, value._version != version)
         if isinstance(value, torch.Tensor)

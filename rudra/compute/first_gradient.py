@@ -71,8 +71,8 @@ def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = 
     if gradients == "direct" and (off := _difference(module, task, batch, source.seed(0), first)) > _AGREE:
         gradients = "autograd"
         log.warning(
-            f"{job.name}: gradients that are written directly differ from torch.autograd's by {off:.1g} of their norm: "
-            "torch.autograd computes all gradients"
+            f"{job.name}: gradients that are written directly differ from torch.autograd's by {off:.1g} of their norm, "
+            "so torch.autograd computes all gradients"
         )
     if plan.stage is not None:
         _check_pieces(job, FlatModel(model(), task), data, batch, source.seed(0), first)
@@ -164,7 +164,9 @@ def _check_pieces(job: Job, flat: FlatModel, data: Data, batch: Any, seed: int, 
     inputs, target = batch
     activations = front.forward(inputs, seed, torch.empty(front.size - front.parameter_count, device=front.device))
     if not activations.requires_grad:
-        raise ConfigError(f"{where}: the first layers give what has no gradient; valid: a layer in front of a detach()")
+        raise ConfigError(
+            f"{where}: the output of the first layers has no gradient; valid: a layer before the detach()"
+        )
     crossing = activations.detach().clone().requires_grad_()
     back.gradient(crossing, target, outs[1], front.random_state if cut.random else seed)
     if crossing.grad is not None:
@@ -223,9 +225,9 @@ def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) 
     alone, microbatches = None, job.training.microbatches
     portions = [portion_of(its, its_plan, role) for _, its, its_plan in parts(job, plan) for role in its_plan.learners]
     if job.scheduled:
-        alone = ("[protocol] name: hogbatch: a batch may be what is left of an epoch", "models without BatchNorm")
+        alone = ("[protocol] name: hogbatch: the last batch of an epoch may be short", "models without BatchNorm")
     elif microbatches > 1 and any(mine.count < 2 * microbatches for mine in portions):
-        alone = (f"[training] microbatches = {microbatches}: a part may be of one sample", "fewer")
+        alone = (f"[training] microbatches = {microbatches}: a part may have one sample", "fewer")
     elif any(mine.count == 1 for mine in portions):
         alone = ("[training] minibatch_size = 1", "2 or more")
     lonely = alone is not None and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two

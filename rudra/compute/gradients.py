@@ -96,7 +96,9 @@ class GradientSource:
         loss, errors = self._gradient(batch, weights, out, self.seed(step))
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
             sample = self._inputs.indices([work])[int(wrong.argmax())]
-            raise DataError(f"[data] training sample {sample} has a value that is not finite, and so has the loss")
+            raise DataError(
+                f"[data] training sample {sample} has a value that is not finite, so the loss is not finite"
+            )
         return BatchResult(loss, errors, work.count)
 
     def _gradient(
@@ -146,7 +148,7 @@ class GradientSource:
             difference = self.model.compiled_difference(*(mapped(lambda t: stretch(t, 0, count), b) for b in batch))
         except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
             what = " ".join(str(error).split())[:200]
-            raise ConfigError(f"[training] compile = true: torch.compile cannot do this model ({what})") from error
+            raise ConfigError(f"[training] compile = true: torch.compile cannot compile this model ({what})") from error
         if difference > _COMPILED:
             text = f"the compiled gradient differs from torch's by {difference:.1g} of its norm"
             raise ConfigError(f"[training] compile = true: {text}; valid for this model: false")

@@ -106,7 +106,7 @@ def make_executors(
     kinds = [plan.traits(role) for role in roles]
     compiled = job.training.compile and any(kind.trains for kind in kinds)
     if compiled and data.info.sparse:
-        raise ConfigError("[training] compile = true: no step on sparse inputs is compiled; valid: false")
+        raise ConfigError("[training] compile = true: steps on sparse inputs cannot be compiled; valid: false")
 
     gradients: Gradients = "direct" if job.training.gradients == "direct" else "autograd"
 
@@ -216,8 +216,8 @@ def _check_shared(flat: FlatModel) -> None:
     """Checks that workers can share all tensors that a model learns."""
     if flat.size > flat.parameter_count:
         raise ConfigError(
-            f"[hogbatch] weights = 'shared': the model has buffers ({flat.layout[-1].name}), which are no weights that "
-            "workers could add to; valid: models without BatchNorm and the like, or server"
+            f"[hogbatch] weights = 'shared': the model has buffers ({flat.layout[-1].name}), which workers "
+            "cannot update together; valid: server, or models without BatchNorm and the like"
         )
 
 

@@ -98,7 +98,7 @@ def check_model_output(module: nn.Module, task: Task, info: DataInfo) -> Any:
     if not task.fits(target):
         shape = tuple(trees.first(target).shape[1:])
         kind = str(trees.first(target).dtype).removeprefix("torch.")
-        raise ConfigError(f"[task] {task.name} wants {task.wants}; {info.name} has targets {kind} of shape {shape}")
+        raise ConfigError(f"[task] {task.name} needs {task.wants}; {info.name} has targets {kind} of shape {shape}")
     there = torch.device("cpu") if parameter is None else parameter.device
     before = [(p.detach(), p._version) for p in module.parameters()]
     with _taking(info):

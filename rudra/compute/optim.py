@@ -375,8 +375,8 @@ def _check_own(make: Callable[[Any], torch.optim.Optimizer]) -> None:
             optimizer.step()
     if not torch.equal(whole.data, torch.cat([half.data for half in halves])):
         raise ValueError(
-            "what it makes of an element depends on others, but Rudra steps over a flat vector, in parts; valid: "
-            "optimisers that treat each element by itself"
+            "its step for an element depends on other elements, but Rudra steps over parts of a flat vector; valid: "
+            "optimisers that treat each element separately"
         )
     for key, value in optimizers[0].state[whole].items():
         known = isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.numel() in {1, len(whole)}
@@ -386,7 +386,7 @@ def _check_own(make: Callable[[Any], torch.optim.Optimizer]) -> None:
                 "could hold"
             )
     if [_held(optimizer) for optimizer in optimizers] != before:
-        raise ValueError("a step changes the optimiser beside its `state`, which alone a checkpoint holds")
+        raise ValueError("a step changes more of the optimiser than its `state`, and a checkpoint holds only `state`")
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[str]:

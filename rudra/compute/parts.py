@@ -33,7 +33,7 @@ def cut(table: OptimizerTable, layout: Sequence[Entry], count: int) -> tuple[sli
     parts = [slice(a, b) for a, b in zip([0, *ends], [*ends, size], strict=True)]
     if any(part.start >= part.stop for part in parts) or parts[-1].start >= runs[-1].stop:
         raise ConfigError(
-            f"[topology] options.shards = {count}: the model's {size} numbers cannot be divided among so many servers; "
+            f"[topology] options.shards = {count}: the model's {size} numbers cannot be divided among {count} servers; "
             "valid: fewer"
         )
     return tuple(parts)

@@ -48,8 +48,8 @@ def planned(table: OptimizerTable, epochs: int, updates: int | None = None) -> S
     if table.schedule_every == "update":
         steps = updates or table.schedule_options.get("total_steps")
         if not isinstance(steps, int) or steps < 1:
-            where = "[optimizer] schedule_every = 'update': how many updates the protocol makes of an epoch is its own"
-            raise ConfigError(f"{where}; schedule_options.total_steps must say how many there are in all")
+            where = "[optimizer] schedule_every = 'update': the protocol decides how many updates an epoch has"
+            raise ConfigError(f"{where}; schedule_options.total_steps must give their total number")
         return Schedule(table, tuple(range(steps)), _stepped(table, steps))
     first = min(math.ceil(table.warm_up), epochs - 1)
     return Schedule(table, (0, *range(first + 1, epochs)), _stepped(table, epochs - first))
@@ -71,7 +71,7 @@ def _stepped(table: OptimizerTable, epochs: int) -> tuple[float, ...]:
     make, options = choose("[optimizer] schedule", table.schedule, shipped), table.schedule_options
     if make is torch.optim.lr_scheduler.ReduceLROnPlateau:
         valid = "schedule = 'plateau', with decay_factor and schedule_options.patience"
-        raise ConfigError(f"[optimizer] schedule: ReduceLROnPlateau depends on tests; valid: {valid}")
+        raise ConfigError(f"[optimizer] schedule: ReduceLROnPlateau depends on evaluations; valid: {valid}")
     if table.schedule == "cosine":
         options = {"T_max": epochs, **options}
     try:

@@ -129,7 +129,9 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> ModelCut:
     with torch.no_grad():
         crossing = called(front, inputs)
     if not isinstance(crossing, torch.Tensor) or crossing.dtype != torch.float32 or len(crossing) != 1:
-        raise ConfigError(f"{where}: what crosses there is not one float32 tensor with a row for each sample")
+        raise ConfigError(
+            f"{where}: the output of the first layers is not one float32 tensor with a row for each sample"
+        )
     front_draws, several = _draws(front, mapped(lambda tensor: joined([tensor, tensor]), inputs))
     back_draws, _ = _draws(back, several)
     state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0

@@ -220,7 +220,7 @@ class Window:
         ring = self._log[0 if locked else worker]
         last = self._head[0] if locked else self._made[worker]
         if last - after > len(ring):
-            raise RunError(f"the window's log has the latest {len(ring)} updates, and {last - after} are to be found")
+            raise RunError(f"the window's log has the latest {len(ring)} updates, but {last - after} are needed")
         rows = (ring[update % len(ring)].item() for update in range(after + 1, last + 1))
         return [_entry(*row) for row in rows if row[1] == worker]
 

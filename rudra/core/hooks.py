@@ -92,8 +92,8 @@ class Moment:
             return {}
         if self._layout is None:
             raise RudraError(
-                f"moment.weights(): the {self.role} holds a part of the weights; all of them are with the learners "
-                "and, after an epoch, with the statistics server"
+                f"moment.weights(): the {self.role} holds a part of the weights; learners hold all of them, "
+                "and so does the statistics server after an epoch"
             )
         floats = self._source().view()
         floats.flags.writeable = False

@@ -301,12 +301,12 @@ def _least_sent(
         return None, f"skewness {skewed:.2f} is above the threshold, {threshold:g}: parameters are not at the end"
     behind = [cut for cut in found if not cut.between_convolutions]
     if not behind:
-        return None, "every cut has a convolution behind it"
+        return None, "every cut has a convolution after it"
     best = min(behind, key=lambda cut: cut.placed_bytes)
     sent = best.activations_bytes + best.front_bytes
     if sent >= size:
         return None, f"activations and the front's parameters, {_mb(sent)}, are not less than the model's, {_mb(size)}"
-    return best, f"it sends least: {_mb(sent)} each way for a learner, where the whole model is {_mb(size)}"
+    return best, f"it sends least: {_mb(sent)} each way for a learner; the whole model is {_mb(size)}"
 
 
 def _shortest(found: Sequence[CutEstimate], others: Mapping[Form, float]) -> tuple[CutEstimate | None, str]:

@@ -19,7 +19,7 @@ def table(*columns: tuple[str, str, str]) -> np.dtype[np.void]:
     return dtype
 
 
-_ERRORS = "wrong samples, each a partly wrong sample counts as a fraction; NaN: the task has no error"
+_ERRORS = "wrong samples; a partly wrong sample counts as a fraction; NaN: the task has no error"
 
 GRADIENT = table(
     ("update", "<i8", "timestamp of the update that applied the gradient"),  # -1 on the way to the server
@@ -78,7 +78,7 @@ MINIBATCH = table(
     (
         "compute_s",
         "<f8",
-        "time to compute the gradient, from when the learner asks for it, a stage server's part included",
+        "time to compute the gradient, from the learner's request, a stage server's part included",
     ),  # what follows is 0 for a gradient that was not pushed
     ("reduce_s", "<f8", "time to add up the gradients of a compute group"),
     ("push_s", "<f8", "time until the server had the gradient; with `adv*` in parallel with computing"),
@@ -138,7 +138,7 @@ AVERAGE = table(
 """Contribution of one learner to one average of replicas."""
 
 STAGE = table(
-    ("timestamp", "<i8", "timestamp of the stage server's weights after the update that took the mini-batch in"),
+    ("timestamp", "<i8", "timestamp of the stage server's weights after the update that applied the mini-batch"),
     ("learner", "<i4", "number of the learner whose mini-batch it is, from 0"),
     ("samples", "<i4", "samples of the mini-batch"),
     ("step", "<i8", "number of the mini-batch among its learner's mini-batches, from 0"),
@@ -187,8 +187,8 @@ ROLE = table(
     ),
     ("index", "<i4", "number of the role among roles of its kind, from 0; shards from 1"),
     ("world_rank", "<i4", "MPI rank that hosts the role"),
-    ("parent", "<i4", "row of the role that takes this role's gradients; -1: none"),
-    ("source", "<i4", "row of the role that gives this role weights; -1: its parent"),
+    ("parent", "<i4", "row of the role that receives this role's gradients; -1: none"),
+    ("source", "<i4", "row of the role that sends weights to this role; -1: its parent"),
     ("node", "<i4", "number of the role's node; -1: a node of its own, or the first"),
     ("group", "<i4", "number of the role's compute group; -1: none"),
 )
@@ -200,7 +200,7 @@ LEARNER = table(
     ("pushed", "<i8", "gradients that the learner delivered to its server"),
     ("samples", "<i8", "samples of these gradients"),
     ("pulls", "<i8", "times that the learner received weights"),
-    ("skipped_pulls", "<i8", "times that the learner asked for weights and had the newest already"),
+    ("skipped_pulls", "<i8", "times that the learner requested weights but already had the newest"),
     ("compute_s", "<f8", "time spent computing gradients"),
     ("reduce_s", "<f8", "time spent adding up the gradients of the compute group"),
     ("push_s", "<f8", "time that the learner waited for its gradients to be sent"),

@@ -113,7 +113,7 @@ def speeds_text(seconds: Sequence[float], minibatch_size: int, shares: Sequence[
         for values in ([1e3 * own_s for own_s in seconds], shares)
     )
     samples = f"{minibatch_size} sample{'s' if minibatch_size > 1 else ''}"
-    return f"learners take {taken} ms for {samples}, so that their shares are {chosen}"
+    return f"learners take {taken} ms for {samples}, so their shares are {chosen}"
 
 
 _SHOWN = 8  # learners that are told one by one

@@ -103,8 +103,10 @@ def unrepeatable(found: Mapping[str, Fingerprint]) -> str:
     names = [name for name, each in found.items() if not each.repeats]
     if not names:
         return ""
-    text = f"[data] the {names[0]} set gives another sample when the same one is drawn again: it, its collate, or what "
-    return text + "they call has a random generator of its own, which Rudra cannot seed"
+    text = (
+        f"[data] the {names[0]} set returns another sample when the same one is drawn again: it, its collate, or code "
+    )
+    return text + "that they call has a random generator of its own, which Rudra cannot seed"
 
 
 REPEATABLE = "this run cannot be replayed; valid: torch's, NumPy's or Python's own"

@@ -186,7 +186,9 @@ def _stays_sparse(table: DataTable, arrays: Arrays) -> bool:
     if table.sparse and arrays.density is None:
         raise ConfigError(f"[data] sparse = true: the inputs of {table.name} are dense; valid: false, 'auto'")
     if table.sparse and table.standardise:
-        raise ConfigError("[data] standardise = true makes zeros other numbers; valid: false, or data.sparse = false")
+        raise ConfigError(
+            "[data] standardise = true changes zeros to other numbers; valid: false, or data.sparse = false"
+        )
     return bool(table.sparse)
 
 

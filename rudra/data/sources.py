@@ -202,7 +202,7 @@ class Stored:
         if not isinstance(found, h5py.Dataset):
             raise DataError(f"{self._where}: there is no such data set")
         if found.is_virtual or found.external or found.file.filename != file.filename:
-            raise DataError(f"{self._where}: its values lie in other files, which is not supported")
+            raise DataError(f"{self._where}: its values are in other files, which is not supported")
         if found.dtype.kind not in "buif" or not found.shape:
             raise DataError(f"{self._where}: has no rows of numbers, but {found.dtype} of shape {found.shape}")
         if found.nbytes > DENSEST * path.stat().st_size:

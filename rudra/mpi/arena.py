@@ -64,7 +64,7 @@ class Arena:
         try:
             self._open()
             if self.neighbours and self._end + size > self._reserved:
-                raise OSError(f"{self._reserved} bytes were reserved, and {self._end + size} are needed")
+                raise OSError(f"{self._reserved} bytes were reserved, but {self._end + size} are needed")
             if not self.neighbours:
                 os.ftruncate(self._file, self._end + size)
             os.posix_fallocate(self._file, self._end, size)  # otherwise a lack of memory causes a fatal signal
@@ -155,7 +155,7 @@ class Arena:
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.pread(file, _TOKEN, size) != token:
-                raise ValueError("not the file that was meant")
+                raise ValueError("not the expected file")
             memory = memoryview(mmap.mmap(file, size))
         finally:
             os.close(file)

@@ -94,7 +94,7 @@ class Idleness:
         others = {role.world_rank for role in plan.roles} - self._losses.dead - {self._comm.rank}
         if all_wait := self._standstill.wait(", ".join(texts), others, now):
             failure = RunError(
-                f"a rank has died, and for {LEFT_S:.0f} s all that are left have waited: {listed(all_wait)}"
+                f"a rank has died, and for {LEFT_S:.0f} s all remaining ranks have waited: {listed(all_wait)}"
             )
             failure.lost = True
             raise failure
@@ -106,6 +106,6 @@ class Idleness:
             names = listed([role.title for role in roles])
             left = sorted({role.world_rank for role in plan.roles} - self._losses.dead)
             time.sleep(SPEAKS_S * min(left.index(self._comm.rank), 3))  # the first ends the others
-            failure = RunError(f"{names} died, and the run cannot go on without them")
+            failure = RunError(f"{names} died, and the run cannot continue without them")
             failure.lost = True
             raise failure

@@ -132,12 +132,14 @@ def is_open_mpi(mpirun: Path) -> bool:
             [mpirun, "--version"], capture_output=True, timeout=ANSWERS_S, check=False, text=True, env=environment()
         )
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{mpirun} has not told its version within {ANSWERS_S:.0f} s: is the machine busy?") from None
+        raise LaunchError(
+            f"{mpirun} has not reported its version within {ANSWERS_S:.0f} s: is the machine busy?"
+        ) from None
     except OSError as error:
         raise LaunchError(f"{mpirun} does not run: {error.strerror or error}") from None
     if done.returncode:
         words = [line.strip() for line in done.stderr.splitlines() if line.strip("- ")]
-        said = words[0] if words else "it said nothing"
+        said = words[0] if words else "it printed nothing"
         raise LaunchError(f"{mpirun} does not run: it ended with code {done.returncode}: {said}")
     return "Open MPI" in done.stdout or "Open-MPI" in done.stdout
 

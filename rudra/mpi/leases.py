@@ -62,7 +62,7 @@ class Place:
             RunError: the tensor has changed.
         """
         if zlib.crc32(tensor.numpy().data) != self.checksum:
-            raise RunError(f"what a neighbour has lent at {self.offset} has changed meanwhile")
+            raise RunError(f"the tensor that a neighbour lent at {self.offset} has changed during the transfer")
 
     @classmethod
     def decode(cls, data: Any) -> "Place":

@@ -11,7 +11,7 @@ from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.node_memory import share
 from rudra.prepare.start import StartDecision
 
-_SAME = "valid: the same in every process, not in the order of a set of texts or of an unsorted directory"
+_SAME = "valid: the same order in every process, not the order of a set of texts or of an unsorted directory"
 
 
 class NodeData:
@@ -79,7 +79,7 @@ class NodeData:
             for split, mine in prints.items():
                 other, theirs = first.setdefault(split, (who, mine))
                 if what := mine.difference(theirs):
-                    text = f"[data] the {split} set of the {who} differs from that of the {other}: {what}"
+                    text = f"[data] the {split} set of the {who} differs from the same set of the {other}: {what}"
                     raise DataError(f"{text}; {_SAME}")
         self.prints = {split: found for split, (_, found) in first.items()}
         for split, then in from_plain(start.fingerprints).items():

@@ -104,6 +104,6 @@ def _mapped(pid: int, file: int, token: bytes, pieces: list[tuple[int, int]]) ->
     finally:
         os.close(here)
     if memory[:_TOKEN] != token:
-        raise ValueError("not the file that was meant")
+        raise ValueError("not the expected file")
     stream, *views = (memoryview(memory)[first : first + size] for first, size in pieces)
     return pickle.loads(stream, buffers=views)

@@ -136,7 +136,7 @@ def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], com
         return error.exit_code
     if comm.rank == 0 and (idle := comm.size - len({role.world_rank for role in resolved.plan.roles})):
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
-        log.warning(f"{text}; `rudra topology` shows who is where")
+        log.warning(f"{text}; `rudra topology` shows the roles")
     together = JobRanks(comm, resolved.plan, resolved.job.fault_tolerance, start, launched=launched)
     setup = RankSetup(together, resolved, start, device)
     code = setup.prepare(progress)

@@ -198,7 +198,9 @@ class RankSetup:
             if self._start.checkpoint is not None and isinstance(executor, OwnerExecutor):
                 state, tensors = checkpoint.read(self._start.checkpoint)
                 if state.position != self._start.position:
-                    raise CheckpointError(f"{state.path}: changed meanwhile: is another run still writing it?")
+                    raise CheckpointError(
+                        f"{state.path}: changed while this run started: is another run still writing it?"
+                    )
                 executor.restore(tensors)
 
     def _meet_neighbours(self) -> None:
@@ -211,7 +213,7 @@ class RankSetup:
             )
             failure = self.arena.meet(self._node, self._ranks.comm.rank, rooms)
             if failure and self._node.rank == 0:
-                host = f"node memory cannot be had on {socket.gethostname()}"
+                host = f"node memory is not available on {socket.gethostname()}"
                 log.warning(f"{host} ({failure}): its ranks exchange messages instead, which is slower")
         self._node.Free()
 
@@ -240,7 +242,7 @@ class RankSetup:
             comm.Free()
         if failure:
             raise ConfigError(
-                f"[hogbatch] weights = 'shared': its memory cannot be had here ({failure}); valid: server"
+                f"[hogbatch] weights = 'shared': its memory is not available here ({failure}); valid: server"
             )
         if window is not None:
             give_window(self.executors, window)

@@ -117,7 +117,7 @@ def window_at(place: tuple[int, int, bytes, WindowLayout]) -> Window:
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.pread(file, _TOKEN, _LOCK) != token:
-            raise ValueError("not the file that was meant")
+            raise ValueError("not the expected file")
         return _mapped(file, shape, new=False)
     finally:
         os.close(file)

@@ -112,7 +112,7 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
         for (mu, lam), (time_s, error) in sorted(cells.items())
     ]
     heads = ("protocol", "μ", "λ", f"{clock_of(runs)} (s)", "test error (%)")
-    shading = " Grey area: where hardsync's points lie." if hardsync and len(points) > ("hardsync" in points) else ""
+    shading = " Grey area: hardsync's points." if hardsync and len(points) > ("hardsync" in points) else ""
     repeated = " Points are means over runs with equal protocol, μ and λ." if len(runs) > _distinct(runs) else ""
     return [
         Figure(
@@ -271,7 +271,7 @@ def _roles(study: Study) -> list[Figure]:
 
         return draw
 
-    heads = ("run", *(f"learners: {kind} (%)" for kind in kinds), "server: updates (%)", "statistics: tests (%)")
+    heads = ("run", *(f"learners: {kind} (%)" for kind in kinds), "server: updates (%)", "statistics: evaluation (%)")
     rows = [(run.label, *share) for run, share in zip(runs, shares, strict=True)]
     left_out = f" Drawn are the first {_MOST_BARS} of {len(runs)} runs." if len(runs) > _MOST_BARS else ""
     virtual = "virtual training time" if all(run.virtual for run in runs) else "training time"
@@ -279,13 +279,17 @@ def _roles(study: Study) -> list[Figure]:
         Figure(
             "roles",
             "Time per role",
-            f"Share of the {virtual} that each role spent at its work. The server's rest is handling messages and "
-            f"waiting for them. Tests run beside the training; the last one may end after it.{left_out}",
+            f"Share of the {virtual} that each role spent at its work. The rest of the server's time is messages "
+            "and waiting for them. Evaluations run in parallel with training; the last one may end after "
+            f"it.{left_out}",
             [
                 learners,
                 *(
                     single(title, column)
-                    for title, column in (("Server: updates", len(kinds)), ("Statistics server: tests", len(kinds) + 1))
+                    for title, column in (
+                        ("Server: updates", len(kinds)),
+                        ("Statistics server: evaluation", len(kinds) + 1),
+                    )
                     if any(share[column] > 0 for _, share in drawn)
                 ),
             ],

@@ -60,7 +60,7 @@ def drawings(study: Study) -> list[Figure]:
 
 def _drawing(cast: Cast, runs: Sequence[tuple[Run, Cast]], name: str) -> Figure:
     plan = cast.plan
-    trees = {"Gradients go up" if plan.overlapped else "Who works with whom": by_gradients(plan, _MOST_LINES)}
+    trees = {"Gradients go up" if plan.overlapped else "Connections of roles": by_gradients(plan, _MOST_LINES)}
     if plan.overlapped:
         trees["Weights come down"] = by_weights(plan, _MOST_LINES)
     marks = {title: _laid_out(cast, branches) for title, branches in trees.items()}
@@ -96,13 +96,13 @@ def _caption(cast: Cast, runs: Sequence[tuple[Run, Cast]]) -> str:
         way = "The learners in a box are a compute group: they add their gradients on a communicator of their own."
     if plan.stage is not None:
         way += (
-            " All that is of the first layers, which learners have; the stage server has the last ones, and takes "
-            "activations and gives their gradients back."
+            " These are gradients and weights of the first layers, which learners hold. The stage server holds the "
+            "last layers: it receives activations and returns their gradients."
         )
     lambdas = sorted({run.learners for run, _ in runs} - {len(plan.learners)})
     others = f" Runs with λ = {spans(lambdas)} are placed by the same rule." if lambdas else ""
     shared = " Ranks in the box of a node read each other's memory." if cast.node_memory else ""
-    return f"{way}{shared} Drawn is λ = {len(plan.learners)} under {cast.protocol}: {roles(plan)}.{others}"
+    return f"{way}{shared} The drawing has λ = {len(plan.learners)} under {cast.protocol}: {roles(plan)}.{others}"
 
 
 def _laid_out(cast: Cast, branches: Sequence[Branch]) -> list[_Mark]:

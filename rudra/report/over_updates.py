@@ -101,8 +101,8 @@ def _rows(run: Run, name: str, most: int) -> list[tuple[Any, ...]]:
 def staleness_law(runs: Sequence[Run]) -> str:
     """Explains the dashed lines in the panels of staleness."""
     if all(run.job.get("protocol.name") == "hogbatch" for run in runs):
-        return "Dashed: the mean that theory expects, in a window the most that it can be"
-    return "Dashed: (λ − 1)/c, where theory puts the mean"
+        return "Dashed: the mean that theory expects; in a window, its upper bound"
+    return "Dashed: (λ − 1)/c, the mean that theory expects"
 
 
 def over_updates(title: str, lines: Sequence[Line], *, name: str = "staleness") -> Panel:

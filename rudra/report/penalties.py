@@ -52,7 +52,7 @@ def penalties(study: Study) -> list[Figure]:
         Figure(
             "penalties",
             "Penalties over compute groups",
-            "Against one group, whose penalties are 1."
+            "Relative to one group, whose penalties are 1."
             + " Of several seeds: the median, and the range." * several
             + " With the momentum and the learning rate that need the fewest epochs." * tuned,
             [_panel(title, i, curves) for i, title in enumerate(_TITLES[: 3 if statistics else 1])],

@@ -141,13 +141,13 @@ def _notes(study: Study) -> list[str]:
     elif any(run.virtual for run in runs):
         notes.append("Times of simulated runs are virtual: they come from the cost model in the job's [simulation].")
     if guessed := [run for run in runs if run.virtual and run.summary.get("costs") == DEFAULTS]:
-        whose = "These" if len(guessed) == len(runs) else f"Those of {_values(run.label for run in guessed)}"
+        whose = "These" if len(guessed) == len(runs) else f"The times of {_values(run.label for run in guessed)}"
         notes.append(f"{whose} come from its defaults, {UNMEASURED}.")
     if any(run.job.get("simulation.tensors") is False and run.virtual for run in runs):
         notes.append("Runs without tensors simulate times and staleness only: they have no test error.")
     stale = [run for run in runs if run.histogram.any()]
     if stale and not any(run.stale for run in stale):
-        begun = "Nothing is stale" if all(run.finished for run in study.runs) else "Nothing is stale so far"
+        begun = "Nothing is stale" if all(run.finished for run in study.runs) else "Nothing is stale yet"
         notes.append(f"{begun}: σ = 0 in all gradients.")
     notes += [*_seeds(runs), *_warm_up(runs)]
     notes += _rates(runs)
@@ -155,7 +155,9 @@ def _notes(study: Study) -> list[str]:
     if bad:
         kinds = {run.status: sum(other.status == run.status for other in bad) for run in bad}
         what = ", ".join(f"{count} {status}" for status, count in kinds.items())
-        notes.append(f"{len(bad)} of {len(study.runs)} runs did not finish ({what}): figures show what they have.")
+        notes.append(
+            f"{len(bad)} of {len(study.runs)} runs did not finish ({what}): figures show only what was recorded."
+        )
     return notes
 
 
@@ -173,8 +175,8 @@ def _warm_up(runs: Sequence[Run]) -> list[str]:
     if len({r.minibatch_size * (r.attributes.get("gradients_per_update") or 0) for r in counting}) < 2:
         return []
     return [
-        "The learning rate changes with each update, and runs make different numbers of updates in an epoch: what the "
-        "schedule's options count in updates, such as a warm-up, lasts for more epochs in some runs than in others."
+        "The learning rate changes with each update, and runs make different numbers of updates in an epoch. An option "
+        "of the schedule that counts updates, such as a warm-up, lasts for more epochs in some runs than in others."
     ]
 
 

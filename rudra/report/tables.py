@@ -189,7 +189,7 @@ def _fitted(run: Run, paper: Mapping[str, Any], key: str) -> str:
     if key not in _TIMES or run.job.get("simulation.costs") not in {"p775", "crossbow", "ralp"}:
         return ""
     told = f"fitted ({paper['fitted']}): no evidence" if "fitted" in paper else ""
-    base = f"against a time that is fitted ({paper['base_fitted']})" if "base_fitted" in paper else ""
+    base = f"relative to a time that is fitted ({paper['base_fitted']})" if "base_fitted" in paper else ""
     return "; ".join(filter(None, (told, base if key == "speed_up" else "")))
 
 
@@ -263,7 +263,7 @@ def _pair(
         case "implicit_momentum":
             sigma = run.summary["mean_staleness"]
             # A run with one seed says nothing about the momentum itself.
-            remark = "of staleness alone; 1 - 1/g if it is geometric"
+            remark = "from staleness only; 1 - 1/g if it is geometric"
             return name, theirs, None if sigma is None else sigma / (1 + sigma), remark
         case "small_share" | "large_utilisation":
             share = key == "small_share"

@@ -57,8 +57,8 @@ def targets(study: Study) -> list[Figure]:
         Figure(
             "target",
             "To the target",
-            f"When the median of the last five tests reached the target ({goal}). Of several seeds: the median, and "
-            "the range; a run that did not reach it comes after all others.",
+            f"When the median of the last five evaluations reached the target ({goal}). Of several seeds: the median, "
+            "and the range; a run that did not reach it ranks after all others.",
             [_panel(title, label, curves, key, _AXES[axis]) for title, label, key in quantities],
             ReportTable("target", ("runs", _AXES[axis], "seeds", *heads), rows, {}),
             3.0,

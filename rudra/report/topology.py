@@ -130,7 +130,7 @@ def of_file(path: Path) -> Cast:
     with open_results(path) as results:
         cast = of_results(results)
     if cast is None:
-        raise ResultsError(f"{path}: does not say who was who")
+        raise ResultsError(f"{path}: does not record the roles of ranks")
     return cast
 
 
@@ -188,20 +188,22 @@ def _way_of_fronts(plan: Plan) -> str:
         return "gradients go up:"
     if plan.sharded:
         servers = len(plan.front_owners)
-        return f"each of {servers} servers takes a part of every gradient, and gives a part of the weights:"
+        return f"each of {servers} servers receives a part of every gradient, and sends a part of the weights:"
     if plan.averaging and plan.served:
-        return "every learner trains a replica of its own; replicas go up one by one, and weights come back:"
+        return "every learner trains its own replica; replicas go up one by one, and weights come back:"
     if plan.window:
-        share = "those of a node share" if plan.window_leaders else "all share"
-        return f"workers bring their gradients into weights that {share}, and get their work from above:"
+        share = "the workers of a node share" if plan.window_leaders else "all share"
+        return f"workers apply their gradients to weights that {share}, and get their work from above:"
     if not plan.groups:
         return "gradients go up, and weights come down:"
     added = _ADDED[plan.reduction]
     if plan.sharing == "replica":
-        return f"each group trains a replica, by its gradients, added {added};\nthen differences are, group by group:"
+        trains = f"each group trains a replica, by its gradients, added {added}"
+        return f"{trains};\nthen differences are added, group by group:"
     if plan.sharing == "reference":
         corrects = "every learner trains a replica of its own, corrected by its block's reference"
-        return f"{corrects};\ndifferences from that are added {added}; then references' from the weights:"
+        to_reference = f"differences from the reference are added {added}"
+        return f"{corrects};\n{to_reference}; then differences of references from the weights:"
     if plan.averaging:
         return f"every learner trains a replica of its own; differences from the weights are added {added}:"
     within = f"inside a group, which has a communicator of its own, gradients are added {added}"
@@ -283,7 +285,7 @@ def sharing(cast: Cast) -> str:
             found.append(f"ranks {spans(ranks)} on {'each of ' * place.several}{where}")
     if len(found) > _MOST_SPANS:
         found = [*found[: _MOST_SPANS - 1], f"… {found[-1]}"]
-    return "; ".join(found) or "none, as each rank has a node to itself"
+    return "; ".join(found) or "none, as each rank has its own node"
 
 
 class ShownNode(NamedTuple):
@@ -350,7 +352,7 @@ def message(plan: Plan, per_update: int) -> str:
         per_update: number of gradients in an update (c), counted as workers send them.
     """
     if plan.stage is not None:
-        return f"{_of_gradients(plan, per_update)}; of activations, those of 1 mini-batch"
+        return f"{_of_gradients(plan, per_update)}; activations of 1 mini-batch"
     return _of_gradients(plan, per_update)
 
 
@@ -360,12 +362,12 @@ def _of_gradients(plan: Plan, per_update: int) -> str:
     if plan.groups:
         return f"a message carries the mean over a group's {_either(map(len, plan.groups))} gradients"
     if plan.sharded:
-        return f"of a gradient, each of {len(plan.front_owners)} servers gets its part"
+        return f"each of {len(plan.front_owners)} servers gets its part of a gradient"
     if plan.averaging:
         return "a message carries a replica"
     if plan.window:
         each = "; at each epoch's end every node's weights, and their mean" if plan.window_leaders else ""
-        return f"no gradient is sent: workers tell of those that are in the weights{each}"
+        return f"no gradient is sent: workers report the gradients that they have applied{each}"
     relays = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER and role.parent == plan.server]
     if not relays:
         return "a message carries 1 gradient"

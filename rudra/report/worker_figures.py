@@ -107,7 +107,7 @@ def _convergence(named: Sequence[tuple[str, Workers]], courses: Sequence[Converg
     return [
         Figure(
             "workers-convergence",
-            "Convergence of unlike workers",
+            "Convergence of heterogeneous workers",
             "Training loss L as (L0 − L) / (L0 − Lmin): 0 where training begins, 1 at the least loss of all runs in "
             "the time of the shortest. L is the mean over the samples of the gradients as they were computed, in "
             "windows of 1/100 of an epoch and of the time, or more. Dotted: 95 % of the drop.",
@@ -136,7 +136,7 @@ def _shares(named: Sequence[tuple[str, Workers]], courses: Sequence[Convergence]
     return Figure(
         "workers-updates",
         "Updates by kind of worker",
-        "Share of the updates that small workers made, each part of their batches one, and of those of large ones.",
+        "Shares of the updates made by small workers (one for each part of a batch) and by large workers.",
         [draw],
         ReportTable("workers-updates", heads, rows, dict.fromkeys(heads[1:3], percent)),
         1.1 + 0.42 * len(rows),
@@ -183,8 +183,8 @@ def _over_time(named: Sequence[tuple[str, Workers]]) -> list[Figure]:
         Figure(
             "workers-utilisation",
             "Utilisation of workers",
-            "Share of the time in which a worker computes; of a large worker, times its samples a second against those "
-            "of its largest batches.",
+            "Share of the time in which a worker computes. For a large worker it is multiplied by "
+            "its samples a second relative to its largest batches.",
             [panel(name, about, used, "utilisation (%)") for name, about in named],
             ReportTable("workers-utilisation", heads, means, {heads[2]: percent}),
             2.4,

@@ -50,7 +50,7 @@ class Workers(NamedTuple):
     def name(self) -> str:
         """Name that distinguishes the run from other runs of the same workers."""
         kinds = set(self.kinds)
-        return f"{kinds.pop()} alone" if len(kinds) == 1 else self.rule
+        return f"{kinds.pop()} only" if len(kinds) == 1 else self.rule
 
     def share(self, kind: str) -> float:
         """Returns the share of the updates by workers of a kind, in percent."""

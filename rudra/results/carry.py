@@ -52,7 +52,7 @@ def moved(before: Plan, job: Job, plan: Plan) -> str:
     together = [[nodes.index(node) for node in nodes] for nodes in (then, now)]
     if together[0] == together[1]:
         return ""
-    return "reduction = 'nodes', and learners were placed otherwise on nodes before the restart"
+    return "reduction = 'nodes', and the restart placed learners on other nodes"
 
 
 def carried(results: Results, position: TrainingState, replanned: str = "", branched: bool = False) -> Carried:
@@ -75,7 +75,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         kept, dropped = kept + len(piece) - later, dropped + later
     if kept != position.timestamp:
         raise ResultsError(
-            f"{results.path}: holds {kept} updates, and the checkpoint is of update {position.timestamp}"
+            f"{results.path}: holds {kept} updates, but the checkpoint is of update {position.timestamp}"
         )
 
     def minibatches() -> Iterator[Rows]:
@@ -112,11 +112,11 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         state = results.state
         ended = {"running": "was killed", "finished": "was finished"}.get(state["status"], state["status"])
         ended += f": {state['reason']}" if state["reason"] else ""
-        text = f"goes on from the checkpoint of update {position.timestamp}; {dropped} updates after it are done again"
+        text = f"resumes from the checkpoint of update {position.timestamp}; {dropped} updates after it are repeated"
         about = (position.timestamp, position.applied, position.time_s, time.time())
         row = (b"restart", -1, 0, *about, f"{text}; it {ended}".encode()[:512])
         if branched:
-            text = f"begins with update {position.timestamp} of {results.path.name}"
+            text = f"starts with update {position.timestamp} of {results.path.name}"
             row = (b"branch", -1, 0, *about, text.encode()[:512])
         yield np.array([row], EVENT)
 

@@ -139,7 +139,7 @@ def how_to_resume(output: Path) -> str:
     path = path_of(output)
     if not path.is_file():
         return f"it had no checkpoint yet; results so far: {output}" if output.is_file() else "it had no results yet"
-    return f"to go on from its last checkpoint: rudra resume {output}"
+    return f"to resume from its last checkpoint: rudra resume {output}"
 
 
 class CheckpointWriter:
@@ -271,7 +271,7 @@ def read(path: Path) -> tuple[SavedState, dict[str, NDArray[np.float32]]]:
             update = _read(before)[0].position.timestamp
         except CheckpointError:
             raise error from None
-        text = f"{error}; the one before it, of update {update}, is whole: rudra resume {before}"
+        text = f"{error}; the one before it, of update {update}, is intact: rudra resume {before}"
         raise CheckpointError(text) from None
 
 

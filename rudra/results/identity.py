@@ -190,7 +190,7 @@ def read_own(path: Path) -> SavedState:
         with open_results(beside) as results:
             if reason := _foreign(state, tensors.get("weights"), results):
                 valid = "valid: the checkpoint that this run wrote"
-                raise CheckpointError(f"{path}: is of another run than {beside}: {reason}; {valid}")
+                raise CheckpointError(f"{path}: belongs to another run than {beside}: {reason}; {valid}")
     return state
 
 

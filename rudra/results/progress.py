@@ -193,7 +193,7 @@ def summary_table(summary: dict[str, Any]) -> str:
 def tested(row: np.void) -> str:
     """Returns the main result of an epoch's evaluation."""
     if not row["evaluated"]:
-        return "not tested" if np.isfinite(row["mean_staleness"]) else "no update of its own"
+        return "not evaluated" if np.isfinite(row["mean_staleness"]) else "no update of its own"
     error = row["test_error"]
     return f"test loss {row['test_loss']:.4f}" if np.isnan(error) else f"test error {error:.2%}"
 
@@ -251,11 +251,10 @@ def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
         text = ", ".join(f"{name} {value:{_metric_form(name)}}" for name, values in last.items() for value in values)
         found.append((f"{split} metrics", text))
     if count := summary["untested_epochs"]:
-        text = (
-            f"{count} of {summary['epochs']} epochs: tests took too long (training.evaluate = 'always' waits for them)"
-        )
-        found.append(("not tested", text))
-    return found if any(summary[f"test_{name}"] for name in ("error", "loss")) else [("test error", "not tested")]
+        why = "evaluations took too long (training.evaluate = 'always' waits for them)"
+        text = f"{count} of {summary['epochs']} epochs: {why}"
+        found.append(("not evaluated", text))
+    return found if any(summary[f"test_{name}"] for name in ("error", "loss")) else [("test error", "not evaluated")]
 
 
 def _rate(summary: dict[str, Any]) -> str:

@@ -301,7 +301,7 @@ class Results:
         if epoch == "best":
             epoch = self.best_epoch
             if epoch is None:
-                raise ResultsError(f"{self.path}: has no best epoch: none was tested")
+                raise ResultsError(f"{self.path}: has no best epoch: none was evaluated")
             if epoch not in kept:
                 what = f"the best one; epochs that are kept: {_listed(kept)}"
                 raise ResultsError(f"{self.path}: has no weights of epoch {epoch}, {what}; results.keep_best keeps it")

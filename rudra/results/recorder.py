@@ -46,18 +46,18 @@ ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs
     "name": "name of the job",
     "job": "the job as it was run, with every default, as JSON",
     "driver": "`mpi` or `simulation`",
-    "costs": "where a simulation has its times from",
+    "costs": "source of the times of a simulation",
     "protocol": "name of the protocol",
     "n": "splitting parameter n of the protocol; λ under `async`",
     "gradients_per_update": "c: gradients that make an update, at the start of the run",
     "modulation": "name of the learning-rate modulation, `auto` resolved",
     "rate_factor": "factor of the modulation on the learning rate, for gradients that are not stale",
     "topology": "name of the topology",
-    "records": "gradients that one message may stand for, at most",
-    "overlapped": "whether learners push and pull beside computing",
+    "records": "largest number of gradients in one message",
+    "overlapped": "whether learners push and pull in parallel with computing",
     "averaging": "whether each learner trains a replica of its own, and they average these",
-    "sharing": "what learners of a compute group share where they average: `nothing`, a `replica` or a `reference`",
-    "scheduled": "whether the parameter server deals the samples out to the learners",
+    "sharing": "what learners of a compute group share when they average: `nothing`, a `replica` or a `reference`",
+    "scheduled": "whether the parameter server assigns the samples to the learners",
     "reduction": "how compute groups add gradients: `ordered`, `nodes` or `mpi`",
     "learners": "λ: number of learners, at the start of the run",
     "momentum": "explicit momentum, after `momentum_correction`",
@@ -200,7 +200,7 @@ def make_writer(
     kind = file_system(path.absolute().parent)
     swmr = job.results.swmr == "on" or (job.results.swmr == "auto" and kind not in NETWORK)
     if not swmr and job.results.swmr == "auto":
-        text = f"{path}: lies on {kind}, where readers cannot follow a file that is being written"
+        text = f"{path}: is on {kind}, where readers cannot follow a file that is being written"
         log.warning(f"{text}: rows reach it every few seconds, and a kill may damage it")
     return ResultsWriter(
         path,
@@ -285,7 +285,7 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
     if not plan.replayable:
         return f"topology {named(job.topology.name)} declares that it is not replayable"
     if job.hogbatch.shares_weights and not job.hogbatch.locking:
-        return "its workers raced ([hogbatch] locking = false): nobody knows in which order they read and wrote"
+        return "its workers raced ([hogbatch] locking = false): the order of their reads and writes is not recorded"
     if job.hogbatch.shares_weights and job.hogbatch.gpu_write == "overwrite":
         return "workers overwrote weights ([hogbatch] gpu_write = 'overwrite'), which no server does"
     if job.hogbatch.shares_weights and (job.optimizer.warm_up or job.optimizer.schedule_every == "update"):

@@ -111,7 +111,7 @@ class CheckpointCycle:
             return [Commit(event.message.timestamp, self._name)]
         assert self.saving is not None
         if event.error:
-            text = f"no checkpoint at update {self.saving.timestamp}: {event.error}; training goes on without"
+            text = f"no checkpoint at update {self.saving.timestamp}: {event.error}; training continues without it"
             self.saving = None
             return [Warn(text), *self._end(now, failed=True)]
         if isinstance(event, Saved):
@@ -119,7 +119,7 @@ class CheckpointCycle:
             return [*self._ledger.outbox.flush(now), Send(self._ledger.rules.plan.statistics, message)]
         position, self.saving = self.saving, None
         self._kept = position.timestamp
-        text = f"written in {now - self._ledger.clock.start_time - position.time_s:.2f} s, beside training"
+        text = f"written in {now - self._ledger.clock.start_time - position.time_s:.2f} s, in parallel with training"
         self._ledger.tell("checkpoint", position.timestamp, position.time_s, text)
         return self._ledger.outbox.due(now) + self._end(now)
 

@@ -64,7 +64,7 @@ class Goals:
         if lowers:
             actions.append(self._lower())
         if tired:
-            tests = f"the last {self._patience} tests, up to epoch {row['epoch']}, bring no new best"
+            tests = f"the last {self._patience} evaluations, up to epoch {row['epoch']}, brought no new best"
             actions += [_event("patience", row, f"patience = {self._patience}: {tests}"), self._end()]
         return actions
 

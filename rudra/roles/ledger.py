@@ -339,17 +339,17 @@ class Ledger:
         try:
             self.change(dead, position, now)
         except ValueError as error:
-            return [Fail(f"{names} died, and the run cannot go on: {error}", lost=True)]
+            return [Fail(f"{names} died, and the run cannot continue: {error}", lost=True)]
         plan = self.rules.plan
         for role in lost:
             learner = plan.roles[role].kind_traits.trains
             pushed = position.step(plan.roles[role].index) if learner else 0
             what = f"when {pushed} of its gradients had been applied" if learner else "and those below it moved up"
-            self.record_loss(role, f"died {what}; what was under way is computed again", pushed, now)
+            self.record_loss(role, f"died {what}; work in flight is computed again", pushed, now)
         trained = any(plan.roles[i].kind_traits.trains for i in lost)
         if self.rules.job.fault_tolerance.on_learner_loss == "stop" and trained:
             self.stopped = True
-        text = f"{names} died; {left_over(len(plan.learners))}, who go on from update {self.timestamp}"
+        text = f"{names} died; {left_over(len(plan.learners))}, which continue from update {self.timestamp}"
         warnings = [Warn(text)] if lost else []
         return [*self.outbox.flush(now), *warnings, Reconfigure(plan, position)]
 

@@ -56,7 +56,7 @@ class LogFollower:
     @property
     def waiting_for(self) -> str:
         if not self.entries:
-            return f"the {self._plan.roles[self._plan.server].name} to say what is next"
+            return f"the {self._plan.roles[self._plan.server].name} to announce the next step"
         lent = [buffer for buffer, count in self.lent.items() if count]
         return f"transfers of its {' and '.join(lent)} to end" if lent else "part of a gradient"
 

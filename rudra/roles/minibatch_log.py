@@ -105,7 +105,7 @@ class MinibatchLog:
         if self._warned:
             return [], False
         self._warned = True
-        return [Warn(f"{text} (training goes on, as [fault_tolerance] non_finite_loss says)")], False
+        return [Warn(f"{text} (training continues, as [fault_tolerance] non_finite_loss says)")], False
 
     def describe(self, event: Computed, timestamp: int) -> Gradient:
         """Counts the samples of a gradient that is sent now, and describes the gradient."""

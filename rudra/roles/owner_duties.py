@@ -58,7 +58,7 @@ class OwnerDuties:
     @property
     def waiting_for(self) -> str:
         """Reason why the next update must wait, as text for people."""
-        return "the statistics server to test the weights" if self.ledger.is_ahead else "a checkpoint to be written"
+        return "the statistics server to evaluate the weights" if self.ledger.is_ahead else "a checkpoint to be written"
 
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Counts gradients for the next update and returns their number of samples."""

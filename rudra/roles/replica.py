@@ -188,7 +188,7 @@ class Replica(Machine):
         if self.state is ReplicaState.WAITING:
             return self.duties.waiting_for
         if self.state is ReplicaState.REGROUPING:
-            return "a checkpoint to go on from without those that died"
+            return "a checkpoint to continue from without the learners that died"
         if self.state is ReplicaState.READY:
             return "other learners to get ready"
         if self.state is ReplicaState.COMPUTING:
@@ -355,7 +355,7 @@ class Replica(Machine):
         if event.error and not cycle.alone:  # it needed state that the dead roles held
             return actions + cycle.save(now, alone=True)
         if event.error:
-            why = f"learners died, and no checkpoint could be made to go on from: {event.error}"
+            why = f"learners died, and no checkpoint could be made to continue from: {event.error}"
             return [*actions, Fail(why, lost=True)]
         if isinstance(event, Saved):
             return actions

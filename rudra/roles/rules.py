@@ -80,7 +80,7 @@ class TrainingRules:
         while len(self.lr_drops) < count:
             self.lr_drops = (*self.lr_drops, max(epoch, *self.lr_drops, 0) + 1)
             self.schedule = Schedule.stepped(self.job.optimizer, self.lr_drops)
-            text = f"tests got no better: the rate is multiplied by {self.job.optimizer.decay_factor:g}"
+            text = f"evaluations got no better: the rate is multiplied by {self.job.optimizer.decay_factor:g}"
             yield f"{text} after epoch {self.lr_drops[-1]}"
 
     def change(self, dead: Set[int], position: TrainingState) -> list[Phase]:

@@ -236,7 +236,7 @@ class ParameterServer(Machine):
         if self._evaluation.under_way is not None:
             evaluation = self._evaluation.under_way
             names = [self.plan.roles[role].name for role in evaluation.testing]
-            return f"{listed(names)} to test the weights of epoch {evaluation.epoch}"
+            return f"{listed(names)} to evaluate the weights of epoch {evaluation.epoch}"
         if self.state is ServerState.INITIALISING:
             return listed(self.membership.names(but=self._readiness.roles))
         if self.state is ServerState.DRAINING:
@@ -500,7 +500,7 @@ class ParameterServer(Machine):
         if evaluation is None:
             return []
         seconds = now - evaluation.began
-        self.ledger.pause(seconds, f"epoch {evaluation.epoch}: workers tested its weights in {seconds:.3f} s", now)
+        self.ledger.pause(seconds, f"epoch {evaluation.epoch}: workers evaluated its weights in {seconds:.3f} s", now)
         self._stragglers.begin(now, self.received)
         actions: list[Action] = [
             Send(self.plan.statistics, EpochEvaluated(self.id, evaluation.epoch, seconds, last, rows))
@@ -578,7 +578,9 @@ class ParameterServer(Machine):
                 protocol = self.ledger.rules.job.make_protocol(plan, plan.workers - len(members.pushed))
                 self.ledger.rules.replace_protocol(protocol)
             except ValueError as error:
-                text = f"{name} {end.text}, and with {len(members.pushed)} learners the protocol cannot go on: {error}"
+                text = (
+                    f"{name} {end.text}, and with {len(members.pushed)} learners the protocol cannot continue: {error}"
+                )
                 return [Fail(text)]
             self._gradient_weight = protocol.modulation.gradient_weight
             self._weights_changed()

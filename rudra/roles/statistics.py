@@ -308,6 +308,6 @@ class StatisticsServer(Machine):
     def _lose(self, event: Lost, now: float) -> list[Action]:
         role, lost = event.role, self.plan.roles[event.role]
         if role in self.plan.owners or role in self.plan.stages:
-            return [Fail(f"{lost.title} died, and the run cannot go on without it", lost=True)]
+            return [Fail(f"{lost.title} died, and the run cannot continue without it", lost=True)]
         self._accounts.gone.add(role)  # the owner of the weights reports the account of a lost learner
         return []

@@ -291,7 +291,7 @@ class WindowCoordinator(ParameterServer):
         ledger, count = self.ledger, self._epoch_updates
         if count and not self._numbered:
             between = f"{self._fewest / count:.2f} to {self._most / count:.2f}"
-            text = f"epoch {ledger.epoch}: staleness {between}; of all updates {surviving:.6f} survived races (β)"
+            text = f"epoch {ledger.epoch}: staleness {between}; of all updates {surviving:.6f} were not overwritten (β)"
             ledger.tell("window", ledger.timestamp, now - ledger.clock.start_time, text)
         self._fewest = self._most = self._epoch_updates = 0
 
@@ -326,7 +326,7 @@ class WindowCoordinator(ParameterServer):
         )
         if nodes.several and unsafe and self.plan.traits(event.role).trains:
             title = self.plan.roles[event.role].title
-            return [Fail(f"{title} died, and with it perhaps what its node has learned in this epoch", lost=True)]
+            return [Fail(f"{title} died, and perhaps its node's progress in this epoch is lost", lost=True)]
         return super()._lose(event, now)
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:

@@ -127,7 +127,7 @@ def check(run: Job, rows: TrialRows, samples: int) -> None:
     apart_s = np.diff(updates["time_s"])
     assert (apart_s >= 0).all()
     if run.topology.name == "base" and not run.make_protocol().waits:
-        assert (apart_s > 0).all(), "whose gradient made an update is answered before the next"
+        assert (apart_s > 0).all(), "a learner gets the answer to its gradient before the next update"
     placed, parts = run.placement.given, len(run.plan().front_owners)
     share = (0.5 if run.placement.rule == "synchronous" else 0.5 / parts) if placed else 1 / parts
     assert (updates["update_s"] == run.simulation.update_s * share).all()
@@ -138,10 +138,10 @@ def check(run: Job, rows: TrialRows, samples: int) -> None:
         mine = gradients[gradients["learner"] == learner]
         period = run.make_protocol().period  # only its last step is recorded
         assert np.array_equal(mine["step"], np.arange(period - 1, period * len(mine), period))
-        assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
+        assert (np.diff(mine["timestamp"]) >= 0).all(), "a learner never goes back to older weights"
     for learner in rows.learners:
         if run.topology.name == "adv*":
-            assert learner["skipped_pulls"] == 0, "nobody asks"
+            assert learner["skipped_pulls"] == 0, "with adv* no learner requests weights"
         else:
             assert learner["pulls"] + learner["skipped_pulls"] <= learner["pushed"]
 
@@ -230,7 +230,7 @@ def check_bits(run: Job) -> None:
         middle = whole.saved[(len(whole.saved) - 1) // 2]
         resumed = train(run, resumed=middle)
         same = resumed.weights.numpy().tobytes() == whole.weights.numpy().tobytes()
-        assert same, f"resumed after update {middle.position.timestamp}, its weights have other bits"
+        assert same, f"resumed after update {middle.position.timestamp}, its weights are not bitwise identical"
 
 
 def determined(run: Job) -> bool:

@@ -317,8 +317,8 @@ def _on_machines(nodes: Sequence[int], machines: Sequence[int]) -> tuple[int, ..
     learning, own = max(nodes) + 1, -min(0, *nodes)
     if len(machines) != learning + own:
         raise ConfigError(
-            f"[simulation] machines has {len(machines)} numbers; valid: {learning} of the nodes with learners, and "
-            f"{own} of those that servers have of their own"
+            f"[simulation] machines has {len(machines)} numbers; valid: {learning} for the nodes with learners, and "
+            f"{own} for the nodes with servers only"
         )
     return tuple(machines[node if node >= 0 else learning - 1 - node] for node in nodes)
 

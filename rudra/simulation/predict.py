@@ -310,7 +310,7 @@ def steady_rate(updates: npt.NDArray[Any]) -> tuple[int, float]:
         ConfigError: There are too few updates.
     """
     if len(updates) < 2:
-        raise ConfigError(f"{len(updates)} updates tell no rate; at least 2 are needed")
+        raise ConfigError(f"{len(updates)} updates give no rate; at least 2 are needed")
     first = min(int(len(updates) * _WARM), len(updates) - 2)
     elapsed = updates["time_s"][-1] - updates["time_s"][first]
     return first, float(updates["samples"][first:-1].sum() / elapsed)
@@ -369,11 +369,11 @@ def as_text(predictions: Sequence[Prediction]) -> str:
     report.notes = [
         "compute, push, wait, pull: of the learners' time; server, link: how long the busiest server and the",
         "busiest way of a link are occupied; bound: an epoch if all else were free.",
-        f"From {simulated}; tests of weights do not count.",
+        f"From {simulated}; evaluations are left out.",
         *dict.fromkeys(p.guessed for p in predictions if p.guessed),
     ]
     if any(p.workers for p in predictions):
-        report.notes[2:3] = [f"From {simulated}, of whole epochs, the first left out; tests of weights do not count."]
+        report.notes[2:3] = [f"From {simulated}, of whole epochs; the first epoch and evaluations are left out."]
     modelled = [p.efficiency for p in predictions if p.efficiency]
     teams = [_workers_text(p) for p in predictions if p.workers]
     return "\n\n".join([report.as_text(), *teams, *([efficiency_text(modelled)] if modelled else [])])

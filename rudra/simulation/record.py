@@ -85,7 +85,7 @@ class RecordedRun:
         for row in events[np.isin(events["kind"], kinds)][:1]:
             self.finished = False
             self._cut(min(int(row["timestamp"]), self.updates_count))
-            self.note = "; what the stage server had from there on is not recorded"
+            self.note = "; the work of the stage server from there on is not recorded"
             self.losses = self.losses[:0]
         gaps = np.flatnonzero(np.diff(self.stages["timestamp"], prepend=0) > 1)
         if self.merged and len(gaps):
@@ -103,13 +103,13 @@ class RecordedRun:
         regrouped = [row for row in self.losses if not plan.expendable(row["role"])]
         if regrouped:
             name = plan.roles[regrouped[0]["role"]].name
-            ends.append((int(regrouped[0]["timestamp"]), f"{name} died, and those who were left regrouped"))
+            ends.append((int(regrouped[0]["timestamp"]), f"{name} died, and the remaining ranks regrouped"))
         elif any(timestamp in self.changes["timestamp"] for timestamp in self.losses["timestamp"]):
             at = next(row for row in self.losses if row["timestamp"] in self.changes["timestamp"])
-            ends.append((int(at["timestamp"]), "a learner died while all began anew"))
+            ends.append((int(at["timestamp"]), "a learner died while all roles restarted"))
         elif any(role.kind_traits.relays for role in plan.roles):
             before = int((self.updates["time_s"] < first["time_s"] - NOTICED_S).sum())
-            ends.append((before, "a learner died, and servers of a tree do not record when they knew"))
+            ends.append((before, "a learner died, and servers of a tree do not record when they noticed it"))
         if ends:
             update, why = min(ends)
             self.finished = False

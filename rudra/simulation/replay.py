@@ -126,7 +126,7 @@ def replay(
         plan = record.plan
         _check_kind(path, results.plan(), job)
         if until is None and output is not None:
-            raise ConfigError("--output is for the weights of --until")
+            raise ConfigError("--output is for the weights of --until: also give --until")
         target = None
         if until is not None:
             target = path.with_name(f"{path.stem}-{until}.pt") if output is None else Path(output)
@@ -151,7 +151,7 @@ def surroundings(results: Results) -> list[str]:
     with torch_as_in(Job(cluster={"flush_denormals": False})):
         flushable = torch.set_flush_denormal(True)
     if then["flush_denormals"] and not flushable:
-        lines.append("denormal numbers were flushed to zero, which this processor cannot; the weights may differ")
+        lines.append("denormal numbers were flushed to zero, which this processor cannot do; the weights may differ")
     return lines
 
 
@@ -192,16 +192,16 @@ def _check_kind(path: Path, plan: Plan, job: Job) -> None:
     kinds = {"averaging": protocol.averages, "scheduled": protocol.schedules}
     for name, wanted in kinds.items():
         if getattr(plan, name) != wanted:
-            raise ReplayError(f"{path}: damaged: attribute '{name}' is not what its job has")
+            raise ReplayError(f"{path}: damaged: attribute '{name}' does not match its job")
     try:
         drawn = job.make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
     except ValueError as error:
         raise ReplayError(f"{path}: damaged: /roles does not fit its job: {error}") from None
     if drawn.overlapped != plan.overlapped:
-        raise ReplayError(f"{path}: damaged: attribute 'overlapped' is not what its job has")
+        raise ReplayError(f"{path}: damaged: attribute 'overlapped' does not match its job")
     for name in ("kind", "index", "parent", "source", "group"):
         if [getattr(role, name) for role in drawn.roles] != [getattr(role, name) for role in plan.roles]:
-            raise ReplayError(f"{path}: damaged: column {name} of /roles is not what its job has")
+            raise ReplayError(f"{path}: damaged: column {name} of /roles does not match its job")
 
 
 def _check_data(record: RecordedRun, loaded: Data) -> None:

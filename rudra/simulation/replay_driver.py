@@ -300,7 +300,7 @@ class ReplayDriver:
             parts.extend(works(*machine.given.rows[0].item(), team[plan.roles[role].index].threads))
             machine.given = None
         if not parts:
-            raise Left(self._ledger.timestamp + 1, f"{who}: the coordinator gave no work for it")
+            raise Left(self._ledger.timestamp + 1, f"{who}: the coordinator assigned no work for it")
         return [parts[0]]
 
     def _described(self, learner: int, timestamp: int, made: Sequence[Computed], works: Sequence[Work]) -> Gradient:
@@ -315,7 +315,7 @@ class ReplayDriver:
         """Gives a learner the weights of a timestamp, and drops them if no other gradient needs them."""
         tensors, server = self._tensors, self._simulation.plan.server
         if timestamp not in self._kept:
-            text = f"is of weights {timestamp} in the record, but those could not reach it by then"
+            text = f"is of weights {timestamp} in the record, but they could not have reached it by then"
             raise Left(self._ledger.timestamp + 1, f"{who}: {text}")
         tensors.transfer(server, version_name(timestamp), role, WEIGHTS)
         self._needed[timestamp] -= 1
@@ -334,7 +334,7 @@ class ReplayDriver:
         machine = self._simulation.actors[role].machine
         assert isinstance(machine, FedLearner)
         if machine.returned is None:
-            raise Left(self._ledger.timestamp + 1, "the stage server does not conclude a mini-batch of the record")
+            raise Left(self._ledger.timestamp + 1, "the stage server does not finish a mini-batch of the record")
         found, machine.returned = machine.returned, None
         return found
 

@@ -393,8 +393,8 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: st
     }
     about = "\n".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in measured.items())
     return f"""\
-# Measured by `rudra calibrate`. A job of this model finds it by itself in ~/.cache/rudra, on such a machine; another
-# place, or another job, has to be named: [simulation] costs = "THIS FILE"
+# Measured by `rudra calibrate`. A job of this model finds this file in ~/.cache/rudra, on such a machine. From another
+# place, or for another job, name it: [simulation] costs = "THIS FILE"
 # One node. For a cluster of such nodes set `nodes`, `latency_s` and `bandwidth_bytes_per_s` of its network too.
 
 nodes = 1
@@ -404,7 +404,7 @@ local_bandwidth_bytes_per_s = {size_bytes / found.transfer_s:.4g}  # {found.tran
 message_s = {found.message_s:.3g}
 
 [models.{json.dumps(model)}]
-compute_s = {{ {points} }}  # one learner alone
+compute_s = {{ {points} }}  # one learner only
 node_slowdown = {found.node_slowdown:.3f}  # what each further learner adds
 jitter = {found.jitter:.3f}
 gradient_s_per_byte = {found.gradient_s / held:.3g}  # {found.gradient_s * 1e3:.3g} ms for all of it

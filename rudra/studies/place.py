@@ -87,4 +87,4 @@ def as_text(found: Placement) -> str:
 def _said(found: Placement, cut: CutEstimate) -> str:
     """Returns the rules that choose a cut, and any objection to it."""
     rules = [rule for rule, decision in found.decisions.items() if decision.cut and decision.cut.index == cut.index]
-    return ", ".join([*rules, *(["convolutions behind it"] if cut.between_convolutions else [])])
+    return ", ".join([*rules, *(["convolutions after it"] if cut.between_convolutions else [])])

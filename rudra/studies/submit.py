@@ -68,7 +68,7 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
     """
     argv = [word for word in arguments.argv if word not in {"--print", "--submit", "--force"}]
     if not all(word.isprintable() for word in argv):
-        raise ConfigError("an option holds a line break or a control character, which cannot stand in a script")
+        raise ConfigError("an option has a line break or a control character, which a script cannot contain")
     from rudra.results.writer import checked_name  # imports HDF5, and --help should not wait for it
 
     launcher: Launcher = _one_of("--launcher", arguments.launcher, ("mpirun", "srun"))
@@ -89,9 +89,9 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
     about, notes = _fitted(jobs or [job], sizes)
     asked = bool(arguments.gpus) or any("gpu" in option for option in arguments.sbatch)
     if asked and job.cluster.device == "cpu":
-        notes.append("GPUs are asked for, but cluster.device is 'cpu'")
+        notes.append("GPUs are requested, but cluster.device is 'cpu'")
     if not asked and job.cluster.device == "cuda":
-        notes.append("cluster.device is 'cuda', but no GPUs are asked for; --gpus says how many")
+        notes.append("cluster.device is 'cuda', but no GPUs are requested; set --gpus")
     batch = BatchJob(
         about=f"{arguments.job} by {launcher}: {about}",
         command=("rudra", *argv),
@@ -178,7 +178,7 @@ def _resources(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, str |
         if key in _OURS:
             raise ConfigError(f"--sbatch {option}: the script sets {key} itself; edit it there")
         if key in {*given, "nodes", "ntasks", "ntasks-per-node", "cpus-per-task"}:
-            raise ConfigError(f"--sbatch {option}: say --{key}, so that it is checked")
+            raise ConfigError(f"--sbatch {option}: use --{key}, which is checked")
         if not re.fullmatch(r"[a-z][a-z-]+", key) or key in resources:
             raise ConfigError(f"--sbatch {option}: must read KEY or KEY=VALUE, each KEY once")
         resources[key] = value if equals else None
@@ -253,6 +253,6 @@ def _submit(sbatch: str, file: Path) -> str:
     """Submits the script, and returns the number of the job."""
     done = subprocess.run([sbatch, "--parsable", str(file)], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = " ".join((done.stderr or done.stdout or "it said nothing").split())
-        raise ConfigError(f"sbatch did not take {file}: {said}")
+        said = " ".join((done.stderr or done.stdout or "it printed nothing").split())
+        raise ConfigError(f"sbatch did not accept {file}: {said}")
     return done.stdout.strip().partition(";")[0]

@@ -162,9 +162,11 @@ def plan(
     varied = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())] if grid else []
     varied += listed
     if not varied:
-        raise ConfigError(f"{path}: has no [study] with a grid or points; say what to vary: --grid table.key=v1,v2")
+        raise ConfigError(
+            f"{path}: has no [study] with a grid or points; give the keys to vary: --grid table.key=v1,v2"
+        )
     for key in given.keys() & {key for point in varied for key in point}:
-        raise ConfigError(f"--set {key}: the points of the sweep differ in it; use --grid {key}=… in its place")
+        raise ConfigError(f"--set {key}: the points of the sweep differ in it; use --grid {key}=… instead")
     common = [*_changes(f"{path}: [study] quick", study.quick if quick else {}), *given.values()]
     points = tuple(_point(path, tables, common, _changes(where, point), driver) for point in varied)
     for first, second in itertools.combinations(points, 2):
@@ -395,7 +397,7 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ResultsError(f"{directory}: another sweep is at work there; wait, or give another --output") from None
+            raise ResultsError(f"{directory}: another sweep is running there; wait, or give another --output") from None
         yield
 
 

@@ -68,7 +68,7 @@ LARGE = (
     "training.minibatch_size=4",
     "training.epochs=3",
 )
-CHANGED, HUNG, UNREADABLE = "has changed meanwhile", "it hung", "the result file cannot be read"
+CHANGED, HUNG, UNREADABLE = "has changed during the transfer", "it hung", "the result file cannot be read"
 
 
 @dataclass(frozen=True, slots=True)

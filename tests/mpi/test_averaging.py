@@ -161,7 +161,7 @@ def without_rank_4(directory: Path, protocol: str, *options: str, shape: str = "
 @pytest.mark.parametrize(("protocol", "shape"), [("sma", "replicas"), ("average", "groups"), ("sma", "blocks")])
 def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, protocol: str, shape: str) -> None:
     output, err = without_rank_4(tmp_path, protocol, shape=shape)
-    assert "learner 3 (rank 4) died; 3 learners are left, who go on from update " in err
+    assert "learner 3 (rank 4) died; 3 learners are left, which continue from update " in err
     with rudra.open_results(output) as results:
         (lost,) = results.events[results.events["kind"] == b"lost"]
         after = results.averages[results.averages["timestamp"] > lost["timestamp"] + 1]

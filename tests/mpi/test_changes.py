@@ -145,7 +145,7 @@ def test_a_branch_of_the_same_job_ends_with_the_bits_of_the_run_that_went_on(tmp
         assert same["updates"] == len(other.updates) == whole["updates"]
         assert same["train_loss"] == whole["train_loss"]
         assert other.updates["digest"].tolist() == results.updates["digest"].tolist()
-    assert events(branch, "branch") == [(40, "begins with update 40 of out.h5")]
+    assert events(branch, "branch") == [(40, "starts with update 40 of out.h5")]
     assert replays(branch)
 
 

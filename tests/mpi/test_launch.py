@@ -198,7 +198,7 @@ def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
     os.kill(process.pid if victim == "launcher" else mpirun_of(process), number)
     code, lines, pids = finish(process, said)
     how = "killed by signal 9 (SIGKILL)" if number == signal.SIGKILL else "ended from outside"
-    then = "to go on from its last checkpoint: rudra resume out.h5" if checkpoint else "it had no results yet"
+    then = "to resume from its last checkpoint: rudra resume out.h5" if checkpoint else "it had no results yet"
     if victim == "launcher":
         assert (code, lines) == (-number, ["ready"])
     else:

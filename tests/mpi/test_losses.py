@@ -72,7 +72,7 @@ def test_where_one_cannot_be_missed_the_others_regroup(
     assert code == 0, err
     (line,) = ours(err)
     left = 4 if name.startswith("tree") else 3
-    assert f": {name} (rank {rank}) died; {left} learners are left, who go on from update " in line
+    assert f": {name} (rank {rank}) died; {left} learners are left, which continue from update " in line
     with rudra.open_results(output) as results:
         assert results.status == "finished"
         (lost,) = results.events[results.events["kind"] == b"lost"]
@@ -97,7 +97,7 @@ def test_a_job_may_stop_when_a_learner_dies_and_be_resumed(tmp_path: Path) -> No
     code, _, err = finish(start("run", job, "--output", output))
     assert code == 3, err
     assert "learner 1 (rank 3) died" in err
-    assert f"rudra: job: stopped; to go on from its last checkpoint: rudra resume {output}" in err
+    assert f"rudra: job: stopped; to resume from its last checkpoint: rudra resume {output}" in err
     with rudra.open_results(output) as results:
         assert (results.status, results.state["reason"]) == ("interrupted", "a learner died")
     code, _, err = finish(start("resume", output, before="import os; os.environ['ALIVE'] = '1'"))
@@ -135,7 +135,7 @@ def test_when_both_servers_die_those_that_are_left_end_the_run(tmp_path: Path) -
         os.kill(ranks[rank], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1, err
-    who = "parameter server (rank 0), statistics server (rank 1) died, and the run cannot go on without them"
+    who = "parameter server (rank 0), statistics server (rank 1) died, and the run cannot continue without them"
     assert ours(err)[0].endswith(who), err
     assert gone([*ranks.values()])
 
@@ -148,7 +148,7 @@ def test_without_ulfm_a_dead_rank_ends_the_job_soon_and_the_checkpoint_is_named(
     assert code == 1, err
     assert ours(err) == [
         "rudra: rank 3 (learner 1) was killed by signal 9 (SIGKILL); is there enough memory?",
-        f"rudra: job: to go on from its last checkpoint: rudra resume {output}",
+        f"rudra: job: to resume from its last checkpoint: rudra resume {output}",
     ]
 
 
@@ -160,7 +160,7 @@ def test_mpirun_that_is_ended_from_outside_leaves_a_run_to_go_on_with(tmp_path: 
     os.kill(mpirun_of(process), signal.SIGTERM)
     code, _, err = finish(process)
     assert code == 3
-    how = f"to go on from its last checkpoint: rudra resume {output}"
+    how = f"to resume from its last checkpoint: rudra resume {output}"
     assert ours(err) == [f"rudra: job: mpirun was ended from outside; {how}"]
     assert gone(pids)
     assert finish(start("resume", output))[0] == 0
@@ -252,6 +252,6 @@ def test_when_all_that_are_left_wait_the_run_ends(tmp_path: Path) -> None:
     assert code == 1
     (line,) = ours(err)
     assert line.startswith(
-        "rudra: statistics server (rank 1): a rank has died, and for 2 s all that are left have waited"
+        "rudra: statistics server (rank 1): a rank has died, and for 2 s all remaining ranks have waited"
     )
     assert "parameter server (rank 0) for a gradient from" in line

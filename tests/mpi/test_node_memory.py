@@ -39,7 +39,7 @@ def test_neighbours_see_what_a_rank_writes_and_can_write_nothing(told: list[dict
         assert rank["neighbours"]["seen"] == [[each + 1, 10 * (each + 1)] for each in range(RANKS)]
         assert rank["neighbours"]["later"] == [-1.0] * RANKS
         assert rank["neighbours"]["killed_by"] == signal.SIGSEGV
-        assert "were reserved, and" in rank["neighbours"]["refused"]
+        assert "were reserved, but" in rank["neighbours"]["refused"]
 
 
 def test_where_one_rank_cannot_share_none_does(told: list[dict[str, Any]]) -> None:
@@ -91,6 +91,6 @@ def test_without_shared_memory_a_run_says_so_and_goes_on_by_messages(tmp_path: P
     code, _, err = finish(start("run", job_file(tmp_path, "alone"), "--output", output, "--quiet"))
     assert code == 0, err
     (line,) = err.splitlines()
-    assert line.startswith("rudra: node memory cannot be had on "), line
+    assert line.startswith("rudra: node memory is not available on "), line
     assert "(rank 2: [Errno 28] No space left on device): its ranks exchange messages instead, which is slower" in line
     assert rudra.replay(output, quiet=True).identical

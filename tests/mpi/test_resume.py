@@ -53,7 +53,7 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         restarts = results.events[results.events["kind"] == b"restart"]
         assert 1 + finished <= len(restarts) <= 2 + finished
         if finished:
-            assert restarts["text"][-1].endswith(b"; 0 updates after it are done again; it was finished")
+            assert restarts["text"][-1].endswith(b"; 0 updates after it are repeated; it was finished")
         assert list(restarts["timestamp"]) == sorted(restarts["timestamp"])
         assert [row["samples"] for row in results.learners] == [6 * 80] * 3
         assert len({*kept} & {*results.kept_epochs}) > 1
@@ -66,7 +66,7 @@ def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "softsync"), tmp_path / "out.h5"
     code, err = run_until(job, output, 20, signal.SIGINT)
     assert code == 3, err
-    assert "rudra: job: stopped; to go on from its last checkpoint: rudra resume" in err
+    assert "rudra: job: stopped; to resume from its last checkpoint: rudra resume" in err
     code, _, err = finish(start("resume", tmp_path / "out.ckpt"))
     assert code == 0, err
     with rudra.open_results(output) as results:
@@ -109,7 +109,7 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path)
         epochs, updates, events = results.epochs, results.updates, results.events
     tested = epochs["epoch"][epochs["evaluated"] == 1]
     (patience,) = events[events["kind"] == b"patience"]
-    assert f", up to epoch {tested[5]}, bring no new best" in patience["text"].decode()
+    assert f", up to epoch {tested[5]}, brought no new best" in patience["text"].decode()
     assert tested[5] <= len(epochs) < 50
     plateaus = events[events["kind"] == b"plateau"]
     fell = [int(row["text"].split()[-1]) for row in plateaus]

@@ -85,7 +85,7 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
     assert returned == 3, err
     assert time.monotonic() - stopped < 200
     assert [line for line in err.splitlines() if line.startswith("rudra:")] == [
-        f"rudra: job: stopped; to go on from its last checkpoint: rudra resume {output}"
+        f"rudra: job: stopped; to resume from its last checkpoint: rudra resume {output}"
     ]
     with rudra.open_results(output) as results:
         assert results.status == "interrupted"

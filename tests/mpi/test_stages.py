@@ -160,7 +160,7 @@ def test_groups_go_on_without_a_learner_that_dies(
     output = tmp_path / "out.h5"
     code, _, err = finish(start("run", job, "--output", output))
     assert code == 0, err
-    assert f"{who} (rank 3) died; 2 learners are left, who go on from update" in err
+    assert f"{who} (rank 3) died; 2 learners are left, which continue from update" in err
     with rudra.open_results(output) as results:
         assert results.status == "finished"
         assert not results.stages["staleness"].any()
@@ -184,7 +184,7 @@ def test_learners_of_a_tree_that_overlap_cross_to_a_stage_server_and_replay(tmp_
     os.kill(ranks_of(process)[server["world_rank"]], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 0, err
-    assert "tree server 0 (rank 2) died; 3 learners are left, who go on from update" in err
+    assert "tree server 0 (rank 2) died; 3 learners are left, which continue from update" in err
     with rudra.open_results(output) as results:
         assert results.status == "finished"
         assert not results.stages["staleness"].any()

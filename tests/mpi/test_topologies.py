@@ -220,7 +220,7 @@ def test_a_replica_that_owns_the_weights_ends_the_run_within_seconds_when_it_is_
     assert time.monotonic() - killed < 55, "before anybody warns of a stall"
     assert returned == 1, err
     lines = ours(err)
-    who = "learner 0 (rank 1) died, and the run cannot go on without it"
+    who = "learner 0 (rank 1) died, and the run cannot continue without it"
     assert lines == [f"rudra: statistics server (rank 0): {who}"], err
     assert gone(list(pids.values()))
 

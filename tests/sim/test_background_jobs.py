@@ -125,11 +125,11 @@ def test_an_allreduce_alone_takes_as_long_as_in_turns() -> None:
         ({"background_jobs": [{"model.name": "lennet"}]}, "background_jobs, table 1: .*'lennet'"),
         (
             {"background_jobs": [{"simulation.machines": [1]}]},
-            "background_jobs, table 1: .*machines has 1 numbers; valid: 3 of",
+            "background_jobs, table 1: .*machines has 1 numbers; valid: 3 for",
         ),
         (
             {"background_jobs": [{}], "machines": [1, 2]},
-            "machines has 2 numbers; valid: 3 of the nodes with learners, and 1 of",
+            "machines has 2 numbers; valid: 3 for the nodes with learners, and 1 for",
         ),
         ({"background_jobs": [{"modle.name": "mlp"}]}, "background_jobs, table 1: unknown table 'modle'"),
         (

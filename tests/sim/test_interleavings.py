@@ -40,7 +40,7 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data:
     for learner, account in enumerate(rows.learners):
         mine = gradients[gradients["learner"] == learner]
         assert np.array_equal(mine["step"], np.arange(len(mine))), "each learner's gradients are applied once, in order"
-        assert (np.diff(mine["timestamp"]) >= 0).all(), "nobody goes back to older weights"
+        assert (np.diff(mine["timestamp"]) >= 0).all(), "a learner never goes back to older weights"
         if bound := run.topology.options.get("outstanding"):
             assert (mine["timestamp"][bound:] >= mine["update"][:-bound]).all(), "it computes with weights that hold it"
         assert len(mine) <= account["pushed"]

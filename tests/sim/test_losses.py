@@ -310,7 +310,7 @@ def test_children_of_a_dead_tree_server_move_to_its_parent() -> None:
     assert moved == {*plan.children[plan.server], *plan.children[dead]} - {dead}
     assert rows.warnings == [
         f"parameter server: tree server 1 (rank {plan.roles[dead].world_rank}) died; 4 learners are left, "
-        f"who go on from update {lost(rows)['timestamp'][0]}"
+        f"which continue from update {lost(rows)['timestamp'][0]}"
     ]
     assert list(lost(rows)["role"]) == [dead]
     check(run_, rows)
@@ -336,7 +336,7 @@ def test_a_group_goes_on_without_its_first_member() -> None:
     check(run_, rows)
     (gone,) = lost(rows)
     (warning,) = rows.warnings
-    assert warning.endswith(f"died; 5 learners are left, who go on from update {gone['timestamp']}")
+    assert warning.endswith(f"died; 5 learners are left, which continue from update {gone['timestamp']}")
     later = rows["gradients"][rows["gradients"]["update"] > gone["timestamp"]]
     assert set(later["learner"]) == {0, 1, 2, 4, 5}
 

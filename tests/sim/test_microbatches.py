@@ -165,7 +165,7 @@ def test_weights_are_those_of_gradients_added_up_by_hand_and_a_replay_repeats_th
     assert rudra.replay(tmp_path / "run.h5", job=job, quiet=True).identical
 
 
-ONE = r"\[training\] microbatches = 8: a part may be of one sample: torch cannot do this model with one sample"
+ONE = r"\[training\] microbatches = 8: a part may have one sample: torch cannot compute this model on one sample"
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,11 @@ ONE = r"\[training\] microbatches = 8: a part may be of one sample: torch cannot
         (2, {"simulation": {"batching": "big-batch"}}, "batching = 'big-batch'; use microbatches = 1, or"),
         (8, {}, ONE),
         (8, {"cluster": {"shares": [1, 3]}, "training": {"minibatch_size": 16}}, ONE),
-        (2, {**DEALT, "model": network}, "name: hogbatch: a batch may be what is left of an epoch: torch cannot do"),
+        (
+            2,
+            {**DEALT, "model": network},
+            "name: hogbatch: the last batch of an epoch may be short: torch cannot compute",
+        ),
     ],
     ids=["more than samples", "placed", "vmap", "big-batch", "one sample", "one sample of a share", "hogbatch"],
 )

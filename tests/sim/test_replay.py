@@ -199,7 +199,7 @@ WHO = ("learner", "step", "timestamp", "samples", "loss", "errors")
         (field("gradients", PLACE, "learner", lambda x: (x + 1) % 3), UPDATE, "gradient of learner"),
         (field("gradients", PLACE, "learner", lambda x: 77), UPDATE, "there are 3 learners"),
         (field("gradients", PLACE, "timestamp", lambda x: x - 1), UPDATE, "gradient of learner"),
-        (field("gradients", PLACE, "timestamp", lambda x: 10**6), UPDATE, "could not reach it"),
+        (field("gradients", PLACE, "timestamp", lambda x: 10**6), UPDATE, "could not have reached it"),
         (field("gradients", PLACE, "samples", lambda x: x + 1), UPDATE, "samples: 5 in the record, 4 in the replay"),
         (field("gradients", PLACE, "staleness", lambda x: x + 1), UPDATE, "staleness: "),
         (field("gradients", PLACE, "scale", lambda x: 0.5), UPDATE, "scale: 0.5 in the record, 1.0 in the replay"),
@@ -238,10 +238,10 @@ def test_a_tampered_record_is_detected_and_located(
 @pytest.mark.parametrize(
     ("tamper", "said"),
     [
-        (attribute("scheduled", True), "attribute 'scheduled' is not what its job has"),
-        (attribute("averaging", True), "attribute 'averaging' is not what its job has"),
-        (attribute("overlapped", True), "attribute 'overlapped' is not what its job has"),
-        (moved, "column group of /roles is not what its job has"),
+        (attribute("scheduled", True), "attribute 'scheduled' does not match its job"),
+        (attribute("averaging", True), "attribute 'averaging' does not match its job"),
+        (attribute("overlapped", True), "attribute 'overlapped' does not match its job"),
+        (moved, "column group of /roles does not match its job"),
     ],
 )
 def test_a_file_whose_roles_are_not_those_of_its_job_is_damaged(
@@ -456,7 +456,7 @@ def test_more_threads_than_cores_are_said(tmp_path: Path, recorded: Path, capsys
     [
         (["--until", "73"], "--until 73: valid: 0 to 72, the updates recorded"),
         (["--until", "-1"], "--until -1: valid: 0 to 72"),
-        (["--output", "w.pt"], "--output is for the weights of --until"),
+        (["--output", "w.pt"], "--output is for the weights of --until: also give --until"),
         (["--until", "3", "--output", "nowhere/w.pt"], "nowhere/w.pt: directory nowhere does not exist"),
         (["--set", "training.epochs=2"], "--set training.epochs=2: a replay cannot change this key; use data.path or"),
     ],

@@ -92,7 +92,7 @@ GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*",
     [
         (digits("mlp", 3), 3),
         (digits("lenet", 3), 5),
-        (digits("lenet", 2), 6),  # the last layers change what crosses
+        (digits("lenet", 2), 6),  # the last layers change the tensor
         (small("hardsync", 3), "middle"),
         (small("hardsync", 3), "early"),
         (small("hardsync", 3), "last"),
@@ -323,7 +323,7 @@ def test_whoever_is_fast_and_whoever_dies(tmp_path_factory: pytest.TempPathFacto
         totals, stages = results.totals[0], results.stages
         assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
         lost = (results.events["kind"] == b"lost").any()
-        again = lost and not run.plan().expendable(run.plan().learners[0])  # what was under way is computed again
+        again = lost and not run.plan().expendable(run.plan().learners[0])  # work in flight is computed again
         taken = {(row["learner"], row["step"]) for row in stages}
         assert len(taken) == len(stages) or (again and run.placement.rule == "merged")
         assert {(row["learner"], row["step"]) for row in results.gradients} <= taken
@@ -397,7 +397,7 @@ def test_merged_layers_are_replayed_up_to_what_a_resumed_run_did_again(tmp_path:
     replayed = rudra.replay(path, job=run, quiet=True)
     assert replayed.difference is None, replayed.difference
     assert replayed.updates == missed - 1
-    assert replayed.note == "; what the stage server had from there on is not recorded"
+    assert replayed.note == "; the work of the stage server from there on is not recorded"
 
 
 def test_layers_travel_in_time_by_their_bytes_and_operations() -> None:

@@ -253,7 +253,7 @@ def test_training_waits_for_tests_if_it_is_to(
             assert summary["status"] == "finished"
             assert summary["pushed"] == sum(summary[name] for name in ("applied", "pending", "discarded", "lost"))
             text = summary_table(summary)
-        assert ("epochs: tests took too long (training.evaluate = 'always' waits for them)" in text) is (
+        assert ("epochs: evaluations took too long (training.evaluate = 'always' waits for them)" in text) is (
             evaluate is True
         )
         assert rudra.replay(tmp_path / f"{evaluate}.h5", job=about).difference is None
@@ -280,7 +280,7 @@ def test_a_run_ends_when_its_tests_are_no_better_for_too_long(topology: dict[str
     since = [place - int(np.argmin(losses[: place + 1])) for place in range(len(losses))]
     last = int(places[since.index(3)])
     assert summary["status"] == "finished"
-    assert event["text"].decode() == f"patience = 3: the last 3 tests, up to epoch {last}, bring no new best"
+    assert event["text"].decode() == f"patience = 3: the last 3 evaluations, up to epoch {last}, brought no new best"
     assert event["time_s"] == epochs["time_s"][last - 1]
     assert last <= len(epochs) <= last + 2 < 40, "the epoch under way is the last"
     assert best is not None
@@ -437,7 +437,7 @@ def test_what_the_users_own_code_raises_comes_through(where: str, tmp_path: Path
 
 def test_a_task_that_does_not_fit_the_data_is_refused_before_training(tmp_path: Path) -> None:
     made = functools.partial(rudra.simulate, output=tmp_path / "run.h5", progress="quiet")
-    with pytest.raises(RudraError, match=r"classification wants one whole number .*float32 of shape \(2,\)"):
+    with pytest.raises(RudraError, match=r"classification needs one whole number .*float32 of shape \(2,\)"):
         made(job("regression", task={"name": "classification"}))
 
 

@@ -50,7 +50,7 @@ def test_a_benchmark_of_a_checkout_is_refused_without_one(
     monkeypatch.setattr(package_check, "ROOT", tmp_path)
     assert main(["bench", "sparse"]) == 2
     six = "ddp, overhead, pingpong, overlap, prediction, evaluation"
-    said = f"rudra: benchmark 'sparse' needs a checkout of Rudra; installed are {six}\n"
+    said = f"rudra: benchmark 'sparse' needs a checkout of Rudra; installed: {six}\n"
     assert capsys.readouterr() == ("", said)
 
 
@@ -62,7 +62,7 @@ def test_an_option_that_a_benchmark_does_not_have_is_refused(
     names: list[str], option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *names, *option]) == 2
-    assert capsys.readouterr().err == f"rudra: {option[0]} is no option of the benchmark update\n"
+    assert capsys.readouterr().err == f"rudra: {option[0]} is not an option of benchmark update\n"
 
 
 def test_ratios_are_of_neighbours() -> None:

@@ -60,7 +60,7 @@ def test_a_branch_of_the_same_job_has_its_rows_and_can_be_replayed(tmp_path: Pat
         rows = carried(results, found.position, found.replanned, found.branched)
         assert sum(len(piece) for piece in rows.rows["updates"]) == 16
         *_, last = rows.rows["events"]
-        assert [(row["kind"], row["text"]) for row in last] == [(b"branch", b"begins with update 16 of run.h5")]
+        assert [(row["kind"], row["text"]) for row in last] == [(b"branch", b"starts with update 16 of run.h5")]
     assert "not_replayable" not in rows.attributes
 
 
@@ -116,7 +116,7 @@ def test_what_a_run_cannot_begin_with_is_one_line(tmp_path: Path) -> None:
 def test_carry_without_from_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "digits", "--carry", "all"]) == 2
     assert capsys.readouterr().err == (
-        "rudra: --carry says what to begin with of another run: give --from FILE.ckpt, too\n"
+        "rudra: --carry is only for a start from another run; also give --from FILE.ckpt\n"
     )
 
 

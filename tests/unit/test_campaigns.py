@@ -14,7 +14,7 @@ from tests.campaigns.progress import side_by_side
 GOOD = End(0, "", 1.0, (), struck=True)
 DIED = "rudra: parameter server (rank 0): learner 1 (rank 3) died; 2 learners are left, 2 gradients make an update\n"
 EARLY = "rudra: rank 3 (learner 1), rank 4 (learner 2) died before training began\n"
-STOPPED = "rudra: job: stopped on request; to go on from its last checkpoint: rudra resume out.h5\n"
+STOPPED = "rudra: job: stopped on request; to resume from its last checkpoint: rudra resume out.h5\n"
 
 
 @pytest.fixture(scope="module")

@@ -119,7 +119,7 @@ def test_the_checkpoint_before_is_offered_if_it_is_whole(tmp_path: Path, length:
     assert read(previous)[0].position == POSITION
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(
-        CheckpointError, match=r"the one before it, of update 7, is whole: rudra resume .*previous\.ckpt"
+        CheckpointError, match=r"the one before it, of update 7, is intact: rudra resume .*previous\.ckpt"
     ):
         read(path)
     previous.write_bytes(b"")

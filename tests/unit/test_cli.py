@@ -376,7 +376,7 @@ def test_doctor_reports_as_json(
 ) -> None:
     """With and without ranks that answer; the tutorial's test asks real ones."""
     answer = said and json.dumps({"library": "Open MPI v5", "threads": "multiple", "gpu": None, **said})
-    monkeypatch.setattr(doctor, "_probe", lambda *command: (answer, "it said nothing"))
+    monkeypatch.setattr(doctor, "_probe", lambda *command: (answer, "it printed nothing"))
     code = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] == (said is not None)

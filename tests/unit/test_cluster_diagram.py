@@ -42,7 +42,7 @@ def test_every_topology_is_drawn_once(directory: Path) -> None:
         ("topology-2", "Topology groups (groups = 3)"),
         ("topology-3", "Topology adv* (fan_out = 2)"),
     ]
-    assert "Drawn is λ = 6" in made[0].caption
+    assert "The drawing has λ = 6" in made[0].caption
     assert "Runs with λ = 2 are placed by the same rule" in made[0].caption
     assert [len(figure.panels) for figure in made] == [2, 2, 3]  # adv* has a tree of the weights, too
 

@@ -176,9 +176,9 @@ def test_what_is_wrong_is_named(content: bytes, options: dict[str, Any], message
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"age,city,y\n1,a,0\n\n2,b,0\n", "test: line 4: column 'city': 'b' is none of the training file's: a"),
-        (b"age,city,y\n1,a,7\n", "test: line 2: column 'y': '7' is none of the training file's: 0, 1"),
-        (b"age,town,y\n1,a,0\n", "test: line 1: has a column 'town' where the training file has 'city'"),
+        (b"age,city,y\n1,a,0\n\n2,b,0\n", "test: line 4: column 'city': 'b' is not in the training file; valid: a"),
+        (b"age,city,y\n1,a,7\n", "test: line 2: column 'y': '7' is not in the training file; valid: 0, 1"),
+        (b"age,town,y\n1,a,0\n", "test: line 1: has a column 'town', but the training file has 'city'"),
     ],
 )
 def test_a_test_file_that_does_not_fit(content: bytes, message: str, tmp_path: Path) -> None:

@@ -258,9 +258,9 @@ def with_tuples() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "at", "text"),
     [
-        (lambda: Twice("short cut"), "three", r"cut = 'three' is inside of layer 'two', where more than one tensor cr"),
+        (lambda: Twice("short cut"), "three", r"cut = 'three' is inside layer 'two', where more than one tensor cr"),
         (lambda: Twice("crossing"), "two", r"\[model\] Twice cannot be cut, as more than one tensor crosses everywhe"),
-        (lambda: Twice("branch"), "two", r"\[model\] Twice .* as the `forward` of Twice asks whether it is training; "),
+        (lambda: Twice("branch"), "two", r"\[model\] Twice .* as the `forward` of Twice depends on `training`; "),
         (lambda: Twice("values"), "two", r"\[model\] Twice cannot be cut, as torch.fx cannot trace Twice: .*; make it"),
         (lambda: Twice("order"), "three", r"\[placement\] cut = 'three': the model's parameters are not in the order "),
         (lambda: Twice("unused"), "three", r"cut = 'three': unused.weight belongs to no layer"),
@@ -283,7 +283,7 @@ def test_refusals(make: Callable[[], nn.Module], at: str | int, text: str) -> No
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (Lying, r"\[model\] Lying: its stages, one after the other, do not give its output"),
+        (Lying, r"\[model\] Lying: its stages in sequence do not compute its output"),
         (Strange, r"\[model\] Strange.stages\(\) has a builtin_function_or_method; valid: torch.nn.Modules"),
     ],
 )
@@ -294,7 +294,7 @@ def test_stages_that_are_none(model: type[nn.Module], text: str) -> None:
 
 def test_no_gradient_goes_to_whole_numbers() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Embedding(20, 3), nn.Flatten(), nn.Linear(21, 2))
-    with pytest.raises(ConfigError, match=r"cut = 1: what crosses between '0' and '1' is torch.int64, which has no"):
+    with pytest.raises(ConfigError, match=r"cut = 1: the tensor between '0' and '1' is torch.int64, which has no"):
         chain(model, characters(7)).cut(1)
 
 

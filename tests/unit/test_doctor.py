@@ -18,7 +18,7 @@ LIST = "echo 'MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plu
 @pytest.mark.parametrize(
     ("programs", "open_mpi", "state", "found"),
     [
-        ({}, True, "ok", "not here; only batch jobs need it"),
+        ({}, True, "ok", "not installed; only batch jobs need it"),
         (
             {"sbatch": "", "sinfo": "echo main; echo main; echo gpu", "srun": LIST},
             True,

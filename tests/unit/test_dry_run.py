@@ -38,7 +38,7 @@ def touched(moment: Any) -> None:
         ("model.options.hiden=[8]", "[model] mlp: got an unexpected keyword argument 'hiden'"),
         ("task.options.smoothing=0.1", "[task] classification: got an unexpected keyword argument 'smoothing'"),
         (f"task.name={__name__}:unfit", "gave shape (8, 10); a loss is one number, a scalar tensor"),
-        ("task.name=regression", "[task] regression wants numbers, as float32; digits has targets int64"),
+        ("task.name=regression", "[task] regression needs numbers, as float32; digits has targets int64"),
         ("data.name=digit", "[data] name: 'digit' is unknown; valid: arff, npz, "),
         ("data.name=cifar10", "cifar10"),
         ("optimizer.options.nestorov=true", "[optimizer] unknown option 'nestorov' of sgd; valid: dampening, "),

@@ -167,7 +167,7 @@ def test_a_best_epoch_that_was_not_kept_is_told(recorded: Path, tmp_path: Path) 
     untested = JOB.with_(training={"evaluate": False, "epochs": 1})
     with rudra.simulate(untested, output=tmp_path / "run.h5", progress="quiet") as results:
         assert results.best_epoch is None
-        with pytest.raises(ResultsError, match="has no best epoch: none was tested"):
+        with pytest.raises(ResultsError, match="has no best epoch: none was evaluated"):
             results.weights_of("best")
     with pytest.raises(
         ConfigError, match=r"keep_best = true is not supported with \[training\] evaluate = false; use evaluate = true"

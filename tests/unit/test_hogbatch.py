@@ -325,7 +325,7 @@ def test_a_mistake_is_one_line(tables: dict[str, Any], text: str) -> None:
 def test_nobody_knows_how_many_updates_there_will_be() -> None:
     job = Job(protocol={"name": "hogbatch"}, hogbatch={"workers": TWO}, cluster={"learners": 2})
     job = job.with_(optimizer={"schedule": "cosine", "schedule_every": "update"})
-    with pytest.raises(ConfigError, match="how many updates the protocol makes of an epoch is its own"):
+    with pytest.raises(ConfigError, match="the protocol decides how many updates an epoch has"):
         schedule_of(job, job.plan(), 1000)
 
 

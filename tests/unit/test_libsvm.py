@@ -134,7 +134,7 @@ def test_an_unknown_label_among_several_is_named(tmp_path: Path) -> None:
     (tmp_path / "train").write_bytes(b"1,2 1:1\n\n2 2:1\n")
     (tmp_path / "test").write_bytes(b"1,2 1:1\n\n1:1\n2,9 1:1\n")
     table = DataTable(name="libsvm", path=tmp_path / "train", options={"test": "test", "multilabel": True})
-    with pytest.raises(DataError, match="test: line 4: label 9 is none of the training set's: 1, 2"):
+    with pytest.raises(DataError, match="test: line 4: label 9 is not in the training set; valid: 1, 2"):
         load(table)
 
 
@@ -204,7 +204,7 @@ def test_a_csv_file_is_told_what_reads_it(content: bytes, is_csv: bool, tmp_path
 @pytest.mark.parametrize(
     ("content", "options", "error", "message"),
     [
-        (b"1 1:1\n2\n9 1:1\n", {}, DataError, "test: line 3: label 9 is none of the training set's: 1, 2"),
+        (b"1 1:1\n2\n9 1:1\n", {}, DataError, "test: line 3: label 9 is not in the training set; valid: 1, 2"),
         (b"1 1:1\n\n2 0:1", {"zero_based": False}, DataError, "test: line 3: index 0; valid: 1 to 5"),
         (b"1 1:1\n2\n2 2:1 9:1", {"features": 8}, DataError, "test: line 3: index 9; valid: 1 to 8"),
         (b"1 1:1\n2 2:1 8:1", {"features": 8, "zero_based": True}, DataError, "line 2: index 8; valid: 0 to 7"),

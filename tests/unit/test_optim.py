@@ -423,9 +423,9 @@ def test_an_optimiser_of_the_user_equals_itself_and_is_resumed() -> None:
 @pytest.mark.parametrize(
     ("table", "text"),
     [
-        (own("ByNorm"), "what it makes of an element depends on others"),
+        (own("ByNorm"), "its step for an element depends on other elements"),
         (own("Counting"), "its state 'count' is no float32 tensor of one number or of the parameter's shape"),
-        (own("Moving"), "a step changes the optimiser beside its `state`"),
+        (own("Moving"), "a step changes more of the optimiser than its `state`"),
         (own("own"), "is not a class that inherits from torch.optim.Optimizer"),
         (own("Lion", weight_decay=0.1), "weight_decay: .*Lion does not take it; valid: 0"),
         (own("Lion", momentum=0.5), "momentum = 0.5 is for"),

@@ -134,7 +134,7 @@ def test_the_wheel_has_the_benchmarks_that_users_need(wheel: Path, installed: Pa
     assert re.findall(r"^  (\w+) ", listed, re.M) == list(BENCHMARKS)
     done = run(installed / "rudra", "bench", "sparse", "--quick", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("rudra: benchmark 'sparse' needs a checkout of Rudra; installed are ddp, ")
+    assert done.stderr.startswith("rudra: benchmark 'sparse' needs a checkout of Rudra; installed: ddp, ")
 
 
 def test_a_batch_script_is_made_from_the_wheel(installed: Path, tmp_path: Path) -> None:

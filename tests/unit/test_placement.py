@@ -147,7 +147,7 @@ def linear(size: int, out: int, seconds: float = 0.0, *, cut: bool = True) -> La
         ([conv(1, 1), conv(1, 9), linear(900, 800), linear(5, 1)], -0.1, 2, "it sends least"),
         ([conv(1, 9), conv(1, 950), linear(900, 950), linear(5, 1)], -0.1, None, "are not less than the model's"),
         ([linear(1, 9, cut=False), linear(900, 1)], 9, None, "the model cannot be cut anywhere"),
-        ([linear(1, 9), conv(900, 1)], 9, None, "every cut has a convolution behind it"),
+        ([linear(1, 9), conv(900, 1)], 9, None, "every cut has a convolution after it"),
     ],
 )
 def test_the_papers_rule(layers: list[Layer], threshold: float, index: int | None, why: str) -> None:

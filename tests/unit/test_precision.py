@@ -216,7 +216,7 @@ def test_a_model_without_kernels_is_one_line() -> None:
         check_gradient(TrainingTable(precision="float16"), FlatModel(Picky(), precision="float16"), sample, alone=None)
     why = '"special" not implemented for such numbers'
     where = "[training] precision = 'float16'"
-    assert str(caught.value) == f"{where}: torch cannot do this model on this cpu ({why}); valid: float32"
+    assert str(caught.value) == f"{where}: torch does not support it for this model on this cpu ({why}); valid: float32"
     check_gradient(
         TrainingTable(precision="bfloat16"), FlatModel(built(normalised), precision="bfloat16"), sample, alone=None
     )
@@ -229,7 +229,7 @@ def test_one_sample_in_a_minibatch_is_refused_where_a_model_needs_two() -> None:
             TrainingTable(), FlatModel(built(normalised)), sample, alone=("[training] minibatch_size = 1", "2 or more")
         )
     assert str(caught.value).startswith(
-        "[training] minibatch_size = 1: torch cannot do this model with one sample (Exp"
+        "[training] minibatch_size = 1: torch cannot compute this model on one sample (Exp"
     )
     assert str(caught.value).endswith("; valid: 2 or more")
     check_gradient(TrainingTable(), FlatModel(built(normalised)), sample, alone=None)
@@ -246,7 +246,9 @@ def test_a_job_learns_that_before_it_begins(tmp_path: Any) -> None:
         model={"name": Picky}, data={"name": data, "classes": 10}, training={"precision": "bfloat16"},
         cluster={"learners": 1},
     )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"precision = 'bfloat16': torch cannot do this model on this cpu"):
+    with pytest.raises(
+        ConfigError, match=r"precision = 'bfloat16': torch does not support it for this model on this cpu"
+    ):
         rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet")
     assert not (tmp_path / "run.h5").exists()
 
@@ -264,7 +266,6 @@ def test_a_job_of_characters_trains_in_bfloat16_or_is_refused_in_one_line(
         assert (code, said) == (0, "")
     else:
         assert code == 2
-        refused = (
-            r"rudra: \[training\] precision = 'bfloat16': torch cannot do this model on this cpu \([^.]*LSTM[^.]*\)"
-        )
+        unsupported = r"torch does not support it for this model on this cpu \([^.]*LSTM[^.]*\)"
+        refused = rf"rudra: \[training\] precision = 'bfloat16': {unsupported}"
         assert re.fullmatch(rf"{refused}; valid: float32\n", said)

@@ -150,7 +150,7 @@ def test_a_known_model_and_data_set_need_no_file() -> None:
 
 
 def test_too_few_updates_are_refused() -> None:
-    with pytest.raises(ConfigError, match="1 updates tell no rate"):
+    with pytest.raises(ConfigError, match="1 updates give no rate"):
         predict(job(), known=KNOWN, updates=1)
 
 

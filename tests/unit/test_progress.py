@@ -79,7 +79,7 @@ def test_lines_for_a_batch_log():
     assert file.getvalue().splitlines() == [
         "digits: 1-softsync, λ = 4, μ = 16, α = 0.01 = α0 x 1 (modulation n), sgd, 2 epochs of 1,000 samples",
         "digits: epoch 1/2, test error 12.50%, staleness 1.50, 500 samples/s, 2.00 s",
-        "digits: epoch 2/2, not tested, staleness 3.00, 27 samples/s, 1:15 min",
+        "digits: epoch 2/2, not evaluated, staleness 3.00, 27 samples/s, 1:15 min",
     ]
 
 
@@ -122,7 +122,7 @@ def test_summary_table_of_a_finished_run(tmp_path):
         "digits: 2-softsync, λ = 4, μ = 16, α = 0.005, MPI: finished",
         "",
         "  test error     20.00% after epoch 2 (best 10.00% after epoch 1)",
-        "  not tested     1 of 3 epochs: tests took too long (training.evaluate = 'always' waits for them)",
+        "  not evaluated  1 of 3 epochs: evaluations took too long (training.evaluate = 'always' waits for them)",
         "  learning rate  0.005 = α0 x 0.5 (modulation n), 0.0005 at the end",
         "  epochs         3 of 10",
         "  training time  3.00 s, 2,000 samples/s",
@@ -160,7 +160,7 @@ def test_summary_table_of_an_interrupted_run(tmp_path):
     with open_results(tmp_path / "run.h5") as results:
         text = summary_table(results.summary())
     assert "interrupted: somebody pressed Ctrl-C" in text
-    assert "not tested" in text
+    assert "not evaluated" in text
     assert "None" not in text
 
 

@@ -82,7 +82,7 @@ def test_times_by_the_defaults_are_not_measured_ones(tmp_path: Path) -> None:
         (["a.h5"], "These come from its defaults, not measured here: run rudra calibrate."),
         (
             ["a.h5", "b.h5"],
-            "Those of hardsync, μ = 16, λ = 2 come from its defaults, not measured here: run rudra calibrate.",
+            "The times of hardsync, μ = 16, λ = 2 come from its defaults, not measured here: run rudra calibrate.",
         ),
         (["b.h5"], ""),
     ):
@@ -210,7 +210,7 @@ def test_staleness_is_not_called_momentum(study: Path) -> None:
     assert table is not None
     ((_, _, quantity, _, _, _, remark),) = table.rows
     assert quantity == "⟨σ⟩ / (1 + ⟨σ⟩)"
-    assert "staleness alone" in remark
+    assert "staleness only" in remark
 
 
 @pytest.mark.parametrize(("server", "known"), [(True, True), (False, False)])
@@ -245,7 +245,7 @@ def test_any_run_can_be_reported(tmp_path: Path, updates: int, epochs: int, fini
 def test_a_sweep_that_has_not_begun(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps({"points": [{"file": "a.h5"}, {"file": "b.h5"}]}))
     report([tmp_path], tmp_path / "page.html")
-    assert "No run has left a result yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "No run has a result yet" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 def test_equal_configurations_are_told_apart_by_file(tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ def test_nothing_stale_is_one_line(tmp_path: Path) -> None:
 def test_an_unfinished_study_is_not_called_fresh_for_good(tmp_path: Path) -> None:
     write_run(tmp_path / "a.h5", updates=4, epochs=1, staleness=0, finish=False)
     (section,) = sections_of(collect([tmp_path / "a.h5"]))
-    assert any(note.startswith("Nothing is stale so far") for note in section.notes)
+    assert any(note.startswith("Nothing is stale yet") for note in section.notes)
 
 
 def test_bars_that_are_compared_share_a_scale(study: Path, tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ def test_shares_and_bars_of_roles_stay_in_their_bounds(study: Path) -> None:
     run = dataclasses.replace(run, summary={**run.summary, "learner_times": times}, **times_of)
     (figure,) = [f for f in figures(Study("x", (run,)), [run]) if f.name == "roles"]
     row = dict(zip(figure.table.columns, figure.table.rows[0], strict=True))
-    assert row["statistics: tests (%)"] == 100
+    assert row["statistics: evaluation (%)"] == 100
     assert row["server: updates (%)"] == pytest.approx(200)
     for narrow in (False, True):
         page = _drawn(figure, narrow=narrow)
@@ -560,7 +560,11 @@ def test_warm_up_by_updates_gets_a_note_where_runs_make_different_numbers_of_the
         write_point(tmp_path / name, protocol="softsync", n=n, mu=4, lam=4, optimizer=optimizer)
         return tmp_path / name
 
-    one, four, said = point("one.h5", 1), point("four.h5", 4), "in updates, such as a warm-up, lasts for more epochs"
+    one, four, said = (
+        point("one.h5", 1),
+        point("four.h5", 4),
+        "counts updates, such as a warm-up, lasts for more epochs",
+    )
     assert said in notes_of(one, four)
     assert said not in notes_of(one, point("rate.h5", 1, learning_rate=0.02)), "equally many updates"
     assert said not in notes_of(one, point("epoch.h5", 4, schedule_every="epoch")), "one of them counts epochs"

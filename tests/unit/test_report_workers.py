@@ -163,7 +163,7 @@ def test_a_run_in_virtual_time_has_the_shares_batches_and_utilisation_of_its_cos
     assert small is not None
     assert large is not None
     assert fixed is not None
-    assert [small.name, large.name, fixed.name] == ["small alone", "large alone", "fixed"]
+    assert [small.name, large.name, fixed.name] == ["small only", "large only", "fixed"]
     assert (small.share("small"), large.share("small")) == (100.0, 0.0)
     assert sum(fixed.updates) == runs["fixed"].summary["updates"]
     assert set(small.batches(0)[1]) == {4}
@@ -184,7 +184,12 @@ def test_a_run_in_virtual_time_has_the_shares_batches_and_utilisation_of_its_cos
 def test_a_report_has_the_panels_of_figures_5_to_8(files: list[Path], tmp_path: Path) -> None:
     (page, *_) = report(files[2:], tmp_path / "page.html")
     text = page.read_text(encoding="utf-8")
-    for title in ("Convergence of unlike workers", "Updates by kind of worker", "Utilisation of workers", "Batches of"):
+    for title in (
+        "Convergence of heterogeneous workers",
+        "Updates by kind of worker",
+        "Utilisation of workers",
+        "Batches of",
+    ):
         assert title in text
     for said in ("time to 95 % of the drop in loss (s)", ">fixed<", ">adaptive<"):
         assert said in text

@@ -107,7 +107,7 @@ def not_a_number(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
         (
             f"{SCHEDULERS}:ReduceLROnPlateau",
             {},
-            ".*ReduceLROnPlateau depends on tests; valid: schedule = 'plateau', with .*",
+            ".*ReduceLROnPlateau depends on evaluations; valid: schedule = 'plateau', with .*",
         ),
         ("cosine", {"T_min": 3}, ".*unexpected keyword argument 'T_min'"),
         ("math:pi", {}, "'float' object is not callable"),

@@ -66,7 +66,7 @@ def test_the_study_of_the_page_says_what_the_page_says(studied: Path) -> None:
 
 def test_the_report_has_the_paper_beside_it(studied: Path) -> None:
     text = (studied / "protocols.html").read_text()
-    assert "Beside the paper" in text
+    assert "Compared with the paper" in text
     assert "Effective learning rates differ (0.00625 to 0.05)" in text
 
 

@@ -147,12 +147,12 @@ def test_time_limits(text: str, seconds: int) -> None:
         ("--restarts=-1", r"--restarts -1: must be a whole number >= 0"),
         ("--partition 'a b'", r"--partition a b: must be one word of .*"),
         ("--sbatch signal=KILL", r"--sbatch signal=KILL: the script sets signal itself; edit it there"),
-        ("--sbatch=--time=3", r"--sbatch --time=3: say --time, so that it is checked"),
+        ("--sbatch=--time=3", r"--sbatch --time=3: use --time, which is checked"),
         ("--sbatch Qos", r"--sbatch Qos: must read KEY or KEY=VALUE, each KEY once"),
         ("--sbatch qos=a --sbatch qos=b", r"--sbatch qos=b: must read KEY or KEY=VALUE, each KEY once"),
         ("--environment nowhere", r"--environment nowhere: no Rudra is installed there: nowhere/bin/rudra is missing"),
         ("--print --submit", r"--print and --submit exclude each other"),
-        ("--set 'data.path=a\nrm'", r"an option holds a line break or a control character, .*"),
+        ("--set 'data.path=a\nrm'", r"an option has a line break or a control character, .*"),
         ("--set training.epoch=1", r".*\[training\] unknown key 'epoch'; .*"),
         ("--grid protocol.name=fast", r".*'fast' is unknown.*"),
         ("--grid cluster.learners=4,5", r"5 learners with topology base need 7 ranks, .*"),
@@ -203,11 +203,11 @@ def test_an_array_has_the_directory_of_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--set cluster.device=cuda", "cluster.device is 'cuda', but no GPUs are asked for; --gpus says how many"),
+        ("--set cluster.device=cuda", "cluster.device is 'cuda', but no GPUs are requested; set --gpus"),
         ("--set cluster.device=cuda --gpus 2", None),
         ("--set cluster.device=cuda --sbatch gres=gpu:2", None),
         ("--set cluster.device=auto --gpus 2", None),
-        ("--gpus 2", "GPUs are asked for, but cluster.device is 'cpu'"),
+        ("--gpus 2", "GPUs are requested, but cluster.device is 'cpu'"),
         ("", None),
     ],
 )
@@ -227,7 +227,7 @@ def test_tasks_without_a_role_are_told(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(0, "submitted as job 12"), (1, "sbatch did not take digits.sh: no such partition")]
+    ("code", "said"), [(0, "submitted as job 12"), (1, "sbatch did not accept digits.sh: no such partition")]
 )
 def test_submitting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], code: int, said: str

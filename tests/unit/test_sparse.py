@@ -77,10 +77,13 @@ def own_data(path: Path) -> tuple[TensorDataset, TensorDataset]:
     [
         ({"data": {"name": "digits"}}, "[data] sparse = true: the inputs of digits are dense; valid: false, 'auto'"),
         ({"data": {"name": own_data}}, "[data] sparse = true: your own dataset makes its"),
-        ({"data": {"standardise": True}}, "[data] standardise = true makes zeros other numbers; valid: false, or"),
+        ({"data": {"standardise": True}}, "[data] standardise = true changes zeros to other numbers; valid: false, or"),
         ({"data": {"subtract_mean": True}}, "[data] subtract_mean: the inputs of libsvm are sparse; valid: false"),
         ({"augment": {"crop": 2}}, "[augment] crop, flip: for images (channels, height, width), not inputs (40,)"),
-        ({"training": {"compile": True}}, "[training] compile = true: no step on sparse inputs is compiled; valid"),
+        (
+            {"training": {"compile": True}},
+            "[training] compile = true: steps on sparse inputs cannot be compiled; valid",
+        ),
         (
             {"model": {"name": dense_network}},
             "[data] sparse = true: [model] does not take sparse inputs (",

@@ -364,7 +364,7 @@ def test_two_sweeps_do_not_meet_in_one_directory(here: Path, capsys: pytest.Capt
     with (here / "job-sweep" / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert main(["sweep", "job.toml"]) == 2
-    assert re.fullmatch("rudra: job-sweep: another sweep is at work there; .*\n", capsys.readouterr().err)
+    assert re.fullmatch("rudra: job-sweep: another sweep is running there; .*\n", capsys.readouterr().err)
     assert [file.name for file in (here / "job-sweep").iterdir()] == [".lock"]
 
 

@@ -205,18 +205,18 @@ def test_a_loss_must_be_one_number() -> None:
     task = tasks.make(TaskTable(name=each), 2)
     with pytest.raises(ConfigError, match=r"\[task\] each gave shape \(6,\); a loss is one number"):
         task.loss(NUMBERS, TRUTH)
-    with pytest.raises(ConfigError, match="batching: the loss absolute says nothing of single samples"):
+    with pytest.raises(ConfigError, match="batching: the loss absolute gives no values of single samples"):
         tasks.make(TaskTable(name=absolute), 2).loss(NUMBERS, TRUTH, "none")
 
 
 @pytest.mark.parametrize(
     ("table", "target", "message"),
     [
-        ({}, FLAGS, r"classification wants one whole number for each sample; x has targets float32 of shape \(8,\)"),
-        ({}, NEXT, r"classification wants .*; x has targets int64 of shape \(4,\)"),
-        ({"name": "multi-label"}, LABELS, r"multi-label wants 0 or 1 for each label, as float32; x has targets int64"),
-        ({"name": "language"}, LABELS, "language wants a sequence of whole numbers for each sample"),
-        ({"name": "regression"}, LABELS, "regression wants numbers, as float32"),
+        ({}, FLAGS, r"classification needs one whole number for each sample; x has targets float32 of shape \(8,\)"),
+        ({}, NEXT, r"classification needs .*; x has targets int64 of shape \(4,\)"),
+        ({"name": "multi-label"}, LABELS, r"multi-label needs 0 or 1 for each label, as float32; x has targets int64"),
+        ({"name": "language"}, LABELS, "language needs a sequence of whole numbers for each sample"),
+        ({"name": "regression"}, LABELS, "regression needs numbers, as float32"),
         ({"name": "regression"}, TRUTH[:, :1], r"\[model\] has 8 outputs, and x has 1 classes"),
         ({"name": "language"}, NEXT, r"\[model\] gives shape \(1, 8\) for one sample; x needs \(1, 4, 8\)"),
     ],

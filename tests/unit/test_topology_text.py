@@ -135,7 +135,7 @@ def test_one_group_has_no_server() -> None:
     ("sizes", "on", "shared"),
     [
         ([6], False, "none, as [cluster] node_memory = false says"),
-        ([1] * 6, True, "none, as each rank has a node to itself"),
+        ([1] * 6, True, "none, as each rank has its own node"),
         ([1, 3, 2], True, "ranks 1 to 3 on node 1; ranks 4, 5 on node 2"),
         ([2] * 5, True, "ranks 0, 1 on node 0; ranks 2, 3 on node 1; ranks 4, 5 on node 2; … ranks 8, 9 on node 4"),
         ([2] * 20, True, "ranks 0, 1 on node 0; ranks 2, 3 on node 1; ranks 4, 5 on node 2; … ranks 38, 39 on node 19"),
@@ -236,7 +236,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "shared memory: ranks 0 to 2 on node 0 (a)\n" in said
     write_run(tmp_path / "silent.h5", updates=1, epochs=0, staleness=0)
     assert main(["topology", str(tmp_path / "silent.h5")]) == 2
-    assert "does not say who was who" in capsys.readouterr().err
+    assert "does not record the roles of ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,10 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "[topology] options.groups = 9 is not supported with 4 learners; use 1 to 4",
         ),
         ("gone.h5", "gone.h5: no such result file"),
-        ("gone.h5 -n 3", "gone.h5: shows the run as it was; -n, --nodes, --learners and --set are for jobs"),
+        (
+            "gone.h5 -n 3",
+            "gone.h5: a result file shows its run; -n, --nodes, --learners and --set are for jobs",
+        ),
     ],
 )
 def test_mistakes(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,7 +297,7 @@ def test_validate_warns_where_nothing_is_left_of_the_momentum(capsys: pytest.Cap
     assert main(["validate", "digits", "--syntax", *asked, "--learners", "10"]) == 0
     said = capsys.readouterr()
     assert "roles          1 parameter server, 1 statistics server, 10 learners (λ); 10 workers" in said.out
-    assert "momentum_correction: so much asynchrony leaves no explicit momentum" in said.err
+    assert "momentum_correction: this asynchrony leaves no explicit momentum" in said.err
 
 
 @pytest.mark.parametrize(

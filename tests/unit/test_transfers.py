@@ -417,10 +417,10 @@ def test_a_checksum_tells_of_what_changes_while_it_is_read(
     server.tell(server.want())
     if when == "taken":
         memory[0] += 1
-        with pytest.raises(RunError, match="has changed meanwhile"):
+        with pytest.raises(RunError, match="has changed during the transfer"):
             server.poll()
         return
     assert server.poll() == ["a"]
     memory[0] += 1
-    with pytest.raises(RunError, match="has changed meanwhile"):
+    with pytest.raises(RunError, match="has changed during the transfer"):
         server.want()

@@ -134,7 +134,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path, first: dict[str,
     resumable(path)
     other = run(tmp_path / "b", second, **({} if second else {"training": {"seed": 5, "epochs": 4}}))
     path.with_suffix(".ckpt").write_bytes(other.with_suffix(".ckpt").read_bytes())
-    with pytest.raises(CheckpointError, match=r"is of another run than .*run\.h5"):
+    with pytest.raises(CheckpointError, match=r"belongs to another run than .*run\.h5"):
         resumable(path)
 
 

@@ -74,7 +74,7 @@ WAYS = {
         | {
             "custom function": "the gradient of the two pieces differs from the model's by 0.1 of its norm",
             "part without gradients": "the gradient of the two pieces differs from the model's by ",
-            "detached part": "the first layers give what has no gradient",
+            "detached part": "the output of the first layers has no gradient",
         },
     ),
     "average": Way({"protocol": {"name": "average"}, "topology": REPLICAS}),

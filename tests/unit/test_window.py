@@ -125,7 +125,7 @@ def test_the_log_tells_what_a_worker_did_and_forgets_the_oldest(update: Update) 
     if update == "racing":
         assert window.entries(1, 0) == [entry for entry in found if entry.of.worker == 1]
     else:
-        with pytest.raises(RunError, match=f"has the latest {LOGGED} updates, and {count} are to be found"):
+        with pytest.raises(RunError, match=f"has the latest {LOGGED} updates, but {count} are needed"):
             window.entries(1, 0)
 
 

@@ -80,7 +80,7 @@ class _Npz:
                     raise DataError(f"{self.path}: {name}: has no rows of numbers, but {dtype} of shape {shape}")
                 expected = math.prod(shape) * dtype.itemsize
                 if info.file_size - stream.tell() != expected:
-                    raise ValueError(f"{info.file_size - stream.tell()} bytes where its header says {expected}")
+                    raise ValueError(f"{info.file_size - stream.tell()} bytes, but its header says {expected}")
                 if not content:
                     return (shape, dtype), np.empty(0)
                 flat = np.frombuffer(read(stream, expected + 1), dtype)  # to the end, where the checksum is
@@ -184,7 +184,7 @@ def _kind(pair: _Pair, regression: bool, file: _File) -> str:
         kind = "labels" if len(y) == 2 else None
     if kind is None:
         raise DataError(
-            f"{file.path}: {pair.targets} has {y_type} of shape {y}; valid: (N,), (N, k), or that of tokens"
+            f"{file.path}: {pair.targets} has {y_type} of shape {y}; valid: (N,), (N, k), or the shape of tokens"
         )
     return kind
 
@@ -198,7 +198,7 @@ def _check_alike(train: _Pair, pair: _Pair, file: _File) -> None:
         raise DataError(f"{file.path}: {pair.targets} has {rows} rows for the {shape[0]} of {pair.inputs}")
     for name, found, first in ((pair.inputs, pair.x, train.x), (pair.targets, pair.y, train.y)):
         if _row(found, name == pair.inputs) != _row(first, name == pair.inputs):
-            text = f"rows of {found[1]} {found[0][1:]}, and those of the training set are {first[1]} {first[0][1:]}"
+            text = f"rows of {found[1]} {found[0][1:]}, but the training set has {first[1]} {first[0][1:]}"
             raise DataError(f"{file.path}: {name} has {text}")
 
 

@@ -40,7 +40,7 @@ Column = Annotated[Any, BeforeValidator(_is_column)]
 
 
 class CsvOptions(Table):
-    test: str | None = Field(None, description="test file, beside the training file")
+    test: str | None = Field(None, description="test file, next to the training file")
     target: Column = Field(-1, description="column to be predicted: its name, or its number from 0; -1: the last")
     header: bool | None = Field(
         None,
@@ -48,7 +48,9 @@ class CsvOptions(Table):
     )
     delimiter: str = Field(",", min_length=1, max_length=1, description="between values")
     regression: bool = Field(False, description="targets are real numbers, not classes")
-    categorical: tuple[Column, ...] = Field((), description="columns of names, beside those that begin with one")
+    categorical: tuple[Column, ...] = Field(
+        (), description="columns of names, in addition to columns that begin with a name"
+    )
     left_out: tuple[Column, ...] = Field((), description="columns that are not used")
 
 
@@ -114,7 +116,7 @@ class _Rows:
 
 
 def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
-    """A CSV file, and one beside it for the test; each plain or compressed with gzip, bzip2, xz or Zstandard.
+    """A CSV file, and one next to it for the test set; each plain or compressed with gzip, bzip2, xz or Zstandard.
 
     A column of names becomes one input for each name in the training file: one of them is 1, the others are 0.
     Classes are numbered in the order of their labels.
@@ -285,7 +287,7 @@ def _numbered(
             )
             where = _where(files[split], rows, column, unknown, layout, options)
             what = shown(values[split][unknown].encode())
-            raise DataError(f"{where}: {what} is none of the training file's: {some}")
+            raise DataError(f"{where}: {what} is not in the training file; valid: {some}")
         places[split] = np.array([order[key] for key in keys[split]], np.int64)[rows.names[column].codes]
     return known, places
 
@@ -359,7 +361,7 @@ def _header(file: Path, layout: _Layout, options: CsvOptions) -> int:
     pairs = itertools.zip_longest((name.strip() for name in names), layout.names, fillvalue="")
     wrong = next((pair for pair in pairs if pair[0] != pair[1]), None)
     if wrong is not None:
-        raise DataError(f"{file}: line {line}: has a column {wrong[0]!r} where the training file has {wrong[1]!r}")
+        raise DataError(f"{file}: line {line}: has a column {wrong[0]!r}, but the training file has {wrong[1]!r}")
     return line
 
 

@@ -27,7 +27,7 @@ def read_idx(table: DataTable, wanted: Collection[str]) -> Arrays:
         if count != labelled:
             raise DataError(f"{labels_file}: {labelled} labels for the {count} images of {images_file.name}")
         if arrays.input_shape not in ((), (1, *shape)):
-            raise DataError(f"{images_file}: images of {shape[0]}x{shape[1]}, unlike those of the training set")
+            raise DataError(f"{images_file}: images of {shape[0]}x{shape[1]}, a different size from the training set")
         arrays.input_shape = (1, *shape)
         arrays.counts[split] = count
         if split in wanted:
@@ -43,10 +43,10 @@ def _header(file: Path, magic: int) -> list[int]:
     size = 4 * (1 + dimensions)
     header = content_of(file, size)
     if len(header) < size:
-        raise DataError(f"{file}: truncated: {len(header)} bytes, and the header alone has {size}")
+        raise DataError(f"{file}: truncated: {len(header)} bytes, but the header needs {size}")
     found, *shape = struct.unpack(f">{1 + dimensions}I", header)
     if found != magic:
-        raise DataError(f"{file}: begins with {found}, where an IDX file of this kind has {magic}")
+        raise DataError(f"{file}: begins with {found}, but an IDX file of this kind begins with {magic}")
     return shape
 
 
@@ -55,7 +55,7 @@ def _body(file: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     expected = math.prod(shape)
     content = content_of(file, header + expected + 1)
     if len(content) - header > expected:
-        raise DataError(f"{file}: too long: its header says {expected} bytes of data, and there are more")
+        raise DataError(f"{file}: too long: its header says {expected} bytes of data, but there are more")
     if len(content) - header < expected:
         raise DataError(f"{file}: truncated: {len(content) - header} bytes of data, its header says {expected}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)

@@ -27,7 +27,7 @@ _LABELS = re.compile(rb"^[^\S\n]*([^\s:]+(?!\S)|(?=\S))", re.MULTILINE)  # of li
 
 
 class LibsvmOptions(Table):
-    test: str | None = Field(None, description="test file, beside the training file")
+    test: str | None = Field(None, description="test file, next to the training file")
     regression: bool = Field(False, description="labels are real numbers, not classes")
     zero_based: bool | None = Field(None, description="whether the first index is 0; default: if there is a 0")
     features: int | None = Field(None, ge=1, le=_MOST, description="width; default: the largest index of both files")
@@ -54,7 +54,7 @@ class _Rows:
 
 
 def read_libsvm(table: DataTable, wanted: Collection[str]) -> Arrays:
-    """A file in LIBSVM's format, and one beside it for the test; each plain or compressed with gzip, bzip2 or xz.
+    """A file in LIBSVM's format, and one next to it for the test set; each plain or compressed with gzip, bzip2 or xz.
 
     Classes are numbered in the order of their labels. Rows stay sparse until they are drawn. With `multilabel` the
     targets of a sample are 1 for each of its labels and 0 for the others.
@@ -117,7 +117,7 @@ def _number_classes(
         if len(unknown):
             where = f"{files[split]}: line {_line(files[split], int(owners[unknown[0]]))}"
             labels = ", ".join(f"{label:.0f}" for label in known[:20]) + (", …" if len(known) > 20 else "")
-            raise DataError(f"{where}: label {rows.labels[unknown[0]]:.0f} is none of the training set's: {labels}")
+            raise DataError(f"{where}: label {rows.labels[unknown[0]]:.0f} is not in the training set; valid: {labels}")
         if several:
             rows_of, columns = np.divmod(np.unique(owners * len(known) + classes), len(known))  # each label once
             starts = np.searchsorted(rows_of, np.arange(len(rows.lengths) + 1))
