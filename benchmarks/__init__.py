@@ -45,7 +45,7 @@ BENCHMARKS = {  # name -> comparison and goal
     ),
     "compile": ("gradients by torch.compile (training.compile), against the same without it", ">= 1.3 for lenet"),
     "recording": ("what it costs to record a run so that it can be replayed", "<= 1 % of the run"),
-    "checkpoint": ("what a checkpoint costs the training beside it", "<= 2 % at one a minute"),
+    "checkpoint": ("slow-down of the training while a checkpoint is written", "<= 2 % at one a minute"),
     "simulator": (
         "a simulation against its bare gradients; timing-only runs of up to 4,096 learners",
         "<= 10 % over; >= 200,000 messages/s; 4.1 M pushes in < 120 s",

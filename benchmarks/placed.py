@@ -50,7 +50,7 @@ def network(input_shape: Sequence[int], classes: int, hidden: int = HIDDEN) -> n
 def run(*, quick: bool) -> Report:
     """Measures learners of one torch thread each, in turns."""
     rounds, hidden = (0, 256) if quick else (ROUNDS, HIDDEN)
-    heads = ["way", "samples/s", "/ base", "foretold", "/ foretold", "the link alone, samples/s", "MB a step", "sent"]
+    heads = ["way", "samples/s", "/ base", "predicted", "/ predicted", "the link only, samples/s", "MB a step", "sent"]
     report = Report([f"λ = {LEARNERS}, μ = {SIZE}", *heads])
     moved = crossing(hidden)
     given: dict[str, Any] = {"rounds": rounds, "hidden": hidden}
@@ -73,7 +73,7 @@ def run(*, quick: bool) -> Report:
     report.notes += [
         f"the model: {(front + back) / 1e6:.3g} MB, {back / (front + back):.0%} of it placed; "
         f"{4 * CROSSING * SIZE / 1e6:.2g} MB of activations of a mini-batch cross the cut",
-        "foretold: bytes that must cross the link one after the other, base's by the way's; computing takes no time",
+        "predicted: bytes that must cross the link one after the other, base's by the way's; computing takes no time",
         "MB a step: that must cross, both ways together; sent: that did, with what begins and ends a run",
         "servers on the first host, learners on the second; allreduce: one of them on the first, and its traffic goes "
         "both ways at the same time, as async's may",
@@ -111,14 +111,14 @@ def _sizes(hidden: int) -> tuple[int, int]:
 def _add(report: Report, place: str, found: dict[str, list[float]], moved: Mapping[str, tuple[float, int]]) -> None:
     """Adds rows and goals of a link, or of a single host without a link."""
     against = {way: ratios(found[way], found["base"]) for way in WAYS if way in found}
-    foretold = {way: moved["base"][0] / size * ways for way, (size, ways) in moved.items()}
+    predicted = {way: moved["base"][0] / size * ways for way, (size, ways) in moved.items()}
     for way, ratio in against.items():
         compared: tuple[Any, ...] = ("",) * 3
         crossed: tuple[Any, ...] = ("",) * 3
         if way != "base":
             compared = (
                 ratio,
-                *((foretold[way], spread(value / foretold[way] for value in ratio)) if moved else ("", "")),
+                *((predicted[way], spread(value / predicted[way] for value in ratio)) if moved else ("", "")),
             )
         if moved:
             size, ways = moved[way]
@@ -129,9 +129,9 @@ def _add(report: Report, place: str, found: dict[str, list[float]], moved: Mappi
     if not moved:
         report.goals.append(Goal(f"{place}: placed / base >= 0.9", [*placed.values()], at_least=0.9))
     elif place == "100 Mbit/s":
-        shares = [ratio / foretold[way] for way, ratio in placed.items()]
+        shares = [ratio / predicted[way] for way, ratio in placed.items()]
         report.goals.append(Goal(f"{place}: placed / base >= 5", [*placed.values()], at_least=5))
-        report.goals.append(Goal(f"{place}: placed / base >= 0.8 of what is foretold", shares, at_least=0.8))
+        report.goals.append(Goal(f"{place}: placed / base >= 0.8 of the prediction", shares, at_least=0.8))
 
 
 def measure(

@@ -46,7 +46,7 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
     """
     check_only("tta", only, [*DATA, *CONTESTANTS, *SIZES, *RATES, *SCHEDULES])
     compiles = not quick and shutil.which(os.environ.get("CXX", "g++").split()[0]) is not None
-    report = Report(["data", "contestant", "μ", "rate", "schedule", "epochs", "s to target", "s an epoch", "DDP / it"])
+    report = Report(["data", "method", "μ", "rate", "schedule", "epochs", "s to target", "s an epoch", "DDP / it"])
     lacking = []
     for data in ["fashion-mnist"] if quick else chosen(only, DATA):
         path = data_directory() / data
@@ -76,7 +76,7 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
     if not report.rows:
         raise ConfigError(f"bench tta: {lacking[0]}")
     report.notes = [
-        "two learners of one torch thread each, LeNet; each contestant at the best of its grid; medians over seeds "
+        "two learners of one torch thread each, LeNet; each method at the best of its grid; medians over seeds "
         + ", ".join(map(str, SEEDS)),
         "s to target: of training, until an epoch's test reaches "
         + ", ".join(f"{goal.accuracy:.0%} ({name})" for name, goal in DATA.items()),

@@ -118,7 +118,7 @@ class Averaging(Protocol):
         self._check_blocks()
 
     def _outer(self, given: Mapping[str, Any]) -> Outer:
-        """Returns the optimiser of z. If it is not the rule's own, it has none of the rule's momentum and options."""
+        """Returns the optimiser of z. An optimiser of another name ignores the rule's momentum and options."""
         own = given.get("name", self.OPTIMIZER) == self.OPTIMIZER
         momentum = given.get("momentum", self.MOMENTUM if own else 0.0)
         options = given.get("options") or (self.OPTIONS if own and momentum else {})
@@ -143,7 +143,7 @@ class Averaging(Protocol):
         if self.outer.optimizer != "sgd" or self._blocks:
             return  # the steps of others do not grow with the gap; of blocks `_check_blocks` takes care
         if self.served and α <= 0.5:
-            return  # z and replica go no further than to each other, whoever has moved z before the replica hears of it
+            return  # z and replica move at most to each other, even if other replicas have moved z in between
         gap, velocity = np.eye(2)
         gap, _, velocity = self._averaged(gap, velocity)
         if _runs_away(np.array([gap, velocity]), neutral=not (α or rate)):
@@ -243,7 +243,7 @@ class Averaging(Protocol):
     def text(self) -> str:
         """Returns the rule in words, with the resulting values of its defaults."""
         often = f"every {self.period} mini-batches" if self.period > 1 else "every mini-batch"
-        beside = "each learner with the server alone" if self.served else "beside the next one"
+        beside = "each learner separately with the server" if self.served else "in parallel with the next one"
         towards = f"before the step, {beside}" if self.early else "after the step"
         synchronous = "synchronous" if self.waits else "asynchronous"
         usual = f"{self._usual} = " if self._usual.startswith("1/") else ""
@@ -256,8 +256,8 @@ class Averaging(Protocol):
             return f"{synchronous}, {often}: α = {usual}{self.elasticity:.4g}, {towards}; {outer}"
         local = " to ".join(f"{α:.4g}" for α in sorted({self.local_elasticity(block) for block in self._blocks}))
         return (
-            f"{synchronous}, every mini-batch: α = {local} in each block, before the step, beside the next one; "
-            f"{often}: references by α = {usual}{self.elasticity:.4g}; {outer}"
+            f"{synchronous}, every mini-batch: α = {local} in each block, before the step, "
+            f"in parallel with the next one; {often}: references by α = {usual}{self.elasticity:.4g}; {outer}"
         )
 
     @property

@@ -21,20 +21,20 @@ EXAMPLES = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_argument(parser)
-    about = "file for the measured costs; default: the file that `predict` and `simulate` read"
+    about = "file for the measured costs. Default: the file that `predict` and `simulate` read"
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.toml", help=about)
     parser.add_argument(
         "--learners",
         type=at_least(1),
         default=2,
         metavar="N",
-        help="learners that compute at the same time; default: 2",
+        help="learners that compute at the same time. Default: 2",
     )
     parser.add_argument(
-        "--sizes", metavar="N,N,…", help="values of μ; default: the job's, a quarter of it, four times it"
+        "--sizes", metavar="N,N,…", help="values of μ. Default: the job's, a quarter of it, four times it"
     )
     parser.add_argument(
-        "--seconds", type=float, metavar="S", help="seconds of computation for each measurement; default: 2"
+        "--seconds", type=float, metavar="S", help="seconds of computation for each measurement. Default: 2"
     )
     set_option(parser)
     force_option(parser, "FILE.toml")

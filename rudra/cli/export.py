@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="file to write: .pt or .safetensors",
     )
     parser.add_argument(
-        "--epoch", type=_epoch, metavar="N", help="weights at the end of epoch N, or `best`; default: the final weights"
+        "--epoch", type=_epoch, metavar="N", help="weights at the end of epoch N, or `best`. Default: the final weights"
     )
     force_option(parser, "W.pt")
 

@@ -20,9 +20,9 @@ EXAMPLES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    about = "file to write; - prints; default: job.toml"
+    about = "file to write; - prints. Default: job.toml"
     parser.add_argument("file", type=Path, nargs="?", default=Path("job.toml"), metavar="FILE.toml", help=about)
-    about = "shipped job or job file whose values to take; default: digits, for any number of learners"
+    about = "shipped job or job file whose values to take. Default: digits, for any number of learners"
     parser.add_argument("--from", dest="job", metavar="JOB", help=about)
     force_option(parser, "FILE.toml")
 

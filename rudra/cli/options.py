@@ -31,7 +31,7 @@ def job_options(parser: argparse.ArgumentParser, *, runs: bool, or_results: bool
     set_option(parser)
     if runs:
         parser.add_argument(
-            "-o", "--output", type=Path, metavar="FILE.h5", help="result file; default: the job's name and the time"
+            "-o", "--output", type=Path, metavar="FILE.h5", help="result file. Default: the job's name and the time"
         )
         force_option(parser, "FILE.h5")
         parser.add_argument("--quiet", action="store_true", help="no progress; print only the name of the result file")
@@ -67,7 +67,7 @@ def layer_options(parser: argparse.ArgumentParser, draw: str) -> None:
     parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=f"{draw}: .png, .svg or .pdf")
     set_option(parser)
     force_option(parser, "PICTURE.png")
-    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of computation; default: 2")
+    parser.add_argument("--seconds", type=float, metavar="S", help="seconds of computation. Default: 2")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

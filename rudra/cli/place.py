@@ -33,9 +33,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--learners", type=at_least(1), metavar="N", help="number of learners; short for --set cluster.learners=N"
     )
     parser.add_argument(
-        "--threshold", type=float, default=-0.5, metavar="K", help="largest skewness for `ralp`; default: -0.5"
+        "--threshold", type=float, default=-0.5, metavar="K", help="largest skewness for `ralp`. Default: -0.5"
     )
-    about = "speed of the stage server relative to a learner; default: 1"
+    about = "speed of the stage server relative to a learner. Default: 1"
     parser.add_argument("--back-speed", type=float, default=1.0, metavar="X", help=about)
     layer_options(parser, "draw it")
 

@@ -19,7 +19,7 @@ EXAMPLES = {
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE.h5", help="result files")
-    about = "picture: .png, .svg or .pdf; default: the name of the first file with .png"
+    about = "picture: .png, .svg or .pdf. Default: the name of the first file with .png"
     parser.add_argument("-o", "--output", type=Path, metavar="PICTURE.png", help=about)
     log_option(parser)
     force_option(parser, "PICTURE.png")

@@ -24,14 +24,14 @@ EXAMPLES = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_argument(parser)
     parser.add_argument(
-        "--learners", dest="counts", metavar="N,N,…", help="numbers of learners, one row for each; default: the job's"
+        "--learners", dest="counts", metavar="N,N,…", help="numbers of learners, one row for each. Default: the job's"
     )
     set_option(parser)
     parser.add_argument(
-        "--samples", type=at_least(1), metavar="N", help="samples in an epoch; default: all of the training set"
+        "--samples", type=at_least(1), metavar="N", help="samples in an epoch. Default: all of the training set"
     )
     parser.add_argument(
-        "--updates", type=at_least(4), metavar="N", help="updates to simulate; default: as many as a steady rate needs"
+        "--updates", type=at_least(4), metavar="N", help="updates to simulate. Default: as many as a steady rate needs"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each row")
     parser.set_defaults(learners=None)

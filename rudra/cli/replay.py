@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--until", type=int, metavar="UPDATE", help="stop after this update and write the weights, as a state dict"
     )
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="W.pt", help="file for these weights; default: FILE-UPDATE.pt"
+        "-o", "--output", type=Path, metavar="W.pt", help="file for these weights. Default: FILE-UPDATE.pt"
     )
     force_option(parser, "W.pt")
     set_option(parser, "change data.path or training.warm_start; repeatable")

@@ -20,7 +20,7 @@ EXAMPLES = {
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.json", help="file to write; default: print")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE.json", help="file to write. Default: print")
     force_option(parser, "FILE.json")
 
 

@@ -24,7 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target", metavar="TEXT", help="print when this target was reached, such as 'accuracy >= 0.98'"
     )
-    about = "evaluations whose median must reach the target; default: the job's training.target_window"
+    about = "evaluations whose median must reach the target. Default: the job's training.target_window"
     parser.add_argument("--target-window", type=at_least(1), metavar="N", help=about)
 
 

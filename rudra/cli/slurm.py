@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE.h5",
-        help="result file; default: NAME.h5, with --grid the directory NAME-sweep",
+        help="result file. Default: NAME.h5, with --grid the directory NAME-sweep",
     )
     parser.add_argument(
         "--grid",
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument("--ntasks", metavar="N", help="ranks in all")
     tasks.add_argument("--cpus-per-task", metavar="C", help="cores for each rank")
     place = parser.add_argument_group("further options of sbatch")
-    place.add_argument("--time", metavar="T", help="time limit, such as 4:00:00; default: the cluster's")
+    place.add_argument("--time", metavar="T", help="time limit, such as 4:00:00. Default: the cluster's")
     for option in NAMED:
         place.add_argument(f"--{option}", metavar=option.upper(), help=f"as --{option} of sbatch")
     place.add_argument(
@@ -53,25 +53,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("start and restart")
     how.add_argument(
-        "--launcher", default="mpirun", metavar="mpirun|srun", help="program that starts the ranks; default: mpirun"
+        "--launcher", default="mpirun", metavar="mpirun|srun", help="program that starts the ranks. Default: mpirun"
     )
     how.add_argument(
         "--mpi",
         metavar="pmix|pmi2",
-        help="--mpi of srun: pmix for Open MPI, pmi2 for MPICH; default: by the installed MPI",
+        help="--mpi of srun: pmix for Open MPI, pmi2 for MPICH. Default: by the installed MPI",
     )
     how.add_argument(
-        "--environment", type=Path, metavar="DIR", help="virtual environment with Rudra; default: the current one"
+        "--environment", type=Path, metavar="DIR", help="virtual environment with Rudra. Default: the current one"
     )
     how.add_argument(
-        "--warning", metavar="S", help=f"how many seconds before the time limit the run stops; default: {WARNING_S}"
+        "--warning", metavar="S", help=f"how many seconds before the time limit the run stops. Default: {WARNING_S}"
     )
     how.add_argument(
-        "--restarts", metavar="N", default="10", help="how often the job may queue itself again; default: 10"
+        "--restarts", metavar="N", default="10", help="how often the job may queue itself again. Default: 10"
     )
     what = parser.add_argument_group("the script")
     what.add_argument(
-        "--script", type=Path, metavar="FILE.sh", help="script; default: the name of the result file with .sh"
+        "--script", type=Path, metavar="FILE.sh", help="script. Default: the name of the result file with .sh"
     )
     what.add_argument("--force", action="store_true", help="replace FILE.sh if it exists")
     what.add_argument("--print", action="store_true", help="print the script instead of writing it")

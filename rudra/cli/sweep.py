@@ -32,14 +32,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="the short variant of the study")
     parser.add_argument("--mpi", action="store_true", help="run on real ranks, one point at a time")
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="points to simulate at a time; default: one for each core"
+        "--workers", type=int, metavar="N", help="points to simulate at a time. Default: one for each core"
     )
     parser.add_argument(
         "-o",
         "--output",
         type=Path,
         metavar="DIR",
-        help="directory of the results; default: NAME-sweep or NAME-quick-sweep",
+        help="directory of the results. Default: NAME-sweep or NAME-quick-sweep",
     )
     parser.add_argument("--force", action="store_true", help="replace the results of another job or grid in DIR")
     parser.add_argument("--quiet", action="store_true", help="no progress; print only the name of the directory")

@@ -21,7 +21,7 @@ EXAMPLES = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE.h5", help="result file")
     parser.add_argument(
-        "-o", "--output", type=Path, metavar="TRACE.json", help="trace: .json or .json.gz; default: FILE.trace.json"
+        "-o", "--output", type=Path, metavar="TRACE.json", help="trace: .json or .json.gz. Default: FILE.trace.json"
     )
     force_option(parser, "TRACE.json")
 

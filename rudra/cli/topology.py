@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", dest="ranks", type=at_least(1), metavar="RANKS", help="fit the job to this number of ranks"
     )
-    parser.add_argument("--nodes", metavar="R,R,…", help="ranks on each node; default: all on one")
+    parser.add_argument("--nodes", metavar="R,R,…", help="ranks on each node. Default: all on one")
     parser.add_argument("--all", action="store_true", help="print every role; otherwise similar learners share a line")
 
 

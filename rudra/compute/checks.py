@@ -49,14 +49,14 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
             ) from error
 
 
-def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alone: tuple[str, str] | None) -> None:
+def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, single: tuple[str, str] | None) -> None:
     """Checks by a trial that torch can compute a model's gradients in a precision, and from one sample.
 
     Args:
         table: Training table with the precision.
         model: Model for that precision. It cannot be used afterwards.
         sample: Batch of one sample.
-        alone: Reason why a mini-batch may have one sample, and a valid setting instead. None: all are larger.
+        single: Reason why a mini-batch may have one sample, and a valid setting instead. None: all are larger.
 
     Raises:
         ConfigError: Torch cannot compute them. The text says why.
@@ -65,11 +65,11 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, alo
     model.read_into(weights)
     model.bind(weights)
     try:
-        model.gradient(*(sample if alone else put_together(joined, [sample, sample])), out, 0)
+        model.gradient(*(sample if single else put_together(joined, [sample, sample])), out, 0)
     except (RuntimeError, TypeError, ValueError) as error:
         what = " ".join(str(error).split()).partition(". ")[0][:200]  # advice for developers may follow
-        if alone is not None and isinstance(error, ValueError):  # raised by BatchNorm
-            where, valid = alone
+        if single is not None and isinstance(error, ValueError):  # raised by BatchNorm
+            where, valid = single
             raise ConfigError(
                 f"{where}: torch cannot compute this model on one sample ({what}); valid: {valid}"
             ) from error

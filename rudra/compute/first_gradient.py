@@ -222,14 +222,14 @@ def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) 
         model: Function that makes another model.
         data: Data with the shape of a sample.
     """
-    alone, microbatches = None, job.training.microbatches
+    single, microbatches = None, job.training.microbatches
     portions = [portion_of(its, its_plan, role) for _, its, its_plan in parts(job, plan) for role in its_plan.learners]
     if job.scheduled:
-        alone = ("[protocol] name: hogbatch: the last batch of an epoch may be short", "models without BatchNorm")
+        single = ("[protocol] name: hogbatch: the last batch of an epoch may be short", "models without BatchNorm")
     elif microbatches > 1 and any(mine.count < 2 * microbatches for mine in portions):
-        alone = (f"[training] microbatches = {microbatches}: a part may have one sample", "fewer")
+        single = (f"[training] microbatches = {microbatches}: a part may have one sample", "fewer")
     elif any(mine.count == 1 for mine in portions):
-        alone = ("[training] minibatch_size = 1", "2 or more")
-    lonely = alone is not None and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
+        single = ("[training] minibatch_size = 1", "2 or more")
+    lonely = single is not None and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
     if lonely or job.training.precision != "float32":
-        check_gradient(job.training, model(), data.info.sample, alone=alone)
+        check_gradient(job.training, model(), data.info.sample, single=single)

@@ -19,7 +19,7 @@ def table(*columns: tuple[str, str, str]) -> np.dtype[np.void]:
     return dtype
 
 
-_ERRORS = "wrong samples; a partly wrong sample counts as a fraction; NaN: the task has no error"
+_ERRORS = "wrong samples. A partly wrong sample counts as a fraction. NaN: the task has no error"
 
 GRADIENT = table(
     ("update", "<i8", "timestamp of the update that applied the gradient"),  # -1 on the way to the server
@@ -90,28 +90,28 @@ MINIBATCH = table(
 
 EPOCH = table(
     ("epoch", "<i4", "number of the epoch that has ended: 1, 2, …"),
-    ("evaluated", "<i4", "1: the weights at the epoch's end were evaluated; 0: they were not"),
+    ("evaluated", "<i4", "1: the weights at the epoch's end were evaluated. 0: they were not"),
     ("timestamp", "<i8", "timestamp of the weights at the epoch's end"),
     ("samples", "<i8", "samples applied since the start of training"),
     ("time_s", "<f8", "training time when the epoch ended"),
-    ("mean_staleness", "<f8", "mean staleness of the epoch's gradients; NaN: the epoch has none"),
+    ("mean_staleness", "<f8", "mean staleness of the epoch's gradients. NaN: the epoch has none"),
     ("learning_rate", "<f8", "learning rate of the epoch's last update"),
-    ("train_loss", "<f8", "mean loss over the samples of the epoch's gradients; NaN: the epoch has none"),
-    ("train_error", "<f8", "fraction of these samples that were wrong; NaN: the epoch has none"),
-    ("test_loss", "<f8", "mean loss over the test set; NaN: the epoch was not evaluated"),
-    ("test_error", "<f8", "fraction of the test set that was wrong; NaN: the epoch was not evaluated"),
-    ("validation_loss", "<f8", "mean loss over the validation split; NaN: there is no split, or no evaluation"),
+    ("train_loss", "<f8", "mean loss over the samples of the epoch's gradients. NaN: the epoch has none"),
+    ("train_error", "<f8", "fraction of these samples that were wrong. NaN: the epoch has none"),
+    ("test_loss", "<f8", "mean loss over the test set. NaN: the epoch was not evaluated"),
+    ("test_error", "<f8", "fraction of the test set that was wrong. NaN: the epoch was not evaluated"),
+    ("validation_loss", "<f8", "mean loss over the validation split. NaN: there is no split, or no evaluation"),
     (
         "validation_error",
         "<f8",
-        "fraction of the validation split that was wrong; NaN: there is no split, or no evaluation",
+        "fraction of the validation split that was wrong. NaN: there is no split, or no evaluation",
     ),
-    ("evaluation_began_s", "<f8", "training time when the evaluation began; NaN: the epoch was not evaluated"),
-    ("evaluation_s", "<f8", "duration of the evaluation, in parallel with training; NaN: the epoch was not evaluated"),
+    ("evaluation_began_s", "<f8", "training time when the evaluation began. NaN: the epoch was not evaluated"),
+    ("evaluation_s", "<f8", "duration of the evaluation, in parallel with training. NaN: the epoch was not evaluated"),
     (
         "weights_sha256",
         "S64",
-        "SHA-256 of the weights at the epoch's end; empty: the statistics server was too slow",
+        "SHA-256 of the weights at the epoch's end. Empty: the statistics server was too slow",
     ),
 )
 """Epoch. Errors are fractions in 0…1, and NaN if the task has no error.
@@ -187,10 +187,10 @@ ROLE = table(
     ),
     ("index", "<i4", "number of the role among roles of its kind, from 0; shards from 1"),
     ("world_rank", "<i4", "MPI rank that hosts the role"),
-    ("parent", "<i4", "row of the role that receives this role's gradients; -1: none"),
-    ("source", "<i4", "row of the role that sends weights to this role; -1: its parent"),
-    ("node", "<i4", "number of the role's node; -1: a node of its own, or the first"),
-    ("group", "<i4", "number of the role's compute group; -1: none"),
+    ("parent", "<i4", "row of the role that receives this role's gradients. -1: none"),
+    ("source", "<i4", "row of the role that sends weights to this role. -1: its parent"),
+    ("node", "<i4", "number of the role's node. -1: a node of its own, or the first"),
+    ("group", "<i4", "number of the role's compute group. -1: none"),
 )
 """Role of the run. Its id in messages is the number of its row."""
 
@@ -232,7 +232,7 @@ EVENT = table(
         "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience`, `plateau`, `change`, `branch`, "
         "`averaging`, `stages`, `window`, `pause`",
     ),
-    ("role", "<i4", "row of `/roles` that the event is about; -1: none"),
+    ("role", "<i4", "row of `/roles` that the event is about. -1: none"),
     ("pad", "<i4", ""),
     ("timestamp", "<i8", "timestamp of the weights at that moment"),
     ("gradients", "<i8", "gradients that the server, or the stage server, had added up by then, applied or pending"),

@@ -50,7 +50,7 @@ class JobFields(Table):
         study: Table `[study]`: variants of the job that `rudra sweep` runs.
     """
 
-    name: str = Field("job", description="name of the job and of its result files; default: the name of the job file")
+    name: str = Field("job", description="name of the job and of its result files. Default: the name of the job file")
     model: ModelTable = ModelTable()
     data: DataTable = DataTable()
     augment: AugmentTable = AugmentTable()

@@ -101,14 +101,14 @@ class SimulationTable(Table):
     costs: str | None = Field(
         None,
         description="source of times that the job does not set: a preset (crossbow, p775, ralp, wan), a file of "
-        "`rudra calibrate`, or defaults; default: measurements of `rudra calibrate` on this machine for this model, "
+        "`rudra calibrate`, or defaults. Default: measurements of `rudra calibrate` on this machine for this model, "
         "else defaults",
     )
     compute_s: float | dict[int, float] = Field(
         0.1, description="compute time of a learner for one mini-batch, in seconds: a number, or a table of μ = seconds"
     )
     layers: tuple[LayerCost, ...] = Field(
-        (), description="list of tables: times of each layer, for `rudra place`; default: `rudra place` measures them"
+        (), description="list of tables: times of each layer, for `rudra place`. Default: `rudra place` measures them"
     )
     jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of compute_s")
     distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
@@ -124,7 +124,7 @@ class SimulationTable(Table):
     straggler_factor: float = Field(10.0, ge=1, description="factor on the compute time of a straggling mini-batch")
     nodes: int | dict[int, int] | None = Field(
         None,
-        description="number of nodes with learners, or a table of λ = nodes; default: one node for each rank with "
+        description="number of nodes with learners, or a table of λ = nodes. Default: one node for each rank with "
         "learners, or one node for all learners if they share weights",
     )
     servers_on_first_node: bool = Field(
@@ -138,7 +138,7 @@ class SimulationTable(Table):
     machines: tuple[int, ...] = Field(
         (),
         description="machine of each node: first of the nodes with learners, then of each separate node of servers. "
-        "Nodes of one machine share its link, also with background jobs; default: each node is a machine",
+        "Nodes of one machine share its link, also with background jobs. Default: each node is a machine",
     )
     background_jobs: tuple[dict[str, Any], ...] = Field(
         (),
@@ -154,7 +154,7 @@ class SimulationTable(Table):
         None,
         ge=1,
         description="number of cores of a node. If learners use all of them, a server on the node delays the "
-        "learners; default: no delay",
+        "learners. Default: no delay",
     )
     latency_s: float = Field(1e-5, ge=0, description="latency of each message between nodes, in seconds")
     latency_jitter_s: float = Field(0.0, ge=0, description="largest random delay of each message, in seconds")
@@ -164,12 +164,12 @@ class SimulationTable(Table):
         description="bandwidth of a node's link in each direction, for weights and gradients, in bytes per second",
     )
     local_latency_s: float | None = Field(
-        None, ge=0, description="latency of each message inside a node, in seconds; default: latency_s"
+        None, ge=0, description="latency of each message inside a node, in seconds. Default: latency_s"
     )
     local_bandwidth_bytes_per_s: float | None = Field(
         None,
         gt=0,
-        description="bandwidth of each role's messages inside a node, in bytes per second; default: "
+        description="bandwidth of each role's messages inside a node, in bytes per second. Default: "
         "bandwidth_bytes_per_s",
     )
     blocking_servers: bool = Field(

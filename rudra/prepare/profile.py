@@ -28,7 +28,7 @@ SECONDS = 2.0
 LEAST, MOST = 5, 400
 """Number of steps of each kind."""
 
-_QUICKEST = 4  # one in so many steps counts, the quickest: on a shared machine the others are not ours alone
+_QUICKEST = 4  # only the fastest steps count: on a shared machine the others are delayed by other processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def _measured(
     alone()
     timed.listen()
     parts: list[list[float]] = []
-    wholes: dict[int, list[float]] = {0: [], 1: [], 2: []}  # by which layers are noted: none, all, one in two
+    wholes: dict[int, list[float]] = {0: [], 1: [], 2: []}  # layers whose times are noted: none, all, every second one
     notes = {}
     ends = time.perf_counter() + seconds
     order = random.Random(0)  # turns of one order might always meet what interrupts us in the same kind of step

@@ -147,7 +147,7 @@ def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision
         position,
         found.decided,
         overwrite=asked.force,
-        text=f"{name}: goes on from {path}: update {position.timestamp}, epoch {position.epoch + 1}",
+        text=f"{name}: continues from {path}: update {position.timestamp}, epoch {position.epoch + 1}",
         run=str(state.attributes.get("run", "")) if same else "",  # with rows of its own it is another run
         temporary=bool(state.attributes.get("temporary", False)),
         fingerprints=state.attributes.get("data_fingerprints", {}),

@@ -41,7 +41,7 @@ class LogFollower:
     Attributes:
         entries: entries that are not carried out yet.
         coming: buffer that receives a gradient -> source and number of the gradient.
-        lent: buffer -> number of its transfers that are under way.
+        lent: Number of transfers from each buffer.
     """
 
     def __init__(self, role: int, plan: Plan, dead: Collection[int]) -> None:
@@ -57,8 +57,8 @@ class LogFollower:
     def waiting_for(self) -> str:
         if not self.entries:
             return f"the {self._plan.roles[self._plan.server].name} to announce the next step"
-        lent = [buffer for buffer, count in self.lent.items() if count]
-        return f"transfers of its {' and '.join(lent)} to end" if lent else "part of a gradient"
+        in_transfer = [buffer for buffer, count in self.lent.items() if count]
+        return f"transfers of its {' and '.join(in_transfer)} to end" if in_transfer else "part of a gradient"
 
     def carry_out(self, due: Due) -> list[Action]:
         """Carries out entries in order until one must wait.

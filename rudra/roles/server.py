@@ -299,10 +299,10 @@ class ParameterServer(Machine):
     def _take(self, event: Received[PushedGradient], now: float) -> None:
         """Counts the gradients of a message."""
         self.lost += self.buffers.take(event)
-        sender, heard = event.message.sender, self._stragglers.heard
+        sender, last_message = event.message.sender, self._stragglers.last_message
         self.received += len(event.message.gradients)
-        if sender in heard:
-            heard[sender] = now
+        if sender in last_message:
+            last_message[sender] = now
         self.membership.count(event.message)
 
     def _process_arrived(self, now: float) -> list[Action]:
@@ -623,7 +623,7 @@ class ParameterServer(Machine):
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Drops the learner that all others wait for, if the wait takes too long."""
         child = self.buffers.turn
-        silence_s = overdue_s(self.ledger.rules.job, self.plan, child, self._stragglers.heard, now)
+        silence_s = overdue_s(self.ledger.rules.job, self.plan, child, self._stragglers.last_message, now)
         return [] if child is None or silence_s is None else self._drop_straggler(child, silence_s)
 
     def _hear_of_late(self, event: Received[LearnerLate], now: float) -> list[Action]:

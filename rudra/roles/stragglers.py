@@ -19,20 +19,20 @@ def tick_s(job: Job) -> float | None:
     return None if timeout is None else min(1.0, timeout / 4)
 
 
-def overdue_s(job: Job, plan: Plan, child: int | None, heard: Mapping[int, float], now: float) -> float | None:
+def overdue_s(job: Job, plan: Plan, child: int | None, last_message: Mapping[int, float], now: float) -> float | None:
     """Returns the seconds that the awaited child has been silent, if the child is a learner and the time is too long.
 
     Args:
         job: resolved job, which sets the timeout.
         plan: roles of the run and their connections.
         child: id of the child that all others wait for, or None.
-        heard: time of each role's last message, in seconds.
+        last_message: time of each role's last message, in seconds.
         now: seconds on the driver's clock.
     """
     timeout = job.fault_tolerance.straggler_timeout_s
     if timeout is None or child is None or not plan.roles[child].kind_traits.trains:
         return None
-    silence_s = now - heard[child]
+    silence_s = now - last_message[child]
     return silence_s if silence_s > timeout else None
 
 
@@ -51,12 +51,12 @@ class Stragglers:
         patience_s: shortest silence in seconds that can make a child a straggler.
 
     Attributes:
-        heard: time of the last message of each child, in seconds on the driver's clock.
+        last_message: time of the last message of each child, in seconds on the driver's clock.
         dropping: whether a learner is being dropped.
     """
 
     def __init__(self, children: Iterable[int], patience_s: float) -> None:
-        self.heard = dict.fromkeys(children, 0.0)
+        self.last_message = dict.fromkeys(children, 0.0)
         self._patience_s = patience_s
         self._began = self._looked = 0.0
         self._before = 0
@@ -71,11 +71,11 @@ class Stragglers:
         """Begins to measure silences, when training starts or continues. `gradients` is the number received before."""
         self._began = self._looked = now
         self._before = gradients
-        self.heard = dict.fromkeys(self.heard, now)
+        self.last_message = dict.fromkeys(self.last_message, now)
 
     def forget(self, child: int) -> None:
         """Forgets a child that is lost."""
-        self.heard.pop(child, None)
+        self.last_message.pop(child, None)
 
     def found(self, now: float, gradients: int) -> list[tuple[int, float]]:
         """Returns the children that became stragglers since the last check, with the seconds of their silence.
@@ -87,9 +87,9 @@ class Stragglers:
         if now - self._looked < CHECK_S:
             return []
         self._looked = now
-        usual_s = (now - self._began) * len(self.heard) / max(1, gradients - self._before)
+        usual_s = (now - self._began) * len(self.last_message) / max(1, gradients - self._before)
         limit = max(self._patience_s, TURNS * usual_s)
-        silent = {child: now - then for child, then in self.heard.items() if now - then > limit}
+        silent = {child: now - then for child, then in self.last_message.items() if now - then > limit}
         new = [(child, silence) for child, silence in silent.items() if child not in self._known]
         self._known = set(silent)
         return new

@@ -148,7 +148,9 @@ class TreeServer(Machine):
         self.timestamp = 0
         self.received = self.relayed = position.below(plan, role)
         self._received = {child: position.below(plan, child) for child in plan.children[role]}
-        self._heard = dict.fromkeys(self._children, 0.0)  # by child: time of its last gradient or of our last answer
+        self._last_message = dict.fromkeys(
+            self._children, 0.0
+        )  # by child: time of its last gradient or of our last answer
         self._readiness = Readiness()
         self._weights = WeightBuffers()
         self._questions = Questions()
@@ -213,14 +215,14 @@ class TreeServer(Machine):
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self.state = TreeServerState.TRAINING
-        self._heard = dict.fromkeys(self._heard, now)
+        self._last_message = dict.fromkeys(self._last_message, now)
         return [*(Send(to, event.message) for to in self._children), *self.buffers.post(True)]
 
     # Gradients up.
 
     def _gradient(self, event: Received[PushedGradient], now: float) -> list[Action]:
         self._take(event)
-        self._heard[event.message.sender] = now
+        self._last_message[event.message.sender] = now
         return self._process_arrived()
 
     def _take(self, event: Received[PushedGradient]) -> None:
@@ -322,7 +324,7 @@ class TreeServer(Machine):
             if not self._protocol.pull_granted(-1, asked, clock):
                 self._questions.waiting[child] = (asked, held)
             else:
-                self._heard[child] = now
+                self._last_message[child] = now
                 actions.append(Send(child, stamp))
                 if held < self.timestamp:
                     actions.append(self._weights.send(child, Weights(self.id, self.timestamp)))
@@ -374,7 +376,7 @@ class TreeServer(Machine):
     def _look_for_late(self, event: Tick, now: float) -> list[Action]:
         """Reports a learner that all others wait for too long to the root, at every check. The root decides."""
         child = self.buffers.turn
-        silence_s = overdue_s(self._job, self.plan, child, self._heard, now)
+        silence_s = overdue_s(self._job, self.plan, child, self._last_message, now)
         if self.state is not TreeServerState.TRAINING or child is None or silence_s is None:
             return []
         if child in self._questions.waiting or child in self._questions.asked:  # the child itself waits for weights

@@ -123,7 +123,7 @@ def test_a_run_goes_on_from_its_checkpoint_when_its_coordinator_died(tmp_path: P
     os.kill(ranks_of(process)[0], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 0, err
-    assert "rudra: restart 1 of 1: job: goes on from" in err
+    assert "rudra: restart 1 of 1: job: continues from" in err
     with rudra.open_results(output) as results:
         check(results, 12)
     assert replays(output)

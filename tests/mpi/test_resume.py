@@ -35,7 +35,7 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
     if finished:
         code, _, err = finish(start("run", job, "--output", output, "--resume"))
         assert code == 0, err
-        assert "goes on from" in err
+        assert "continues from" in err
         assert list(tmp_path.glob("*.ckpt")) == [output.with_suffix(".ckpt")], "that of the end alone"
         assert finish(start("run", job, "--output", output, "--resume"))[0] == 0
     code, _, err = finish(start("resume", output, "--set", "training.epochs=6"))

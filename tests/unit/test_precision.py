@@ -213,12 +213,12 @@ class Picky(nn.Module):
 def test_a_model_without_kernels_is_one_line() -> None:
     sample = drawn((20,))[0][:1], torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ConfigError) as caught:
-        check_gradient(TrainingTable(precision="float16"), FlatModel(Picky(), precision="float16"), sample, alone=None)
+        check_gradient(TrainingTable(precision="float16"), FlatModel(Picky(), precision="float16"), sample, single=None)
     why = '"special" not implemented for such numbers'
     where = "[training] precision = 'float16'"
     assert str(caught.value) == f"{where}: torch does not support it for this model on this cpu ({why}); valid: float32"
     check_gradient(
-        TrainingTable(precision="bfloat16"), FlatModel(built(normalised), precision="bfloat16"), sample, alone=None
+        TrainingTable(precision="bfloat16"), FlatModel(built(normalised), precision="bfloat16"), sample, single=None
     )
 
 
@@ -226,13 +226,13 @@ def test_one_sample_in_a_minibatch_is_refused_where_a_model_needs_two() -> None:
     sample = drawn((20,))[0][:1], torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ConfigError) as caught:
         check_gradient(
-            TrainingTable(), FlatModel(built(normalised)), sample, alone=("[training] minibatch_size = 1", "2 or more")
+            TrainingTable(), FlatModel(built(normalised)), sample, single=("[training] minibatch_size = 1", "2 or more")
         )
     assert str(caught.value).startswith(
         "[training] minibatch_size = 1: torch cannot compute this model on one sample (Exp"
     )
     assert str(caught.value).endswith("; valid: 2 or more")
-    check_gradient(TrainingTable(), FlatModel(built(normalised)), sample, alone=None)
+    check_gradient(TrainingTable(), FlatModel(built(normalised)), sample, single=None)
 
 
 def test_a_job_learns_that_before_it_begins(tmp_path: Any) -> None:

@@ -52,7 +52,7 @@ def decided(job: Job, path: Path, **tables: Any) -> StartDecision:
 def test_a_finished_run_goes_on_where_it_is_to_be_longer(tmp_path: Path, change: dict[str, Any], goes_on: bool) -> None:
     found = decided(*run(tmp_path), training=change)
     assert found.finished is not goes_on
-    assert found.text.startswith("job: goes on from" if goes_on else f"{tmp_path / 'run.h5'}: is finished; nothing")
+    assert found.text.startswith("job: continues from" if goes_on else f"{tmp_path / 'run.h5'}: is finished; nothing")
     assert found.position.timestamp == (16 if goes_on else 0)
     assert not found.replanned
 

@@ -13,7 +13,7 @@ def watched(silences: dict[int, float], gradients: int, patience_s: float = 5.0)
     """Who is found after 100 s, if they were heard of last so long before."""
     stragglers = Stragglers(silences, patience_s)
     stragglers.begin(0.0, 1000)
-    stragglers.heard |= {child: 100.0 - silence for child, silence in silences.items()}
+    stragglers.last_message |= {child: 100.0 - silence for child, silence in silences.items()}
     return [child for child, _ in stragglers.found(100.0, 1000 + gradients)]
 
 
@@ -40,9 +40,9 @@ def test_a_straggler_is_told_once_and_again_when_it_has_come_and_gone() -> None:
     stragglers.begin(0.0, 0)
     told: list[Any] = []
     for now in range(1, 60):
-        stragglers.heard[1] = float(now)
+        stragglers.last_message[1] = float(now)
         if 20 <= now < 30:
-            stragglers.heard[2] = float(now)
+            stragglers.last_message[2] = float(now)
         told += [(now, child) for child, _ in stragglers.found(float(now), 100 * now)]
     assert told == [(6, 2), (35, 2)]
 

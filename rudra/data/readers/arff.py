@@ -39,8 +39,8 @@ _MOST = 1000  # maximum number of names in an input: each name becomes an input
 
 
 class ArffOptions(Table):
-    train: str | None = Field(None, description="training file in path; default: the only *-train.arff there, or path")
-    test: str | None = Field(None, description="test file next to it; default: the only *-test.arff in path")
+    train: str | None = Field(None, description="training file in path. Default: the only *-train.arff there, or path")
+    test: str | None = Field(None, description="test file next to it. Default: the only *-test.arff in path")
     labels: int | None = Field(None, ge=1, description="how many of the last attributes are labels")
     xml: str | None = Field(None, description="Mulan's file of label names next to it, instead of labels")
     left_out: tuple[str, ...] = Field((), description="names of attributes that are not used")

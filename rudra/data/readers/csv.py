@@ -44,7 +44,7 @@ class CsvOptions(Table):
     target: Column = Field(-1, description="column to be predicted: its name, or its number from 0; -1: the last")
     header: bool | None = Field(
         None,
-        description="whether the first line has names; default: it has, unless it has only numbers, some of them twice",
+        description="whether the first line has names. Default: it has, unless it has only numbers, some of them twice",
     )
     delimiter: str = Field(",", min_length=1, max_length=1, description="between values")
     regression: bool = Field(False, description="targets are real numbers, not classes")

@@ -23,8 +23,8 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", "
 
 class FolderOptions(Table):
     size: int = Field(224, ge=1, le=1 << 14, description="width and height that images are brought to")
-    test: str | None = Field(None, description="directory of the test set; default: test, or val if that is missing")
-    threads: int | None = Field(None, ge=1, le=256, description="that decode; default: as many as cores, up to 4")
+    test: str | None = Field(None, description="directory of the test set. Default: test, or val if that is missing")
+    threads: int | None = Field(None, ge=1, le=256, description="that decode. Default: as many as cores, up to 4")
 
 
 def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:

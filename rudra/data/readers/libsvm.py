@@ -29,8 +29,8 @@ _LABELS = re.compile(rb"^[^\S\n]*([^\s:]+(?!\S)|(?=\S))", re.MULTILINE)  # of li
 class LibsvmOptions(Table):
     test: str | None = Field(None, description="test file, next to the training file")
     regression: bool = Field(False, description="labels are real numbers, not classes")
-    zero_based: bool | None = Field(None, description="whether the first index is 0; default: if there is a 0")
-    features: int | None = Field(None, ge=1, le=_MOST, description="width; default: the largest index of both files")
+    zero_based: bool | None = Field(None, description="whether the first index is 0. Default: if there is a 0")
+    features: int | None = Field(None, ge=1, le=_MOST, description="width. Default: the largest index of both files")
     multilabel: bool = Field(False, description="a line may have several labels, as 1,3, or none")
 
 

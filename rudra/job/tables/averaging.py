@@ -19,18 +19,18 @@ class OuterTable(Table):
     """
 
     name: str | None = Field(
-        None, description="sgd, adagrad, adam, adamw, rmsprop, or your own, package.module:class; default: sgd"
+        None, description="sgd, adagrad, adam, adamw, rmsprop, or your own, package.module:class. Default: sgd"
     )
     learning_rate: float | None = Field(
         None,
         ge=0,
-        description="learning rate; default: 1 for average, 0.7 for diloco, "
+        description="learning rate. Default: 1 for average, 0.7 for diloco, "
         "averaging.elasticity times learners for easgd and sma",
     )
-    momentum: float | None = Field(None, ge=0, lt=1, description="momentum; default: 0, or 0.9 for diloco and sma")
+    momentum: float | None = Field(None, ge=0, lt=1, description="momentum. Default: 0, or 0.9 for diloco and sma")
     options: dict[str, Any] = Field(
         {},
-        description="further keyword arguments of the torch.optim class; default: none, or nesterov = true for diloco",
+        description="further keyword arguments of the torch.optim class. Default: none, or nesterov = true for diloco",
     )
 
     _known = field_validator("name")(known_optimizer)
@@ -43,27 +43,27 @@ class AveragingTable(ArgumentsTable):
         None,
         ge=1,
         lt=2**20,
-        description="τ: number of mini-batches of each learner between two averages; default: 1, or 50 for diloco",
+        description="τ: number of mini-batches of each learner between two averages. Default: 1, or 50 for diloco",
     )
     elasticity: float | None = Field(
         None,
         ge=0,
-        description="α: fraction of the difference to the weights by which each average moves a replica; default: 1, "
+        description="α: fraction of the difference to the weights that each average moves a replica. Default: 1, "
         "or for easgd and sma 1 / learners with outer momentum, 1 / (learners + 1) without",
     )
     local_elasticity: float | None = Field(
         None,
         ge=0,
-        description="with topology hierarchical: fraction of the difference to the block's reference by which every "
-        "mini-batch moves a replica. elasticity then moves references; default: 1 / (learners of the block + 1)",
+        description="with topology hierarchical: fraction of the difference to the block's reference that every "
+        "mini-batch moves a replica. elasticity then moves references. Default: 1 / (learners of the block + 1)",
     )
     restart: bool | None = Field(
         None,
         description="true: each time the learning rate drops (schedules step and plateau), all replicas restart from "
-        "the weights, without momentum; default: false, or true for sma",
+        "the weights, without momentum. Default: false, or true for sma",
     )
     keep_momentum: bool | None = Field(
-        None, description="true: replicas keep the momentum of their optimiser at a restart; default: false"
+        None, description="true: replicas keep the momentum of their optimiser at a restart. Default: false"
     )
     outer: OuterTable = Field(OuterTable(), description="table: the outer optimiser, which updates the weights")
 

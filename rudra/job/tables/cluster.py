@@ -20,7 +20,7 @@ class PlacementTable(Table):
     cut: Any = Field(
         None,
         description="first layer on the stage server: its name, or the number of layers before it. ralp or auto: this "
-        "rule of `rudra place` chooses the layer before training (so no layer can have such a name); default: "
+        "rule of `rudra place` chooses the layer before training (so no layer can have such a name). Default: "
         "learners hold all layers",
     )
     rule: Literal["merged", "synchronous"] = Field(
@@ -38,11 +38,11 @@ class PlacementTable(Table):
     learning_rate: float | None = Field(
         None,
         gt=0,
-        description="learning rate of the placed layers before schedule, warm-up and modulation; default: "
+        description="learning rate of the placed layers before schedule, warm-up and modulation. Default: "
         "optimizer.learning_rate",
     )
     momentum: float | None = Field(
-        None, ge=0, lt=1, description="momentum of the placed layers; default: optimizer.momentum, without a correction"
+        None, ge=0, lt=1, description="momentum of the placed layers. Default: optimizer.momentum, without a correction"
     )
 
     @field_validator("cut")
@@ -94,7 +94,7 @@ class ClusterTable(Table):
         None,
         ge=1,
         le=100_000,
-        description="λ: number of learners; default: the number that the launcher's ranks can host in addition to the "
+        description="λ: number of learners. Default: the number that the launcher's ranks can host in addition to the "
         "servers, or 4 without a launcher",
     )
     learners_per_rank: int = Field(
@@ -107,14 +107,14 @@ class ClusterTable(Table):
     threads_per_rank: int | None = Field(
         None,
         ge=1,
-        description="number of torch threads of each learner; default: cores of the node divided by its ranks with "
+        description="number of torch threads of each learner. Default: cores of the node divided by its ranks with "
         "learners",
     )
     shares: Literal["auto"] | tuple[float, ...] = Field(
         (),
         description="for each learner, its part of a batch relative to the other learners. auto: in proportion to the "
         "speed, which is measured before training. Learners of a compute group, or all learners with hardsync, then "
-        "draw adjacent parts of one stream; default: each learner draws μ samples from its own stream",
+        "draw adjacent parts of one stream. Default: each learner draws μ samples from its own stream",
     )
     device: Literal["cpu", "cuda", "auto"] = Field(
         "cpu",

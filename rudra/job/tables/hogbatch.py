@@ -16,7 +16,7 @@ class WorkersTable(Table):
     """Learners of one kind under protocol hogbatch. A job can have several such tables."""
 
     learners: tuple[int, ...] | None = Field(
-        None, description="numbers of the learners, from 0; default: all learners that no other table names"
+        None, description="numbers of the learners, from 0. Default: all learners that no other table names"
     )
     kind: Literal["small", "large"] = Field(
         description="small: a batch has one part for each thread, and each part is an update. large: a batch is one "
@@ -29,24 +29,24 @@ class WorkersTable(Table):
         description="number of parts of a small worker's batch, which real ranks compute one after another",
     )
     device: Literal["cpu"] | None = Field(
-        None, description="cpu: these learners compute on the CPU although others use GPUs; default: cluster.device"
+        None, description="cpu: these learners compute on the CPU although others use GPUs. Default: cluster.device"
     )
     min: int | None = Field(
         None,
         ge=1,
         lt=2**31,
-        description="smallest batch, in samples for each thread; default: 1 for small, 128 for large",
+        description="smallest batch, in samples for each thread. Default: 1 for small, 128 for large",
     )
     max: int | None = Field(
         None,
         ge=1,
         lt=2**31,
-        description="largest batch, in samples for each thread; default: 64 for small, 8192 for large",
+        description="largest batch, in samples for each thread. Default: 64 for small, 8192 for large",
     )
     compute_s: float | dict[int, float] | None = Field(
         None,
         description="compute time of one thread for a part in virtual time, in seconds: a number, or a table as in "
-        "simulation.compute_s; default: simulation.compute_s",
+        "simulation.compute_s. Default: simulation.compute_s",
     )
 
     @field_validator("compute_s")
@@ -112,7 +112,7 @@ class HogbatchTable(ArgumentsTable):
         "overwrite: they replace the weights by their updated copy, and concurrent updates of other workers are lost",
     )
     workers: tuple[WorkersTable, ...] = Field(
-        (), description="list of tables: learners of each kind; default: each learner is a small worker"
+        (), description="list of tables: learners of each kind. Default: each learner is a small worker"
     )
 
     @property

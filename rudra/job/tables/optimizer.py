@@ -31,7 +31,7 @@ class ParameterGroup(Table):
     )
     rate_factor: float = Field(1.0, ge=0, description="factor on the learning rate of these parameters")
     weight_decay: float | None = Field(
-        None, ge=0, description="weight decay of these parameters; default: optimizer.weight_decay"
+        None, ge=0, description="weight decay of these parameters. Default: optimizer.weight_decay"
     )
 
     @field_validator("parameters", mode="before")

@@ -41,13 +41,13 @@ class ResultsTable(Table):
     keep_checkpoints: str = Field(
         "never",
         description="interval of checkpoints that are kept next to the result file, so that other runs can start from "
-        "them: `N epochs` or `N updates`. Training waits while the previous one is being written; default: never",
+        "them: `N epochs` or `N updates`. Training waits while the previous one is being written. Default: never",
     )
 
     keep_every: int | None = Field(
         None,
         ge=1,
-        description="keep the weights of every Nth epoch in the result file; default: only the final weights",
+        description="keep the weights of every Nth epoch in the result file. Default: only the final weights",
     )
 
     keep_best: bool = Field(

@@ -40,7 +40,7 @@ class DataTable(Table):
     scale: float | None = Field(None, gt=0, description="factor on the inputs, after subtraction of the mean")
     subtract_mean: bool | None = Field(
         None,
-        description="subtract the mean of all training inputs from every input; default: true for images that are "
+        description="subtract the mean of all training inputs from every input. Default: true for images that are "
         "bytes in memory, else false",
     )
     standardise: bool = Field(
