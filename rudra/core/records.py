@@ -225,13 +225,26 @@ TOTALS = table(
 )
 """Closing account of the server."""
 
+EVENT_KINDS = {
+    "checkpoint": "a checkpoint was written",
+    "restart": "all roles started again from a checkpoint or from the present weights",
+    "lost": "the rank of a role died",
+    "dropped": "a learner was removed, because it was silent for longer than `straggler_timeout_s`",
+    "straggler": "a learner was silent for longer than usual",
+    "target": "an evaluation reached `training.target`",
+    "patience": "`training.patience` evaluations brought no improvement",
+    "plateau": "schedule `plateau` lowered the learning rate",
+    "change": "a table `[[changes]]` took effect",
+    "branch": "the run began with the checkpoint of another run",
+    "averaging": "all replicas restarted from the weights, because the learning rate dropped",
+    "stages": "the stage server added its weights to a snapshot or checkpoint",
+    "window": "means of the staleness and of lost updates in a shared window, for an epoch",
+    "pause": "training paused while workers evaluated the weights",
+}
+"""Kinds of events, with their meanings."""
+
 EVENT = table(
-    (
-        "kind",
-        "S16",
-        "`checkpoint`, `restart`, `lost`, `dropped`, `straggler`, `target`, `patience`, `plateau`, `change`, `branch`, "
-        "`averaging`, `stages`, `window`, `pause`",
-    ),
+    ("kind", "S16", "kind of the event, from the list below"),
     ("role", "<i4", "row of `/roles` that the event is about. -1: none"),
     ("pad", "<i4", ""),
     ("timestamp", "<i8", "timestamp of the weights at that moment"),

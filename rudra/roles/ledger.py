@@ -32,7 +32,7 @@ from rudra.core.events import (
     Warn,
 )
 from rudra.core.messages import BETWEEN_OWNERS, EpochRows, MessageKind, Snapshot, TrainingStarted
-from rudra.core.records import TIMES, Gradient
+from rudra.core.records import EVENT_KINDS, TIMES, Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.wire import PACK
 from rudra.roles.machine import Setup, listed
@@ -402,6 +402,7 @@ class Ledger:
 
     def tell(self, kind: str, timestamp: int, time_s: float, text: str, role: int = -1) -> None:
         """Adds a row to the table of events."""
+        assert kind in EVENT_KINDS, kind
         gradients = self.applied + len(self._pending.rows)
         self.outbox.add(
             MessageKind.EVENTS, kind.encode(), role, 0, timestamp, gradients, time_s, 0.0, text.encode()[:512]

@@ -22,6 +22,7 @@ MAKERS: dict[str, Callable[..., list[str]]] = {
     "objects": results.objects,
     "columns": results.columns,
     "attributes": results.attributes,
+    "event-kinds": results.event_kinds,
     "shipped": shipped.sections,
     "state-diagrams": roles.state_diagrams,
 }

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rudra.core.records import MEANING
+from rudra.core.records import EVENT_KINDS, MEANING
 from rudra.results.recorder import ATTRIBUTES
 from rudra.results.validation import DTYPES
 from rudra.results.writer import LAYOUT, NAMES, OBJECTS
@@ -34,6 +34,11 @@ def columns(name: str) -> list[str]:
         for (column, text), kind in zip(texts.items(), types, strict=True)
     ]
     return markdown.table(["column", "type", "unit", "meaning"], rows)
+
+
+def event_kinds() -> list[str]:
+    """Returns the kinds of events."""
+    return markdown.table(("kind", "meaning"), [(code(kind), text) for kind, text in EVENT_KINDS.items()])
 
 
 def attributes() -> list[str]:

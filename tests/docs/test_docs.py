@@ -166,3 +166,10 @@ def _importable(shown: dict[str, str], directory: Path) -> Iterator[None]:
         for file in shown:
             with suppress(KeyError):
                 del sys.modules[Path(file).stem]
+
+
+def test_glossary_is_in_alphabetical_order() -> None:
+    rows = [line for line in text_of(DOCS / "glossary.md").splitlines() if line.startswith("| ")][1:]
+    terms = [re.sub(r"[^a-z0-9* ]", "", row.strip("| ").split(" | ")[0].lower()) for row in rows]
+    assert terms == sorted(terms)
+    assert len(terms) == len(set(terms))
