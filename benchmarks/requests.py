@@ -45,7 +45,7 @@ class UpdatingServer(ServerExecutor):
     def __init__(self, floats: int, memory: Memory | None = None, part: slice | None = None) -> None:
         length = floats if part is None else part.stop - part.start
         Executor.__init__(self, (), length, length, 1, memory=memory)
-        self._part, self._of = None if part is None else Part((part,)), floats
+        self._owned_part, self._of = None if part is None else Part((part,)), floats
         self._first_sha256 = sha256(np.zeros(floats, np.float32))
         self._rule = UpdateRule(TABLE, self.buffer("weights").vector)
         self.prepare()

@@ -45,7 +45,7 @@ from rudra.mpi.arena import Arena
 arena, node = Arena(), comm.Split_type(MPI.COMM_TYPE_SHARED)
 arena.allocate(1 << 20)
 memory = [node.size, arena.meet(node, comm.rank, %d)]
-from rudra.compute.window import Shape
+from rudra.compute.window import WindowLayout
 from rudra.mpi.shared_window import share_window
 near = node.size == comm.size
 window = [near, share_window(comm, 0, WindowLayout(1000, 2, "locked"), member=True)[1] if near else ""]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rudra import plugins
 from rudra.errors import ConfigError, meant
-from rudra.job.tables import OPTIMIZERS, OptimizerTable, ParameterGroup
+from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, OptimizerTable, ParameterGroup
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     Piece = tuple[torch.nn.Parameter, slice, slice]  # slices of the weights, and of the parameter
     Slice = tuple[slice, list[tuple[int, list[Piece]]]]  # slice of the weights, and its pieces in each group
 
-_WITH_MOMENTUM = {"sgd", "rmsprop"}
 _NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}
 _STEP = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
 CACHE_LINE = 16  # elements, the unit in which torch hands a vector to its threads
@@ -457,13 +456,14 @@ def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:
             hint = meant(key, valid)
             raise ConfigError(f"[optimizer] unknown option '{key}' of {table.name}; valid: {', '.join(valid)}{hint}")
     takes = inspect.signature(cls).parameters
-    has_momentum = table.name in _WITH_MOMENTUM if table.name in OPTIMIZERS else "momentum" in takes
+    has_momentum = table.name in WITH_MOMENTUM if table.name in OPTIMIZERS else "momentum" in takes
     decays = [table.weight_decay, *(group.weight_decay for group in table.groups)]
     if any(decays) and "weight_decay" not in takes:
         raise ConfigError(f"[optimizer] weight_decay: {table.name} does not take it; valid: 0")
     if table.momentum and not has_momentum:
-        with_momentum = " and ".join(sorted(_WITH_MOMENTUM))
-        raise ConfigError(f"[optimizer] momentum = {table.momentum} is for {with_momentum} only, not {table.name}")
+        raise ConfigError(
+            f"[optimizer] momentum = {table.momentum:g} is not supported with {table.name}; use momentum = 0"
+        )
     momentum = {"momentum": table.momentum} if has_momentum else {}
     decay = {"weight_decay": table.weight_decay} if "weight_decay" in takes else {}
     return {**decay, **momentum, **table.options}

@@ -21,7 +21,7 @@ from rudra.job.fields import JobFields
 from rudra.job.making import explicit_momentum, table_of
 from rudra.job.simulation import PER_BYTE
 from rudra.job.table import named
-from rudra.job.tables import ArgumentsTable
+from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, ArgumentsTable
 from topologies.kinds import TREE_SERVER
 
 
@@ -139,6 +139,16 @@ def keys_that_need_evaluation(job: JobFields) -> Iterator[str]:
 def evaluation_of_the_training_set(job: JobFields) -> Iterator[str]:
     if job.training.evaluate_training_set and job.training.evaluate != "workers":
         yield "[training] evaluate_training_set = true is only supported with evaluate = 'workers'; use both or neither"
+
+
+@job_rule
+def momentum(job: JobFields) -> Iterator[str]:
+    table = job.optimizer
+    if table.momentum and table.name in OPTIMIZERS and table.name not in WITH_MOMENTUM:
+        yield (
+            f"[optimizer] momentum = {table.momentum:g} is not supported with name = '{table.name}'; "
+            "use momentum = 0, or sgd or rmsprop"
+        )
 
 
 @job_rule

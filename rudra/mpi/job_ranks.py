@@ -47,8 +47,8 @@ class JobRanks:
         self.name = self._title(comm.rank)
         failures.roles = self._roles
         speak_as(comm.rank, self._roles[comm.rank])
-        with suppress(OSError):  # ps and debuggers show this name
-            Path("/proc/self/comm").write_text(f"rudra rank {comm.rank}", encoding="ascii")
+        with suppress(OSError):  # ps shows this name; SLURM cannot signal names with spaces
+            Path("/proc/self/comm").write_text(f"rudra-rank-{comm.rank}", encoding="ascii")
 
     def agree(self, step: Callable[[], None]) -> int | None:
         """Executes a step on every rank.

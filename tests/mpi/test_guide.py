@@ -20,13 +20,14 @@ from tests import forks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
-TUTORIAL, PORT, MODEL, RULES = map(page, ("tutorial.md", "from-pytorch.md", "own-model.md", "own-rules.md"))
+TUTORIAL, COMPARE, PORT = map(page, ("tutorial.md", "compare.md", "from-pytorch.md"))
+MODEL, RULES, HOOKS = map(page, ("own-model.md", "own-rules.md", "hooks.md"))
 SHORTER = {
     "README.md": {"epochs = 10": "epochs = 2", "--learners 30": "--learners 6", "epochs=5": "epochs=2"},
     "own-model.md": {"stop_at_target = true": 'stop_at_target = true\nevaluate = "always"'},
-    "tutorial.md": {
+    "tutorial.md": {"epochs = 10": 'epochs = 5\nevaluate = "always"', "epochs=15": "epochs=6"},
+    "compare.md": {
         "epochs = 10": 'epochs = 5\nevaluate = "always"',
-        "epochs=15": "epochs=6",
         "=0.005,0.02,0.08,0.2 --output": "=0.02,0.2 --set training.epochs=2 --output",
     },
     "from-pytorch.md": {
@@ -89,20 +90,30 @@ def tutorial(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return directory, done(directory, "tutorial.md")
 
 
-def test_the_tutorial_prints_what_it_shows(tutorial: tuple[Path, str]) -> None:
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    directory = tmp_path_factory.mktemp("compare")
+    return directory, done(directory, "compare.md")
+
+
+def test_the_first_run_prints_what_it_shows(tutorial: tuple[Path, str]) -> None:
     shown(TUTORIAL, tutorial[1])
+    assert "first.h5: identical: " in tutorial[1]
 
 
-def test_the_tutorial_learns_and_repeats(tutorial: tuple[Path, str]) -> None:
-    directory, printed = tutorial
-    for name, learners, epochs in (("first.h5", 2, 5), ("eight.h5", 8, 5), ("winner.h5", 8, 6)):
-        with rudra.open_results(directory / name) as results:
+def test_the_comparison_prints_what_it_shows(compared: tuple[Path, str]) -> None:
+    shown(COMPARE, compared[1])
+
+
+def test_the_first_run_and_the_comparison_learn(tutorial: tuple[Path, str], compared: tuple[Path, str]) -> None:
+    directory = compared[0]
+    for name, learners, epochs in (("first.h5", 2, 6), ("eight.h5", 8, 5), ("winner.h5", 8, 5)):
+        with rudra.open_results((tutorial[0] if name == "first.h5" else directory) / name) as results:
             summary = results.summary()
         assert (summary["learners"], summary["epochs"]) == (learners, epochs)
         assert summary["final_test_error"] < 0.4
-    assert "winner.h5: identical: " in printed
     assert (directory / "report.html").stat().st_size > 100_000
-    for picture in re.findall(r"\]\((images/.+?)\)", TUTORIAL):
+    for picture in re.findall(r"\]\((images/.+?)\)", COMPARE):
         assert (ROOT / "docs" / picture).stat().st_size < 150_000
 
 
@@ -140,20 +151,21 @@ def test_hugging_face(own: Path) -> None:
 @pytest.fixture(scope="module")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     directory = tmp_path_factory.mktemp("rules")
-    printed = done(directory, "own-rules.md", leave_out="curve.toml")
-    return directory, printed + curves(directory)
+    return directory, done(directory, "own-rules.md") + curves(directory)
 
 
 def curves(directory: Path) -> str:
-    """Runs the page's hooks, and those that are shipped."""
-    (shipped,) = (block for block in blocks("toml", RULES) if 'call = "csv"' in block)
+    """Runs the hooks of the page, and the shipped ones."""
+    for file, content in files(HOOKS).items():
+        (directory / file).write_text(content)
+    (shipped,) = (block for block in blocks("toml", HOOKS) if 'call = "csv"' in block)
     with (directory / "curve.toml").open("a") as job:
         job.write(shipped)
     return said(directory, *forks.rudra(), "run", "curve.toml", "--output", "curve.h5")
 
 
 def test_rules_print_what_the_page_shows(rules: tuple[Path, str]) -> None:
-    shown(RULES, rules[1])
+    shown(RULES + HOOKS, rules[1])
 
 
 def test_ones_own_protocol(rules: tuple[Path, str]) -> None:

@@ -113,7 +113,7 @@ def test_sums_of_nodes_are_repeated_and_foretold_with_and_without_node_memory(tm
     """Memory and messages lead to the same bits, which are not those of one order for all."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}
     for case, (nodes, each, options) in SUMS.items():
-        served = "server" in options or "groups" in options
+        served = "parameter_server" in options or "groups" in options
         learners = each * (len(nodes) - 1 - served)
         job = make_job(learners, {"name": "hardsync"}, SGD).with_(
             topology={"name": "groups", "options": {"reduction": "nodes", **options}},

@@ -127,8 +127,8 @@ def test_what_cannot_be_resumed_is_said_in_one_line(tmp_path: Path) -> None:
     before = output.read_bytes()
     arguments = ("run", job, "--output", output, "--resume")
     for more, said in {
-        ("--set", "training.minibatch_size=4"): "is of another job: training.minibatch_size was 2, and is 4 now",
-        ("--learners", "2"): "is of another job: cluster.learners was 3, and is 2 now",
+        ("--set", "training.minibatch_size=4"): "belongs to another job: training.minibatch_size was 2, but is 4 now",
+        ("--learners", "2"): "belongs to another job: cluster.learners was 3, but is 2 now",
     }.items():
         code, _, err = finish(start(*arguments, *more))
         assert (code, err.count("\n")) == (2, 1), err

@@ -84,4 +84,4 @@ def test_another_job_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> N
     job.write_text(JOB.format("groups"))
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 2, err
-    assert "is of another job: cluster.shares was [], and is auto now" in err
+    assert "belongs to another job: cluster.shares was [], but is auto now" in err

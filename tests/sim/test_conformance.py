@@ -61,7 +61,7 @@ def refused(rule: dict[str, Any], topology: dict[str, Any], tree: bool) -> str:
         )
     if topology["name"] == "hierarchical" and rule["name"] not in {"easgd", "sma"}:
         return r"hierarchical' is not supported with protocol \w+; use protocol easgd or sma"
-    if averages(rule) and "server" in topology.get("options", {}) and rule["name"] != "easgd":
+    if averages(rule) and "parameter_server" in topology.get("options", {}) and rule["name"] != "easgd":
         return r"server = true is not supported with protocol \w+; use protocol easgd"
     made = protocols.make(rule["name"], learners=4, minibatch_size=4, n=rule.get("n"), options=rule.get("options"))
     by_pushes = made.waits and made.grants_on_push

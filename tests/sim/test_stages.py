@@ -22,7 +22,7 @@ from rudra.job.job import Job
 from rudra.simulation.tensors import RealTensors
 
 SYNCHRONOUS = {"cut": 3, "rule": "synchronous"}
-EXPECTED = ("no learner is left", "died before training began", "learner 0 (rank 1) died, and the run cannot go on")
+EXPECTED = ("no learner is left", "died before training began", "learner 0 (rank 1) died, and the run cannot continue")
 
 
 def dropping() -> nn.Module:

@@ -216,7 +216,7 @@ def test_staleness_is_not_called_momentum(study: Path) -> None:
 @pytest.mark.parametrize(("server", "known"), [(True, True), (False, False)])
 def test_p_he_is_against_one_group_with_a_server_where_there_is_one(tmp_path: Path, server: bool, known: bool) -> None:
     for groups in (1, 2):
-        options = {"groups": groups, "server": server}
+        options = {"groups": groups, "parameter_server": server}
         write_point(
             tmp_path / f"{groups}.h5", protocol="softsync", n=groups, mu=4, lam=4, topology="groups", options=options
         )

@@ -6,7 +6,7 @@ Unknown keys are refused with a list of the valid ones. `rudra.job.rules` has th
 from rudra.job.tables.averaging import AveragingTable, OuterTable
 from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable, PlacementTable, TopologyTable
 from rudra.job.tables.hogbatch import HogbatchTable, WorkersTable, kinds_of
-from rudra.job.tables.optimizer import OPTIMIZERS, OptimizerTable, ParameterGroup
+from rudra.job.tables.optimizer import OPTIMIZERS, WITH_MOMENTUM, OptimizerTable, ParameterGroup
 from rudra.job.tables.protocol import ArgumentsTable, ProtocolTable
 from rudra.job.tables.results import Hook, ResultsTable, StudyTable
 from rudra.job.tables.training import AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
@@ -14,6 +14,7 @@ from rudra.job.tables.training import AugmentTable, DataTable, ModelTable, TaskT
 __all__ = [
     "OPTIMIZERS",
     "PLACEMENT_RULES",
+    "WITH_MOMENTUM",
     "ArgumentsTable",
     "AugmentTable",
     "AveragingTable",

@@ -15,6 +15,9 @@ from rudra.plugins import CALLABLE
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
 """Name of an optimiser in a job -> name of its class in torch.optim."""
 
+WITH_MOMENTUM = ("sgd", "rmsprop")
+"""Names of the optimisers that have a momentum."""
+
 
 def known_optimizer(value: str | None) -> str | None:
     """Returns the name of an optimiser. Raises ValueError if it is unknown."""
