@@ -3,9 +3,9 @@
 A protocol never sees weights, messages or clocks. The server asks it three questions. A new protocol is a new file that
 answers them (`Protocol`):
 
-* In which order are gradients received (`ordered`), and how many make an update (`update_due`)? * May this learner have
-the weights now, or does it wait for an update (`pull_granted`)? * What are a gradient's weight in the average and the
-update's learning rate (`Modulation`)?
+* In which order are gradients received (`ordered`), and how many make an update (`update_due`)?
+* May this learner have the weights now, or does it wait for an update (`pull_granted`)?
+* What are a gradient's weight in the average and the update's learning rate (`Modulation`)?
 """
 
 from protocols.averaging import Averaging, Pair, pairs
