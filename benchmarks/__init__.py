@@ -21,6 +21,10 @@ BENCHMARKS = {  # name -> comparison and goal
         "hardsync by allreduce on two hosts behind 1 Gbit/s: gradients added on each node first, against all to all",
         'steps/s of reduction = "nodes" >= those of "ordered"',
     ),
+    "link": (
+        "hardsync by allreduce against torch DDP on gloo, both in buckets; one learner on each of two hosts, 1 Gbit/s",
+        ">= 1.2 times its steps/s",
+    ),
     "islands": (
         "DiLoCo, an average every 50 mini-batches, against hardsync by allreduce; two hosts behind 100 Mbit/s",
         ">= 5 times its samples/s, in whichever order hardsync adds",

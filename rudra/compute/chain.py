@@ -93,7 +93,12 @@ class Chain:
 
     @torch.no_grad()
     def gradient(
-        self, inputs: torch.Tensor, target: Any, weights: Sequence[torch.Tensor], out: Sequence[torch.Tensor]
+        self,
+        inputs: torch.Tensor,
+        target: Any,
+        weights: Sequence[torch.Tensor],
+        out: Sequence[torch.Tensor],
+        ready: Callable[[int], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, SparseRows | None]:
         """Computes the gradient of the mean loss.
 
@@ -102,6 +107,7 @@ class Chain:
             target: (μ, …), in the format of the task.
             weights: Weight of each layer, and its bias if it has one. They are read twice.
             out: Tensors of the same shapes that receive all gradients, except for a sparse layer's weight.
+            ready: Called after each layer, the last one first, with its first place in `out`.
 
         Returns:
             The output of the last layer, the mean loss, and the gradient of a sparse layer's weight.
@@ -130,6 +136,8 @@ class Chain:
             if parts and not number:
                 return output, loss, gradient_of(*parts, gradient)
             torch.mm(gradient.t(), seen[number], out=out[place])
+            if ready is not None:
+                ready(place)
             if number:
                 gradient = self._activations[number - 1][1](gradient.mm(layers[number][0]), seen[number])
         return output, loss, None

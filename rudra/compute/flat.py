@@ -7,7 +7,8 @@ number without dimensions. Counters in weights are whole numbers. Means of gradi
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import nn
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
 from rudra.compute.direct import LARGE, DirectLinear, direct_layers
+from rudra.compute.final_gradients import FinalGradients, Ready
 from rudra.compute.flat_buffers import FlatBuffers
 from rudra.compute.guard import WeightsGuard
 from rudra.compute.rows import RowFormat, RowGradient
@@ -120,6 +122,7 @@ class FlatModel:
         )
         self._weights = torch.empty(0)  # the bound vector
         self._training: bool | None = None
+        self._final: FinalGradients | None = None  # made at its first use: it adds hooks to all parameters
         self._views = FlatViews(self.layout, _KEPT * roles)
         self.guard = WeightsGuard(self.layout, self._parameters, self.parameter_count)
 
@@ -206,7 +209,12 @@ class FlatModel:
         return RowFormat(entry.offset, features, width, self.size)
 
     def gradient(
-        self, inputs: Any, target: Any, out: torch.Tensor | RowGradient, seed: int | torch.Tensor
+        self,
+        inputs: Any,
+        target: Any,
+        out: torch.Tensor | RowGradient,
+        seed: int | torch.Tensor,
+        ready: Ready | None = None,
     ) -> tuple[float, float]:
         """Computes the gradient of the mean loss at the bound weights.
 
@@ -218,6 +226,8 @@ class FlatModel:
                 (`row_form`), but not with compiled code or another precision.
             seed: Seed of the device's default generator, for dropout and similar layers, or a generator state to
                 continue from.
+            ready: Called while the gradient is computed, whenever more of `out` is final. It is not called if only the
+                whole gradient becomes final, as with compiled code, rows, or the scaled loss of float16.
 
         Returns:
             Mean loss and number of wrong samples; NaN if the task defines no error.
@@ -229,14 +239,16 @@ class FlatModel:
         if self._chain is not None and self._chain.takes(inputs):
             views = self._views.of(out) if isinstance(out, torch.Tensor) else self._views.of(out.rest, self._rows)
             self.seed(seed)  # the task's loss may draw random numbers
-            output, loss, found = self._chain.gradient(inputs, target, self._views.of(self._weights), views)
+            output, loss, found = self._chain.gradient(
+                inputs, target, self._views.of(self._weights), views, None if ready is None else self._reporting(ready)
+            )
             if found is not None and rows is not None:
                 rows.put(found)
             elif found is not None:
                 views[0].zero_().index_add_(0, *found)
             wrong = self.task.wrong(output, target)
         else:
-            loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale)
+            loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale, ready)
         return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
 
     def compiled_difference(self, inputs: Any, target: Any) -> float:
@@ -353,6 +365,7 @@ class FlatModel:
         seed: int | torch.Tensor,
         reduction: LossReduction,
         scale: float,
+        ready: Ready | None = None,
     ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
         self._mode(training=True)
         rows = into if isinstance(into, RowGradient) else None
@@ -379,7 +392,9 @@ class FlatModel:
         else:
             output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
-        (mean if scale == 1 else mean * scale).backward()  # type: ignore[no-untyped-call]
+        reported = ready if compiled is None and rows is None and scale == 1 else None
+        with self._reported(reported, views):
+            (mean if scale == 1 else mean * scale).backward()  # type: ignore[no-untyped-call]
         self.guard.check(before, self._weights, self._views.of(self._weights))
         loss = loss.detach()
         gradients = self._taken()
@@ -423,7 +438,7 @@ class FlatModel:
         self._release()
         return found
 
-    def _copy(self, gradients: Sequence[torch.Tensor | None], views: list[torch.Tensor]) -> None:
+    def _copy(self, gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> None:
         """Copies gradients to views of the flat vector, except gradients that were computed there."""
         sources, targets = [], []
         for gradient, view in zip(gradients, views, strict=False):
@@ -438,6 +453,25 @@ class FlatModel:
                 targets.append(view)
         if sources:
             torch._foreach_copy_(targets, sources)
+
+    def _reporting(self, ready: Ready) -> Ready:
+        """Returns a function that reports the place of a parameter as its first element."""
+        return lambda place: ready(self.layout[place].offset)
+
+    @contextmanager
+    def _reported(self, ready: Ready | None, views: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Reports final gradients during a backward pass."""
+        if ready is None:
+            yield
+            return
+        if self._final is None:
+            offsets = [entry.offset for entry in self.layout[: len(self._parameters)]]
+            self._final = FinalGradients(self._parameters, offsets, lambda g, view: self._copy([g], [view]))
+        self._final.begin(ready, views)
+        try:
+            yield
+        finally:
+            self._final.end()
 
     def _mode(self, *, training: bool) -> None:
         if self._training is not training:  # visiting every submodule takes longer than a small layer

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from protocols.hogbatch import parts
+from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.rows import RowGradient
 from rudra.core.work import Work
@@ -74,7 +75,14 @@ class GradientSource:
         # A data set that draws random numbers is read in this thread, without concurrent draws.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
 
-    def compute(self, step: int, work: Work, weights: torch.Tensor, out: torch.Tensor | RowGradient) -> BatchResult:
+    def compute(
+        self,
+        step: int,
+        work: Work,
+        weights: torch.Tensor,
+        out: torch.Tensor | RowGradient,
+        ready: Ready | None = None,
+    ) -> BatchResult:
         """Computes the gradient of one step.
 
         Args:
@@ -82,18 +90,25 @@ class GradientSource:
             work: Samples of the step.
             weights: (size,) float32, only read.
             out: Receives the gradient, as in `FlatModel.gradient`.
+            ready: Called while more of it becomes final, as in `FlatModel.gradient`.
 
         Raises:
             DataError: A label is out of range. Other exceptions of the user's data set propagate.
         """
-        return self.of_batch(step, work, self.minibatch(step, work), weights, out)
+        return self.of_batch(step, work, self.minibatch(step, work), weights, out, ready)
 
     def of_batch(
-        self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor | RowGradient
+        self,
+        step: int,
+        work: Work,
+        batch: Batch,
+        weights: torch.Tensor,
+        out: torch.Tensor | RowGradient,
+        ready: Ready | None = None,
     ) -> BatchResult:
         """Computes the gradient as `compute` does, from samples that the caller has drawn."""
         inputs, target = batch
-        loss, errors = self._gradient(batch, weights, out, self.seed(step))
+        loss, errors = self._gradient(batch, weights, out, self.seed(step), ready)
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
             sample = self._inputs.indices([work])[int(wrong.argmax())]
             raise DataError(
@@ -102,7 +117,12 @@ class GradientSource:
         return BatchResult(loss, errors, work.count)
 
     def _gradient(
-        self, batch: Batch, weights: torch.Tensor, out: torch.Tensor | RowGradient, seed: int
+        self,
+        batch: Batch,
+        weights: torch.Tensor,
+        out: torch.Tensor | RowGradient,
+        seed: int,
+        ready: Ready | None = None,
     ) -> tuple[float, float]:
         """Computes `FlatModel.gradient` in the parts that the job sets: their mean, weighted by samples.
 
@@ -112,7 +132,7 @@ class GradientSource:
         count = len(trees.first(target))
         if self._microbatches == 1 or count == 1:
             model.bind(weights)
-            return model.gradient(inputs, target, out, seed)
+            return model.gradient(inputs, target, out, seed, ready)
         assert isinstance(out, torch.Tensor), "gradients in rows are of whole mini-batches"
         trained, last = slice(model.parameter_count), 0
         mean, loss, errors, state = torch.zeros_like(out), 0.0, 0.0, None

@@ -12,6 +12,7 @@ from msgspec import structs
 from rudra.compute.devices import finish
 from rudra.compute.evaluation import add_batch, evaluate, score_of
 from rudra.compute.executor import Executor, performs
+from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Sums
 from rudra.compute.owners import OwnerExecutor
@@ -51,11 +52,13 @@ class LearnerExecutor(Executor):
     Attributes:
         pushes_at_once: Whether the learner pushes each gradient once it is ready, and then requests newer weights.
         examined: Data for evaluation, if learners evaluate weights.
+        ready: Called while a gradient is computed, whenever more of it is final. None: nobody needs to know.
     """
 
     source: GradientSource
     pushes_at_once = True
     examined: Examined | None = None
+    ready: Ready | None = None
 
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """Sets the source of gradients, and whether its learner pushes at once."""
@@ -69,7 +72,7 @@ class LearnerExecutor(Executor):
     def compute(self, action: Compute) -> Iterator[Computed]:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:
-            outcome = self.source.compute(action.step, action.work, weights.vector, gradient.gradient)
+            outcome = self.source.compute(action.step, action.work, weights.vector, gradient.gradient, self.ready)
             if self.direct:
                 finish(self.device)  # MPI may overwrite the weights at once
         else:

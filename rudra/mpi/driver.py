@@ -18,11 +18,13 @@ from functools import partial
 from mpi4py import MPI
 
 from rudra.compute.executor import Executor
+from rudra.compute.learners import LearnerExecutor
 from rudra.core.events import (
     COMPUTATIONS,
     Action,
     CancelReceive,
     Commit,
+    Compute,
     DeclareLost,
     Event,
     ExecutorAction,
@@ -151,6 +153,8 @@ class Rank:
             core.
         halves: whether gradients travel as float16.
         arena: shared memory that holds the executors' buffers and that neighbours read.
+        bucket: number of elements of a bucket of a gradient (`rudra.mpi.buckets`), or 0 for no buckets.
+        near: whether ranks of a node may read each other's memory.
 
     Attributes:
         comm: communicator of all ranks.
@@ -176,6 +180,8 @@ class Rank:
         spins: bool = False,
         halves: bool = False,
         arena: Arena | None = None,
+        bucket: int = 0,
+        near: bool = True,
     ) -> None:
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
@@ -205,7 +211,7 @@ class Rank:
         self._state_tag = partial(tags.tag, channel=STATES)
         self._saver = CheckpointThread(checkpoints, self._work, StateTransfer(comm, plan, self._state_tag))
         library = library_comm(comm, plan, machines)
-        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena)
+        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, bucket, near=near)
         self._reductions.renew(plan, machines, library)
         if any(plan.traits(role).overlaps for role in machines):  # transfers run in parallel with computation
             self._traffic.start_threads(self._work.post, self._losses.wait)
@@ -417,6 +423,9 @@ class Rank:
         if isinstance(action, COMPUTATIONS):  # in this thread only
             for field in action.changes:
                 executor.renew(getattr(action, field))
+        if isinstance(action, Compute):
+            assert isinstance(executor, LearnerExecutor)
+            executor.ready = self._reductions.expect(role, action)
         work = executor.perform(action)
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))

@@ -16,6 +16,7 @@ from rudra.core.records import Gradient
 from rudra.core.wire import FLAGS_BYTES, decode, decode_flags, encode, encode_flags, tail_bytes
 from rudra.mpi.failures import RequestState, outcome
 from rudra.mpi.group_slices import GroupSlices
+from rudra.mpi.pieces import pieces_of
 
 _OFFSET = struct.Struct("<q")
 _MESSAGE = _OFFSET.size + FLAGS_BYTES
@@ -40,14 +41,14 @@ class GroupRequests:
         self._receives.clear()
 
     def send(self, what: npt.NDArray[Any], to: int) -> None:
-        """Sends an array to a rank. The array must not change until `drive` returns "done"."""
-        self._all.append(self._comm.Isend(what, to, self._tag))
+        """Sends an array to a rank, in pieces. The array must not change until `drive` returns "done"."""
+        self._all += [self._comm.Isend(piece, to, self._tag) for piece in pieces_of(what)]
 
     def receive(self, into: npt.NDArray[Any], of: int) -> None:
-        """Receives an array from a rank."""
-        request = self._comm.Irecv(into, of, self._tag)
-        self._all.append(request)
-        self._receives.append(request)
+        """Receives an array from a rank, in pieces."""
+        requests = [self._comm.Irecv(piece, of, self._tag) for piece in pieces_of(into)]
+        self._all += requests
+        self._receives += requests
 
     def add(self, request: MPI.Request) -> None:
         """Adds a request that was started elsewhere."""

@@ -7,7 +7,8 @@ from rudra.compute.averaging import CACHE_LINE
 FEW = 2
 """Up to this number of members that share memory, each rank that needs the sum computes all of it."""
 
-_ALIGNED = CACHE_LINE // 4
+ALIGNED = CACHE_LINE // 4
+"""Number of elements in a cache line."""
 
 
 class GroupSlices:
@@ -54,7 +55,7 @@ class GroupSlices:
         for place, rank in enumerate(members.values()):
             self.others.setdefault(rank, []).append(place)
         ranks, by_place = list(self.others), list(members.values())
-        self.step = step = -(-size // (len(ranks) * _ALIGNED)) * _ALIGNED
+        self.step = step = -(-size // (len(ranks) * ALIGNED)) * ALIGNED
         self.of_rank = {rank: slice(min(i * step, size), min((i + 1) * step, size)) for i, rank in enumerate(ranks)}
         self.sums = sums or [range(len(members))]
         in_sum = [list(dict.fromkeys(by_place[place] for place in of)) for of in self.sums]  # ranks of each sum

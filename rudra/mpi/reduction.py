@@ -360,13 +360,19 @@ def make_reduction(
         library, arena: arguments of `GroupReduction`.
     """
     ranks = {i: plan.roles[i].world_rank for i in members}
-    others = {*ranks.values()} - {comm.rank}
+    ring = ringing(doorbell, comm, ranks.values())
+    return GroupReduction(comm, ranks, tag, size, ring, library, arena, plan.partial_sums(members))
+
+
+def ringing(doorbell: Doorbell, comm: MPI.Comm, ranks: Collection[int]) -> Callable[[], None]:
+    """Returns a function that wakes up the other ranks of a group."""
+    others = {*ranks} - {comm.rank}
 
     def ring() -> None:
         for rank in others:
             doorbell.ring(rank)
 
-    return GroupReduction(comm, ranks, tag, size, ring, library, arena, plan.partial_sums(members))
+    return ring
 
 
 def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:

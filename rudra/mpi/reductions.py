@@ -1,14 +1,16 @@
 """A rank's part in the reductions of its roles' groups."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from mpi4py import MPI
 
 from rudra.compute.executor import Executor
-from rudra.core.events import Event, Reduce
+from rudra.compute.final_gradients import Ready
+from rudra.core.events import Compute, Event, Reduce
 from rudra.mpi.arena import Arena
+from rudra.mpi.buckets import BucketedReduction
 from rudra.mpi.doorbell import Doorbell
-from rudra.mpi.reduction import GroupReduction, make_reduction
+from rudra.mpi.reduction import GroupReduction, make_reduction, ringing
 from rudra.mpi.tags import AVERAGES, REDUCTIONS
 from topologies import Plan
 from topologies.kinds import EVERYBODY
@@ -23,6 +25,8 @@ class Reductions:
         tag: returns the tag of a role and channel.
         doorbell: doorbell of this rank.
         arena: memory that neighbours read.
+        bucket: number of elements of a bucket, or 0 for no buckets.
+        near: whether ranks of a node may read each other's memory.
     """
 
     def __init__(
@@ -32,10 +36,13 @@ class Reductions:
         tag: Callable[[int, int], int],
         doorbell: Doorbell,
         arena: Arena,
+        bucket: int,
+        *,
+        near: bool,
     ) -> None:
         self._comm, self._executors, self._tag = comm, executors, tag
-        self._doorbell, self._arena = doorbell, arena
-        self._of_groups: dict[int, GroupReduction] = {}
+        self._doorbell, self._arena, self._bucket, self._near = doorbell, arena, bucket, near
+        self._of_groups: dict[int, GroupReduction | BucketedReduction] = {}
 
     def renew(self, plan: Plan, roles: Collection[int], library: MPI.Comm | None = None) -> None:
         """Creates the reductions for the groups of some roles, from a plan.
@@ -51,9 +58,42 @@ class Reductions:
                 if group is None or group in made or not plan.traits(role).trains:
                     continue
                 members, channel = plan.together(role, group), AVERAGES if group == EVERYBODY else REDUCTIONS
-                tag, size = self._tag(members[0], channel), self._executors[role].size
-                about = (self._doorbell, library, self._arena)
-                made[group] = make_reduction(self._comm, plan, members, tag, size, *about)
+                tag, executor = self._tag(members[0], channel), self._executors[role]
+                if library is None and self._in_buckets(plan, members, executor.size):
+                    tags = tag, self._tag(members[0], AVERAGES)
+                    made[group] = self._bucketed(plan, members, tags, executor)
+                else:
+                    about = (self._doorbell, library, self._arena)
+                    made[group] = make_reduction(self._comm, plan, members, tag, executor.size, *about)
+
+    def _in_buckets(self, plan: Plan, members: Sequence[int], size: int) -> bool:
+        """Whether the gradients of a group all travel in messages, each as soon as it is computed, and are large."""
+        ranks = {plan.roles[i].world_rank for i in members}
+        nodes = {plan.roles[i].node for i in members}
+        apart = len(ranks) == len(members) > 1 and (len(nodes) == len(members) or not self._near)
+        sums = plan.partial_sums(members)
+        direct = len(sums) == 1 or all(len(of) == 1 for of in sums)
+        return 0 < self._bucket < size and not plan.averaging and apart and direct
+
+    def _bucketed(
+        self, plan: Plan, members: Sequence[int], tags: tuple[int, int], executor: Executor
+    ) -> BucketedReduction:
+        ranks = {i: plan.roles[i].world_rank for i in members}
+        sizes = executor.size, executor.parameters, self._bucket
+        ring = ringing(self._doorbell, self._comm, ranks.values())
+        sums, to_all = plan.partial_sums(members), len(plan.groups) == 1
+        return BucketedReduction(self._comm, ranks, tags, *sizes, ring, sums, to_all=to_all)
+
+    def expect(self, role: int, action: Compute) -> Ready | None:
+        """Prepares for the gradient that a role now computes.
+
+        Returns:
+            Function to call while parts of the gradient become final, or None if it is not reduced in buckets.
+        """
+        for reduction in self._of_groups.values():
+            if role in reduction.roles and isinstance(reduction, BucketedReduction):
+                return reduction.expect(self._executors[role].buffer(action.gradient), action.work.count)
+        return None
 
     def begin(self, role: int, action: Reduce) -> None:
         """Begins a reduction for a role."""

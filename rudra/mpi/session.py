@@ -211,6 +211,8 @@ class _Session:
             spins=busy + (not computes) <= cores(),  # the statistics server has the lowest priority
             halves=setup.job.cluster.gradient_format == "float16",
             arena=setup.arena,
+            bucket=setup.job.cluster.bucket_elements,
+            near=setup.job.cluster.node_memory,
         )
 
     def _serve(self, rank: Rank) -> int:

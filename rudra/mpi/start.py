@@ -23,6 +23,14 @@ START_S = 300
 WITHOUT_OFI = ("OMPI_MCA_btl", "^ofi")
 """Setting of Open MPI that excludes the OFI transport for one-sided messages: unused, and slow to shut down (1 s)."""
 
+WITHOUT_PUT = ("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
+"""Open MPI's default flags of TCP without `put`.
+
+With `put`, a large message waits until the receiver answers, and the answer comes behind all data that the receiver
+itself is sending. So if two ranks exchange large messages, one direction of the link often stands still. Open MPI also
+deadlocks with `put` when a connection breaks.
+"""
+
 
 def start_mpi() -> None:
     """Starts MPI unless it runs already, and checks that the ranks found each other.
@@ -42,7 +50,8 @@ def start_mpi() -> None:
         mismatch = unsuited(os.environ, library, speaks_pmix=_speaks_pmix())
         if mismatch is not None:
             raise LaunchError(mismatch)
-        os.environ.setdefault(*WITHOUT_OFI)
+        for setting in (WITHOUT_OFI, WITHOUT_PUT):
+            os.environ.setdefault(*setting)
         alone = choose_loopback(os.environ)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(START_S)

@@ -24,6 +24,7 @@ INDIFFERENT = (
     "training.patience",
     "cluster.learners_per_rank",
     "cluster.node_memory",
+    "cluster.buckets",
 )
 """Keys of the `DECISIVE` tables that have no effect on the weights."""
 

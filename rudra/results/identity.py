@@ -39,6 +39,7 @@ RESUME_MAY_CHANGE = (
     "training.evaluation_batch_size",
     "cluster.learners_per_rank",
     "cluster.node_memory",
+    "cluster.buckets",
 )
 
 LENGTH = (

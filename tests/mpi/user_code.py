@@ -619,6 +619,64 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
     return {"wrong": wrong}
 
 
+def bucketed_reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, Any]:
+    """Groups of ranks average gradients that become final part by part; what came out wrong.
+
+    A part that is not final holds NaN, so a bucket that is sent too early shows.
+    """
+    from rudra.compute.averaging import average
+    from rudra.compute.executor import Executor
+    from rudra.mpi.buckets import BucketedReduction
+
+    wrong = []
+    chance, pace = random.Random(seed), random.Random(seed * comm.size + comm.rank)
+    for case in range(cases):
+        ranks = chance.sample(range(comm.size), chance.randint(2, comm.size))
+        members = {100 + i: rank for i, rank in enumerate(ranks)}
+        size = chance.choice([1, 15, 300, 5000, 100_000])
+        parameters, bucket = size - chance.choice([0, size // 3]), chance.choice([16, 100, 700, 30_000, 200_000])
+        bucket = max(bucket, size // 40)
+        samples, to_all = [chance.choice([4, 4, 4, 7]) for _ in members], chance.random() < 0.6
+        sums = [[place] for place in range(len(members))] if chance.random() < 0.3 else []
+        if comm.rank not in ranks:
+            continue
+        role = 100 + ranks.index(comm.rank)
+        executor, place = Executor((), size, parameters, 1), ranks.index(comm.rank)
+        about = (comm, members, (10 + 2 * case, 11 + 2 * case), size, parameters, bucket, lambda: None, sums)
+        reduction = BucketedReduction(*about, to_all=to_all)
+        for step in range(5):
+            made = [torch.randn(size, generator=torch.Generator().manual_seed(97 * step + role)) for role in members]
+            expected = torch.empty(size)
+            average(expected, made, samples, sums=sums)
+            buffer = executor.renew(GRADIENT)
+            buffer.vector.fill_(torch.nan)
+            pause(pace)
+            last = parameters
+            if pace.random() < 0.8:  # else the gradient appears as a whole
+                ready = reduction.expect(buffer, samples[place])
+                for first in sorted(pace.sample(range(parameters), min(parameters, pace.randint(0, 6))), reverse=True):
+                    buffer.vector[first:last] = made[place][first:last]
+                    last = first
+                    ready(first)
+                    pause(pace)
+            buffer.vector[:last] = made[place][:last]
+            buffer.vector[parameters:] = made[place][parameters:]
+            gradient = Gradient(-1, place, samples[place], step, 0, 0, 0, 1.0, 0.0, 0.0, 0)
+            reduction.begin(role, Reduce(GRADIENT, 0, step, gradient, to_all, GroupFlags(role)), executor)
+            while (reduced := reduction.test()) is None:
+                time.sleep(0)
+            if [word.digest for word in reduced.words] != list(members):
+                wrong.append(f"case {case}, step {step}: words {reduced.words}")
+            if [gradient.samples for gradient in reduced.gradients] != samples:
+                wrong.append(f"case {case}, step {step}: gradients {reduced.gradients}")
+            if (to_all or not place) and not torch.equal(buffer.vector, expected):
+                wrong.append(f"case {case}, step {step}, role {role}: another mean")
+        reduction.abandon()
+        if not reduction.quiet:
+            wrong.append(f"case {case}: still receives")
+    return {"wrong": wrong}
+
+
 def pause(pace: random.Random) -> None:
     """Lets the other ranks go ahead, or not."""
     time.sleep(pace.choice([0.0, 0.0, 1e-3, 5e-3]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -9,6 +10,9 @@ from pydantic import Field, field_validator
 
 from rudra.job.table import Named, Table, short
 from rudra.job.tables.optimizer import OptimizerTable
+
+AUTO_BUCKET_MB, LEAST_BUCKET_MB = 4.0, 0.001
+"""Megabytes of a bucket by default, and at least."""
 
 PLACEMENT_RULES = ("ralp", "auto")
 """Rules that choose the cut if the job names no layer."""
@@ -136,6 +140,12 @@ class ClusterTable(Table):
         description="true: ranks of one node read gradients and weights in each other's memory. false: they use "
         "messages, for comparison. Results are bitwise identical",
     )
+    buckets: Literal["auto", "off"] | float = Field(
+        "auto",
+        description="megabytes of a gradient that are averaged at a time, while the rest is still computed. For "
+        "compute groups whose ranks exchange messages. auto: 4 MB. off: the whole gradient at once. Results are bitwise "
+        "identical",
+    )
     flush_denormals: bool = Field(
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"
     )
@@ -147,6 +157,20 @@ class ClusterTable(Table):
         if value != "auto" and not numbers:
             raise ValueError(f"must be a list of numbers, or 'auto', not {short(value)}")
         return value
+
+    @field_validator("buckets", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and not LEAST_BUCKET_MB <= value < math.inf:
+            raise ValueError(f"must be megabytes >= {LEAST_BUCKET_MB}, 'auto' or 'off', not {short(value)}")
+        return value
+
+    @property
+    def bucket_elements(self) -> int:
+        """Number of float32 elements in a bucket, or 0 without buckets."""
+        if self.buckets == "off":
+            return 0
+        return int((AUTO_BUCKET_MB if self.buckets == "auto" else self.buckets) * 1e6) // 4
 
     @property
     def parts(self) -> tuple[float, ...]:
