@@ -1,71 +1,96 @@
 """Hardsync by allreduce against torch DDP on gloo, on two hosts behind a network link.
 
-Both cut the gradient into buckets and exchange them while the backward pass goes on. Each gets the best of several bucket
-sizes. Model, batches, optimiser and number of threads are the same.
+Both cut the gradient into buckets and exchange them during the backward pass. Each gets the best of several bucket sizes.
+Model, data, batches, optimiser and number of threads are the same.
 """
 
 import os
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import distributed
-from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import links
 from benchmarks.shared import unconnected
-from rudra.bench.ranks import LEARNER, STATISTICS, lenet_job, step_s, train, write_images
+from rudra.bench.ranks import LEARNER, MOMENTUM, RATE, STATISTICS, lenet_job, step_s, train, write_images
 from rudra.benchmark_report import Goal, Report, ratios, spread
-from rudra.compute import networks
+from rudra.compute import models, tasks
 from rudra.compute.optim import uncompiled
+from rudra.data.load import load
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-GBIT_S, LEARNERS, STEPS = 1.0, 2, 8
-HIDDEN = {"21.7 MB": (1600, 1600, 1000)}  # layers of a perceptron on 28 x 28 images
-SIZE = 256  # μ
 MEGABYTES = (1.0, 2.0, 4.0, 10.0)  # sizes of buckets that are tried
-SHAPE, CLASSES, RATE, MOMENTUM = (1, 28, 28), 10, 0.001, 0.9
+TEXT = {"name": "text", "options": {"length": 64}}
+LANGUAGE = {"task": {"name": "language"}, "data": TEXT}
+PERCEPTRON = {"model": {"name": "mlp", "options": {"hidden": [1600, 1600, 1000]}}}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model behind a link.
+
+    Attributes:
+        tables: tables of the job.
+        size: μ.
+        goal: steps per second, as a multiple of DDP's.
+        steps: steps of a run.
+        learners: number of learners, half of them on each host.
+        gbit_s: bandwidth of the link.
+    """
+
+    tables: dict[str, Any]
+    size: int
+    goal: float
+    steps: int = 14
+    learners: int = 2
+    gbit_s: float = 1.0
+
+
+CASES = {
+    "mlp 21.7 MB": Case(PERCEPTRON, 256, 1.2),
+    "mlp 21.7 MB, 10 Gbit/s": Case(PERCEPTRON, 256, 1.2, gbit_s=10.0),
+    "resnet32 1.9 MB": Case({"model": {"name": "resnet32"}}, 32, 1.0),
+    "lstm 4.3 MB": Case({**LANGUAGE, "model": {"name": "lstm", "options": {"hidden": 256}}}, 8, 1.0, 20),
+    "mlp 21.7 MB, λ = 4": Case(PERCEPTRON, 256, 1.3, 8, learners=4),
+}
+QUICK = {"mlp 0.4 MB": Case({"model": {"name": "mlp", "options": {"hidden": [100, 100]}}}, 256, 1.0, 3)}
 
 
 def run(*, quick: bool) -> Report:
-    """Measures one learner on each host, with one torch thread each, in turns."""
-    models = {"0.4 MB": (100, 100)} if quick else HIDDEN
-    steps, rounds, sizes = (3, 0, MEGABYTES[:1]) if quick else (STEPS, 1, (4.0,))
-    given: dict[str, Any] = {"models": models, "steps": steps, "sizes": sizes}
-    report = Report(
-        [
-            f"μ = {SIZE}, {GBIT_S:g} Gbit/s",
-            "ms/step",
-            "bucket, MB",
-            "/ DDP's speed",
-            "bound, ms",
-            "of the bound's speed",
-        ]
-    )
-    figures = links.measured(report, measure, list(models), rounds, gbit_s=GBIT_S, learners=LEARNERS, **given)
-    for name in figures:
-        _add(report, name, figures[name], sizes)
-    report.notes += [
-        "whole: buckets = 'off'. Buckets: the best of the sizes, as for DDP (bucket_cap_mb)",
-        "bound: a gradient's bytes must cross the link each way, and forward and backward take their time alone; both at "
-        "the same time",
+    """Measures learners with one torch thread each, in turns."""
+    cases, rounds, sizes = (QUICK, 0, MEGABYTES[:1]) if quick else (CASES, 3, MEGABYTES)
+    heads = ["μ", "way", "ms/step", "bucket, MB", "DDP's time / its", "bound, ms", "bound / its"]
+    report, notes = Report(["two hosts", *heads]), list[str]()
+    for name, case in cases.items():
+        given: dict[str, Any] = {"name": name, "sizes": sizes, "gbit_s": case.gbit_s, "learners": case.learners}
+        figures = links.measured(report, measure, [name], rounds, **given)
+        notes += [f"{name}: {note}" if figures else note for note in report.notes]
+        if not figures:
+            break
+        _add(report, name, case, figures[name], sizes)
+    report.notes = notes + [
+        "whole: cluster.buckets = 'off'; of the sizes of buckets (DDP: bucket_cap_mb) the best one is shown",
+        "bound: computing alone, or one model each way by the link, whichever takes longer",
         links.ALONE,
         links.HALF,
     ]
     return report
 
 
-def _add(report: Report, name: str, found: dict[str, Any], sizes: tuple[float, ...]) -> None:
-    """Adds the rows and the goals of a model."""
+def _add(report: Report, name: str, case: Case, found: dict[str, Any], sizes: tuple[float, ...]) -> None:
+    """Adds the rows and the goals of a case."""
 
     def best(way: str) -> float:
-        return min(sizes, key=lambda size: sorted(found[f"{way} {size:g}"])[len(found[f"{way} {size:g}"]) // 2])
+        return min(sizes, key=lambda size: float(np.median(found[f"{way} {size:g}"])))
 
     ddp, ours = best("ddp"), best("buckets")
     bound = [max(alone, found["bytes"][0] / rate) for alone, rate in zip(found["alone"], found["link"], strict=True)]
@@ -77,86 +102,91 @@ def _add(report: Report, name: str, found: dict[str, Any], sizes: tuple[float, .
         "computing alone": (found["alone"], ""),
     }
     for way, (taken, size) in rows.items():
+        milliseconds = spread([1000 * s for s in taken])
         against = ratios(found[f"ddp {ddp:g}"], taken)
-        report.rows.append(
-            (f"{name}: {way}", spread([1000 * s for s in taken]), size, against)
-            + (spread([1000 * s for s in bound]), ratios(bound, taken))
-        )
+        cells = (milliseconds, size, against, spread([1000 * s for s in bound]), ratios(bound, taken))
+        report.rows.append((name, str(case.size), way, *cells))
     reached = ratios(found[f"ddp {ddp:g}"], found[f"buckets {ours:g}"]).median
-    report.goals.append(Goal(f"{name}: hardsync / DDP >= 1.2", [reached], at_least=1.2))
+    report.goals.append(Goal(f"{name}: hardsync / DDP >= {case.goal:g}", [reached], at_least=case.goal))
 
 
-def measure(
-    comm: "MPI.Comm",
-    directory: Path,
-    models: dict[str, tuple[int, ...]],
-    steps: int,
-    sizes: tuple[float, ...],
-    rounds: int,
-) -> dict[str, Any]:
-    """Runs all ways in turns. Returns on learners: model -> way -> seconds per step, one value for each round."""
+def measure(comm: "MPI.Comm", directory: Path, name: str, sizes: tuple[float, ...], rounds: int) -> dict[str, Any]:
+    """Runs all ways in turns. Returns on learners: name -> way -> seconds per step, one value for each round."""
+    case = (CASES | QUICK)[name]
     links.on_half_the_cores()
     torch.set_num_threads(1)
+    job = _job(directory, case)
     if comm.rank == 0:
-        write_images(directory, LEARNERS * SIZE * steps)
+        write_images(directory, case.learners * case.size * case.steps)
+        text = np.random.default_rng(0).integers(48, 113, 1 << 20, np.uint8)
+        (directory / "input.txt").write_bytes(text.tobytes())
+    rest(comm)
     if comm.rank >= LEARNER:
         os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
         store = f"file://{directory}/store"
-        distributed.init_process_group("gloo", init_method=store, rank=comm.rank - LEARNER, world_size=LEARNERS)
-    rest(comm)
+        distributed.init_process_group("gloo", init_method=store, rank=comm.rank - LEARNER, world_size=case.learners)
+    loops = {f"ddp {size:g}": DDPLoop(job, size) for size in sizes} if comm.rank >= LEARNER else {}
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
-    figures: dict[str, Any] = {}
-    for name, hidden in models.items():
-        job = lenet_job(directory, "hardsync", LEARNERS, SIZE, steps)
-        job = job.with_(model={"name": "mlp", "options": {"hidden": list(hidden)}}, topology={"name": "groups"})
-        loops = {f"ddp {size:g}": _ddp(tuple(hidden), size) for size in sizes} if comm.rank >= LEARNER else {}
-        for taken in links.in_turns_behind(comm, GBIT_S, rounds, figures.setdefault(name, {})):
-            ways = {f"buckets {size:g}": size for size in sizes} | {"auto": "auto", "off": "off"}
-            for way, buckets in ways.items():
-                _rudra(comm, ranks, job.with_(cluster={"buckets": buckets}), directory, taken, way)
+    figures: dict[str, Any] = {name: {}}
+    ways = {f"buckets {size:g}": size for size in sizes} | {"auto": "auto", "off": "off"}
+    for taken in links.in_turns_behind(comm, case.gbit_s, rounds, figures[name]):
+        for way, buckets in ways.items():
             rest(comm)
             if comm.rank >= STATISTICS:
-                taken["alone"], _, taken["bytes"] = links.trained(
-                    ranks, unconnected(job, steps), directory / "run.h5", connected=False
-                )
-            for size in sizes:
-                rest(comm)
-                if loops:
-                    loops[f"ddp {size:g}"](2)
-                    distributed.barrier()
-                    taken[f"ddp {size:g}"] = loops[f"ddp {size:g}"](steps)
+                with train(job.with_(cluster={"buckets": buckets}), directory / "run.h5", ranks) as results:
+                    taken[way] = step_s(results.updates["time_s"])
+        rest(comm)
+        if comm.rank >= STATISTICS:
+            alone = unconnected(job, case.steps)
+            taken["alone"], _, taken["bytes"] = links.trained(ranks, alone, directory / "run.h5", connected=False)
+        for size in sizes:
+            rest(comm)
+            if loops:
+                loops[f"ddp {size:g}"].run(2)
+                distributed.barrier()
+                taken[f"ddp {size:g}"] = loops[f"ddp {size:g}"].run(case.steps)
     rest(comm)
     if comm.rank >= LEARNER:
         distributed.destroy_process_group()
     return figures
 
 
-def _rudra(comm: "MPI.Comm", ranks: "MPI.Comm", job: Job, directory: Path, taken: dict[str, Any], way: str) -> None:
-    rest(comm)
-    if comm.rank >= STATISTICS:
-        with train(job, directory / "run.h5", ranks) as results:
-            taken[way] = step_s(results.updates["time_s"])
-
-
-def _ddp(hidden: tuple[int, ...], megabytes: float) -> Callable[[int], float]:
-    """Returns a function that trains by DDP for a number of steps, and returns seconds per step."""
-    network = networks.mlp(SHAPE, CLASSES, hidden=list(hidden))
-    model = torch.nn.parallel.DistributedDataParallel(
-        network, bucket_cap_mb=megabytes, gradient_as_bucket_view=True, static_graph=True
+def _job(directory: Path, case: Case) -> Job:
+    job = lenet_job(directory, "hardsync", case.learners, case.size, case.steps)
+    if case.tables.get("data") == TEXT:
+        job = job.with_(data={**job.data.model_dump(), **TEXT, "path": directory / "input.txt"})
+    nodes = {"options": {"reduction": "nodes"}} if case.learners > len(links.NAMES) else {}
+    return job.with_(**{key: table for key, table in case.tables.items() if key != "data"}).with_(
+        topology={"name": "groups", **nodes}
     )
-    optimizer = uncompiled(torch.optim.SGD)(network.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(4 * SIZE, *SHAPE, generator=generator)
-    labels = torch.randint(CLASSES, (4 * SIZE,), generator=generator)
-    order = torch.randperm(4 * SIZE, generator=generator)
 
-    def train(steps: int) -> float:
+
+class DDPLoop:
+    """Trains a job's model by DDP, on the job's first samples.
+
+    Args:
+        job: the job.
+        megabytes: size of a bucket.
+    """
+
+    def __init__(self, job: Job, megabytes: float) -> None:
+        data = load(job.data, test=False)
+        assert data.training is not None
+        self._size = job.training.minibatch_size
+        self._batches = [data.training.batch(np.arange(i * self._size, (i + 1) * self._size)) for i in range(2)]
+        network = models.build(job.model, data.info, 0)
+        self._task = tasks.make(job.task, data.info.classes)
+        self._model = DistributedDataParallel(
+            network, bucket_cap_mb=megabytes, gradient_as_bucket_view=True, static_graph=True
+        )
+        self._optimizer = uncompiled(torch.optim.SGD)(network.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
+
+    def run(self, steps: int) -> float:
+        """Trains for a number of steps. Returns seconds per step."""
         began = time.perf_counter()
         for step in range(steps):
-            chosen = order[step % 4 * SIZE : (step % 4 + 1) * SIZE]
-            functional.cross_entropy(model(inputs[chosen]), labels[chosen]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
+            inputs, target = self._batches[step % 2]
+            self._task.loss(self._model(inputs), target).backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+            self._optimizer.zero_grad()
         return (time.perf_counter() - began) / steps
-
-    return train

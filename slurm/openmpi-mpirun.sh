@@ -19,7 +19,7 @@ results=digits.h5
 run=(rudra run digits --output "$results" --resume)
 
 # If Open MPI supports these options, a run survives the death of learners. Otherwise any rank that dies ends the job.
-outlive=(--with-ft ulfm --mca btl_tcp_flags send,inplace,need-ack,need-csum,hetero-rdma)
+outlive=(--with-ft ulfm)
 mpirun "${outlive[@]}" --version >/dev/null 2>&1 || outlive=()
 
 # Before the time limit SLURM signals only this shell. mpirun forwards the signal to the ranks, which save a checkpoint.

@@ -13,7 +13,6 @@ Buckets are for groups whose gradients all travel in messages, with one member o
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
@@ -31,8 +30,8 @@ from rudra.mpi.comm_threads import WorkerThread
 from rudra.mpi.group_messages import GroupRequests, GroupRows
 from rudra.mpi.group_slices import ALIGNED, GroupSlices
 
-PAUSE_S = 0.3e-3
-"""Pause between two polls while a gradient is computed."""
+PAUSE_S = 1e-3
+"""Pause between two polls while a gradient is computed. In this time a network's buffers do not run full or empty."""
 
 
 class Bucket:
@@ -119,6 +118,7 @@ class BucketedReduction:
         self._facts = GroupRequests(comm, tags[0])  # for rows
         self._failed = self._driven = False
         self._lock = threading.Lock()  # of all attributes above, while the thread drives
+        self._news = threading.Event()  # a bucket is final, or the thread must stop
         self._posted: deque[Callable[[], None]] = deque()
         self._thread: WorkerThread | None = None
         if MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
@@ -159,15 +159,17 @@ class BucketedReduction:
     def _drive(self) -> None:
         """Advances the reduction while this rank's own thread computes."""
         while True:
+            self._news.wait(PAUSE_S if self._sent else None)
+            self._news.clear()
             with self._lock:
                 if not self._driven:
                     return
                 self._advance()
-            time.sleep(PAUSE_S)
 
     def _take_over(self) -> None:
         """Lets this rank's own thread advance the reduction."""
         self._driven = False
+        self._news.set()
         with self._lock:
             while self._posted:
                 self._posted.popleft()()
@@ -176,6 +178,8 @@ class BucketedReduction:
         self._first = first
         if self._thread is None:
             self._advance()
+        elif first <= self._buckets[self._sent].first:
+            self._news.set()
 
     def begin(self, role: int, action: Reduce, executor: Executor) -> None:
         """Starts the reduction of a complete gradient. Parts of it may have been averaged already."""

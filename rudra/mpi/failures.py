@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 ULFM = ("--with-ft", "ulfm")
 """Options of mpirun that enable ULFM."""
 
-TCP_FLAGS = ("--mca", "btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma")
-"""Open MPI's default flags without `put`. With `put` Open MPI deadlocks when a connection breaks."""
-
 WATCH_S, APPEAR_S = 0.5, 5.0
 """Interval of checks of a node's ranks while MPI starts, and time that all of them may take to appear."""
 

@@ -25,7 +25,7 @@ from rudra.files import is_own
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi import failures
-from rudra.mpi.failures import TCP_FLAGS, ULFM, known, named_ranks
+from rudra.mpi.failures import ULFM, known, named_ranks
 from rudra.mpi.forkserver import WORKER, fork_server
 from rudra.mpi.leftovers import remove_leftovers
 from rudra.mpi.mpirun import Mpirun
@@ -164,7 +164,7 @@ def mpirun_command(
     if open_mpi:
         options += ["--oversubscribe", "--bind-to", "none"]
         options += ["--mca", "opal_signal", ""]  # no stack dump of C code when a rank crashes: see `explain`
-        options += [*ULFM, *TCP_FLAGS] if ulfm else []
+        options += ULFM if ulfm else []
         options += ["--allow-run-as-root"] if root else []
     return [str(mpirun), *options, "-n", str(ranks), *argv]
 

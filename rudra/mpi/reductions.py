@@ -6,6 +6,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
+from rudra.core.buckets import in_buckets
 from rudra.core.events import Compute, Event, Reduce
 from rudra.mpi.arena import Arena
 from rudra.mpi.buckets import BucketedReduction
@@ -59,21 +60,12 @@ class Reductions:
                     continue
                 members, channel = plan.together(role, group), AVERAGES if group == EVERYBODY else REDUCTIONS
                 tag, executor = self._tag(members[0], channel), self._executors[role]
-                if library is None and self._in_buckets(plan, members, executor.size):
+                if in_buckets(plan, members, executor.size, self._bucket, near=self._near):
                     tags = tag, self._tag(members[0], AVERAGES)
                     made[group] = self._bucketed(plan, members, tags, executor)
                 else:
                     about = (self._doorbell, library, self._arena)
                     made[group] = make_reduction(self._comm, plan, members, tag, executor.size, *about)
-
-    def _in_buckets(self, plan: Plan, members: Sequence[int], size: int) -> bool:
-        """Whether the gradients of a group all travel in messages, each as soon as it is computed, and are large."""
-        ranks = {plan.roles[i].world_rank for i in members}
-        nodes = {plan.roles[i].node for i in members}
-        apart = len(ranks) == len(members) > 1 and (len(nodes) == len(members) or not self._near)
-        sums = plan.partial_sums(members)
-        direct = len(sums) == 1 or all(len(of) == 1 for of in sums)
-        return 0 < self._bucket < size and not plan.averaging and apart and direct
 
     def _bucketed(
         self, plan: Plan, members: Sequence[int], tags: tuple[int, int], executor: Executor

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from protocols import Hogbatch
+from rudra.core.buckets import count_of, in_buckets
 from rudra.core.events import (
     Accumulate,
     AverageGroup,
@@ -103,6 +104,8 @@ class CostModel:
         size_bytes: Size of the weights, and of a gradient, in memory.
         placed: How the model is divided between learners and a stage server.
         paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
+        bucket: Number of elements of a bucket, or 0 for no buckets (`rudra.core.buckets`).
+        near: Whether ranks of a node read each other's memory.
 
     Attributes:
         paces: Paces by learner, as passed in.
@@ -121,8 +124,13 @@ class CostModel:
         size_bytes: int = 0,
         placed: Placed | None = None,
         paces: Mapping[int, Pace] | None = None,
+        bucket: int = 0,
+        *,
+        near: bool = True,
     ) -> None:
         self.paces = paces or {}
+        self._bucket, self._near = bucket, near
+        self._reductions_s: dict[tuple[int, int, float], float] = {}  # by first member, number of members and size
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
         self._placed = placed = placed or Placed()
         # A backward pass has twice the operations of a forward pass.
@@ -236,7 +244,23 @@ class CostModel:
         return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver), blocking)
 
     def reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
-        """Returns the time of a compute group's all-reduce: slices are exchanged and added, then gathered.
+        """Returns the time of a compute group's all-reduce after the last gradient is complete.
+
+        Buckets begin in the backward pass, which takes two thirds of a gradient's time and finishes them at a constant
+        rate. The last bucket is reduced after the pass.
+        """
+        key = members[0], len(members), size_bytes
+        if key not in self._reductions_s:
+            seconds, size = self._whole_reduction_s(members, size_bytes), int(size_bytes) // 4
+            if in_buckets(self.plan, members, size, self._bucket, near=self._near):
+                last = 1 / count_of(size, self._bucket)
+                backward_s = max(self.compute_s[role] for role in members) * 2 / 3
+                seconds = max(seconds - backward_s * (1 - last), seconds * last)
+            self._reductions_s[key] = seconds
+        return self._reductions_s[key]
+
+    def _whole_reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
+        """Returns the time of a reduction of whole gradients: slices are exchanged and added, then gathered.
 
         If gradients are added up by nodes, the members on a node do so first, and then each node once with the other
         nodes. Sums by group work the same way.

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rudra.errors import ConfigError
 from rudra.job.jobfiles import data_files
-from rudra.mpi.failures import TCP_FLAGS, ULFM
+from rudra.mpi.failures import ULFM
 
 Launcher = Literal["mpirun", "srun"]
 Mpi = Literal["pmix", "pmi2"]
@@ -80,7 +80,7 @@ def script(batch: BatchJob) -> str:
         "restarts": str(batch.restarts),
         "run": "\n".join(_run_lines(batch)),
         "mpirun": 'mpirun -n "$SLURM_NTASKS"' + (' --bind-to none "${outlive[@]}"' if batch.mpi == "pmix" else ""),
-        "ulfm": shlex.join([*ULFM, *TCP_FLAGS]),
+        "ulfm": shlex.join(ULFM),
         "srun": _srun(batch),
     }
     launch = texts[batch.launcher].rstrip("\n")

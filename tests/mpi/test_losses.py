@@ -49,23 +49,38 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
 
 
 BY_NODES = 'options.reduction = "nodes"'
+IN_BUCKETS = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.001"]
 ANEW = {
-    "a tree server": ("hardsync", 'name = "adv"\noptions.fan_out = 2', 3, "tree server 1"),
-    "a learner that others get weights from": ("async", 'name = "adv*"\noptions.outstanding = 1', 2, "learner 0"),
-    "the first of a group": ("async", 'name = "groups"\noptions.groups = 2', 4, "learner 2"),
-    "another of a group": ("softsync", 'name = "groups"\noptions = {groups = 2, reduction = "mpi"}', 3, "learner 1"),
-    "the first of a node": ("hardsync", f'name = "groups"\n{BY_NODES}', 3, "learner 2"),
-    "a node's only one of a group": ("async", f'name = "groups"\n{BY_NODES}\noptions.groups = 2', 3, "learner 1"),
+    "a tree server": ("hardsync", 'name = "adv"\noptions.fan_out = 2', 3, "tree server 1", []),
+    "a learner that others get weights from": ("async", 'name = "adv*"\noptions.outstanding = 1', 2, "learner 0", []),
+    "the first of a group": ("async", 'name = "groups"\noptions.groups = 2', 4, "learner 2", []),
+    "another of a group": (
+        "softsync",
+        'name = "groups"\noptions = {groups = 2, reduction = "mpi"}',
+        3,
+        "learner 1",
+        [],
+    ),
+    "the first of a node": ("hardsync", f'name = "groups"\n{BY_NODES}', 3, "learner 2", []),
+    "a node's only one of a group": ("async", f'name = "groups"\n{BY_NODES}\noptions.groups = 2', 3, "learner 1", []),
+    "one that sends buckets": ("hardsync", 'name = "groups"', 2, "learner 1", IN_BUCKETS),
+    "one of a group that sends buckets": (
+        "softsync",
+        'name = "groups"\noptions.groups = 2',
+        5,
+        "learner 3",
+        IN_BUCKETS,
+    ),
 }
 
 
-@pytest.mark.parametrize(("protocol", "topology", "rank", "name"), ANEW.values(), ids=ANEW)
+@pytest.mark.parametrize(("protocol", "topology", "rank", "name", "more"), ANEW.values(), ids=ANEW)
 def test_where_one_cannot_be_missed_the_others_regroup(
-    tmp_path: Path, protocol: str, topology: str, rank: int, name: str
+    tmp_path: Path, protocol: str, topology: str, rank: int, name: str, more: list[str]
 ) -> None:
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
     apart = "import user_code; user_code.launch_on_nodes([0, 0, 0, 1, 1, 1])" if BY_NODES in topology else "pass"
-    process = start("run", job, "--output", output, "--set", "cluster.learners=4", before=apart)
+    process = start("run", job, "--output", output, "--set", "cluster.learners=4", *more, before=apart)
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process)

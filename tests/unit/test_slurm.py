@@ -62,7 +62,7 @@ def test_there_is_an_example_for_each_way() -> None:
         (
             {},
             [
-                "outlive=(--with-ft ulfm --mca btl_tcp_flags ",
+                "outlive=(--with-ft ulfm)",
                 'mpirun -n "$SLURM_NTASKS" --bind-to none "${outlive[@]}" "${run[@]}" &',
                 "PATH=$PWD/.venv/bin:$PATH",
             ],

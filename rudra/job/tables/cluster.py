@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -11,8 +10,8 @@ from pydantic import Field, field_validator
 from rudra.job.table import Named, Table, short
 from rudra.job.tables.optimizer import OptimizerTable
 
-AUTO_BUCKET_MB, LEAST_BUCKET_MB = 4.0, 0.001
-"""Megabytes of a bucket by default, and at least."""
+AUTO_BUCKET_MB, LEAST_BUCKET_MB, MOST_BUCKET_MB = 4.0, 0.001, 10_000.0
+"""Megabytes of a bucket by default, at least and at most."""
 
 PLACEMENT_RULES = ("ralp", "auto")
 """Rules that choose the cut if the job names no layer."""
@@ -143,8 +142,8 @@ class ClusterTable(Table):
     buckets: Literal["auto", "off"] | float = Field(
         "auto",
         description="megabytes of a gradient that are averaged at a time, while the rest is still computed. For "
-        "compute groups whose ranks exchange messages. auto: 4 MB. off: the whole gradient at once. Results are bitwise "
-        "identical",
+        "compute groups whose ranks exchange messages. auto: 4 MB. off: the whole gradient at once. Results are "
+        "bitwise identical",
     )
     flush_denormals: bool = Field(
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"
@@ -161,8 +160,9 @@ class ClusterTable(Table):
     @field_validator("buckets", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and not LEAST_BUCKET_MB <= value < math.inf:
-            raise ValueError(f"must be megabytes >= {LEAST_BUCKET_MB}, 'auto' or 'off', not {short(value)}")
+        if isinstance(value, int | float) and not LEAST_BUCKET_MB <= value <= MOST_BUCKET_MB:
+            span = f"{LEAST_BUCKET_MB} … {MOST_BUCKET_MB:,g}"
+            raise ValueError(f"must be megabytes, {span}, 'auto' or 'off', not {short(value)}")
         return value
 
     @property
