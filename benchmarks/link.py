@@ -1,7 +1,7 @@
 """Hardsync by allreduce against torch DDP on gloo, on two hosts behind a network link.
 
-Both cut the gradient into buckets and exchange them during the backward pass. Each gets the best of several bucket sizes.
-Model, data, batches, optimiser and number of threads are the same.
+Both cut the gradient into buckets and exchange them during the backward pass. Each gets the best of several bucket
+sizes. Model, data, batches, optimiser and number of threads are the same.
 """
 
 import os
@@ -28,7 +28,7 @@ from rudra.mpi.agreement import rest
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-MEGABYTES = (1.0, 2.0, 4.0, 10.0)  # sizes of buckets that are tried
+MEGABYTES = (0.5, 1.0, 2.0, 5.0)  # sizes of buckets that are tried
 TEXT = {"name": "text", "options": {"length": 64}}
 LANGUAGE = {"task": {"name": "language"}, "data": TEXT}
 PERCEPTRON = {"model": {"name": "mlp", "options": {"hidden": [1600, 1600, 1000]}}}
@@ -77,7 +77,8 @@ def run(*, quick: bool) -> Report:
         if not figures:
             break
         _add(report, name, case, figures[name], sizes)
-    report.notes = notes + [
+    report.notes = [
+        *notes,
         "whole: cluster.buckets = 'off'; of the sizes of buckets (DDP: bucket_cap_mb) the best one is shown",
         "bound: computing alone, or one model each way by the link, whichever takes longer",
         links.ALONE,

@@ -123,7 +123,7 @@ def drive(
     if job.cluster.node_memory:
         _meet(mine, arena, executor)
     spins = spins and recorder is None  # as in a session
-    Rank(mine, plan, machines, {role: executor}, recorder, spins=spins, arena=arena).run()
+    Rank(mine, plan, machines, {role: executor}, recorder, spins=spins, arena=arena, job=job).run()
     arena.close()
     del machines, executor, arena
     gc.collect()  # the next run needs the memory before Python finds the cycles that hold it

@@ -1,41 +1,67 @@
 """Buckets: parts of a gradient that are averaged while the rest is still computed."""
 
-import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rudra.job.job import Job
 from topologies import Plan
 
+ALIGNED = 16
+"""Number of elements in a cache line. Buckets begin at multiples of it."""
 
-def in_buckets(plan: Plan, members: Sequence[int], size: int, bucket: int, *, near: bool) -> bool:
-    """Returns whether a compute group averages its gradients in buckets.
+MOST = 64
+"""Largest number of buckets. Each has tags of its own."""
 
-    It does if every gradient is reduced as soon as it is computed, travels in messages, and is larger than a bucket.
+AUTO_BYTES, AUTO_COUNT = 500_000, 16
+"""A bucket is at least this large, and a gradient has at most this many, if the job does not say it."""
+
+
+def bucket_size(job: Job, size: int) -> int:
+    """Returns the number of elements of a bucket, for a gradient of `size` elements. 0: there are no buckets."""
+    if job.cluster.buckets == "off":
+        return 0
+    if job.cluster.buckets == "auto":
+        wanted = max(AUTO_BYTES, 4 * size / AUTO_COUNT)
+    else:
+        wanted = max(job.cluster.buckets * 1e6, 4 * size / (MOST - 2))
+    found = -(-int(wanted) // (4 * ALIGNED)) * ALIGNED
+    return found if found < size else 0
+
+
+def in_buckets(job: Job, plan: Plan, members: Sequence[int]) -> bool:
+    """Returns whether a compute group averages large gradients in buckets.
+
+    It does if its gradients are reduced as soon as they are computed, and some of them travel in messages.
+    """
+    if plan.averaging or plan.reduction == "mpi" or len({plan.roles[i].world_rank for i in members}) < 2:
+        return False
+    return not job.cluster.node_memory or len({plan.roles[i].node for i in members}) > 1
+
+
+def parts(size: int, parameters: int, bucket: int) -> list[slice]:
+    """Returns the buckets of a vector in the order in which they become final: the last parameters first, buffers last.
 
     Args:
-        plan: plan of the job.
-        members: learners of the group.
-        size: number of elements of a gradient.
-        bucket: number of elements of a bucket, or 0 for no buckets (`ClusterTable.bucket_elements`).
-        near: whether ranks of a node read each other's memory (`cluster.node_memory`).
+        size: number of elements of the vector.
+        parameters: number of parameters in it.
+        bucket: number of elements of a bucket, except the first and the last one. 0: the whole vector is one part.
     """
-    if not 0 < bucket < size or plan.averaging or plan.reduction == "mpi":
-        return False
-    ranks = {plan.roles[i].world_rank for i in members}
-    nodes = {plan.roles[i].node for i in members}
-    sums = plan.partial_sums(members)
-    apart = len(ranks) == len(members) > 1 and (len(nodes) == len(members) or not near)
-    return apart and (len(sums) == 1 or all(len(of) == 1 for of in sums))
+    if not bucket:
+        return [slice(0, size)]
+    edges = [*range(0, parameters, bucket), parameters]
+    found = [slice(first, stop) for first, stop in pairwise(edges)][::-1]
+    return found + ([slice(parameters, size)] if size > parameters else [])
 
 
-def count_of(size: int, bucket: int) -> int:
-    """Returns the number of buckets of a gradient of that many elements."""
-    return -(-size // bucket)
+def count_of(job: Job, plan: Plan, size: int, members: Sequence[int]) -> int:
+    """Returns the number of buckets of a group's gradients of `size` elements. 1: they are averaged as a whole."""
+    bucket = bucket_size(job, size) if in_buckets(job, plan, members) else 0
+    return -(-size // bucket) if bucket else 1
 
 
 def text_of(job: Job, plan: Plan) -> str:
     """Returns a text about the buckets of large gradients. It is empty if no group averages in buckets."""
-    bucket, near = job.cluster.bucket_elements, job.cluster.node_memory
-    if not any(in_buckets(plan, members, sys.maxsize, bucket, near=near) for members in plan.groups):
+    if job.cluster.buckets == "off" or not any(in_buckets(job, plan, members) for members in plan.groups):
         return ""
-    return f"averaged during the backward pass in buckets of {bucket * 4e-6:g} MB, if larger than one"
+    least = AUTO_BYTES / 1e6 if job.cluster.buckets == "auto" else job.cluster.buckets
+    return f"averaged during the backward pass, in buckets of at least {least:g} MB"

@@ -50,6 +50,7 @@ from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.wire import encode
 from rudra.errors import RunError
+from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi.arena import Arena
 from rudra.mpi.checkpoint_thread import CheckpointThread
@@ -57,10 +58,10 @@ from rudra.mpi.clock import clock_origin
 from rudra.mpi.control_messages import ControlMessages
 from rudra.mpi.deadlock import Standstill
 from rudra.mpi.failures import Losses
+from rudra.mpi.group_reduction import library_comm
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
-from rudra.mpi.reduction import library_comm
 from rudra.mpi.reductions import Reductions
 from rudra.mpi.regroup import RankRegrouping
 from rudra.mpi.states import StateTransfer
@@ -153,8 +154,7 @@ class Rank:
             core.
         halves: whether gradients travel as float16.
         arena: shared memory that holds the executors' buffers and that neighbours read.
-        bucket: number of elements of a bucket of a gradient (`rudra.mpi.buckets`), or 0 for no buckets.
-        near: whether ranks of a node may read each other's memory.
+        job: job that determines the buckets of gradients.
 
     Attributes:
         comm: communicator of all ranks.
@@ -180,8 +180,7 @@ class Rank:
         spins: bool = False,
         halves: bool = False,
         arena: Arena | None = None,
-        bucket: int = 0,
-        near: bool = True,
+        job: Job,
     ) -> None:
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
@@ -211,7 +210,7 @@ class Rank:
         self._state_tag = partial(tags.tag, channel=STATES)
         self._saver = CheckpointThread(checkpoints, self._work, StateTransfer(comm, plan, self._state_tag))
         library = library_comm(comm, plan, machines)
-        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, bucket, near=near)
+        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job)
         self._reductions.renew(plan, machines, library)
         if any(plan.traits(role).overlaps for role in machines):  # transfers run in parallel with computation
             self._traffic.start_threads(self._work.post, self._losses.wait)
@@ -423,8 +422,7 @@ class Rank:
         if isinstance(action, COMPUTATIONS):  # in this thread only
             for field in action.changes:
                 executor.renew(getattr(action, field))
-        if isinstance(action, Compute):
-            assert isinstance(executor, LearnerExecutor)
+        if isinstance(action, Compute) and isinstance(executor, LearnerExecutor):
             executor.ready = self._reductions.expect(role, action)
         work = executor.perform(action)
         if action.long:

@@ -1,4 +1,4 @@
-"""Averaging gradients over a compute group.
+"""Averaging a part of the gradients over a compute group.
 
 In the plan's order (`Plan.partial_sums`), each rank receives its slice of all gradients and adds them in that order.
 It then distributes the sum, or sends it only to the first member's rank. Every element is added by the same operations
@@ -20,7 +20,7 @@ Ranks communicate by point-to-point messages, which still work after a communica
 fail. Nothing blocks: `test` advances pending work, so a rank that waits for its group still handles everything else.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,26 +30,23 @@ import torch
 from mpi4py import MPI
 
 from rudra.compute.averaging import CHUNK, Addends, added, average, finish_mean, slices
-from rudra.compute.executor import Executor
 from rudra.compute.vectors import Buffer, Take
-from rudra.core.events import Reduce, Reduced
+from rudra.core.events import Reduce
 from rudra.mpi.arena import Arena
-from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.group_messages import GroupRequests, GroupRows, LentBuffers
 from rudra.mpi.group_slices import GroupSlices
-from topologies import Plan
 
 _NOTHING = np.empty(0, np.uint8)
 
 
-class GroupReduction:
-    """One rank's part in the reductions of a group that has one or more members on this rank.
+class PartReduction:
+    """One rank's part in the reductions of a part of a group's vectors. One or more members are on this rank.
 
     Args:
         comm: communicator of all ranks of the job.
         members: role -> rank, of the group's members, in group_rank order.
-        tag: tag of all messages between the group's ranks.
-        size: number of elements of the vector.
+        tag: tag of all messages between the group's ranks about this part.
+        part: part of the vector.
         ring: wakes up the other members' ranks if they sleep.
         library: communicator of the group's ranks if the MPI library adds. None: the ranks add,
             in group_rank order.
@@ -59,7 +56,11 @@ class GroupReduction:
             is only one sum.
 
     Attributes:
-        roles: members on this rank, in group_rank order.
+        part: part of the vector.
+        division: division of the part among the group's ranks.
+        rows: facts about the gradients of all members, after they have arrived.
+        begun: role -> its contribution, for members here.
+        failed: whether a member has died. All ranks will regroup.
     """
 
     def __init__(
@@ -67,17 +68,17 @@ class GroupReduction:
         comm: MPI.Comm,
         members: Mapping[int, int],
         tag: int,
-        size: int,
+        part: slice,
         ring: Callable[[], None],
         library: MPI.Comm | None = None,
         arena: Arena | None = None,
         sums: Sequence[Sequence[int]] = (),
     ) -> None:
-        self._ring, self._library, self._arena = ring, library, arena
+        self.part, self._ring, self._library, self._arena = part, ring, library, arena
         shared = arena.neighbours if arena is not None and library is None else frozenset[int]()
-        self._division = its = GroupSlices(comm.rank, members, size, shared, sums, library=library is not None)
-        self.roles = its.roles
-        self._requests, self._rows, self._lent = GroupRequests(comm, tag), GroupRows(its), LentBuffers()
+        size = part.stop - part.start
+        self.division = its = GroupSlices(comm.rank, members, size, shared, sums, library=library is not None)
+        self._requests, self.rows, self._lent = GroupRequests(comm, tag), GroupRows(its), LentBuffers()
         # Written, because transfers into memory that was never touched are slow.
         self._incoming = {
             (place, owner): np.full(its.length(owner), 0.0, np.float32)
@@ -91,39 +92,37 @@ class GroupReduction:
             if number != its.home
         }
         self._room = torch.zeros(min(CHUNK, its.step))
-        self._begun: dict[int, tuple[Reduce, Executor, Buffer]] = {}  # role -> its contribution
+        self.begun: dict[int, tuple[Reduce, Buffer]] = {}
+        self._expects = False  # whether the receives of a reduction that has not begun here are pending
         self._handed_out = 0  # number of members here that have sent their slices
         self._course: Iterator[bool] | None = None  # remaining steps after all members have begun
-        self._failed = False
+        self.failed = False
 
-    @property
-    def busy(self) -> bool:
-        return bool(self._begun)
+    def expect(self) -> None:
+        """Begins to receive what others send in the next reduction, which may come before members here begin."""
+        its = self.division
+        self._expects, self._course, self._handed_out = True, None, 0
+        self._requests.begin()
+        for rank, places in its.others.items():
+            for place in places if rank in its.far else ():
+                for owner in its.added_by(its.me):
+                    self._requests.receive(self._incoming[place, owner], rank)
+            self._requests.receive(self.rows.of_rank[rank], rank)
 
-    def begin(self, role: int, action: Reduce, executor: Executor) -> None:
+    def begin(self, role: int, action: Reduce, buffer: Buffer) -> None:
         """Starts a reduction for a member here. All members start the same one, and complete it before the next."""
-        if self._failed:
-            return
-        its, told = self._division, self._rows.of_rank
-        if not self._begun:
-            self._course, self._handed_out = None, 0
-            self._requests.begin()
-            for rank, places in its.others.items():
-                for place in places if rank in its.far else ():
-                    for owner in its.added_by(its.me):
-                        self._requests.receive(self._incoming[place, owner], rank)
-                self._requests.receive(told[rank], rank)
-        buffer = executor.buffer(action.buffer)
+        its = self.division
+        if not self._expects:
+            self.expect()
         if its.near:
             self._lent.lend(buffer)
-        self._begun[role] = action, executor, buffer
-        while self._handed_out < len(self.roles) and self.roles[self._handed_out] in self._begun:
-            action, _, buffer = self._begun[self.roles[self._handed_out]]
-            self._hand_out(self._handed_out, action, buffer)
+        self.begun[role] = action, buffer
+        while self._handed_out < len(its.roles) and its.roles[self._handed_out] in self.begun:
+            self._hand_out(self._handed_out, *self.begun[its.roles[self._handed_out]])
             self._handed_out += 1
-        if len(self._begun) == len(self.roles):
+        if len(self.begun) == len(its.roles):
             for rank in its.others:
-                self._requests.send(told[its.me], rank)
+                self._requests.send(self.rows.of_rank[its.me], rank)
         self._ring()
 
     def _hand_out(self, number: int, action: Reduce, buffer: Buffer) -> None:
@@ -131,46 +130,50 @@ class GroupReduction:
 
         The members of a rank do so in order, because the receivers expect that order.
         """
-        its = self._division
+        its = self.division
         offset = self._arena.offset(buffer.array) if its.near and self._arena is not None else 0
         assert offset is not None
-        self._rows.write(its.me, number, action, offset)
+        self.rows.write(its.me, number, action, offset)
         for rank in its.far:
             for owner in its.added_by(rank):
-                self._requests.send(buffer.array[its.of_rank[owner]], rank)
+                self._requests.send(self._array(buffer)[its.of_rank[owner]], rank)
 
-    def test(self) -> Reduced | None:
-        """Advances the reduction, and returns the event for all members here when the reduction is complete."""
+    def _array(self, buffer: Buffer) -> npt.NDArray[Any]:
+        """Returns this part of a vector as an array."""
+        return buffer.array[self.part]
+
+    def _vector(self, buffer: Buffer) -> torch.Tensor:
+        """Returns this part of a vector as a tensor."""
+        return buffer.vector[self.part]
+
+    def test(self) -> bool:
+        """Advances the reduction, and returns whether it is complete."""
         while True:
             if (what := self._requests.drive()) != "done":
-                if what == "failed":  # a member has died; all ranks will regroup
-                    self._begun.clear()
-                    self._failed = True
-                return None
-            if len(self._begun) < len(self.roles):
-                return None
-            buffers = [self._begun[role][2] for role in self.roles]
-            action = self._begun[self.roles[0]][0]
+                self.failed = what == "failed"
+                return False
+            if len(self.begun) < len(self.division.roles):
+                return False
+            actions, buffers = zip(*(self.begun[role] for role in self.division.roles), strict=True)
             if self._course is None:
-                self._course = self._steps(buffers, to_all=action.to_all)
+                self._course = self._steps(buffers, to_all=actions[0].to_all)
             if not next(self._course, False):
-                break
+                return True
             self._ring()
-        if self._division.near:
-            self._defer(buffers, to_all=action.to_all)
-        else:
-            self._finish(buffers, to_all=action.to_all)
-        self._begun.clear()
-        return Reduced(action.sequence, self._rows.gradients, self._rows.words, action.group)
+
+    def end(self) -> None:
+        """Ends a complete reduction."""
+        self.begun.clear()
+        self._expects = False
 
     def _steps(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool]:
         """Adds, after the rows of all members have arrived. Requests of one step must complete before the next step."""
-        self._rows.take_in()
+        self.rows.take_in()
         self._lent.turn()
         if self._library is not None:
             self._allreduce(self._library, buffers)
             yield True
-        elif not self._division.alone:
+        elif not self.division.alone:
             if self._sums_of_others:
                 self._exchange_sums(buffers)
                 yield True
@@ -184,49 +187,49 @@ class GroupReduction:
     def _there(self, rank: int, place: int) -> torch.Tensor:
         """Returns the gradient of a member on a rank of this node."""
         assert self._arena is not None
-        return self._arena.floats_at(rank, self._rows.offsets[place], self._division.size * 4)
+        return self._arena.floats_at(rank, self.rows.offsets[place] + 4 * self.part.start, self.division.size * 4)
 
     def _readable(self, buffers: Sequence[Buffer]) -> dict[int, torch.Tensor]:
         """Returns the gradients in memory that this rank can read, by group rank."""
-        its = self._division
-        found = {place: buffer.vector for place, buffer in zip(its.mine, buffers, strict=True)}
+        its = self.division
+        found = {place: self._vector(buffer) for place, buffer in zip(its.mine, buffers, strict=True)}
         return found | {place: self._there(rank, place) for rank in its.near for place in its.others[rank]}
 
     def _addends(self, buffers: Sequence[Buffer], owner: int) -> Addends:
         """Returns the addends of the home sum, in a slice that this rank adds."""
-        its = self._division
+        its = self.division
         found = {place: vector[its.of_rank[owner]] for place, vector in self._readable(buffers).items()}
         found |= {place: torch.from_numpy(came) for (place, of), came in self._incoming.items() if of == owner}
         places = its.sums[its.home]
-        return [found[place] for place in places], [self._rows.factors[place] for place in places]
+        return [found[place] for place in places], [self.rows.factors[place] for place in places]
 
     def _exchange_sums(self, buffers: Sequence[Buffer]) -> None:
         """Adds slices for ranks of other nodes, in this rank's gradient, and sends them. Receives its own slices."""
-        its = self._division
+        its = self.division
         for number, came in self._sums_of_others.items():
             self._requests.receive(came, its.adders[number][its.me])
         for owner in its.added_by(its.me):
             if owner == its.me:
                 continue
             vectors, factors = self._addends(buffers, owner)
-            into = buffers[0].vector[its.of_rank[owner]]
+            into = self._vector(buffers[0])[its.of_rank[owner]]
             for part in slices(0, len(into), CHUNK):
                 into[part].copy_(added(([vector[part] for vector in vectors], factors), self._room[: len(into[part])]))
-            self._requests.send(buffers[0].array[its.of_rank[owner]], owner)
+            self._requests.send(self._array(buffers[0])[its.of_rank[owner]], owner)
 
     def _add(self, buffers: Sequence[Buffer]) -> None:
         """Computes the mean in this rank's own slice, in its own gradient."""
-        its = self._division
-        into = buffers[0].vector[its.of_rank[its.me]]
+        its = self.division
+        into = self._vector(buffers[0])[its.of_rank[its.me]]
         sums = {number: ([torch.from_numpy(came)], [1]) for number, came in self._sums_of_others.items()}
         ordered: list[Addends] = [sums.get(i) or self._addends(buffers, its.me) for i in range(len(its.sums))]
         for part in slices(0, len(into), CHUNK):
             of_part = [([vector[part] for vector in vectors], factors) for vectors, factors in ordered]
-            finish_mean(into[part], of_part, sum(self._rows.factors), self._room[: len(into[part])])
+            finish_mean(into[part], of_part, sum(self.rows.factors), self._room[: len(into[part])])
 
     def _exchange_means(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Sends each finished slice to one rank of each node that needs it."""
-        its, array = self._division, buffers[0].array
+        its, array = self.division, self._array(buffers[0])
         for number in range(len(its.sums)) if to_all else (its.home_of_first,):
             if number != its.home:
                 self._requests.send(array[its.of_rank[its.me]], its.adders[number][its.me])
@@ -237,7 +240,7 @@ class GroupReduction:
 
     def _hand_on(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Sends the finished slices to the ranks of this node."""
-        its = self._division
+        its = self.division
         if not to_all and its.home != its.home_of_first:
             return
         for rank in (*its.near, *its.far):
@@ -250,61 +253,52 @@ class GroupReduction:
 
     def _handed(self, buffers: Sequence[Buffer], adder: int, other: int) -> list[npt.NDArray[Any]]:
         """Returns the finished slices to transfer between two ranks. A near rank gets only a notification."""
-        its = self._division
+        its = self.division
         if other in its.near:
             return [_NOTHING]
-        return [buffers[0].array[its.of_rank[owner]] for owner in its.added_by(adder)]
+        return [self._array(buffers[0])[its.of_rank[owner]] for owner in its.added_by(adder)]
 
-    def _defer(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
-        """Lets members here that need the sum read it in shared memory, or compute it, on use."""
-        its = self._division
-        if not to_all and not its.has_first:
-            return
-        sources: list[torch.Tensor]
+    def taking(self, buffers: Sequence[Buffer]) -> Take:
+        """Returns a function for slices of the result, which lie in the memory of several ranks of this node.
+
+        Args:
+            buffers: gradients of the members here.
+        """
+        its, room = self.division, torch.empty(0)
         if its.alone:
             readable = self._readable(buffers)
             sources = [readable[place] for place in range(len(readable))]
-            samples = [gradient.samples for gradient in self._rows.gradients]
-        else:
-            first = buffers[0].vector
-            sources = [
-                self._there(rank, its.others[rank][0]) if rank in its.near else first
-                for rank in its.adders[its.home].values()
-            ]
-        for role in self.roles if to_all else self.roles[:1]:
-            action, executor, _ = self._begun[role]
-            room = torch.empty(0)
-            take: Take
-            if its.alone:
-                take = partial(summed, sources, samples, room)
-            else:
-                take = partial(joined, sources, its.step, room)
-            executor.defer(action.buffer, take)
+            samples = [gradient.samples for gradient in self.rows.gradients]
+            return partial(summed, sources, samples, room)
+        own = self._vector(buffers[0])
+        sources = [
+            self._there(rank, its.others[rank][0]) if rank in its.near else own
+            for rank in its.adders[its.home].values()
+        ]
+        return partial(joined, sources, its.step, room)
 
-    def _finish(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
-        """Copies the sum from the first member here to the others."""
-        first, *others = buffers
+    def finish(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
+        """Completes the result in the gradients of the members here, if it does not lie in shared memory."""
+        first, *others = map(self._vector, buffers)
         if self._library is not None:
-            first.vector.mul_(1 / sum(g.samples for g in self._rows.gradients))
+            first.mul_(1 / sum(gradient.samples for gradient in self.rows.gradients))
         for other in others if to_all else ():
-            other.vector.copy_(first.vector)
-        for buffer in buffers:
-            buffer.version += 1
+            other.copy_(first)
 
     def _allreduce(self, library: MPI.Comm, buffers: Sequence[Buffer]) -> None:
-        first, *others = buffers
-        samples = [self._rows.gradients[place].samples for place in self._division.mine]
-        first.vector.mul_(samples[0])
+        first, *others = map(self._vector, buffers)
+        samples = [self.rows.gradients[place].samples for place in self.division.mine]
+        first.mul_(samples[0])
         for other, count in zip(others, samples[1:], strict=True):
-            first.vector.add_(other.vector, alpha=count)
-        self._requests.add(library.Iallreduce(MPI.IN_PLACE, first.array, MPI.SUM))
+            first.add_(other, alpha=count)
+        self._requests.add(library.Iallreduce(MPI.IN_PLACE, self._array(buffers[0]), MPI.SUM))
 
     def abandon(self) -> None:
         """Ends a reduction that a member has left for ever. `quiet` reports when it can no longer write here.
 
         A rank that does not know this yet may still read shared buffers, but its result will be dropped.
         """
-        self._begun.clear()
+        self.begun.clear()
         self._course = None
         self._lent.give_back()
         self._requests.cancel()
@@ -312,10 +306,6 @@ class GroupReduction:
     @property
     def quiet(self) -> bool:
         return self._requests.quiet
-
-    def close(self) -> None:
-        if self._library is not None:
-            self._library.Free()
 
 
 def summed(gradients: Sequence[torch.Tensor], samples: Sequence[int], room: torch.Tensor, part: slice) -> torch.Tensor:
@@ -336,52 +326,3 @@ def joined(vectors: Sequence[torch.Tensor], step: int, room: torch.Tensor, part:
         some = slice(max(first, start), min(first + step, stop))
         room[some.start - start : some.stop - start] = vectors[first // step][some]
     return room
-
-
-def make_reduction(
-    comm: MPI.Comm,
-    plan: Plan,
-    members: Sequence[int],
-    tag: int,
-    size: int,
-    doorbell: Doorbell,
-    library: MPI.Comm | None = None,
-    arena: Arena | None = None,
-) -> GroupReduction:
-    """Creates this rank's part in the reductions of some learners.
-
-    Args:
-        comm: communicator of all ranks of the job.
-        plan: role assignment.
-        members: ids of the learners, at least one of them on this rank (`Plan.together`).
-        tag: tag of messages between members.
-        size: number of elements of the vector.
-        doorbell: doorbell that wakes up waiting ranks.
-        library, arena: arguments of `GroupReduction`.
-    """
-    ranks = {i: plan.roles[i].world_rank for i in members}
-    ring = ringing(doorbell, comm, ranks.values())
-    return GroupReduction(comm, ranks, tag, size, ring, library, arena, plan.partial_sums(members))
-
-
-def ringing(doorbell: Doorbell, comm: MPI.Comm, ranks: Collection[int]) -> Callable[[], None]:
-    """Returns a function that wakes up the other ranks of a group."""
-    others = {*ranks} - {comm.rank}
-
-    def ring() -> None:
-        for rank in others:
-            doorbell.ring(rank)
-
-    return ring
-
-
-def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:
-    """Returns a communicator of these roles' group if the MPI library adds. All ranks call this together."""
-    if not plan.groups or plan.reduction != "mpi":
-        return None
-    for group, members in enumerate(plan.groups):
-        for place, role in enumerate(members):
-            if role in roles:
-                return comm.Split(group, place)
-    comm.Split(MPI.UNDEFINED)
-    return None

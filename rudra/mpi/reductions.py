@@ -6,12 +6,12 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
-from rudra.core.buckets import in_buckets
+from rudra.core.buckets import bucket_size, in_buckets, parts
 from rudra.core.events import Compute, Event, Reduce
+from rudra.job.job import Job
 from rudra.mpi.arena import Arena
-from rudra.mpi.buckets import BucketedReduction
 from rudra.mpi.doorbell import Doorbell
-from rudra.mpi.reduction import GroupReduction, make_reduction, ringing
+from rudra.mpi.group_reduction import GroupReduction, ringing
 from rudra.mpi.tags import AVERAGES, REDUCTIONS
 from topologies import Plan
 from topologies.kinds import EVERYBODY
@@ -26,8 +26,7 @@ class Reductions:
         tag: returns the tag of a role and channel.
         doorbell: doorbell of this rank.
         arena: memory that neighbours read.
-        bucket: number of elements of a bucket, or 0 for no buckets.
-        near: whether ranks of a node may read each other's memory.
+        job: job that determines the buckets.
     """
 
     def __init__(
@@ -37,13 +36,11 @@ class Reductions:
         tag: Callable[[int, int], int],
         doorbell: Doorbell,
         arena: Arena,
-        bucket: int,
-        *,
-        near: bool,
+        job: Job,
     ) -> None:
         self._comm, self._executors, self._tag = comm, executors, tag
-        self._doorbell, self._arena, self._bucket, self._near = doorbell, arena, bucket, near
-        self._of_groups: dict[int, GroupReduction | BucketedReduction] = {}
+        self._doorbell, self._arena, self._job = doorbell, arena, job
+        self._of_groups: dict[int, GroupReduction] = {}
 
     def renew(self, plan: Plan, roles: Collection[int], library: MPI.Comm | None = None) -> None:
         """Creates the reductions for the groups of some roles, from a plan.
@@ -60,21 +57,25 @@ class Reductions:
                     continue
                 members, channel = plan.together(role, group), AVERAGES if group == EVERYBODY else REDUCTIONS
                 tag, executor = self._tag(members[0], channel), self._executors[role]
-                if in_buckets(plan, members, executor.size, self._bucket, near=self._near):
-                    tags = tag, self._tag(members[0], AVERAGES)
-                    made[group] = self._bucketed(plan, members, tags, executor)
-                else:
-                    about = (self._doorbell, library, self._arena)
-                    made[group] = make_reduction(self._comm, plan, members, tag, executor.size, *about)
+                made[group] = self._made(plan, members, tag, executor, library)
 
-    def _bucketed(
-        self, plan: Plan, members: Sequence[int], tags: tuple[int, int], executor: Executor
-    ) -> BucketedReduction:
+    def _made(
+        self, plan: Plan, members: Sequence[int], tag: int, executor: Executor, library: MPI.Comm | None
+    ) -> GroupReduction:
         ranks = {i: plan.roles[i].world_rank for i in members}
-        sizes = executor.size, executor.parameters, self._bucket
-        ring = ringing(self._doorbell, self._comm, ranks.values())
-        sums, to_all = plan.partial_sums(members), len(plan.groups) == 1
-        return BucketedReduction(self._comm, ranks, tags, *sizes, ring, sums, to_all=to_all)
+        bucket = bucket_size(self._job, executor.size) if in_buckets(self._job, plan, members) else 0
+        return GroupReduction(
+            self._comm,
+            ranks,
+            tag,
+            parts(executor.size, executor.parameters, bucket),
+            executor.parameters,
+            ringing(self._doorbell, self._comm, ranks.values()),
+            library,
+            self._arena,
+            plan.partial_sums(members),
+            to_all=not plan.served,
+        )
 
     def expect(self, role: int, action: Compute) -> Ready | None:
         """Prepares for the gradient that a role now computes.
@@ -83,8 +84,9 @@ class Reductions:
             Function to call while parts of the gradient become final, or None if it is not reduced in buckets.
         """
         for reduction in self._of_groups.values():
-            if role in reduction.roles and isinstance(reduction, BucketedReduction):
-                return reduction.expect(self._executors[role].buffer(action.gradient), action.work.count)
+            if role in reduction.roles and reduction.buckets:
+                buffer = self._executors[role].buffer(action.gradient)
+                return reduction.expect(role, buffer, action.gradient, action.work.count)
         return None
 
     def begin(self, role: int, action: Reduce) -> None:

@@ -211,8 +211,7 @@ class _Session:
             spins=busy + (not computes) <= cores(),  # the statistics server has the lowest priority
             halves=setup.job.cluster.gradient_format == "float16",
             arena=setup.arena,
-            bucket=setup.job.cluster.bucket_elements,
-            near=setup.job.cluster.node_memory,
+            job=setup.job,
         )
 
     def _serve(self, rank: Rank) -> int:

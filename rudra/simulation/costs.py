@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from protocols import Hogbatch
-from rudra.core.buckets import count_of, in_buckets
 from rudra.core.events import (
     Accumulate,
     AverageGroup,
@@ -104,8 +103,7 @@ class CostModel:
         size_bytes: Size of the weights, and of a gradient, in memory.
         placed: How the model is divided between learners and a stage server.
         paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
-        bucket: Number of elements of a bucket, or 0 for no buckets (`rudra.core.buckets`).
-        near: Whether ranks of a node read each other's memory.
+        buckets: Returns the number of buckets of a group's gradients (`rudra.core.buckets`).
 
     Attributes:
         paces: Paces by learner, as passed in.
@@ -124,12 +122,9 @@ class CostModel:
         size_bytes: int = 0,
         placed: Placed | None = None,
         paces: Mapping[int, Pace] | None = None,
-        bucket: int = 0,
-        *,
-        near: bool = True,
+        buckets: Callable[[Sequence[int]], int] = lambda members: 1,
     ) -> None:
-        self.paces = paces or {}
-        self._bucket, self._near = bucket, near
+        self.paces, self._buckets = paces or {}, buckets
         self._reductions_s: dict[tuple[int, int, float], float] = {}  # by first member, number of members and size
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
         self._placed = placed = placed or Placed()
@@ -251,11 +246,9 @@ class CostModel:
         """
         key = members[0], len(members), size_bytes
         if key not in self._reductions_s:
-            seconds, size = self._whole_reduction_s(members, size_bytes), int(size_bytes) // 4
-            if in_buckets(self.plan, members, size, self._bucket, near=self._near):
-                last = 1 / count_of(size, self._bucket)
-                backward_s = max(self.compute_s[role] for role in members) * 2 / 3
-                seconds = max(seconds - backward_s * (1 - last), seconds * last)
+            seconds, count = self._whole_reduction_s(members, size_bytes), self._buckets(members)
+            backward_s = max(self.compute_s[role] for role in members) * 2 / 3
+            seconds = max(seconds - backward_s * (1 - 1 / count), seconds / count)
             self._reductions_s[key] = seconds
         return self._reductions_s[key]
 

@@ -558,11 +558,15 @@ class Together:
 
 
 def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, Any]:
-    """Groups of any shape, whose ranks lie on pretended nodes, reduce gradients of noise; what came out wrong."""
+    """Groups of any shape, whose ranks lie on pretended nodes, reduce gradients of noise; what came out wrong.
+
+    Some gradients come in buckets. A bucket that is not final holds NaN, so one that is sent too early shows.
+    """
     from rudra.compute.averaging import CHUNK, average
     from rudra.compute.executor import Executor
+    from rudra.core.buckets import MOST, parts
     from rudra.mpi.arena import Arena
-    from rudra.mpi.reduction import GroupReduction
+    from rudra.mpi.group_reduction import GroupReduction
 
     wrong = []
     chance, pace = random.Random(seed), random.Random(seed * comm.size + comm.rank)
@@ -570,6 +574,8 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
         members = {100 + i: chance.randrange(comm.size) for i in range(chance.randint(1, 2 * comm.size))}
         nodes = [chance.randrange(chance.randint(1, 3)) for _ in range(comm.size)]
         size = chance.choice([1, 15, 300, 5000, 100_000, CHUNK + 17])
+        parameters, bucket = size - chance.choice([0, size // 3]), chance.choice([0, 16, 112, 704, 30_000])
+        bucket = 0 if bucket >= size else max(bucket, size // 640 * 16)
         samples, to_all = [chance.choice([4, 4, 4, 7]) for _ in members], chance.random() < 0.6
         sums: list[list[int]] = []
         if chance.random() < 0.6:
@@ -589,7 +595,8 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
             arena.neighbours = frozenset()
         if not executors:
             continue
-        reduction = GroupReduction(comm, members, 10 + case, size, lambda: None, arena=arena, sums=sums)
+        about = (10 + MOST * case, parts(size, parameters, bucket), parameters, lambda: None, None, arena, sums)
+        reduction = GroupReduction(comm, members, *about, to_all=to_all)
         for step in range(5):
             made = [torch.randn(size, generator=torch.Generator().manual_seed(97 * step + role)) for role in members]
             expected = torch.empty(size)
@@ -599,7 +606,18 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
             pause(pace)
             for role in pace.sample(sorted(executors), len(executors)):
                 place = list(members).index(role)
-                executors[role].buffer(GRADIENT).vector.copy_(made[place])
+                buffer, last = executors[role].buffer(GRADIENT), parameters
+                if reduction.buckets and pace.random() < 0.8:  # else the gradient appears as a whole
+                    ready = reduction.expect(role, buffer, GRADIENT, samples[place])
+                    assert ready is not None
+                    for first in sorted(pace.sample(range(size), min(size, pace.randint(0, 6))), reverse=True):
+                        if first < parameters:
+                            buffer.vector[first:last] = made[place][first:last]
+                            last = first
+                            ready(first)
+                        pause(pace)
+                buffer.vector[:last] = made[place][:last]
+                buffer.vector[parameters:] = made[place][parameters:]
                 gradient = Gradient(-1, place, samples[place], step, 0, 0, 0, 1.0, 0.0, 0.0, 0)
                 reduction.begin(role, Reduce(GRADIENT, 0, step, gradient, to_all, GroupFlags(role)), executors[role])
             while (reduced := reduction.test()) is None:
@@ -614,66 +632,9 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
                     if not torch.equal(executors[role].buffer(GRADIENT).vector, expected):
                         wrong.append(f"case {case}, step {step}, role {role}: another sum")
         reduction.abandon()
+        reduction.close()
         if any(executor.held("") for executor in executors.values()):
             wrong.append(f"case {case}: still held")
-    return {"wrong": wrong}
-
-
-def bucketed_reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, Any]:
-    """Groups of ranks average gradients that become final part by part; what came out wrong.
-
-    A part that is not final holds NaN, so a bucket that is sent too early shows.
-    """
-    from rudra.compute.averaging import average
-    from rudra.compute.executor import Executor
-    from rudra.mpi.buckets import BucketedReduction
-
-    wrong = []
-    chance, pace = random.Random(seed), random.Random(seed * comm.size + comm.rank)
-    for case in range(cases):
-        ranks = chance.sample(range(comm.size), chance.randint(2, comm.size))
-        members = {100 + i: rank for i, rank in enumerate(ranks)}
-        size = chance.choice([1, 15, 300, 5000, 100_000])
-        parameters, bucket = size - chance.choice([0, size // 3]), chance.choice([16, 100, 700, 30_000, 200_000])
-        bucket = max(bucket, size // 40)
-        samples, to_all = [chance.choice([4, 4, 4, 7]) for _ in members], chance.random() < 0.6
-        sums = [[place] for place in range(len(members))] if chance.random() < 0.3 else []
-        if comm.rank not in ranks:
-            continue
-        role = 100 + ranks.index(comm.rank)
-        executor, place = Executor((), size, parameters, 1), ranks.index(comm.rank)
-        about = (comm, members, (10 + 2 * case, 11 + 2 * case), size, parameters, bucket, lambda: None, sums)
-        reduction = BucketedReduction(*about, to_all=to_all)
-        for step in range(5):
-            made = [torch.randn(size, generator=torch.Generator().manual_seed(97 * step + role)) for role in members]
-            expected = torch.empty(size)
-            average(expected, made, samples, sums=sums)
-            buffer = executor.renew(GRADIENT)
-            buffer.vector.fill_(torch.nan)
-            pause(pace)
-            last = parameters
-            if pace.random() < 0.8:  # else the gradient appears as a whole
-                ready = reduction.expect(buffer, samples[place])
-                for first in sorted(pace.sample(range(parameters), min(parameters, pace.randint(0, 6))), reverse=True):
-                    buffer.vector[first:last] = made[place][first:last]
-                    last = first
-                    ready(first)
-                    pause(pace)
-            buffer.vector[:last] = made[place][:last]
-            buffer.vector[parameters:] = made[place][parameters:]
-            gradient = Gradient(-1, place, samples[place], step, 0, 0, 0, 1.0, 0.0, 0.0, 0)
-            reduction.begin(role, Reduce(GRADIENT, 0, step, gradient, to_all, GroupFlags(role)), executor)
-            while (reduced := reduction.test()) is None:
-                time.sleep(0)
-            if [word.digest for word in reduced.words] != list(members):
-                wrong.append(f"case {case}, step {step}: words {reduced.words}")
-            if [gradient.samples for gradient in reduced.gradients] != samples:
-                wrong.append(f"case {case}, step {step}: gradients {reduced.gradients}")
-            if (to_all or not place) and not torch.equal(buffer.vector, expected):
-                wrong.append(f"case {case}, step {step}, role {role}: another mean")
-        reduction.abandon()
-        if not reduction.quiet:
-            wrong.append(f"case {case}: still receives")
     return {"wrong": wrong}
 
 

@@ -10,8 +10,8 @@ from pydantic import Field, field_validator
 from rudra.job.table import Named, Table, short
 from rudra.job.tables.optimizer import OptimizerTable
 
-AUTO_BUCKET_MB, LEAST_BUCKET_MB, MOST_BUCKET_MB = 4.0, 0.001, 10_000.0
-"""Megabytes of a bucket by default, at least and at most."""
+LEAST_BUCKET_MB, MOST_BUCKET_MB = 0.001, 10_000.0
+"""Megabytes of a bucket at least and at most."""
 
 PLACEMENT_RULES = ("ralp", "auto")
 """Rules that choose the cut if the job names no layer."""
@@ -141,9 +141,9 @@ class ClusterTable(Table):
     )
     buckets: Literal["auto", "off"] | float = Field(
         "auto",
-        description="megabytes of a gradient that are averaged at a time, while the rest is still computed. For "
-        "compute groups whose ranks exchange messages. auto: 4 MB. off: the whole gradient at once. Results are "
-        "bitwise identical",
+        description="megabytes of a gradient that are averaged at a time, while the rest is still computed; at least "
+        "a 62nd of it. For compute groups on several nodes. auto: a 16th of the gradient, at least 0.5 MB. off: the "
+        "whole gradient at once. Results are bitwise identical",
     )
     flush_denormals: bool = Field(
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"
@@ -164,13 +164,6 @@ class ClusterTable(Table):
             span = f"{LEAST_BUCKET_MB} … {MOST_BUCKET_MB:,g}"
             raise ValueError(f"must be megabytes, {span}, 'auto' or 'off', not {short(value)}")
         return value
-
-    @property
-    def bucket_elements(self) -> int:
-        """Number of float32 elements in a bucket, or 0 without buckets."""
-        if self.buckets == "off":
-            return 0
-        return int((AUTO_BUCKET_MB if self.buckets == "auto" else self.buckets) * 1e6) // 4
 
     @property
     def parts(self) -> tuple[float, ...]:

@@ -1,0 +1,299 @@
+"""Averaging gradients over a compute group, as a whole or in buckets while they are still computed.
+
+A backward pass finishes the last layers first. Therefore a gradient is cut into buckets, the last elements first. Each
+bucket is a reduction of its own (`PartReduction`), which begins as soon as the bucket is final. A thread advances these
+reductions during the pass, because MPI sends large messages only inside an MPI call. If MPI allows only one thread, the
+computing thread does it between two layers, and less is sent during the pass.
+
+Each element is added by the same operations in the same order, whatever the buckets are. So all results are bitwise
+identical.
+"""
+
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+import torch
+from mpi4py import MPI
+
+from rudra.compute.executor import Executor, arithmetic_of_thread
+from rudra.compute.final_gradients import Ready
+from rudra.compute.vectors import Buffer, Take
+from rudra.core.events import Reduce, Reduced
+from rudra.core.records import Gradient
+from rudra.errors import RunError
+from rudra.mpi.arena import Arena
+from rudra.mpi.comm_threads import WorkerThread
+from rudra.mpi.doorbell import Doorbell
+from rudra.mpi.reduction import PartReduction
+from topologies import Plan
+
+PAUSE_S = 1e-3
+"""Pause between two polls while a gradient is computed. In this time a network's buffers do not run full or empty."""
+
+
+class GroupReduction:
+    """One rank's part in the reductions of a group that has one or more members on this rank.
+
+    Args:
+        comm: communicator of all ranks of the job.
+        members: role -> rank, of the group's members, in group_rank order.
+        tag: tag of all messages about the first part. The next part has the next tag.
+        parts: parts of the vector, in the order in which they become final.
+        parameters: number of parameters in the vector. The other elements become final together with the whole
+            gradient.
+        ring: wakes up the other members' ranks if they sleep.
+        library, arena, sums: arguments of `PartReduction`.
+        to_all: whether all members need the result of gradients that come in buckets.
+
+    Attributes:
+        roles: members on this rank, in group_rank order.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        members: Mapping[int, int],
+        tag: int,
+        parts: Sequence[slice],
+        parameters: int,
+        ring: Callable[[], None],
+        library: MPI.Comm | None = None,
+        arena: Arena | None = None,
+        sums: Sequence[Sequence[int]] = (),
+        *,
+        to_all: bool = True,
+    ) -> None:
+        self._library, self._parameters, self._to_all = library, parameters, to_all
+        self._parts = [
+            PartReduction(comm, members, tag + number, part, ring, library, arena, sums)
+            for number, part in enumerate(parts)
+        ]
+        self._division = self._parts[0].division
+        self.roles = self._division.roles
+        self._begun: dict[int, tuple[Reduce, Executor, Buffer]] = {}  # role -> its complete contribution
+        self._active: list[PartReduction] = []  # parts that have begun here, and are not complete
+        self._early: dict[int, tuple[Reduce, Buffer]] = {}  # role -> contribution that is being computed
+        self._next: dict[int, int] = {}  # role -> number of its parts that have begun
+        self._final: dict[int, int] = {}  # role -> element from which on its gradient is final
+        self._driven: set[int] = set()  # roles whose gradients are being computed while the thread drives
+        self._failed = False
+        self._lock = threading.Lock()  # of all attributes above, while the thread drives
+        self._news = threading.Event()  # a bucket is final, or the thread must stop
+        self._posted: deque[Callable[[], None]] = deque()
+        self._thread: WorkerThread | None = None
+        if len(parts) > 1 and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
+            self._thread = WorkerThread("buckets", self._posted.append)
+            self._thread.submit(arithmetic_of_thread())
+
+    @property
+    def buckets(self) -> bool:
+        """Whether gradients come in buckets."""
+        return len(self._parts) > 1
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._begun)
+
+    def expect(self, role: int, buffer: Buffer, name: str, samples: int) -> Ready | None:
+        """Prepares for a gradient that a member here now computes.
+
+        Args:
+            role: the member.
+            buffer: receives the gradient, and must be the same one in `begin`.
+            name: name of the buffer.
+            samples: number of samples of the gradient.
+
+        Returns:
+            Function to call with the first element from which on all gradients of parameters are final. None: a member
+            has died.
+        """
+        if self._failed:
+            return None
+        gradient = Gradient(0, 0, samples, 0, 0, 0, 0, 1.0, 0.0, 0.0, 0)  # the rest is not known yet
+        self._early[role] = Reduce(name, 0, 0, gradient, self._to_all), buffer
+        if not self._next:
+            for part in self._parts:
+                part.expect()
+        self._next[role], self._final[role] = 0, self._parameters
+        if self._thread is not None:
+            self._driven.add(role)
+            self._thread.submit(partial(self._drive, role))
+        return partial(self._ready, role)
+
+    def _drive(self, role: int) -> None:
+        """Advances the reductions while this rank's own thread computes."""
+        while True:
+            self._news.wait(PAUSE_S if self._active else None)
+            self._news.clear()
+            with self._lock:
+                if role not in self._driven:
+                    return
+                self._begin_final(role)
+                self._advance()
+
+    def _take_over(self, roles: Collection[int]) -> None:
+        """Lets this rank's own thread advance the reductions for some members."""
+        self._driven.difference_update(roles)
+        self._news.set()
+        with self._lock:
+            while self._posted:
+                self._posted.popleft()()
+
+    def _ready(self, role: int, first: int) -> None:
+        self._final[role] = first
+        if self._thread is not None:
+            self._news.set()
+        else:
+            self._begin_final(role)
+            self._advance()
+
+    def _begin_final(self, role: int) -> None:
+        """Begins the parts that are final, except the last one, which brings the facts about the gradient."""
+        while self._next[role] < len(self._parts) - 1:
+            part = self._parts[self._next[role]]
+            if part.part.start < self._final[role] or part.part.stop > self._parameters:
+                break
+            self._begin_part(role, *self._early[role])
+
+    def _begin_part(self, role: int, action: Reduce, buffer: Buffer) -> None:
+        part = self._parts[self._next[role]]
+        if not part.begun:
+            self._active.append(part)
+        self._next[role] += 1
+        part.begin(role, action, buffer)
+
+    def begin(self, role: int, action: Reduce, executor: Executor) -> None:
+        """Starts a reduction for a member here. All members start the same one, and complete it before the next."""
+        if self._thread is not None:
+            self._take_over([role])
+        with self._lock:
+            self._begin(role, action, executor)
+
+    def _begin(self, role: int, action: Reduce, executor: Executor) -> None:
+        if self._failed:
+            return
+        buffer = executor.buffer(action.buffer)
+        early, expected = self._early.pop(role, (action, buffer))
+        if expected is not buffer or early.gradient.samples != action.gradient.samples:
+            raise RunError(f"learner {action.gradient.learner}: its gradient is not the one whose buckets were sent")
+        self._next.setdefault(role, 0)
+        while self._next[role] < len(self._parts):
+            self._begin_part(role, action, buffer)
+        self._begun[role] = action, executor, buffer
+
+    def test(self) -> Reduced | None:
+        """Advances the reductions, and returns the event for all members here when all are complete."""
+        with self._lock:
+            self._advance()
+        if self._active or len(self._begun) < len(self.roles):
+            return None
+        contributions = [self._begun[role] for role in self.roles]
+        action, buffers, last = contributions[0][0], [buffer for *_, buffer in contributions], self._parts[-1]
+        if self._division.near:
+            self._defer(buffers, to_all=action.to_all)
+        else:
+            for part in self._parts:
+                part.finish(buffers, to_all=action.to_all)
+            for buffer in buffers:
+                buffer.version += 1
+        for part in self._parts:
+            part.end()
+        self._begun.clear()
+        self._next.clear()
+        return Reduced(action.sequence, last.rows.gradients, last.rows.words, action.group)
+
+    def _advance(self) -> None:
+        for part in [*self._active]:
+            if part.test():
+                self._active.remove(part)
+            elif part.failed:  # a member has died; all ranks will regroup
+                self._failed = True
+                self._forget()
+                return
+
+    def _forget(self) -> None:
+        self._begun.clear()
+        self._active.clear()
+        self._early.clear()
+        self._next.clear()
+
+    def _defer(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
+        """Lets members here that need the result read it in shared memory, or compute it, on use."""
+        if not to_all and not self._division.has_first:
+            return
+        for role in self.roles if to_all else self.roles[:1]:
+            action, executor, _ = self._begun[role]
+            takes = [part.taking(buffers) for part in self._parts]
+            executor.defer(action.buffer, takes[0] if len(takes) == 1 else self._gathered(takes))
+
+    def _gathered(self, takes: Sequence[Take]) -> Take:
+        """Returns a function for slices of the whole result."""
+        parts = [*zip((part.part for part in self._parts), takes, strict=True)]
+        parts.sort(key=lambda part: part[0].start)
+        starts, room = [part.start for part, _ in parts], torch.empty(0)
+
+        def take(wanted: slice) -> torch.Tensor:
+            room.resize_(wanted.stop - wanted.start)
+            number = bisect_right(starts, wanted.start) - 1
+            for part, source in parts[number:]:
+                if part.start >= wanted.stop:
+                    break
+                some = slice(max(part.start, wanted.start), min(part.stop, wanted.stop))
+                found = source(slice(some.start - part.start, some.stop - part.start))
+                if some == wanted:
+                    return found
+                room[some.start - wanted.start : some.stop - wanted.start] = found
+            return room
+
+        return take
+
+    def abandon(self) -> None:
+        """Ends a reduction that a member has left for ever. `quiet` reports when it can no longer write here.
+
+        A rank that does not know this yet may still read shared buffers, but its result will be dropped.
+        """
+        if self._thread is not None:
+            self._take_over([*self._driven])
+        self._failed = True
+        self._forget()
+        for part in self._parts:
+            part.abandon()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether no receive can write here any more."""
+        return all(part.quiet for part in self._parts)
+
+    def close(self) -> None:
+        """Ends the thread, and frees the communicator."""
+        if self._thread is not None:
+            self._take_over([*self._driven])
+            self._thread.close()
+        if self._library is not None:
+            self._library.Free()
+
+
+def ringing(doorbell: Doorbell, comm: MPI.Comm, ranks: Collection[int]) -> Callable[[], None]:
+    """Returns a function that wakes up the other ranks of a group."""
+    others = {*ranks} - {comm.rank}
+
+    def ring() -> None:
+        for rank in others:
+            doorbell.ring(rank)
+
+    return ring
+
+
+def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:
+    """Returns a communicator of these roles' group if the MPI library adds. All ranks call this together."""
+    if not plan.groups or plan.reduction != "mpi":
+        return None
+    for group, members in enumerate(plan.groups):
+        for place, role in enumerate(members):
+            if role in roles:
+                return comm.Split(group, place)
+    comm.Split(MPI.UNDEFINED)
+    return None
