@@ -102,7 +102,7 @@ class TrainingRules:
         if self.plan.overlapped:
             remedy += ", [topology] options.outstanding bounds that"
         text = f"the gradients of epoch {epoch} were stale by {mean_staleness:.1f} updates on average, more than 2n"
-        return f"{text} = {2 * n}, but modulation 'n' divides the rate by {n} alone; {remedy}"
+        return f"{text} = {2 * n}, but modulation 'n' divides the rate only by {n}; {remedy}"
 
 
 class TrainingClock:
