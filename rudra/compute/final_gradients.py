@@ -12,7 +12,7 @@ import torch
 from rudra.errors import RunError
 
 Ready = Callable[[int], None]
-"""Called with the first element of a gradient from which on all gradients of parameters are final, ever smaller."""
+"""Called with the first final element of a gradient: it and all later gradients of parameters are final."""
 
 
 class FinalGradients:

@@ -38,8 +38,8 @@ class Table(BaseModel):
         if bool in wanted and not isinstance(value, bool) and value not in texts:
             raise ValueError(f"must be {', '.join(['true', *map(repr, texts)])} or false, not {short(value)}")
         if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str) and value not in texts:
-            valid = " or ".join([f"a {'whole ' if int in wanted else ''}number", *map(repr, texts)])
-            raise ValueError(f"must be {valid}, not {short(value)}")
+            others = "".join(f" or {text!r}" for text in texts)
+            raise ValueError(f"must be a {'whole ' if int in wanted else ''}number{others}, not {short(value)}")
         if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
             raise ValueError(f"must be below 2**63, not {short(value)}")
         return value

@@ -23,7 +23,6 @@ from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce, Reduced
 from rudra.core.records import Gradient
-from rudra.errors import RunError
 from rudra.mpi.arena import Arena
 from rudra.mpi.comm_threads import WorkerThread
 from rudra.mpi.doorbell import Doorbell
@@ -41,7 +40,7 @@ class GroupReduction:
         comm: communicator of all ranks of the job.
         members: role -> rank, of the group's members, in group_rank order.
         tag: tag of all messages about the first part. The next part has the next tag.
-        parts: parts of the vector, in the order in which they become final.
+        parts: parts of the vector. The first one becomes final first.
         parameters: number of parameters in the vector. The other elements become final together with the whole
             gradient.
         ring: wakes up the other members' ranks if they sleep.
@@ -77,7 +76,7 @@ class GroupReduction:
         self._active: list[PartReduction] = []  # parts that have begun here, and are not complete
         self._early: dict[int, tuple[Reduce, Buffer]] = {}  # role -> contribution that is being computed
         self._next: dict[int, int] = {}  # role -> number of its parts that have begun
-        self._final: dict[int, int] = {}  # role -> element from which on its gradient is final
+        self._final: dict[int, int] = {}  # role -> first final element of its gradient
         self._driven: set[int] = set()  # roles whose gradients are being computed while the thread drives
         self._failed = False
         self._lock = threading.Lock()  # of all attributes above, while the thread drives
@@ -107,8 +106,8 @@ class GroupReduction:
             samples: number of samples of the gradient.
 
         Returns:
-            Function to call with the first element from which on all gradients of parameters are final. None: a member
-            has died.
+            Function to call with the first final element: it and all later gradients of parameters are final. None: a
+            member has died.
         """
         if self._failed:
             return None
@@ -177,8 +176,7 @@ class GroupReduction:
             return
         buffer = executor.buffer(action.buffer)
         early, expected = self._early.pop(role, (action, buffer))
-        if expected is not buffer or early.gradient.samples != action.gradient.samples:
-            raise RunError(f"learner {action.gradient.learner}: its gradient is not the one whose buckets were sent")
+        assert expected is buffer and early.gradient.samples == action.gradient.samples
         self._next.setdefault(role, 0)
         while self._next[role] < len(self._parts):
             self._begin_part(role, action, buffer)

@@ -1,0 +1,170 @@
+"""Buckets of a gradient: their sizes, when a model reports them, what virtual time makes of them, and refusals."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rudra.compute.flat import FlatModel
+from rudra.core.buckets import ALIGNED, MOST, bucket_size, count_of, parts, text_of
+from rudra.core.training_state import BEGINNING
+from rudra.errors import ConfigError, RunError
+from rudra.job.job import Job
+from rudra.prepare.phases import phases_of
+from rudra.prepare.resolve import nodes_of
+from rudra.simulation.assembly import prices_of
+
+MILLION = 1_000_000
+
+
+def groups(buckets: Any = "auto", nodes: int = 4, **tables: Any) -> Job:
+    cluster = {"learners": 4, "buckets": buckets, **tables.pop("cluster", {})}
+    simulation = {"nodes": nodes, **tables.pop("simulation", {})}
+    given = {"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}} | tables
+    return Job(cluster=cluster, simulation=simulation, **given)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "size", "elements"),
+    [
+        ("auto", 125_000, 0),  # no more than one
+        ("auto", 125_024, 125_008),
+        ("auto", 4 * MILLION, 250_000),  # a 16th
+        ("off", 100 * MILLION, 0),
+        (1.0, 4 * MILLION, 250_000),
+        (0.001, 2000, 256),
+        (0.001, 62 * MILLION, MILLION),  # not more than MOST
+        (100, 4 * MILLION, 0),
+    ],
+)
+def test_size_of_a_bucket(buckets: Any, size: int, elements: int) -> None:
+    assert bucket_size(groups(buckets), size) == elements
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_are_the_vector_and_the_last_parameters_come_first(seed: int) -> None:
+    chance = random.Random(seed)
+    parameters = chance.randint(1, 10_000)
+    size = parameters + chance.choice([0, 1, 700])
+    bucket = bucket_size(groups(chance.uniform(0.001, 0.05)), size)
+    found = parts(size, parameters, bucket)
+    assert sorted(i for part in found for i in range(part.start, part.stop)) == list(range(size))
+    assert len(found) <= MOST
+    if bucket:
+        trained = [part.start for part in found if part.start < parameters]
+        assert trained == sorted(trained, reverse=True)
+        assert all(start % ALIGNED == 0 for start in trained)
+        assert found[-1] == slice(parameters, size) or size == parameters
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, a branch that is not used, and layers that are used in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first, self.unused = nn.Linear(6, 3), nn.Linear(4, 6), nn.Linear(2, 2)
+        self.middle = nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.middle(torch.tanh(self.first(inputs))))
+        found: torch.Tensor = self.last(torch.tanh(self.middle(hidden)))
+        return found
+
+
+MODELS = {
+    "chain": lambda: nn.Sequential(nn.Linear(4, 40), nn.ReLU(), nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 3)),
+    "autograd": lambda: nn.Sequential(nn.Linear(4, 40), nn.BatchNorm1d(40), nn.GELU(), nn.Linear(40, 3)),
+    "another order": Twice,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_a_model_reports_as_final_does_not_change_any_more(name: str) -> None:
+    torch.manual_seed(1)
+    flat = FlatModel(MODELS[name](), gradients="direct")
+    weights, out = torch.empty(flat.size), torch.full((flat.size,), torch.nan)
+    flat.read_into(weights)
+    flat.bind(weights)
+    inputs, target = torch.randn(16, 4), torch.randint(3, (16,))
+    seen: dict[int, torch.Tensor] = {}
+    reported = flat.gradient(inputs, target, out, 0, lambda first: seen.update({first: out[first:].clone()}))
+    for first, then in seen.items():
+        assert torch.equal(out[first : flat.parameter_count], then[: flat.parameter_count - first])
+    assert list(seen) == sorted(seen, reverse=True)
+    assert name == "another order" or len(seen) > 1
+    whole = torch.full_like(out, torch.nan)
+    flat.read_into(weights)
+    flat.bind(weights)
+    assert flat.gradient(inputs, target, whole, 0) == reported
+    assert torch.equal(whole[: flat.parameter_count], out[: flat.parameter_count])
+
+
+class Checkpointed(nn.Module):
+    """Computes a layer twice, each time in a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        once = checkpoint(self.layer, inputs.requires_grad_(), use_reentrant=True)
+        found: torch.Tensor = checkpoint(self.layer, once, use_reentrant=True)
+        return found
+
+
+def test_a_gradient_that_grows_after_it_was_final_is_refused() -> None:
+    flat = FlatModel(Checkpointed())
+    weights, out = torch.empty(flat.size), torch.empty(flat.size)
+    flat.read_into(weights)
+    flat.bind(weights)
+    with pytest.raises(RunError, match=r"\[cluster\] buckets: .*use_reentrant"):
+        flat.gradient(torch.randn(2, 4), torch.tensor([0, 1]), out, 0, lambda first: None)
+    flat.gradient(torch.randn(2, 4), torch.tensor([0, 1]), out, 0)
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "compute_s", "seconds"),
+    [
+        # 4 members, 16 MB: each sends 3/4 twice. The backward pass is 2/3 of a gradient, and 1/16 comes after it.
+        (12e6, 1.2, 2.0 - 0.8 * 15 / 16),
+        (12e6, 12.0, 2.0 / 16),  # only the last bucket is left
+        (12e9, 1.2, 0.002 / 16),
+    ],
+)
+def test_virtual_time_hides_the_reduction_in_the_backward_pass(
+    bandwidth: float, compute_s: float, seconds: float
+) -> None:
+    table = {"latency_s": 0.0, "bandwidth_bytes_per_s": bandwidth, "compute_s": compute_s, "gradient_s": 0.0}
+    found = {}
+    for buckets in ("auto", "off"):
+        job = groups(buckets, simulation=table)
+        costs = prices_of(phases_of(job, job.plan(nodes_of(job)), 64), 16 * MILLION)(BEGINNING)
+        found[buckets] = costs.reduction_s(costs.plan.learners, 16 * MILLION)
+    assert found == pytest.approx({"auto": seconds, "off": 24e6 / bandwidth}, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("job", "count"),
+    [
+        (groups(), 16),
+        (groups("off"), 1),
+        (groups(nodes=1), 1),
+        (groups(nodes=1, cluster={"node_memory": False}), 16),
+        (groups(topology={"name": "groups", "options": {"reduction": "nodes"}}, nodes=2), 16),
+        (groups(topology={"name": "groups", "options": {"reduction": "mpi"}}), 1),
+        (groups(protocol={"name": "average"}, topology={"name": "replicas"}), 1),
+    ],
+)
+def test_buckets_are_for_gradients_that_cross_a_network(job: Job, count: int) -> None:
+    plan = job.plan(nodes_of(job))
+    assert count_of(job, plan, 4 * MILLION, plan.learners) == count
+    assert bool(text_of(job, plan)) == (count > 1)
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1e300, float("nan"), True, "huge"])
+def test_a_size_that_is_none_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"buckets must be (megabytes|a number).*'auto' or 'off', not"):
+        groups(value)
