@@ -176,7 +176,8 @@ class GroupReduction:
             return
         buffer = executor.buffer(action.buffer)
         early, expected = self._early.pop(role, (action, buffer))
-        assert expected is buffer and early.gradient.samples == action.gradient.samples
+        assert expected is buffer
+        assert early.gradient.samples == action.gradient.samples
         self._next.setdefault(role, 0)
         while self._next[role] < len(self._parts):
             self._begin_part(role, action, buffer)
