@@ -19,15 +19,23 @@ def printable(text: str) -> str:
 
 def meant(word: str, valid: Iterable[str]) -> str:
     """Returns the end of a line about an unknown word: the valid word with the closest spelling, or nothing."""
-    cased = {each.casefold(): each for each in valid}
+    words = list(valid)
+    initials = {"".join(part[:1] for part in word.split("_")): word for word in words if "_" in word.strip("_")}
+    cased = initials | {word.casefold(): word for word in words}  # lr means learning_rate
     near = get_close_matches(word.casefold(), cased, n=1)
     return f"; did you mean {cased[near[0]]}?" if near else ""
 
 
-def unknown(word: str, valid: Iterable[str]) -> str:
-    """Returns the part after the key's name in a message about a word that is not valid."""
+def unknown(word: str, valid: Iterable[str], hint: str = "") -> str:
+    """Returns the part after the key's name in a message about a word that is not valid.
+
+    Args:
+        word: the word.
+        valid: all valid words.
+        hint: end of the line. Empty: the valid word with the closest spelling.
+    """
     valid = list(valid)
-    return f"'{word}' is unknown; valid: {', '.join(valid)}{meant(word, valid)}"
+    return f"'{word}' is unknown; valid: {', '.join(valid)}{hint or meant(word, valid)}"
 
 
 def one_line(error: BaseException) -> str:

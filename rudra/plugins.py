@@ -69,7 +69,9 @@ def choose(key: str, name: object, shipped: Mapping[str, Any]) -> Any:
     if not isinstance(found, str):
         return found
     if ":" not in found:
-        raise ConfigError(f"{key}: {unknown(name, [*shipped, CALLABLE])}")
+        module, _, attribute = found.rpartition(".")
+        yours = f"; did you mean {module}:{attribute}?" if module and names_code(f"{module}:{attribute}") else ""
+        raise ConfigError(f"{key}: {unknown(name, [*shipped, CALLABLE], yours)}")
     try:
         return resolve(found)
     except ConfigError as error:
@@ -77,12 +79,16 @@ def choose(key: str, name: object, shipped: Mapping[str, Any]) -> Any:
 
 
 def _mistaken(module: str) -> str:
-    """Returns the end of a line about a module of Rudra's if a file on `sys.path` hides the module."""
-    if module not in OURS:
+    """Returns the end of a line about a module of Rudra's or of Python's that has the name of a user's module."""
+    if module not in OURS | sys.stdlib_module_names:
         return ""
     files = [Path(place) / f"{module}.py" for place in sys.path]
-    theirs = "".join(f", not {file}" for file in dict.fromkeys(files) if file.is_file())
-    return f": it is Rudra's own{theirs}; a module of yours needs another name"
+    own = getattr(sys.modules[module], "__file__", None)
+    theirs = "".join(f", not {file}" for file in dict.fromkeys(files) if file.is_file() and str(file) != own)
+    if module not in OURS and not theirs:
+        return ""
+    whose = "Rudra's" if module in OURS else "Python's"
+    return f": it is {whose} own{theirs}; a module of yours needs another name"
 
 
 def call(function: Callable[..., Any], name: str, options: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:

@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
         "minibatch": f"{counted(job.training.minibatch_size, 'sample')} per gradient (μ)",
         "learning rate": f"{' then '.join(rates)} = α0 x {factor:.4g} (modulation {modulation})",
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
-        "threads": f"{job.cluster.threads_per_rank} per learner, {cores()} cores here",
+        "threads": _threads_text(job),
     }
     if plan.scheduled:
         share = f"samples / {job.protocol.reference_batch_size}"
@@ -142,16 +142,24 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         rates = [factor * rate for rate in schedule_of(job, plan, found.samples.training).rates]
         span = f"{rates[0]:.4g} at first, {max(rates):.4g} at most, {rates[-1]:.4g} at the end"
         more["schedule"] = f"{job.optimizer.schedule}, a rate for each update: {span}"
+    held = f", {found.samples.validation:,} validation" if found.samples.validation else ""
     tried = 1 if job.scheduled else job.training.minibatch_size
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
     return {
-        "data": f"{found.samples.training:,} training and {found.samples.test:,} test samples",
+        "data": f"{found.samples.training:,} training{held} and {found.samples.test:,} test samples",
         "model": f"{found.parameters:,} parameters; a gradient of {counted(tried, 'sample')} "
         f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
         **more,
         **({"a step sends": _crossed_text(found.crossed, len(plan.learners))} if found.crossed else {}),
         "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",
     }
+
+
+def _threads_text(job: "Job") -> str:
+    """Describes the threads of learners, and whether this machine has a core for each."""
+    each, here = job.cluster.threads_per_rank or 1, cores()
+    shared = f"; {counted(job.learners, 'learner')} would share them" if job.learners * each > here else ""
+    return f"{each} per learner, {counted(here, 'core')} here{shared}"
 
 
 def _crossed_text(one: "Crossed", learners: int) -> str:

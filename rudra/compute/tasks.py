@@ -44,6 +44,9 @@ class Task:
         """Computes all metrics of one batch."""
         output = self.matched(output, target)
         own = {name: metric(output, target) for name, metric in self.own.items()}
+        for name, value in own.items():
+            if math.prod(shape := tuple(getattr(value, "shape", ()))) != 1:
+                raise ConfigError(f"[task] metrics: {name} gave shape {shape}; a metric is one number")
         return {name: float(value) for name, value in {**self.metrics(output, target), **own}.items()}
 
     def compared(self, output: Any) -> Any:

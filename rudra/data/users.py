@@ -154,7 +154,7 @@ def _input(tensor: Any) -> torch.Tensor:
     become int64.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{str(tensor)[:30]!r} is not a number")
+        raise TypeError(f"the input {str(tensor)[:30]!r} is not a number")
     if tensor.dtype == torch.bool:
         kind = torch.bool
     elif tensor.is_complex():
@@ -169,7 +169,7 @@ def _target(tensor: Any) -> torch.Tensor:
     """Converts a user's tensor to a target of a task: bytes, booleans and floating-point numbers to float32, others to
     int64."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{str(tensor)[:30]!r} is not a number")
+        raise TypeError(f"the target {str(tensor)[:30]!r} is not a number; labels are whole numbers >= 0")
     if tensor.is_complex():
         raise TypeError("a target is complex; valid: real numbers, such as its real and imaginary part")
     whole = not tensor.is_floating_point() and tensor.dtype not in (torch.uint8, torch.bool)

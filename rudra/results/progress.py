@@ -184,9 +184,11 @@ def summary_table(summary: dict[str, Any]) -> str:
     facts = [(name, text) for name, text in _facts(summary) if text]
     width = max(len(name) for name, _ in facts)
     lines = [_title(summary), "", *(f"  {name:<{width}}  {text}" for name, text in facts)]
-    for table in (_epochs_table(summary), _learners_table(summary), _workers_table(summary)):
+    for table in (epochs := _epochs_table(summary), _learners_table(summary), _workers_table(summary)):
         if table:
             lines += ["", *_aligned(table)]
+        if table is epochs and 0 < len(table) - 1 < summary["epochs"]:
+            lines.append(f"  {len(table) - 1} of {summary['epochs']} epochs; rudra show --json prints all")
     return "\n".join(lines)
 
 
@@ -292,7 +294,7 @@ def _metric_form(name: str) -> str:
     return ".2%" if is_share(name) else ".4g"
 
 
-def _epochs_table(summary: dict[str, Any], most: int = 12) -> list[list[str]]:
+def _epochs_table(summary: dict[str, Any], most: int = 20) -> list[list[str]]:
     count, times = summary["epochs"], summary["epoch_end_s"]
     if not count:
         return []

@@ -59,6 +59,7 @@ class Sample(NamedTuple):
 
     training: int
     test: int
+    validation: int
 
 
 class Crossed(NamedTuple):
@@ -143,7 +144,11 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
     return Rehearsal(
         parameters=sum(owner.parameters for owner in owners.values()),
         size=made[plan.statistics].size,
-        samples=Sample(loaded.info.training_samples, loaded.info.test_samples),
+        samples=Sample(
+            loaded.info.training_samples,
+            loaded.info.test_samples,
+            0 if loaded.validation is None else len(loaded.validation),
+        ),
         loss=loss,
         gradient_s=gradient_s,
         metrics=metrics,

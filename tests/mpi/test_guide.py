@@ -23,7 +23,12 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 TUTORIAL, COMPARE, PORT = map(page, ("tutorial.md", "compare.md", "from-pytorch.md"))
 MODEL, RULES, HOOKS = map(page, ("own-model.md", "own-rules.md", "hooks.md"))
 SHORTER = {
-    "README.md": {"epochs = 10": "epochs = 2", "--learners 30": "--learners 6", "epochs=5": "epochs=2"},
+    "README.md": {
+        "epochs = 10": "epochs = 2",
+        "--learners 30": "--learners 6",
+        "epochs=5": "epochs=2",
+        "rudra calibrate job.toml ": "rudra calibrate job.toml --seconds 0.05 --sizes 16 -o costs.toml ",
+    },
     "own-model.md": {"stop_at_target = true": 'stop_at_target = true\nevaluate = "always"'},
     "tutorial.md": {"epochs = 10": 'epochs = 5\nevaluate = "always"', "epochs=15": "epochs=6"},
     "compare.md": {
@@ -137,7 +142,7 @@ def test_results_are_read(own: Path) -> None:
     (own / "reading.py").write_text(reading)
     printed = said(own, *forks.script("reading.py"))
     assert printed.startswith("validation accuracy >= 0.9: after ")
-    assert "learning rate of the last update 0.1\n" in printed
+    assert "learning rate of the last update 0.02\n" in printed
 
 
 def test_hugging_face(own: Path) -> None:

@@ -42,6 +42,11 @@ def run(*arguments: str, cwd: Path, anew: bool = False, **env: str) -> subproces
         ("validate digits --set protocol.n=2 --set protocol.name=hardsync", r"rudra: --set .*=hardsync: .*takes no n"),
         ("validate nope.toml", r"rudra: nope.toml: no such job file"),
         ("validate digits --set training.epoch=3", r"rudra: .*\[training\] unknown key 'epoch'; valid: epochs, "),
+        ("validate digits --set optimizer.lr=1", r"rudra: .*unknown key 'lr'; .*; did you mean learning_rate\?"),
+        (
+            "validate digits --set model.name=waves.Net",
+            r"rudra: .*'waves.Net' is unknown; .*; did you mean waves:Net\?",
+        ),
         ("validate digits --set training.epochs=many", r"rudra: .*\[training\] epochs .* not 'many'"),
         ("validate digits --set epochs=3", r"rudra: --set epochs=3: must read table.key=value"),
         (
@@ -244,12 +249,13 @@ def test_modules_of_a_project_are_found_from_everywhere(tmp_path: Path, cwd: str
 
 
 @pytest.mark.slow
-def test_a_module_that_is_named_like_one_of_rudras_is_told_apart(tmp_path: Path) -> None:
-    (tmp_path / "protocols.py").write_text("class Mine: pass\n")
-    (tmp_path / "mine.toml").write_text('[protocol]\nname = "protocols:Mine"\n')
+@pytest.mark.parametrize(("module", "whose"), [("protocols", "Rudra's"), ("signal", "Python's")])
+def test_a_module_whose_name_is_taken_is_told_apart(tmp_path: Path, module: str, whose: str) -> None:
+    (tmp_path / f"{module}.py").write_text("class Mine: pass\n")
+    (tmp_path / "mine.toml").write_text(f'[protocol]\nname = "{module}:Mine"\n')
     done = run("validate", "mine.toml", cwd=tmp_path)
     assert done.returncode == 2
-    assert f"protocols has no attribute 'Mine': it is Rudra's own, not {tmp_path / 'protocols.py'}; " in done.stderr
+    assert f"{module} has no attribute 'Mine': it is {whose} own, not {tmp_path / module}.py; " in done.stderr
 
 
 @pytest.mark.slow

@@ -295,7 +295,11 @@ def test_damaged_or_hostile_cifar_batches_do_nothing_but_raise(
         ({"name": lambda: ([], []), "classes": 2}, DataError, "has no sample"),
         ({"name": lambda size: size, "classes": 2}, ConfigError, "missing a required argument: 'size'"),
         ({"name": ([1], [1]), "classes": 2}, DataError, "training sample 0 is not a pair"),
-        ({"name": ([("a", 1)], [1]), "classes": 2}, DataError, "do not make a batch of tensors: .a. is not a number"),
+        (
+            {"name": ([("a", 1)], [1]), "classes": 2},
+            DataError,
+            "make a batch of tensors: the input .a. is not a number",
+        ),
         ({"name": "digits", "classes": 5}, DataError, "label 5; valid: 0 to 4"),
         ({"name": "digits", "collate": "math:pi"}, ConfigError, "collate is for datasets of your own"),
     ],

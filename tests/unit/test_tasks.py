@@ -146,6 +146,15 @@ def each(output: Any, target: torch.Tensor) -> torch.Tensor:
 NOT_A_LOSS = 3
 
 
+def test_a_metric_that_is_no_number_is_named() -> None:
+    def hits(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output == target).float()
+
+    task = tasks.make(TaskTable(name="regression", metrics=[hits]), 1)
+    with pytest.raises(ConfigError, match=r"\[task\] metrics: hits gave shape \(4, 1\); a metric is one number"):
+        task.measure(torch.ones(4, 1), torch.ones(4, 1))
+
+
 def test_a_loss_and_metrics_of_ones_own() -> None:
     task = tasks.make(TaskTable(name=f"{__name__}:absolute", metrics=[largest], options={"scale": 2.0}), 2)
     assert task.loss(NUMBERS, TRUTH).item() == pytest.approx(2 * (NUMBERS - TRUTH).abs().mean().item())
