@@ -78,9 +78,14 @@ def choose(key: str, name: object, shipped: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{key}: {error}") from None
 
 
+def taken(module: str) -> bool:
+    """Whether a module of the user's must not have this name, because Rudra or Python has it."""
+    return module in OURS | sys.stdlib_module_names
+
+
 def _mistaken(module: str) -> str:
     """Returns the end of a line about a module of Rudra's or of Python's that has the name of a user's module."""
-    if module not in OURS | sys.stdlib_module_names:
+    if not taken(module):
         return ""
     files = [Path(place) / f"{module}.py" for place in sys.path]
     own = getattr(sys.modules[module], "__file__", None)

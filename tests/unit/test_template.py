@@ -10,6 +10,7 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import files, page
 
 from rudra.cli.main import main
 from rudra.job.job import Job
@@ -135,3 +136,27 @@ def test_init_finds_modules_beside_the_job(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "mine.toml").write_text('[topology]\nname = "template_rules:base"\n')
     assert main(["init", "--from", str(tmp_path / "mine.toml"), str(tmp_path / "new.toml")]) == 0
     assert read_toml(tmp_path / "new.toml")["topology"] == {"name": "template_rules:base"}
+
+
+def test_a_module_of_ones_own_is_the_example_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "--own", "own.toml"]) == 0
+    shown = files(page("own-model.md"))
+    about, _, job = Path("own.toml").read_text().partition("\n")
+    assert about.startswith("# ")
+    assert {"own.py": Path("own.py").read_text(), "own.toml": job} == {
+        name: shown[name].partition("\n")[2] for name in ("own.py", "own.toml")
+    }
+    assert main(["init", "--own", "waves.toml"]) == 0
+    assert main(["validate", "--syntax", "waves.toml"]) == 0
+    capsys.readouterr()
+    for arguments, line in (
+        (["own.toml"], "own.toml: exists; give another name or --force"),
+        (["signal.toml"], "signal cannot be the name of a module of yours"),
+        (["my-job.toml"], "my-job cannot be the name of a module of yours"),
+        (["--from", "digits", "new.toml"], "--own and --from are two kinds of jobs"),
+    ):
+        assert main(["init", "--own", *arguments]) == 2
+        assert line in capsys.readouterr().err
