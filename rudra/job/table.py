@@ -38,8 +38,8 @@ class Table(BaseModel):
         if bool in wanted and not isinstance(value, bool) and value not in texts:
             raise ValueError(f"must be {', '.join(['true', *map(repr, texts)])} or false, not {short(value)}")
         if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str) and value not in texts:
-            others = "".join(f" or {text!r}" for text in texts)
-            raise ValueError(f"must be a {'whole ' if int in wanted else ''}number{others}, not {short(value)}")
+            others = f"; also valid: {', '.join(map(repr, texts))}" if texts else ""
+            raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {short(value)}{others}")
         if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
             raise ValueError(f"must be below 2**63, not {short(value)}")
         return value
