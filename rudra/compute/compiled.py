@@ -78,9 +78,10 @@ class CompiledStep:
         self._batch = 0  # number of samples that the probes fit
         dynamo.fail_on_recompile_limit_hit = True  # else torch computes eagerly, and only its log says so
         options = _OPTIONS if self._parameters[0].device.type == "cpu" else None
-        whole = large is not None and hasattr(dynamo, "trace_autograd_ops")  # one piece for loss and gradient
-        if whole:
-            dynamo.trace_autograd_ops = True
+        traces = hasattr(dynamo, "trace_autograd_ops")
+        if traces:
+            dynamo.trace_autograd_ops = True  # a loss may contain a gradient, for instance a penalty
+        whole = large is not None and traces  # one piece for loss and gradient
 
         def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             """Copies a function with a new code object: torch compiles at most eight versions for each code object."""
