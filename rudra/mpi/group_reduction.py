@@ -128,7 +128,7 @@ class GroupReduction:
             self._news.wait(PAUSE_S if self._active else None)
             self._news.clear()
             with self._lock:
-                if role not in self._driven:
+                if self._failed or role not in self._driven:
                     return
                 self._begin_final(role)
                 self._advance()
@@ -145,7 +145,7 @@ class GroupReduction:
         self._final[role] = first
         if self._thread is not None:
             self._news.set()
-        else:
+        elif not self._failed:
             self._begin_final(role)
             self._advance()
 
@@ -254,12 +254,17 @@ class GroupReduction:
 
         A rank that does not know this yet may still read shared buffers, but its result will be dropped.
         """
-        if self._thread is not None:
-            self._take_over([*self._driven])
+        self._end_thread()
         self._failed = True
         self._forget()
         for part in self._parts:
             part.abandon()
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._take_over([*self._driven])
+            self._thread.close()
+            self._thread = None
 
     @property
     def quiet(self) -> bool:
@@ -268,9 +273,7 @@ class GroupReduction:
 
     def close(self) -> None:
         """Ends the thread, and frees the communicator."""
-        if self._thread is not None:
-            self._take_over([*self._driven])
-            self._thread.close()
+        self._end_thread()
         if self._library is not None:
             self._library.Free()
 
