@@ -125,13 +125,13 @@ class GroupReduction:
     def _drive(self, role: int) -> None:
         """Advances the reductions while this rank's own thread computes."""
         while True:
-            self._news.wait(PAUSE_S if self._active else None)
-            self._news.clear()
             with self._lock:
                 if self._failed or role not in self._driven:
                     return
                 self._begin_final(role)
                 self._advance()
+            self._news.wait(PAUSE_S if self._active else None)
+            self._news.clear()
 
     def _take_over(self, roles: Collection[int]) -> None:
         """Lets this rank's own thread advance the reductions for some members."""
