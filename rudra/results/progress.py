@@ -276,7 +276,10 @@ def _target(summary: dict[str, Any]) -> str:
         tests = sum(value is not None for value in summary["test_loss"])
         few = f": that takes the median of {summary['target_window']} tests, and there were {tests}"
         return f"{summary['target']}: not reached" + (few if tests < summary["target_window"] else "")
-    return f"{summary['target']}: after {duration(summary['time_to_target_s'])}, epoch {summary['target_epoch']}"
+    window = summary["target_window"]
+    median = f" (median of {window} evaluations)" if window > 1 else ""
+    reached = f"after {duration(summary['time_to_target_s'])}, epoch {summary['target_epoch']}"
+    return f"{summary['target']}{median}: {reached}"
 
 
 _TESTED = {"test_error": ".2%", "test_loss": ".4f", "validation_error": ".2%"}
@@ -298,7 +301,8 @@ def _epochs_table(summary: dict[str, Any], most: int = 20) -> list[list[str]]:
     count, times = summary["epochs"], summary["epoch_end_s"]
     if not count:
         return []
-    places = np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(int))
+    few = count if count <= most + most // 4 else most  # leaving out a few rows saves nothing
+    places = np.unique(np.linspace(0, count - 1, few).round().astype(int))
     metrics = list(summary["metrics"].get("test", {}).items())[:_METRICS]
     columns = {name.replace("_", " "): (summary[name], form) for name, form in _TESTED.items()}
     columns |= {name: (values, _metric_form(name)) for name, values in metrics}
