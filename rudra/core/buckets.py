@@ -31,11 +31,13 @@ def bucket_size(job: Job, size: int) -> int:
 def in_buckets(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     """Returns whether a compute group averages large gradients in buckets.
 
-    It does if its gradients are reduced as soon as they are computed, and some of them travel in messages.
+    It does if its gradients are reduced as soon as they are computed, and some of them travel between nodes. In a node
+    messages cost more than buckets hide, so there only a given size makes buckets, if ranks exchange messages.
     """
     if plan.averaging or plan.reduction == "mpi" or len({plan.roles[i].world_rank for i in members}) < 2:
         return False
-    return not job.cluster.node_memory or len({plan.roles[i].node for i in members}) > 1
+    by_messages = not job.cluster.node_memory and job.cluster.buckets != "auto"
+    return by_messages or len({plan.roles[i].node for i in members}) > 1
 
 
 def parts(size: int, parameters: int, bucket: int) -> list[slice]:
