@@ -8,11 +8,10 @@ each host adds its contributions first ("nodes"), the link carries half. This is
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from benchmarks import links
-from benchmarks.shared import data_directory, unconnected
+from benchmarks.shared import data_directory, unconnected, write_text
 from rudra.bench.ranks import STATISTICS
 from rudra.benchmark_report import Goal, Report, ratios
 from rudra.job.job import Job
@@ -72,7 +71,7 @@ def measure(
     if not file.is_file():
         file = directory / "input.txt"
         if comm.rank == 0:
-            file.write_bytes(np.random.default_rng(0).integers(48, 113, 1 << 20, np.uint8).tobytes())
+            write_text(file)
     rest(comm)
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
     figures: dict[str, Any] = {}

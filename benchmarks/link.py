@@ -4,7 +4,6 @@ Both cut the gradient into buckets and exchange them during the backward pass. E
 sizes. Model, data, batches, optimiser and number of threads are the same.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import links
-from benchmarks.shared import unconnected
+from benchmarks.shared import unconnected, write_text
+from rudra.bench.ddp import connect, wrapped
 from rudra.bench.ranks import LEARNER, MOMENTUM, RATE, STATISTICS, lenet_job, step_s, train, write_images
 from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute import models, tasks
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 MEGABYTES = (0.5, 1.0, 2.0, 5.0)  # sizes of buckets that are tried
-TEXT = {"name": "text", "options": {"length": 64}}
-LANGUAGE = {"task": {"name": "language"}, "data": TEXT}
+LANGUAGE = {"task": {"name": "language"}, "data": {"name": "text", "options": {"length": 64}}}
 PERCEPTRON = {"model": {"name": "mlp", "options": {"hidden": [1600, 1600, 1000]}}}
 
 
@@ -119,13 +117,10 @@ def measure(comm: "MPI.Comm", directory: Path, name: str, sizes: tuple[float, ..
     job = _job(directory, case)
     if comm.rank == 0:
         write_images(directory, case.learners * case.size * case.steps)
-        text = np.random.default_rng(0).integers(48, 113, 1 << 20, np.uint8)
-        (directory / "input.txt").write_bytes(text.tobytes())
+        write_text(directory / "input.txt")
     rest(comm)
     if comm.rank >= LEARNER:
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-        store = f"file://{directory}/store"
-        distributed.init_process_group("gloo", init_method=store, rank=comm.rank - LEARNER, world_size=case.learners)
+        connect(comm.rank, directory, case.learners, "eth0")
     loops = {f"ddp {size:g}": DDPLoop(job, size) for size in sizes} if comm.rank >= LEARNER else {}
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
     figures: dict[str, Any] = {name: {}}
@@ -153,13 +148,11 @@ def measure(comm: "MPI.Comm", directory: Path, name: str, sizes: tuple[float, ..
 
 
 def _job(directory: Path, case: Case) -> Job:
-    job = lenet_job(directory, "hardsync", case.learners, case.size, case.steps)
-    if case.tables.get("data") == TEXT:
-        job = job.with_(data={**job.data.model_dump(), **TEXT, "path": directory / "input.txt"})
-    nodes = {"options": {"reduction": "nodes"}} if case.learners > len(links.NAMES) else {}
-    return job.with_(**{key: table for key, table in case.tables.items() if key != "data"}).with_(
-        topology={"name": "groups", **nodes}
-    )
+    job = lenet_job(directory, "hardsync", case.learners, case.size, case.steps).with_(**case.tables)
+    if job.data.name == "text":
+        job = job.with_(data={"path": directory / "input.txt"})
+    options = {"reduction": "nodes"} if case.learners > len(links.NAMES) else {}
+    return job.with_(topology={"name": "groups", "options": options})
 
 
 class DDPLoop:
@@ -177,9 +170,7 @@ class DDPLoop:
         self._batches = [data.training.batch(np.arange(i * self._size, (i + 1) * self._size)) for i in range(2)]
         network = models.build(job.model, data.info, 0)
         self._task = tasks.make(job.task, data.info.classes)
-        self._model = DistributedDataParallel(
-            network, bucket_cap_mb=megabytes, gradient_as_bucket_view=True, static_graph=True
-        )
+        self._model = wrapped(network, megabytes)
         self._optimizer = uncompiled(torch.optim.SGD)(network.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
 
     def run(self, steps: int) -> float:

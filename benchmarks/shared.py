@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from rudra.bench.ranks import step_s
@@ -34,6 +35,11 @@ def chosen(only: Collection[str], words: Iterable[T]) -> list[T]:
 def data_directory() -> Path:
     """Returns the directory of real data: `RUDRA_DATA`, or `data`."""
     return Path(os.environ.get("RUDRA_DATA", "data")).absolute()
+
+
+def write_text(path: Path) -> None:
+    """Writes a text of noise, so that no download is needed."""
+    path.write_bytes(np.random.default_rng(0).integers(48, 113, 1 << 20, np.uint8).tobytes())
 
 
 @contextmanager

@@ -158,16 +158,18 @@ def _rudra(comm: "MPI.Comm", serverless: "MPI.Comm", path: Path, job: Job) -> di
     return taken
 
 
-def connect(rank: int, directory: Path) -> None:
-    """Connects the two learners through gloo."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def connect(rank: int, directory: Path, learners: int = LEARNERS, interface: str = "lo") -> None:
+    """Connects the learners through gloo and a network interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
     store = f"file://{directory}/store"
-    distributed.init_process_group("gloo", init_method=store, rank=rank - LEARNER, world_size=LEARNERS)
+    distributed.init_process_group("gloo", init_method=store, rank=rank - LEARNER, world_size=learners)
 
 
-def wrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """Wraps a model in DDP, with its fastest options."""
-    return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
+def wrapped(model: torch.nn.Module, bucket_mb: float | None = None) -> torch.nn.Module:
+    """Wraps a model in DDP, with its fastest options, and with the default size of a bucket if none is given."""
+    return torch.nn.parallel.DistributedDataParallel(
+        model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True, static_graph=True
+    )
 
 
 def _average(comm: "MPI.Comm", gradient: torch.Tensor) -> None:

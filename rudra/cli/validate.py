@@ -35,7 +35,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.compute.schedule import planned
-    from rudra.core import buckets
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
     from rudra.prepare.resolve import resolve, with_cut
@@ -67,7 +66,7 @@ def execute(arguments: argparse.Namespace) -> int:
         share = f"samples / {job.protocol.reference_batch_size}"
         scale = {"linear": f"times {share}", "sqrt": f"times √({share})", "none": "for all"}[job.hogbatch.lr_scaling]
         lines["minibatch"], lines["rates"] = protocol.text, f"the above {scale}"
-    if told := "; ".join(filter(None, [form_of_gradients(job, plan), buckets.text_of(job, plan)])):
+    if told := form_of_gradients(job, plan):
         lines["gradients"] = told
     if plan.window:
         how = "one after the other" if job.hogbatch.locking else "without a lock"

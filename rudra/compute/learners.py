@@ -52,7 +52,7 @@ class LearnerExecutor(Executor):
     Attributes:
         pushes_at_once: Whether the learner pushes each gradient once it is ready, and then requests newer weights.
         examined: Data for evaluation, if learners evaluate weights.
-        ready: Called while a gradient is computed, whenever more of it is final. None: nobody needs to know.
+        ready: Called while a gradient is computed, whenever more of it is final. None: it is not called.
     """
 
     source: GradientSource

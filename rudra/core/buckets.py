@@ -41,7 +41,7 @@ def in_buckets(job: Job, plan: Plan, members: Sequence[int]) -> bool:
 
 
 def parts(size: int, parameters: int, bucket: int) -> list[slice]:
-    """Returns the buckets of a vector in the order in which they become final: the last parameters first, buffers last.
+    """Returns the buckets of a vector. The last parameters become final first and come first, and buffers come last.
 
     Args:
         size: number of elements of the vector.

@@ -1,5 +1,6 @@
 """Rule that decides whether gradients of a sparse first layer travel as rows or as a flat vector."""
 
+from rudra.core import buckets
 from rudra.job.job import Job
 from topologies import Plan
 from topologies.kinds import Variant
@@ -13,11 +14,15 @@ _CARRIERS = {
 
 
 def form_of_gradients(job: Job, plan: Plan) -> str:
-    """Returns a text that says how gradients travel and are applied. It is empty if the inputs are dense."""
-    if not job.data.sparse:
-        return ""
-    reason = dense_because(job, plan)
-    return f"dense: {reason}" if reason else "rows, of a first layer whose inputs are sparse"
+    """Returns a text that says how gradients travel and are applied.
+
+    It is empty if the inputs are dense and no group averages in buckets.
+    """
+    texts = [buckets.text_of(job, plan)]
+    if job.data.sparse:
+        reason = dense_because(job, plan)
+        texts.insert(0, f"dense: {reason}" if reason else "rows, of a first layer whose inputs are sparse")
+    return "; ".join(filter(None, texts))
 
 
 def dense_because(job: Job, plan: Plan) -> str:

@@ -2,13 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-from rudra.compute.averaging import CACHE_LINE
+from rudra.core.buckets import ALIGNED
 
 FEW = 2
 """Up to this number of members that share memory, each rank that needs the sum computes all of it."""
-
-ALIGNED = CACHE_LINE // 4
-"""Number of elements in a cache line."""
 
 
 class GroupSlices:

@@ -259,7 +259,7 @@ class PartReduction:
         return [self._array(buffers[0])[its.of_rank[owner]] for owner in its.added_by(adder)]
 
     def taking(self, buffers: Sequence[Buffer]) -> Take:
-        """Returns a function for slices of the result, which lie in the memory of several ranks of this node.
+        """Returns a function that reads slices of the result in the memory of this node's ranks.
 
         Args:
             buffers: gradients of the members here.
@@ -278,7 +278,7 @@ class PartReduction:
         return partial(joined, sources, its.step, room)
 
     def finish(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
-        """Completes the result in the gradients of the members here, if it does not lie in shared memory."""
+        """Completes the result in the gradients of the members here. Not for results in shared memory."""
         first, *others = map(self._vector, buffers)
         if self._library is not None:
             first.mul_(1 / sum(gradient.samples for gradient in self.rows.gradients))

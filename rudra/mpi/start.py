@@ -27,7 +27,7 @@ WITHOUT_PUT = ("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero
 """Open MPI's default flags of TCP without `put`.
 
 With `put`, a large message waits until the receiver answers, and the answer comes behind all data that the receiver
-itself is sending. So if two ranks exchange large messages, one direction of the link often stands still. Open MPI also
+itself is sending. So if two ranks exchange large messages, one direction of the link is often idle. Open MPI also
 deadlocks with `put` when a connection breaks.
 """
 

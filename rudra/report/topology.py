@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocols import Hogbatch
-from rudra.core import buckets
 from rudra.core.rows import form_of_gradients
 from rudra.errors import ConfigError, ResultsError, TopologyError
 from rudra.job.job import Job
@@ -95,7 +94,7 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
         label += f" ({protocol.text})"
     name = _with_options(job.make_topology().name, job.topology.options)
     nodes, shared = plan.nodes(near=near), job.cluster.node_memory
-    form = "; ".join(filter(None, [form_of_gradients(job, plan), buckets.text_of(job, plan)]))
+    form = form_of_gradients(job, plan)
     return Cast(name, label, plan, nodes, protocol.gradients_per_update, node_memory=shared, gradients=form)
 
 

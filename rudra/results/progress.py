@@ -297,7 +297,7 @@ def _metric_form(name: str) -> str:
     return ".2%" if is_share(name) else ".4g"
 
 
-def _epochs_table(summary: dict[str, Any], most: int = 20) -> list[list[str]]:
+def _epochs_table(summary: dict[str, Any], most: int = 11) -> list[list[str]]:
     count, times = summary["epochs"], summary["epoch_end_s"]
     if not count:
         return []

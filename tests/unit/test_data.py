@@ -298,7 +298,7 @@ def test_damaged_or_hostile_cifar_batches_do_nothing_but_raise(
         (
             {"name": ([("a", 1)], [1]), "classes": 2},
             DataError,
-            "make a batch of tensors: the input .a. is not a number",
+            "do not make a batch of tensors: the input .a. is not a number",
         ),
         ({"name": "digits", "classes": 5}, DataError, "label 5; valid: 0 to 4"),
         ({"name": "digits", "collate": "math:pi"}, ConfigError, "collate is for datasets of your own"),
