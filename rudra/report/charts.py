@@ -6,25 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from rudra.report.curve_styles import (
-    COLOURS,
-    log_ticks,
-    look,
-    time_unit,
-)
+from rudra.report.curve_styles import COLOURS, log_ticks, look, time_unit
 from rudra.report.curves import curves
 from rudra.report.over_updates import distances, staleness
 from rudra.report.palette import GRID, MUTED
-from rudra.report.panels import (
-    AfterLayout,
-    Figure,
-    Panel,
-    family_order,
-    lines_of,
-    name_bars,
-    set_axes,
-    stacked_bars,
-)
+from rudra.report.panels import AfterLayout, Figure, Panel, family_order, lines_of, name_bars, set_axes, stacked_bars
 from rudra.report.penalties import penalties
 from rudra.report.runs import Run, Study
 from rudra.report.tables import ReportTable, base_of, clock_of, percent, speed_up
@@ -63,7 +49,7 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
     runs = [run for run in study.known if run.finished and run.error is not None and run.time_s > 0]
     left_out = {"Not finished, or without an error": [run.label for run in study.known if run not in runs]}
     points = _points(runs)
-    if len({(mu, lam) for mu, lam in (key for cells in points.values() for key in cells)}) < 3:
+    if len({key for cells in points.values() for key in cells}) < 3:
         return []
     like = [run for run in everything if run.finished and run.error is not None and _alike(run, runs[0])]
     hardsync = _points(like).get("hardsync", {})
@@ -113,7 +99,8 @@ def _tradeoff(study: Study, everything: Sequence[Run]) -> list[Figure]:
     ]
     heads = ("protocol", "μ", "λ", f"{clock_of(runs)} (s)", "test error (%)")
     shading = " Grey area: hardsync's points." if hardsync and len(points) > ("hardsync" in points) else ""
-    repeated = " Points are means over runs with equal protocol, μ and λ." if len(runs) > _distinct(runs) else ""
+    distinct = {(run.family, run.minibatch_size, run.learners) for run in runs}
+    repeated = " Points are means over runs with equal protocol, μ and λ." if len(runs) > len(distinct) else ""
     return [
         Figure(
             "tradeoff",
@@ -149,10 +136,6 @@ def _points(runs: Sequence[Run]) -> dict[str, dict[tuple[int, int], tuple[float,
         }
         for family, cells in found.items()
     }
-
-
-def _distinct(runs: Sequence[Run]) -> int:
-    return len({(run.family, run.minibatch_size, run.learners) for run in runs})
 
 
 def _alike(one: Run, other: Run) -> bool:
@@ -274,6 +257,7 @@ def _roles(study: Study) -> list[Figure]:
     heads = ("run", *(f"learners: {kind} (%)" for kind in kinds), "server: updates (%)", "statistics: evaluation (%)")
     rows = [(run.label, *share) for run, share in zip(runs, shares, strict=True)]
     left_out = f" Drawn are the first {_MOST_BARS} of {len(runs)} runs." if len(runs) > _MOST_BARS else ""
+    others = enumerate(("Server: updates", "Statistics server: evaluation"), len(kinds))
     virtual = "virtual training time" if all(run.virtual for run in runs) else "training time"
     return [
         Figure(
@@ -282,17 +266,7 @@ def _roles(study: Study) -> list[Figure]:
             f"Share of the {virtual} that each role spent at its work. The rest of the server's time is messages "
             "and waiting for them. Evaluations run in parallel with training; the last one may end after "
             f"it.{left_out}",
-            [
-                learners,
-                *(
-                    single(title, column)
-                    for title, column in (
-                        ("Server: updates", len(kinds)),
-                        ("Statistics server: evaluation", len(kinds) + 1),
-                    )
-                    if any(share[column] > 0 for _, share in drawn)
-                ),
-            ],
+            [learners, *(single(title, i) for i, title in others if any(share[i] > 0 for _, share in drawn))],
             ReportTable("roles", heads, rows, dict.fromkeys(heads[1:], percent)),
             1.1 + 0.42 * len(drawn),
             left_out={"No times of roles": [run.label for run in study.known if run not in runs]},
@@ -324,13 +298,7 @@ def _place(axis: Any, labels: Sequence[tuple[str, list[tuple[float, float]]]]) -
                 middle = np.array([box.x0 + box.x1, box.y0 + box.y1]) / 2
                 nearest = dots[np.hypot(*(dots - middle).T).argmin()]
                 cost += 2 * (not np.isclose(axis.transData.transform(path), nearest).all(axis=1).any())
-                inside = (
-                    frame.containsx(box.x0),
-                    frame.containsx(box.x1),
-                    frame.containsy(box.y0),
-                    frame.containsy(box.y1),
-                )
-                cost += 2 * (not all(inside))
+                cost += 2 * (not all(frame.contains(x, y) for x, y in box.corners()))
                 if best is None or cost < best[0]:
                     if best is not None:
                         best[1].remove()

@@ -50,15 +50,12 @@ def drawings(study: Study) -> list[Figure]:
     for run in study.known:
         if run.cast is not None:
             alike.setdefault(run.cast.topology, []).append((run, run.cast))
-    return [
-        _drawing(
-            max(runs, key=lambda pair: pair[0].learners)[1], runs, f"topology-{i}" if len(alike) > 1 else "topology"
-        )
-        for i, runs in enumerate(list(alike.values())[:_MOST_DRAWN], 1)
-    ]
+    drawn = list(alike.values())[:_MOST_DRAWN]
+    return [_drawing(runs, f"topology-{i}" if len(alike) > 1 else "topology") for i, runs in enumerate(drawn, 1)]
 
 
-def _drawing(cast: Cast, runs: Sequence[tuple[Run, Cast]], name: str) -> Figure:
+def _drawing(runs: Sequence[tuple[Run, Cast]], name: str) -> Figure:
+    cast = max(runs, key=lambda pair: pair[0].learners)[1]
     plan = cast.plan
     trees = {"Gradients go up" if plan.overlapped else "Connections of roles": by_gradients(plan, _MOST_LINES)}
     if plan.overlapped:
@@ -133,27 +130,22 @@ def _tree(cast: Cast, title: str, marks: Sequence[_Mark], rows: tuple[float, flo
         _prepare(axis, title, rows)
         line = {"color": COLOURS[0] if dashed else MUTED, "linewidth": 1.2, "linestyle": "--" if dashed else "-"}
         for mark in marks:
-            x = _x(mark)
+            x = _INDENT * mark.depth
             if mark.parent is not None:
-                above = _x(mark.parent)
-                bend = above + 4 * bool(mark.parent.branch.groups)
+                bend = _INDENT * mark.parent.depth + 4 * bool(mark.parent.branch.groups)
                 end = x + (4 if mark.branch.groups else -4)
                 axis.plot([bend, bend, end], [mark.parent.row, mark.row, mark.row], zorder=1, **line)
             if mark.branch.groups:
                 _box(axis, x + 4, mark.row - 0.42, 0.84 + sum(other.parent is mark for other in marks))
             else:
                 _dot(axis, cast, mark.branch.roles[0], (x, mark.row), many=len(mark.branch.roles) > 1)
-            text = axis.annotate(
-                mark.text,
-                (x, mark.row),
-                (_BESIDE, 0),
-                textcoords="offset points",
-                va="center",
-            )
+            text = axis.annotate(mark.text, (x, mark.row), (_BESIDE, 0), textcoords="offset points", va="center")
             text.set(color=INK, fontsize=10)
             _note(axis, x + 2 * _BESIDE + _LETTER * len(mark.text), mark.row, mark.beside)
             _note(axis, x + _BESIDE, mark.row + 1, mark.under)
-        _name_kinds(axis, cast)
+        for kind in dict.fromkeys(role.kind for role in cast.plan.roles):  # for the legend
+            marker, colour = _KINDS.get(kind, ("o", INK))
+            axis.plot([], [], marker=marker, color=colour, linestyle="none", label=kind)
 
     return draw
 
@@ -183,10 +175,6 @@ def _prepare(axis: Any, title: str, rows: tuple[float, float]) -> None:
     axis.set_ylim((rows[0] if columns == 1 else rows[1]) - 0.4, -0.7)
 
 
-def _x(mark: _Mark) -> float:
-    return _INDENT * mark.depth
-
-
 def _box(axis: Any, x: float, y: float, height: float) -> None:
     """Draws a box from that point to the panel's right edge."""
     from matplotlib.patches import Rectangle
@@ -205,13 +193,6 @@ def _dot(axis: Any, cast: Cast, role: int, at: tuple[float, float], *, many: boo
 def _note(axis: Any, x: float, row: float, text: str) -> None:
     if text:
         axis.text(x, row, text, va="center", color=MUTED, fontsize=9.5)
-
-
-def _name_kinds(axis: Any, cast: Cast) -> None:
-    """Adds the kinds of roles to the legend."""
-    for kind in dict.fromkeys(role.kind for role in cast.plan.roles):
-        marker, colour = _KINDS.get(kind, ("o", INK))
-        axis.plot([], [], marker=marker, color=colour, linestyle="none", label=kind)
 
 
 def _table(cast: Cast, name: str) -> ReportTable:

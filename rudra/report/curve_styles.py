@@ -199,14 +199,6 @@ def draw_histogram(axis: Any, histogram: Numbers, style: Mapping[str, Any], *, f
         axis.plot(there, histogram[there], **{**style, "linestyle": "none"}, markevery=every)
 
 
-def describe(axis: Any, title: str, x: str, y: str, *, log: bool = False) -> None:
-    axis.set(title=title, xlabel=x, ylabel=y)
-    if log:
-        log_ticks(axis.yaxis, axis.dataLim.minposy, axis.dataLim.y1)
-    else:
-        set_scale(axis)
-
-
 def whole(axis: Any) -> None:
     """Uses whole numbers on the x axis."""
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter

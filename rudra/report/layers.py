@@ -45,7 +45,8 @@ def draw(
         axes = figure.subplots(count, squeeze=False)[:, 0]
         for axis, panel in zip(axes, panels, strict=False):
             panel(axis, layers)
-            _mark(axis, layers, decision)
+            if decision is not None and decision.cut is not None:
+                axis.axvline(decision.cut.index - 0.5, color=INK, linestyle=":", linewidth=1.5)
         if decision is not None:
             _sent(axes[-1], decision)
         save_drawing(figure, output)
@@ -102,9 +103,3 @@ def _finish(axis: Any, layers: Sequence[Layer], title: str, unit: str) -> None:
     else:
         axis.set_xlabel("layer")
     axis.legend()
-
-
-def _mark(axis: Any, layers: Sequence[Layer], decision: PlacementDecision | None) -> None:
-    """Marks the cut of the model."""
-    if decision is not None and decision.cut is not None:
-        axis.axvline(decision.cut.index - 0.5, color=INK, linestyle=":", linewidth=1.5)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rudra.report.curve_styles import describe, look, several, together, whole, with_rate
+from rudra.report.curve_styles import log_ticks, look, set_scale, several, together, whole, with_rate
 from rudra.report.runs import Run, names_of
 from rudra.report.tables import ReportTable
 
@@ -79,13 +79,15 @@ def lines_of(runs: Sequence[Run], *, overlaid: bool = False) -> list[Line]:
         runs: runs of the study.
         overlaid: whether one panel shows all lines, so that each line needs its own look.
     """
-    groups = [[runs[i] for i in group] for group in together([(r.job, _whose(r)) for r in runs])]
+    alike = together([(run.job, (run.summary["driver"], run.learners)) for run in runs])
+    groups = [[runs[i] for i in group] for group in alike]
     names = names_of([group[0] for group in groups])
     rates = [group[0].effective_rate for group in groups]
     differ = len(set(rates)) > 1
+    seeds = [several([run.job.get("training.seed") for run in group]) for group in groups]
     labels = [
-        with_rate(group[0].label if len(group) == 1 else name + _several(group), rate if differ else None)
-        for group, name, rate in zip(groups, names, rates, strict=True)
+        with_rate(group[0].label if len(group) == 1 else name + more, rate if differ else None)
+        for group, name, more, rate in zip(groups, names, seeds, rates, strict=True)
     ]
     looks = [look(i) for i in range(len(groups))]
     places = [(f"{group[0].family}, μ = {group[0].minibatch_size}", group[0].learners) for group in groups]
@@ -99,14 +101,6 @@ def lines_of(runs: Sequence[Run], *, overlaid: bool = False) -> list[Line]:
     panels = [panel for panel, _ in places]
     made = [Line(*told) for told in zip(groups, labels, looks, panels, strict=True)]
     return sorted(made, key=lambda line: _order(line.runs[0]))
-
-
-def _several(runs: Sequence[Run]) -> str:
-    return several([run.job.get("training.seed") for run in runs])
-
-
-def _whose(run: Run) -> tuple[Any, ...]:
-    return run.summary["driver"], run.learners
 
 
 def _order(run: Run) -> tuple[Any, ...]:
@@ -153,7 +147,11 @@ def family_order(family: str) -> tuple[int, str]:
 
 def set_axes(axis: Any, title: str, x: str, y: str, *, counts: bool = False, log: bool = False) -> None:
     """Sets titles, and a scale that begins at zero or a logarithmic one. `counts`: the x axis has whole numbers."""
-    describe(axis, title, x, y, log=log)
+    axis.set(title=title, xlabel=x, ylabel=y)
+    if log:
+        log_ticks(axis.yaxis, axis.dataLim.minposy, axis.dataLim.y1)
+    else:
+        set_scale(axis)
     axis.set_xlim(0)
     if counts:
         whole(axis)

@@ -103,17 +103,8 @@ def _panel(title: str, which: int, curves: Mapping[str, Sequence[_Place]]) -> Pa
     return draw
 
 
-_HEADS = (
-    "last layers",
-    "g",
-    "momentum",
-    "η",
-    "time per iteration (s)",
-    "epochs to target",
-    "P_HE",
-    "P_SE",
-    "P_Total",
-)
+_SETTINGS = ("last layers", "g", "momentum", "η")
+_HEADS = (*_SETTINGS, "time per iteration (s)", "epochs to target", "P_HE", "P_SE", "P_Total")
 
 
 def _rows(kind: str, curve: Sequence[_Place]) -> list[tuple[Any, ...]]:

@@ -242,11 +242,8 @@ def _directory(path: Path) -> Iterator[Study]:
     if files:
         yield Study(path.resolve().name, _labelled([_tolerant(file) for file in files]))
         return
-    inner = [
-        p
-        for p in sorted(path.iterdir())
-        if os.path.isdir(p) and (os.path.isfile(p / SWEEP_INDEX) or any(p.glob("*.h5")))
-    ]
+    folders = [folder for folder in sorted(path.iterdir()) if os.path.isdir(folder)]
+    inner = [folder for folder in folders if os.path.isfile(folder / SWEEP_INDEX) or any(folder.glob("*.h5"))]
     if not inner:
         raise ConfigError(f"{path}: has neither a result file nor a {SWEEP_INDEX}")
     for directory in inner:

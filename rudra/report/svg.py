@@ -109,11 +109,10 @@ def _style(narrow: bool) -> Any:
     import matplotlib
 
     sizes: dict[Any, Any] = {"font.size": 11, "axes.titlesize": 12, "axes.labelsize": 11, "legend.fontsize": 11}
-    inks: dict[Any, Any] = dict.fromkeys(
-        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
-    )
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     rest: dict[Any, Any] = {"svg.fonttype": "none", "pdf.fonttype": 42, "grid.color": GRID, "lines.linewidth": 1.8}
     sizes |= {"lines.markersize": 4.5 if narrow else 5, "xtick.labelsize": 10, "ytick.labelsize": 10}
+    inks: dict[Any, Any] = dict.fromkeys(inked, INK)
     return matplotlib.rc_context({**STYLE, **sizes, **inks, **rest})
 
 
@@ -132,11 +131,8 @@ def _drawn(figure: Figure, *, narrow: bool) -> Any:
         engine = ConstrainedLayoutEngine()
         drawing = Drawing(figsize=(width, sum(tallest)), layout=engine)
         FigureCanvasAgg(drawing)
-        axes = (
-            drawing.subplots(rows, columns, squeeze=False, sharey=figure.share_y, height_ratios=tallest)
-            .ravel()
-            .tolist()
-        )
+        grid = drawing.subplots(rows, columns, squeeze=False, sharey=figure.share_y, height_ratios=tallest)
+        axes = grid.ravel().tolist()
         finishes = [panel(axis) for panel, axis in zip(figure.panels, axes, strict=False)]
         for axis in axes[count:]:
             axis.remove()

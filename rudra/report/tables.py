@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,17 +46,16 @@ class ReportTable:
         """Returns text, value, and whether the column is numeric, for every cell."""
         return [
             ("–" if value is None else form(value), value, numeric and not isinstance(value, str))
-            for form, value, numeric in zip(self._forms, row, self._numeric, strict=True)
+            for value, (form, numeric) in zip(row, self._looks, strict=True)
         ]
 
     @cached_property
-    def _numeric(self) -> list[bool]:
-        return [any(isinstance(value, int | float) for value in column) for column in zip(*self.rows, strict=True)]
-
-    @cached_property
-    def _forms(self) -> list[Callable[[Any], str]]:
-        columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.columns)
-        return [self.shown.get(head) or form_of(column) for head, column in zip(self.columns, columns, strict=True)]
+    def _looks(self) -> list[tuple[Callable[[Any], str], bool]]:
+        """Format of each column, and whether it is numeric."""
+        return [
+            (self.shown.get(head) or form_of(column), any(isinstance(value, int | float) for value in column))
+            for head, column in zip(self.columns, zip(*self.rows, strict=True), strict=True)
+        ]
 
 
 def number(value: Any) -> str:
@@ -99,29 +98,13 @@ def summary(study: Study) -> ReportTable:
     left_out |= {"test error (%)"} if lossy and all(run.error is None for run in study.known) else set()
     rows = [_summary_row(run, clock, target) for run in study.runs]
     heads = tuple(head for head in rows[0] if head not in left_out) if rows else ()
-    shown = {
-        "test error (%)": percent,
-        "overlap (%)": percent,
-        "samples/s": lambda v: f"{v:,.0f}",
-        "⟨σ⟩": percent,
-    }
+    shown = {**dict.fromkeys(("test error (%)", "overlap (%)", "⟨σ⟩"), percent), "samples/s": "{:,.0f}".format}
     return ReportTable("runs", heads, [tuple(row[head] for head in heads) for row in rows], shown)
 
 
 def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
     """Returns head -> value, in the order of the columns. A phone shows the first columns."""
-    s = run.summary or dict.fromkeys(
-        (
-            "planned_epochs",
-            "epochs",
-            "overlap",
-            "mean_staleness",
-            "time_to_target_s",
-            "target_epoch",
-            "samples_per_s",
-            *_COUNTS,
-        )
-    )
+    s = run.summary or defaultdict[str, Any](lambda: None)
     planned = s["planned_epochs"]
     return {
         "run": run.label,
@@ -294,7 +277,7 @@ def _median(run: Run, study: Study, key: str) -> tuple[float | None, str]:
     job = {name: value for name, value in run.job.items() if matters(name)}
     alike = [r for r in study.known if r.finished and all(r.job.get(name) == job[name] for name in job)]
     values = [r.summary[key] if r.summary[key] is not None else math.inf for r in alike]
-    found = statistics.median(values) if values else math.inf
+    found = median(values) if values else math.inf
     return found if math.isfinite(found) else None, f"medians of {len(alike)} seeds" if len(alike) > 1 else ""
 
 

@@ -40,8 +40,7 @@ class Watched:
     def __init__(self, results: Results) -> None:
         self._results = results
         self._seen = {"minibatches": 0, "updates": 0}
-        none = np.zeros(0)
-        self._loss, self._staleness = (none, none), (none, none)
+        self._loss = self._staleness = (np.zeros(0), np.zeros(0))
         self._samples, self._gradients, self._sigma = 0, 0, 0.0
         self._recent: list[tuple[float, int]] = []
 

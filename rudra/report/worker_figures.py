@@ -111,10 +111,7 @@ def _convergence(named: Sequence[tuple[str, Workers]], courses: Sequence[Converg
             "Training loss L as (L0 − L) / (L0 − Lmin): 0 where training begins, 1 at the least loss of all runs in "
             "the time of the shortest. L is the mean over the samples of the gradients as they were computed, in "
             "windows of 1/100 of an epoch and of the time, or more. Dotted: 95 % of the drop.",
-            [
-                panel("Over time", f"time ({unit})", unit_s, time=True),
-                panel("Over epochs", "epochs", 1.0, time=False),
-            ],
+            [panel("Over time", f"time ({unit})", unit_s, time=True), panel("Over epochs", "epochs", 1.0, time=False)],
             ReportTable("workers-convergence", heads, rows, {}),
             3.4,
             share_y=True,

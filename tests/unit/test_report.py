@@ -272,7 +272,7 @@ def test_simulations_without_tensors_have_no_error(tmp_path: Path, monkeypatch: 
     run = read(tmp_path / "run.h5")
     assert run.error is None
     assert [f.name for f in figures(Study("x", (run,)), [run])] == [
-        *("staleness-over-updates", "staleness-histogram", "roles"),
+        *("staleness-over-updates", "staleness-histogram", "roles")
     ]
     table = summary(Study("x", (run,)))
     assert table.rows[0][table.columns.index("test error (%)")] is None
