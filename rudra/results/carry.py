@@ -46,11 +46,9 @@ def moved(before: Plan, job: Job, plan: Plan) -> str:
         job: Resolved job.
         plan: Current plan.
     """
-    if all(its_plan.reduction != "nodes" for _, _, its_plan in parts(job, plan)):
-        return ""
-    then, now = ([of.roles[i].node for i in of.learners] for of in (before, plan))
-    together = [[nodes.index(node) for node in nodes] for nodes in (then, now)]
-    if together[0] == together[1]:
+    nodes = ([of.roles[i].node for i in of.learners] for of in (before, plan))
+    then, now = ([each.index(node) for node in each] for each in nodes)
+    if then == now or all(its_plan.reduction != "nodes" for _, _, its_plan in parts(job, plan)):
         return ""
     return "reduction = 'nodes', and the restart placed learners on other nodes"
 
@@ -86,22 +84,17 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
             yield rows
 
     def gradients() -> Iterator[Rows]:
-        for piece in results.pieces("gradients"):
-            rows = piece[piece["update"] <= position.timestamp]
+        for rows in upto("gradients", "update"):
             learners["samples"] += np.bincount(rows["learner"], rows["samples"], len(steps)).astype(np.int64)
             yield rows
 
-    def upto(table: TableName) -> Iterator[Rows]:
+    def upto(table: TableName, column: str = "timestamp", last: int = position.timestamp) -> Iterator[Rows]:
         for piece in results.pieces(table):
-            yield piece[piece["timestamp"] <= position.timestamp]
+            yield piece[piece[column] <= last]
 
     def stages() -> Iterator[Rows]:
         for piece in results.pieces("stages"):
             yield piece[piece["step"] < steps[piece["learner"]]]
-
-    def metrics() -> Iterator[Rows]:
-        for piece in results.pieces("metrics"):
-            yield piece[piece["epoch"] <= position.epoch]
 
     def events() -> Iterator[Rows]:
         lowered = 0  # rate drops, of which those after the checkpoint will be recorded again
@@ -125,7 +118,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         "updates": upto("updates"),
         "minibatches": minibatches(),
         "epochs": upto("epochs"),
-        "metrics": metrics(),
+        "metrics": upto("metrics", "epoch", position.epoch),
         "events": events(),
         "averages": upto("averages"),
         "stages": stages(),

@@ -83,11 +83,6 @@ def results_of(path: Path) -> Path:
     return of if of.is_file() else plain
 
 
-def kept_of(path: Path, name: str) -> Path:
-    """Returns the path of the kept checkpoint of a name, next to the run's checkpoint."""
-    return path.with_name(f"{path.name.removesuffix(SUFFIX)}-{name}{SUFFIX}")
-
-
 def is_kept(path: Path) -> bool:
     """Returns whether a checkpoint is kept in addition to the latest one and its predecessor."""
     return path.name not in {path_of(of := results_of(path)).name, previous_of(path_of(of)).name}
@@ -204,7 +199,7 @@ class CheckpointWriter:
             OSError: The directory cannot be written, or the name belongs to another run.
         """
         if keep:
-            kept = kept_of(self.path, keep)
+            kept = self.path.with_name(f"{self.path.name.removesuffix(SUFFIX)}-{keep}{SUFFIX}")
             if (of := kept.with_suffix(".h5")).exists():
                 raise FileExistsError(f"{kept} would be the checkpoint of {of}, which is another run")
             _link(self._saved, kept)
@@ -237,11 +232,6 @@ def _possible(position: TrainingState, job: Mapping[str, Any]) -> bool:
     fits = all(0 <= count < 2**53 for count in counts) and 0 <= position.time_s < 1e12
     cluster = job["cluster"]
     return tables and fits and len(position.steps) == cluster["learners"] and "threads_per_rank" in cluster
-
-
-def _entry(start: int, end: int) -> dict[str, Any]:
-    """Returns the header's entry for a tensor."""
-    return entry("F32", [(end - start) // 4], start, end)
 
 
 def sync_directory(path: Path) -> None:
@@ -313,7 +303,7 @@ def _header(path: Path, length: bytes, read_bytes: Any, size: int) -> tuple[dict
 def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[SavedState, dict[str, tuple[int, int, int]]]:
     """Returns the state from a header, and start, end and checksum of each tensor."""
     metadata = header["__metadata__"]
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    entries = {name: found for name, found in header.items() if name != "__metadata__"}
     if (version := metadata.get("format")) != FORMAT:
         raise CheckpointError(f"{path}: has format '{version}'; this Rudra reads '{FORMAT}'")
     text = metadata.get("state")
@@ -327,7 +317,8 @@ def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[SavedSta
         places = {name: (*entries[name]["data_offsets"], crc) for name, crc in state["crc32"].items()}
         ends = [0, *(end for _, end, _ in places.values())]
         sound = all(type(number) is int for place in places.values() for number in place)
-        sound = sound and entries == {name: _entry(start, end) for name, (start, end, _) in places.items()}
+        expected = {name: entry("F32", [(end - start) // 4], start, end) for name, (start, end, _) in places.items()}
+        sound = sound and entries == expected
         sound = sound and all(s == e for (s, _, _), e in zip(places.values(), ends, strict=False))
         sound = sound and all((end - start) % 4 == 0 <= end - start for start, end, _ in places.values())
         sound = sound and _possible(position, state["job"])

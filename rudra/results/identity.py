@@ -42,13 +42,7 @@ RESUME_MAY_CHANGE = (
     "cluster.buckets",
 )
 
-LENGTH = (
-    "training.epochs",
-    "training.target",
-    "training.target_window",
-    "training.stop_at_target",
-    "training.patience",
-)
+LENGTH = tuple(f"training.{key}" for key in ("epochs", "target", "target_window", "stop_at_target", "patience"))
 """Keys that decide how long a run trains. They may also change."""
 
 

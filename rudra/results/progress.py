@@ -69,14 +69,8 @@ class Progress:
             if text := too_few(job, training_samples):
                 log.warning(f"{job.name}: {text}")
         if mode == "bar":
-            self._bar = Bar(
-                total=self._epochs * training_samples,
-                file=self._file,
-                ncols=self._columns,
-                bar_format=_FORMAT,
-                desc=job.name,
-                initial=begun,
-            )
+            about = {"total": self._epochs * training_samples, "initial": begun, "desc": job.name}
+            self._bar = Bar(**about, file=self._file, ncols=self._columns, bar_format=_FORMAT)
 
     def updates(self, rows: NDArray[np.void]) -> None:
         """Counts updates, `records.UPDATE`, in order."""
@@ -254,8 +248,7 @@ def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
         found.append((f"{split} metrics", text))
     if count := summary["untested_epochs"]:
         why = "evaluations took too long (training.evaluate = 'always' waits for them)"
-        text = f"{count} of {summary['epochs']} epochs: {why}"
-        found.append(("not evaluated", text))
+        found.append(("not evaluated", f"{count} of {summary['epochs']} epochs: {why}"))
     return found if any(summary[f"test_{name}"] for name in ("error", "loss")) else [("test error", "not evaluated")]
 
 
@@ -325,7 +318,6 @@ def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
         return []
     kinds = [name.removesuffix("_s") for name in TIMES]
     shares = [kind for kind in kinds if kind == "compute" or any(row[f"{kind}_share"] for row in learners)]
-    head = ["learner", "gradients", *shares]
     if len(learners) <= most:
         rows = [(str(row["learner"]), row) for row in learners]
     else:
@@ -335,10 +327,8 @@ def _learners_table(summary: dict[str, Any], most: int = 8) -> list[list[str]]:
             (name, {key: function(column) for key, column in columns.items()})
             for name, function in (("least", np.min), ("mean", np.mean), ("most", np.max))
         ]
-    return [
-        head,
-        *([name, f"{row['pushed']:,.0f}", *(shown(row[f"{s}_share"], ".1%") for s in shares)] for name, row in rows),
-    ]
+    table = [[name, f"{row['pushed']:,.0f}", *(shown(row[f"{s}_share"], ".1%") for s in shares)] for name, row in rows]
+    return [["learner", "gradients", *shares], *table]
 
 
 def _workers_table(summary: dict[str, Any]) -> list[list[str]]:
@@ -352,13 +342,11 @@ def _workers_table(summary: dict[str, Any]) -> list[list[str]]:
     for name, them in rows:
         updates, samples = (sum(worker[key] for worker in them) for key in ("updates", "samples"))
         share = sum(worker["updates_share"] or 0.0 for worker in them)
-        batches = (np.mean([w[key] for w in them if w[key] is not None] or [math.nan]) for key in _BATCHES)
+        keys = ("mean_batch", "last_batch")
+        batches = (np.mean([w[key] for w in them if w[key] is not None] or [math.nan]) for key in keys)
         sizes = [shown(float(size), ",.0f") for size in batches]
         table.append([name, them[0]["kind"], f"{updates:,}", f"{share:.1%}", f"{samples:,}", *sizes])
     return table
-
-
-_BATCHES = ("mean_batch", "last_batch")
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

@@ -29,15 +29,7 @@ from rudra.errors import ResultsError, printable
 from rudra.files import check_output
 from rudra.results import plan_rows, validation
 from rudra.results.summary import best_epoch, summarise
-from rudra.results.writer import (
-    DATASETS,
-    FORMAT_VERSION,
-    OBJECTS,
-    STATE,
-    ResultsWriter,
-    default_output,
-    reason_of,
-)
+from rudra.results.writer import DATASETS, FORMAT_VERSION, OBJECTS, STATE, ResultsWriter, default_output, reason_of
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -285,8 +277,7 @@ class Results:
         test error, or the smallest test loss if the task has no error. Among equal evaluations the first one counts.
         With `results.keep_best` only epochs whose weights are in the file count.
         """
-        among = self.kept_epochs if self.job.get("results", {}).get("keep_best") else None
-        return best_epoch(self, among)
+        return best_epoch(self, self.kept_epochs if self.job.get("results", {}).get("keep_best") else None)
 
     def weights_of(self, epoch: int | Literal["best"] | None = None) -> NDArray[np.float32]:
         """Returns the weights at the end of an epoch as one vector, shape (elements,), float32.
@@ -312,9 +303,7 @@ class Results:
             raise ResultsError(f"{self.path}: has no {what}; epochs that are kept: {_listed(kept)}")
         place = self._read("weights/kept").tolist().index(epoch)
         with self._reading():
-            dataset = self._file["weights/epochs"]
-            if self.live:
-                dataset.id.refresh()
+            dataset = self._dataset("weights/epochs")
             validation.fits(dataset.shape[1] * dataset.dtype.itemsize, "weights/epochs", self.path.stat().st_size)
             weights: NDArray[np.float32] = dataset[place]
         rows = self.epochs
@@ -357,9 +346,8 @@ class Results:
         weights, layout = self.weights_of(epoch), self.layout
         rows, file_bytes = self._read("weights/names"), self.path.stat().st_size
         with self._reading():
-            values: dict[str, NDArray[Any]] = {
-                e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout
-            }
+            values: dict[str, NDArray[Any]]
+            values = {e.name: weights[e.offset : e.offset + e.size].reshape(e.shape) for e in layout}
             values |= {e.name: values[e.name].astype(np.int64) for e in layout if e.kind == "counter"}
             named = [StateEntry(*(row[column].decode() for column in ("name", "tensor", "dtype"))) for row in rows]
             for tensor in {each.tensor for each in named} - values.keys():
@@ -410,9 +398,7 @@ class Results:
         It reads one row, so it is cheap enough to call often during a run.
         """
         with self._reading():
-            dataset = self._file["updates"]
-            if self.live:
-                dataset.id.refresh()
+            dataset = self._dataset("updates")
             count = len(dataset)
             return count * int(dataset[count - 1]["samples"]) if count else 0
 
@@ -434,10 +420,9 @@ class Results:
         if name in self._absent:
             return 0
         with self._reading():
-            if self.live:
-                self._file[name].id.refresh()
-            validation.fits(self._file[name].nbytes, name, self.path.stat().st_size)
-            return len(self._file[name])
+            dataset = self._dataset(name)
+            validation.fits(dataset.nbytes, name, self.path.stat().st_size)
+            return len(dataset)
 
     def _rows(self, name: TableName) -> Rows:
         """Returns the rows without empty rows at the end, which a truncated file may have. All valid rows have
@@ -450,11 +435,16 @@ class Results:
         if name in self._absent:
             return np.zeros(0, validation.DTYPES[name])
         with self._reading():
-            dataset = self._file[name]
-            if self.live:
-                dataset.id.refresh()
+            dataset = self._dataset(name)
             validation.fits(dataset.nbytes, name, self.path.stat().st_size)
             return self._checked(name, dataset[()])
+
+    def _dataset(self, name: str) -> h5py.Dataset:
+        """Returns a data set with the rows that its file has now."""
+        dataset = self._file[name]
+        if self.live:
+            dataset.id.refresh()
+        return dataset
 
     def _checked(self, name: str, values: NDArray[Any]) -> NDArray[Any]:
         wanted = validation.DTYPES.get(name)

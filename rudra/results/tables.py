@@ -6,48 +6,26 @@ from rudra.core.messages import Rows
 
 
 class RunTables(Protocol):
-    """Tables of a result file, as `rudra.results.reader` reads them.
-
-    Attributes:
-        attributes: Attributes of the file.
-        live: Whether the file was open for writing.
-    """
+    """Tables and attributes of a result file: those members of `rudra.results.reader.Results` that a summary needs."""
 
     attributes: dict[str, Any]
     live: bool
 
     @property
-    def job(self) -> dict[str, Any]:
-        """The job as it was run."""
-
+    def job(self) -> dict[str, Any]: ...
     @property
-    def state(self) -> dict[str, Any]:
-        """The row of `/state`."""
-
+    def state(self) -> dict[str, Any]: ...
     @property
-    def updates(self) -> Rows:
-        """Table `/updates`."""
-
+    def updates(self) -> Rows: ...
     @property
-    def gradients(self) -> Rows:
-        """Table `/gradients`."""
-
+    def gradients(self) -> Rows: ...
     @property
-    def epochs(self) -> Rows:
-        """Table `/epochs`."""
-
+    def epochs(self) -> Rows: ...
     @property
-    def totals(self) -> Rows:
-        """Table `/totals`."""
-
+    def totals(self) -> Rows: ...
     @property
-    def metrics(self) -> Rows:
-        """Table `/metrics`."""
-
+    def metrics(self) -> Rows: ...
     @property
-    def learners(self) -> Rows:
-        """Table `/learners`."""
-
+    def learners(self) -> Rows: ...
     @property
-    def events(self) -> Rows:
-        """Table `/events`."""
+    def events(self) -> Rows: ...

@@ -10,11 +10,10 @@ import numpy.typing as npt
 from rudra.core.layout import Entry
 from rudra.errors import ConfigError
 from rudra.results import checkpoint
-from rudra.results.reader import open_results
-from rudra.results.writer import EntryLike
+from rudra.results.reader import LayoutEntry, open_results
 
 
-def shapes(layout: Sequence[EntryLike]) -> list[list[Any]]:
+def shapes(layout: Sequence[Entry | LayoutEntry]) -> list[list[Any]]:
     """Returns name and shape of each tensor of a model, for the checkpoint."""
     return [[entry.name, list(entry.shape)] for entry in layout]
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import h5py
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from rudra.compute import statedict
 from rudra.compute.statedict import StateEntry
 from rudra.core.events import TableName
+from rudra.core.layout import Entry
 from rudra.core.messages import Rows
 from rudra.core.records import (
     AVERAGE,
@@ -91,21 +92,6 @@ _STEP_S = 5.0
 
 _CHUNK_ROWS = 1024
 _CHUNK_WEIGHTS = 1 << 20
-
-
-class EntryLike(Protocol):
-    """Entry of a flat model's layout for one tensor."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def size(self) -> int: ...
 
 
 def default_output(job_name: str, directory: Path = Path(), now: datetime | None = None) -> Path:
@@ -196,7 +182,7 @@ class ResultsWriter:
         path: Path,
         *,
         attributes: Mapping[str, Any],
-        layout: Sequence[EntryLike],
+        layout: Sequence[Entry],
         size: int,
         learners: int,
         flush_s: float,
@@ -447,7 +433,7 @@ def _alone(path: Path) -> Iterator[None]:
 def _create(
     file: h5py.File,
     attributes: Mapping[str, Any],
-    layout: Sequence[EntryLike],
+    layout: Sequence[Entry],
     size: int,
     learners: int,
     roles: Rows | None,
@@ -502,20 +488,11 @@ LAYOUT = {  # column of /weights/layout -> its meaning
 }
 
 
-def _layout_rows(layout: Sequence[EntryLike]) -> Rows:
+def _layout_rows(layout: Sequence[Entry]) -> Rows:
     length = max([1, *(len(entry.name.encode()) for entry in layout)])
     dimensions = max([8, *(len(entry.shape) for entry in layout)])
-    rows = np.zeros(
-        len(layout),
-        [
-            ("name", f"S{length}"),
-            ("kind", "S16"),
-            ("dimensions", "<i4"),
-            ("shape", "<i8", (dimensions,)),
-            ("offset", "<i8"),
-            ("size", "<i8"),
-        ],
-    )
+    columns = [("name", f"S{length}"), ("kind", "S16"), ("dimensions", "<i4"), ("shape", "<i8", (dimensions,))]
+    rows = np.zeros(len(layout), [*columns, ("offset", "<i8"), ("size", "<i8")])
     for row, entry in zip(rows, layout, strict=True):
         row["name"], row["kind"], row["dimensions"] = entry.name.encode(), entry.kind.encode(), len(entry.shape)
         row["shape"][: len(entry.shape)] = entry.shape
