@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.data.load import Data
-from rudra.data.samples import Samples, Subset
+from rudra.data.samples import Samples, whole_of
 from rudra.data.sampling import seeded
 from rudra.data.sparse import is_sparse
 from rudra.data.trees import mapped
@@ -71,7 +71,7 @@ def fingerprint(samples: Samples) -> Fingerprint:
     order = np.argsort(np.random.Philox(key=0).random_raw(count), kind="stable")  # the first few are also spread
     chosen = (np.linspace(0, len(samples) - 1, count).astype(np.int64)[order]).tolist()
     targets, inputs = _summaries(samples, chosen)
-    if not _is_users(samples):
+    if not isinstance(whole_of(samples), UserSplit):
         return Fingerprint(len(samples), targets, inputs)
     again = _summaries(samples, chosen[:TWICE])
     pairs = zip((targets, inputs), again, strict=True)
@@ -103,20 +103,12 @@ def unrepeatable(found: Mapping[str, Fingerprint]) -> str:
     names = [name for name, each in found.items() if not each.repeats]
     if not names:
         return ""
-    text = (
-        f"[data] the {names[0]} set returns another sample when the same one is drawn again: it, its collate, or code "
-    )
-    return text + "that they call has a random generator of its own, which Rudra cannot seed"
+    why = "it, its collate, or code that they call has a random generator of its own, which Rudra cannot seed"
+    return f"[data] the {names[0]} set returns another sample when the same one is drawn again: {why}"
 
 
 REPEATABLE = "this run cannot be replayed; valid: torch's, NumPy's or Python's own"
 """Rest of the warning: the consequence, and the generators that Rudra seeds."""
-
-
-def _is_users(samples: Samples) -> bool:
-    while isinstance(samples, Subset):
-        samples = samples.samples
-    return isinstance(samples, UserSplit)
 
 
 def _summaries(samples: Samples, chosen: list[int]) -> tuple[tuple[Summary, ...], tuple[Summary, ...]]:

@@ -16,7 +16,7 @@ import torch
 
 from rudra.data import trees
 from rudra.data.readers import READERS, SPLITS, Arrays, Reader, check_labels
-from rudra.data.samples import Batch, Samples, Split, Subset
+from rudra.data.samples import Batch, Samples, Split, Subset, whole_of
 from rudra.data.sampling import TEST_SPLIT, VALIDATION_SPLIT, hold_out, seeded
 from rudra.data.sources import Dense, Source, are_tokens
 from rudra.data.sparse import DENSEST, nothing
@@ -64,16 +64,14 @@ _BLOCK = 1 << 20  # numbers to process at a time
 
 def in_memory(samples: Samples | None) -> bool:
     """Returns whether samples are drawn without files or user code, faster than a hand-over to an input thread."""
-    while isinstance(samples, Subset):
-        samples = samples.samples
-    return isinstance(samples, Split) and samples.inputs.in_memory and samples.targets.in_memory
+    whole = whole_of(samples)
+    return isinstance(whole, Split) and whole.inputs.in_memory and whole.targets.in_memory
 
 
 def asked_at_once(samples: Samples) -> bool:
     """Returns whether samples must be drawn in the training thread, so that no input thread can prepare them."""
-    while isinstance(samples, Subset):
-        samples = samples.samples
-    return samples.random or (isinstance(samples, UserSplit) and samples.ask is at_once)
+    whole = whole_of(samples)
+    return samples.random or (isinstance(whole, UserSplit) and whole.ask is at_once)
 
 
 class Data(NamedTuple):
@@ -186,9 +184,8 @@ def _stays_sparse(table: DataTable, arrays: Arrays) -> bool:
     if table.sparse and arrays.density is None:
         raise ConfigError(f"[data] sparse = true: the inputs of {table.name} are dense; valid: false, 'auto'")
     if table.sparse and table.standardise:
-        raise ConfigError(
-            "[data] standardise = true changes zeros to other numbers; valid: false, or data.sparse = false"
-        )
+        valid = "valid: false, or data.sparse = false"
+        raise ConfigError(f"[data] standardise = true changes zeros to other numbers; {valid}")
     return bool(table.sparse)
 
 
@@ -218,17 +215,12 @@ def _counted(table: DataTable, arrays: Arrays, seed: int) -> tuple[dict[str, int
 
 def _has_mean(table: DataTable, inputs: Source) -> bool:
     """Returns whether the mean is subtracted. Raises ConfigError if it cannot be."""
-    dense = isinstance(inputs, Dense) and not are_tokens(inputs.shape, inputs.dtype)
+    tokens = are_tokens(inputs.shape, inputs.dtype)
+    dense = isinstance(inputs, Dense) and not tokens
     if table.subtract_mean is None:
         return dense and inputs.dtype == np.uint8 and len(inputs.shape) > 2
     if table.subtract_mean and not dense:
-        what = (
-            "tokens"
-            if are_tokens(inputs.shape, inputs.dtype)
-            else "sparse"
-            if inputs.in_memory
-            else "read as they are drawn"
-        )
+        what = "tokens" if tokens else "sparse" if inputs.in_memory else "read as they are drawn"
         raise ConfigError(f"[data] subtract_mean: the inputs of {table.name} are {what}; valid: false")
     return table.subtract_mean
 
@@ -258,9 +250,8 @@ def _standard(
     """
     if are_tokens(inputs.shape, inputs.dtype) or len(inputs.shape) != 2:
         what = "tokens" if are_tokens(inputs.shape, inputs.dtype) else f"arrays of shape {inputs.shape[1:]}"
-        raise ConfigError(
-            f"[data] standardise: the inputs of {table.name} are {what}, not a table of numbers; valid: false"
-        )
+        text = f"the inputs of {table.name} are {what}, not a table of numbers"
+        raise ConfigError(f"[data] standardise: {text}; valid: false")
     rows = np.arange(inputs.shape[0])[chosen]
     if table.validation_split is not None:
         rows = rows[hold_out(seed, VALIDATION_SPLIT, len(rows), table.validation_split)[0]]

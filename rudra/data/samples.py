@@ -126,3 +126,10 @@ class Subset(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         inputs, labels = self.batch(np.array([index]))
         return inputs[0], labels[0]
+
+
+def whole_of(samples: Samples | None) -> Samples | None:
+    """Returns the samples that a subset was selected from, perhaps through other subsets."""
+    while isinstance(samples, Subset):
+        samples = samples.samples
+    return samples

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -177,7 +178,7 @@ class Stored:
     def __init__(
         self, path: Path, name: str, *, sample_shape: tuple[int, ...] | None = None, cache_bytes: int = 1 << 28
     ) -> None:
-        self._arguments = (path, name, sample_shape, cache_bytes)
+        self._reopened = partial(Stored, path, name, sample_shape=sample_shape, cache_bytes=cache_bytes)
         self._where = f"{path}: {name}"
         self._lock = threading.Lock()
         self._blocks: OrderedDict[int, Rows] = OrderedDict()
@@ -245,11 +246,7 @@ class Stored:
         return block
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, self._arguments
-
-
-def _reopened(path: Path, name: str, sample_shape: tuple[int, ...] | None, cache_bytes: int) -> Stored:
-    return Stored(path, name, sample_shape=sample_shape, cache_bytes=cache_bytes)
+        return self._reopened, ()
 
 
 def data_sets(path: Path) -> list[str]:

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 DENSEST = 0.1
 """Largest density of inputs that stay sparse by default. Above it, dense products are much faster."""
 
-_CHANGING = "Sparse CSR tensor support is in beta state"
-
 
 def rows_of(
     starts: NDArray[np.int32], columns: NDArray[np.int32], values: NDArray[np.float32], width: int
@@ -34,14 +32,9 @@ def _made(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, wid
     return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
 
 
-def _warn_now() -> None:
-    """Triggers and hides torch's one warning per process that such tensors may change, as users cannot act on it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", _CHANGING)
-        _made(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), 1)
-
-
-_warn_now()
+with warnings.catch_warnings():  # torch warns once per process that such tensors may change: users cannot act on it
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+    _made(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), 1)
 
 
 def is_sparse(tensor: Any) -> bool:

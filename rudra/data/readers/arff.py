@@ -23,6 +23,7 @@ from rudra.data.readers.common import (
     numbers_of,
     path_of,
     shown,
+    some,
 )
 from rudra.data.sources import Dense, Source, Sparse
 from rudra.errors import ConfigError, DataError, one_line
@@ -197,9 +198,8 @@ def _attributes(lines: Iterator[tuple[int, bytes]], file: Path) -> Iterator[_Att
             continue
         found = _ATTRIBUTE.fullmatch(text)
         if found is None:
-            raise DataError(
-                f"{file}: line {number}: '{text[:40]}' is neither an @attribute with name and type nor @data"
-            )
+            what = f"'{text[:40]}' is neither an @attribute with name and type nor @data"
+            raise DataError(f"{file}: line {number}: {what}")
         kind = found[2].strip()
         named = kind.startswith("{") and kind.endswith("}")
         values = tuple(_unquoted(value[1]) for value in _VALUE.finditer(kind[1:-1])) if named else ()
@@ -218,7 +218,7 @@ def _layout(attributes: list[_Attribute], names: list[str] | None, options: Arff
     places = {attribute.name: place for place, attribute in enumerate(attributes)}
     for name in options.left_out:
         if name not in places:
-            raise ConfigError(f"[data] options.left_out: {file} has no attribute {name!r}; valid: {_some(places)}")
+            raise ConfigError(f"[data] options.left_out: {file} has no attribute {name!r}; valid: {some(places)}")
     left_out = frozenset(places[name] for name in options.left_out)
     used = [place for place in range(len(attributes)) if place not in left_out]
     if names is not None:
@@ -250,11 +250,6 @@ def _layout(attributes: list[_Attribute], names: list[str] | None, options: Arff
     codes = {place: of for place, of in codes.items() if of}
     classes = {} if several else codes.get(targets[0], {})
     return _Layout(attributes, inputs, targets, several, classes, codes, left_out)
-
-
-def _some(names: Collection[str]) -> str:
-    """Lists the first of many names."""
-    return ", ".join(list(names)[:20]) + (", …" if len(names) > 20 else "")
 
 
 def _check_alike(first: _Layout, layout: _Layout, file: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from rudra.data.readers.common import SPLITS, Arrays, class_count, existing, path_of, read
+from rudra.data.readers.common import SPLITS, Arrays, class_count, existing, path_of, read, some
 from rudra.data.sources import Dense, Source, Stored, are_tokens, data_sets
 from rudra.errors import DataError, RudraError, one_line
 from rudra.job.table import Table, checked
@@ -71,11 +71,9 @@ class _Npz:
         try:
             info = self._archive.getinfo(f"{name}.npy")
             with self._archive.open(info) as stream:
-                version = np.lib.format.read_magic(stream)
-                header = (
-                    np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                )
-                shape, fortran, dtype = header(stream)
+                form = np.lib.format
+                old = form.read_magic(stream) == (1, 0)
+                shape, fortran, dtype = (form.read_array_header_1_0 if old else form.read_array_header_2_0)(stream)
                 if dtype.kind not in "buif" or not shape:
                     raise DataError(f"{self.path}: {name}: has no rows of numbers, but {dtype} of shape {shape}")
                 expected = math.prod(shape) * dtype.itemsize
@@ -165,7 +163,7 @@ def _pair(options: NpzOptions, file: _File, split: str) -> _Pair | None:
         return None
     for key, name in names.items():
         if name not in file.names:
-            there = ", ".join(file.names[:20]) + (", …" if len(file.names) > 20 else "") or "none"
+            there = some(file.names) or "none"
             raise DataError(f"{file.path}: there is no array '{name}' ([data.options] {key}); there are: {there}")
     inputs, targets = names.values()
     return _Pair(inputs, targets, file.header(inputs), file.header(targets))
@@ -183,9 +181,8 @@ def _kind(pair: _Pair, regression: bool, file: _File) -> str:
     else:
         kind = "labels" if len(y) == 2 else None
     if kind is None:
-        raise DataError(
-            f"{file.path}: {pair.targets} has {y_type} of shape {y}; valid: (N,), (N, k), or the shape of tokens"
-        )
+        valid = "(N,), (N, k), or the shape of tokens"
+        raise DataError(f"{file.path}: {pair.targets} has {y_type} of shape {y}; valid: {valid}")
     return kind
 
 

@@ -39,12 +39,8 @@ def read_cifar10(table: DataTable, wanted: Collection[str]) -> Arrays:
     contents = _contents(source, names)
     arrays = Arrays((3, 32, 32), table.classes or 10, 1.0, counts)
     for split in SPLITS:
-        parts = [
-            _batch(contents.pop(name), f"{source}: {name}", arrays.classes)
-            for name in names
-            if (name == "test_batch") == (split == "test")
-        ]
-        if parts:
+        own = [name for name in names if (name == "test_batch") == (split == "test")]
+        if parts := [_batch(contents.pop(name), f"{source}: {name}", arrays.classes) for name in own]:
             images, labels = zip(*parts, strict=True)
             arrays.pairs[split] = Dense(np.concatenate(images)), Dense(np.concatenate(labels))
     return arrays
@@ -56,11 +52,8 @@ def _source(path: Path) -> Path:
     if os.path.isfile(path):
         return path
     for place in (path, path / inner):
-        if any(
-            os.path.isfile(place / f"{name}{suffix}")
-            for name in ("data_batch_1", "test_batch")
-            for suffix in ("", ".xz")
-        ):
+        names = [f"{name}{suffix}" for name in ("data_batch_1", "test_batch") for suffix in ("", ".xz")]
+        if any(os.path.isfile(place / name) for name in names):
             return place
     if os.path.isfile(path / archive):
         return path / archive

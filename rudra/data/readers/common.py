@@ -4,6 +4,7 @@ import bz2
 import codecs
 import gzip
 import io
+import itertools
 import lzma
 import math
 import os
@@ -11,7 +12,7 @@ import re
 import sys
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,6 +138,12 @@ def path_of(table: DataTable) -> Path:
     return table.path
 
 
+def files_of(table: DataTable, test: str | None) -> dict[str, Path]:
+    """Returns the training file of a job's data and, if it has a name, the test file next to it."""
+    train = path_of(table)
+    return {"train": train} if test is None else {"train": train, "test": train.parent / test}
+
+
 def existing(file: Path) -> Path:
     """Returns the path if it is a regular file. Opening a pipe would block."""
     if not os.path.isfile(file):
@@ -232,6 +239,11 @@ def numbers_of(text: bytes) -> npt.NDArray[np.float64] | None:
 def is_number(text: bytes, largest: float = math.inf) -> bool:
     """Returns whether a word is a decimal number, at most `largest` in magnitude."""
     return _NUMBER.fullmatch(text) is not None and abs(float(text)) <= largest
+
+
+def some(names: Collection[str]) -> str:
+    """Lists the first of many names for an error message."""
+    return ", ".join(itertools.islice(names, 20)) + (", …" if len(names) > 20 else "")
 
 
 def shown(text: bytes) -> str:

@@ -4,7 +4,7 @@ import csv
 import itertools
 import re
 import warnings
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
-from rudra.data.readers.common import Arrays, class_count, existing, is_number, opened, path_of, shown
+from rudra.data.readers.common import Arrays, class_count, existing, files_of, is_number, opened, shown, some
 from rudra.data.sources import Dense
 from rudra.errors import ConfigError, DataError
 from rudra.job.table import Table, checked
@@ -122,9 +122,7 @@ def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
     Classes are numbered in the order of their labels.
     """
     options = checked(CsvOptions, table.options, "data", "options")
-    files = {"train": path_of(table)}
-    if options.test is not None:
-        files["test"] = files["train"].parent / options.test
+    files = files_of(table, options.test)
     layout = _layout_of(files["train"], options)
     found = {split: _read(file, layout, options) for split, file in files.items()}
     known: dict[int, list[Any]] = {}
@@ -134,19 +132,17 @@ def read_csv(table: DataTable, wanted: Collection[str]) -> Arrays:
         known[column], places[column] = _numbered(column, found, files, layout, options)
         if column != layout.target and len(known[column]) > _MOST:
             text = f"{layout.column(column)} has {len(known[column]):,} different names, more than {_MOST:,}"
-            raise DataError(
-                f"{files['train']}: {text}; data.options.left_out = [{layout.names[column]!r}] leaves it out"
-            )
+            remedy = f"data.options.left_out = [{layout.names[column]!r}] leaves it out"
+            raise DataError(f"{files['train']}: {text}; {remedy}")
     classes = 1
     if not options.regression:
         classes = class_count(table, len(known[layout.target]), str(files["train"]))
-    width = sum(len(known[column]) if column in known else 1 for column in layout.inputs)
-    arrays = Arrays((width,), classes, 1.0, {split: rows.count for split, rows in found.items()})
+    widths = [len(known[column]) if column in known else 1 for column in layout.inputs]
+    arrays = Arrays((sum(widths),), classes, 1.0, {split: rows.count for split, rows in found.items()})
     for split in files:
         if split in wanted:
-            inputs, targets = _assembled(
-                found.pop(split), layout, width, known, {c: p[split] for c, p in places.items()}
-            )
+            own = {column: of[split] for column, of in places.items()}
+            inputs, targets = _assembled(found.pop(split), layout, widths, own)
             arrays.pairs[split] = Dense(inputs), Dense(targets)
     return arrays
 
@@ -181,10 +177,8 @@ def _layout_of(file: Path, options: CsvOptions) -> _Layout:
             return names.index(wanted)
         if isinstance(wanted, int) and -len(names) <= wanted < len(names):
             return wanted % len(names)
-        some = ", ".join(names[:20]) + (", …" if len(names) > 20 else "")
-        raise ConfigError(
-            f"[data] options.{key}: {file} has no column {wanted!r}; valid: {some}, or 0 to {len(names) - 1}"
-        )
+        valid = f"{some(names)}, or 0 to {len(names) - 1}"
+        raise ConfigError(f"[data] options.{key}: {file} has no column {wanted!r}; valid: {valid}")
 
     target = place("target", options.target)
     categorical = {place("categorical", wanted) for wanted in options.categorical}
@@ -282,12 +276,10 @@ def _numbered(
     for split, rows in found.items():
         unknown = next((place for place, key in enumerate(keys[split]) if key not in order), None)
         if unknown is not None:
-            some = ", ".join(f"{key:g}" if numbers else str(key) for key in known[:20]) + (
-                ", …" if len(known) > 20 else ""
-            )
+            valid = some([f"{key:g}" if numbers else str(key) for key in known])
             where = _where(files[split], rows, column, unknown, layout, options)
             what = shown(values[split][unknown].encode())
-            raise DataError(f"{where}: {what} is not in the training file; valid: {some}")
+            raise DataError(f"{where}: {what} is not in the training file; valid: {valid}")
         places[split] = np.array([order[key] for key in keys[split]], np.int64)[rows.names[column].codes]
     return known, places
 
@@ -306,11 +298,11 @@ def _where(file: Path, rows: _Rows, column: int, value: int, layout: _Layout, op
 
 
 def _assembled(
-    rows: _Rows, layout: _Layout, width: int, known: dict[int, list[Any]], places: dict[int, NDArray[np.int64]]
+    rows: _Rows, layout: _Layout, widths: Sequence[int], places: dict[int, NDArray[np.int64]]
 ) -> tuple[NDArray[np.float32], NDArray[Any]]:
-    """Returns inputs (rows, width) float32, in the order of the columns, and targets."""
-    inputs = np.zeros((rows.count, width), np.float32)
-    starts = dict(zip(layout.inputs, itertools.accumulate(_widths(layout, known), initial=0), strict=False))
+    """Returns inputs (rows, sum of widths) float32, in the order of the columns, and targets."""
+    inputs = np.zeros((rows.count, sum(widths)), np.float32)
+    starts = dict(zip(layout.inputs, itertools.accumulate(widths, initial=0), strict=False))
     numeric = [column for column in layout.numeric if column != layout.target]
     into, chosen = [starts[column] for column in numeric], [layout.numeric.index(column) for column in numeric]
     real = np.empty(rows.count if layout.target in layout.numeric else 0, np.float32)
@@ -325,11 +317,6 @@ def _assembled(
         if column != layout.target:
             inputs[np.arange(rows.count), starts[column] + places[column]] = 1
     return inputs, real if len(real) else places[layout.target]
-
-
-def _widths(layout: _Layout, known: dict[int, list[Any]]) -> Iterator[int]:
-    """Yields the number of inputs that each column becomes."""
-    return (len(known[column]) if column in known else 1 for column in layout.inputs)
 
 
 def _lines(file: Path, delimiter: str) -> Generator[tuple[int, Sequence[str]], None, None]:

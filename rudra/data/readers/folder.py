@@ -59,9 +59,8 @@ def read_folder(table: DataTable, wanted: Collection[str]) -> Arrays:
 
 def _classes(directory: Path) -> list[str]:
     """Returns the names of the subdirectories."""
-    found = [
-        entry.name for entry in entries_in(directory) if os.path.isdir(entry.path) and not entry.name.startswith(".")
-    ]
+    visible = [entry for entry in entries_in(directory) if not entry.name.startswith(".")]
+    found = [entry.name for entry in visible if os.path.isdir(entry.path)]
     if not found:
         raise DataError(f"{directory}: there is no directory of a class")
     return found

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from rudra.data.readers.common import Arrays, blocks, class_count, is_number, numbers_of, path_of, shown
+from rudra.data.readers.common import Arrays, blocks, class_count, files_of, is_number, numbers_of, shown, some
 from rudra.data.sources import Dense, Source, Sparse
 from rudra.errors import ConfigError, DataError
 from rudra.job.table import Table, checked
@@ -62,9 +62,7 @@ def read_libsvm(table: DataTable, wanted: Collection[str]) -> Arrays:
     options = checked(LibsvmOptions, table.options, "data", "options")
     if options.regression and options.multilabel:
         raise ConfigError("[data] options.regression and options.multilabel are both true; valid: one of them")
-    files = {"train": path_of(table)}
-    if options.test is not None:
-        files["test"] = files["train"].parent / options.test
+    files = files_of(table, options.test)
     found = {split: _read(file, options.regression, options.multilabel) for split, file in files.items()}
     width = _number_columns(found, files, options)
     if options.regression:
@@ -116,8 +114,8 @@ def _number_classes(
         owners = np.repeat(np.arange(len(rows.lengths)), rows.label_counts)
         if len(unknown):
             where = f"{files[split]}: line {_line(files[split], int(owners[unknown[0]]))}"
-            labels = ", ".join(f"{label:.0f}" for label in known[:20]) + (", …" if len(known) > 20 else "")
-            raise DataError(f"{where}: label {rows.labels[unknown[0]]:.0f} is not in the training set; valid: {labels}")
+            valid = some([f"{label:.0f}" for label in known])
+            raise DataError(f"{where}: label {rows.labels[unknown[0]]:.0f} is not in the training set; valid: {valid}")
         if several:
             rows_of, columns = np.divmod(np.unique(owners * len(known) + classes), len(known))  # each label once
             starts = np.searchsorted(rows_of, np.arange(len(rows.lengths) + 1))
