@@ -70,9 +70,7 @@ def run(*, quick: bool) -> Report:
         f"model of {floats * 4 / 1e6:.0f} MB: a digest takes {spread(digest_s * 1e6)} µs, {share} percent of an update",
         "the statistics server works beside the training; off: no digests, no hashes, no rows of gradients and updates",
     ]
-    report.goals = [
-        Goal("rows and digests <= 1 % of the run", [shares[size].median for size in steps], at_most=1.0),
-    ]
+    report.goals = [Goal("rows and digests <= 1 % of the run", [shares[size].median for size in steps], at_most=1.0)]
     return report
 
 

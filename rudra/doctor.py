@@ -97,7 +97,10 @@ def examine() -> Iterator[Finding]:
     yield _cores()
     yield _swmr()
     for extra, module in (("digits", "sklearn"), ("plot", "matplotlib")):
-        yield _extra(extra, module)
+        if importlib.util.find_spec(module) is None:
+            yield Finding(module, "warn", "not installed", f"pip install 'rudra[{extra}]'")
+        else:
+            yield Finding(module, "ok", "installed")
 
 
 def _torch() -> Finding:
@@ -127,18 +130,11 @@ def _package(name: str, advice: str = "") -> Finding:
         return Finding(name, "fail", "not installed", advice or f"pip install {name}")
 
 
-def _extra(extra: str, module: str) -> Finding:
-    if importlib.util.find_spec(module) is None:
-        return Finding(module, "warn", "not installed", f"pip install 'rudra[{extra}]'")
-    return Finding(module, "ok", "installed")
-
-
 def _mpi() -> Iterator[Finding]:
     """Examines the launcher, and the MPI library as seen by two ranks."""
     if world_size() is not None:
-        yield Finding(
-            "launcher", "warn", "this process is an MPI rank itself", "run `rudra doctor` without mpirun or srun"
-        )
+        advice = "run `rudra doctor` without mpirun or srun"
+        yield Finding("launcher", "warn", "this process is an MPI rank itself", advice)
         return
     try:
         mpirun = find_mpirun()
@@ -214,12 +210,11 @@ def _window(tried: bool, failure: str) -> Finding:
 
 def _remedy(failure: str) -> str:
     """Returns advice on how to let ranks read each other's memory, as far as it is known."""
+    visible = "let ranks see each other in /proc: one user, one process namespace, one user namespace; "
     remedies = {
         errno.EFBIG: "ulimit -f unlimited, which also limits shared memory; ",
-        errno.ENOSPC: "free memory, or ask for more; ",
-        errno.ENOMEM: "free memory, or ask for more; ",
-        errno.EACCES: "let ranks see each other in /proc: one user, one process namespace, one user namespace; ",
-        errno.ENOENT: "let ranks see each other in /proc: one user, one process namespace, one user namespace; ",
+        **dict.fromkeys((errno.ENOSPC, errno.ENOMEM), "free memory, or ask for more; "),
+        **dict.fromkeys((errno.EACCES, errno.ENOENT), visible),
         errno.EPERM: "allow memfd_create and /proc/PID/fd, which a security policy forbids; ",
         errno.ENOSYS: "allow memfd_create, which a sandbox or an old kernel lacks; ",
     }
@@ -231,12 +226,7 @@ def _probe(mpirun: Path, open_mpi: bool, script: str, *options: str) -> tuple[st
     command = mpirun_command(mpirun, 2, [sys.executable, "-c", script], open_mpi=open_mpi, root=os.geteuid() == 0)
     command[1:1] = options
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
     try:
         output, errors = process.communicate(timeout=PROBE_TIMEOUT_S)
@@ -278,9 +268,8 @@ def _slurm() -> Finding:
     except LaunchError:
         return Finding("slurm", "ok", found)
     if wanted not in offered:
-        return Finding(
-            "slurm", "warn", f"{found}, not {wanted}", "start the ranks of this MPI with mpirun in batch jobs"
-        )
+        advice = "start the ranks of this MPI with mpirun in batch jobs"
+        return Finding("slurm", "warn", f"{found}, not {wanted}", advice)
     return Finding("slurm", "ok", f"{found}; this MPI needs {wanted}")
 
 
@@ -325,9 +314,8 @@ def _swmr() -> Finding:
                 file.flush()
                 h5py.File(path, "r", libver="latest", swmr=True).close()
     except OSError as error:
-        return Finding(
-            "h5py", "warn", f"{found}: {_first_line(error)}", "result files open only after their run has ended"
-        )
+        advice = "result files open only after their run has ended"
+        return Finding("h5py", "warn", f"{found}: {_first_line(error)}", advice)
     return Finding("h5py", "ok", f"{found}, readable while written")
 
 

@@ -84,18 +84,10 @@ def _files(prefix: str, suffix: str) -> dict[str, str]:
     return {os.path.join(place, name): "" for name in sorted(found)}
 
 
-def _directories(prefix: str) -> dict[str, str]:
-    return _files(prefix, "/")
-
-
 def _shipped(_: str) -> dict[str, str]:
     from rudra.job.jobfiles import shipped_jobs
 
     return {name: about(path) for name, path in shipped_jobs().items()}
-
-
-def _jobs(prefix: str) -> dict[str, str]:
-    return _shipped(prefix) | _files(prefix, ".toml")
 
 
 def _assignments(prefix: str) -> dict[str, str]:
@@ -118,10 +110,10 @@ def _benchmarks(_: str) -> dict[str, str]:
 
 
 _KINDS: dict[str, Callable[[str], dict[str, str]]] = {
-    "JOB": _jobs,
+    "JOB": lambda prefix: _shipped(prefix) | _files(prefix, ".toml"),
     "NAME": _shipped,
     "BENCHMARK": _benchmarks,
-    "DIR": _directories,
+    "DIR": lambda prefix: _files(prefix, "/"),
     "TABLE.KEY=VALUE": _assignments,
     "TABLE.KEY=V1,V2": _assignments,
 }

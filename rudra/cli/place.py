@@ -3,14 +3,7 @@
 import argparse
 import json
 
-from rudra.cli.options import (
-    at_least,
-    job_argument,
-    layer_options,
-    overrides_of,
-    search_beside,
-    start_plainly,
-)
+from rudra.cli.options import at_least, job_argument, layer_options, overrides_of, search_beside, start_plainly
 
 SUMMARY = "find the best cut of a job's model between learners and a stage server"
 

@@ -37,9 +37,8 @@ def execute(arguments: argparse.Namespace) -> int:
     sizes = numbers("--nodes", arguments.nodes)
     if arguments.job.endswith(".h5"):
         if arguments.ranks or sizes or arguments.overrides or arguments.learners:
-            raise ConfigError(
-                f"{arguments.job}: a result file shows its run; -n, --nodes, --learners and --set are for jobs"
-            )
+            text = "a result file shows its run; -n, --nodes, --learners and --set are for jobs"
+            raise ConfigError(f"{arguments.job}: {text}")
         cast = topology.of_file(Path(arguments.job))
     else:
         cast = topology.of_job(job_of(arguments), arguments.ranks, sizes)

@@ -51,6 +51,8 @@ def execute(arguments: argparse.Namespace) -> int:
     rates = [f"{rate * factor:.4g}" for rate in known]
     rates[3:-1] = ["…"] if len(rates) > 5 else rates[3:-1]
     modulation = protocol.modulation.name
+    each, here = job.cluster.threads_per_rank or 1, cores()
+    shared = f"; {counted(job.learners, 'learner')} would share them" if job.learners * each > here else ""
     lines = {
         "ranks": f"{plan.ranks}, topology {topology.name}, {counted(job.learners, 'learner')} (λ)",
         "roles": roles(plan),
@@ -60,7 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
         "minibatch": f"{counted(job.training.minibatch_size, 'sample')} per gradient (μ)",
         "learning rate": f"{' then '.join(rates)} = α0 x {factor:.4g} (modulation {modulation})",
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
-        "threads": _threads_text(job),
+        "threads": f"{each} per learner, {counted(here, 'core')} here{shared}",
     }
     if plan.scheduled:
         share = f"samples / {job.protocol.reference_batch_size}"
@@ -88,9 +90,8 @@ def execute(arguments: argparse.Namespace) -> int:
         few = "" if window <= job.training.epochs else f": never reached, as there are {job.training.epochs} epochs"
         lines["target"] = f"{job.training.target}, by the median of {counted(window, 'evaluation')}{few}"
     if job.optimizer.plateau is not None:
-        lines["schedule"] = (
-            f"times {job.optimizer.decay_factor:g} after {job.optimizer.plateau} evaluations without improvement"
-        )
+        when = f"after {job.optimizer.plateau} evaluations without improvement"
+        lines["schedule"] = f"times {job.optimizer.decay_factor:g} {when}"
     elif job.optimizer.schedule != "step":
         lines["schedule"] = f"{job.optimizer.schedule}, a rate for each {job.optimizer.schedule_every}"
     if job.placement.by_rule:
@@ -152,13 +153,6 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         **({"a step sends": _crossed_text(found.crossed, len(plan.learners))} if found.crossed else {}),
         "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",
     }
-
-
-def _threads_text(job: "Job") -> str:
-    """Describes the threads of learners, and whether this machine has a core for each."""
-    each, here = job.cluster.threads_per_rank or 1, cores()
-    shared = f"; {counted(job.learners, 'learner')} would share them" if job.learners * each > here else ""
-    return f"{each} per learner, {counted(here, 'core')} here{shared}"
 
 
 def _crossed_text(one: "Crossed", learners: int) -> str:

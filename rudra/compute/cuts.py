@@ -167,10 +167,8 @@ class _Part(nn.Module):
         self._layers = tuple(layers)  # not registered as modules, which would change their names
         self._copies = copies
         # Hooks on a parameter's gradients, for example, live only as long as the objects they are registered at.
-        self._kept = [
-            {name: kept for name, kept in vars(module).items() if name not in _TENSORS}
-            for module in names.model.modules()
-        ]
+        modules = map(vars, names.model.modules())
+        self._kept = [{name: kept for name, kept in each.items() if name not in _TENSORS} for each in modules]
         self.training = layers[0].training
         for layer in layers:
             for path, held in names.held(layer):

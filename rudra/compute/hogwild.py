@@ -114,9 +114,8 @@ class HogwildExecutor(Sharing, LearnerExecutor):
     @performs(TrainInPlace)
     def train(self, action: TrainInPlace) -> Iterator[TrainedInPlace]:
         batches = self.batches(action.step, action.works)
-        tasks = list(
-            zip(range(action.step, action.step + len(batches)), action.works, batches, action.rates, strict=True)
-        )
+        steps = range(action.step, action.step + len(batches))
+        tasks = list(zip(steps, action.works, batches, action.rates, strict=True))
         threads = self._threads[: len(tasks)]
         if len(threads) == 1:
             yield TrainedInPlace(tuple(self._made(threads[0], *task) for task in tasks))
@@ -146,9 +145,8 @@ class HogwildExecutor(Sharing, LearnerExecutor):
         if own is None:
             reading = window.end_reading(self.worker, reading)
         began = time.perf_counter()
-        entry = window.add(
-            self.contribution(step, work, result, rate), reading, thread.gradient, own if self.overwrites else None
-        )
+        of, instead = self.contribution(step, work, result, rate), own if self.overwrites else None
+        entry = window.add(of, reading, thread.gradient, instead)
         return made_of(entry, window.update, time.perf_counter() - began)
 
     def contribution(self, step: int, work: Work, result: BatchResult, rate: float) -> Contribution:

@@ -320,11 +320,7 @@ class _Bottleneck(nn.Module):
 
 
 def _residual(
-    stem: Mapping[str, nn.Module],
-    block: type[_Basic | _Bottleneck],
-    blocks: Sequence[int],
-    width: int,
-    classes: int,
+    stem: Mapping[str, nn.Module], block: type[_Basic | _Bottleneck], blocks: Sequence[int], width: int, classes: int
 ) -> nn.Module:
     """Returns the stem and stages of `blocks` blocks. Each stage but the first halves pixels and doubles channels."""
     layers = OrderedDict(stem)

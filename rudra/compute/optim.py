@@ -174,16 +174,10 @@ class UpdateRule:
     @property
     def sliceable(self) -> bool:
         """Whether `step_in_slices` is possible now: SGD with allocated momentum, and no norm needed first."""
-        groups = self.optimizer.param_groups
-        return (
-            self._sgd
-            and self._clip_norm is None
-            and all(
-                not group["momentum"] or self.optimizer.state[parameter].get("momentum_buffer") is not None
-                for group in groups
-                for parameter in group["params"]
-            )
-        )
+        state = self.optimizer.state
+        moving = [group["params"] for group in self.optimizer.param_groups if self._sgd and group["momentum"]]
+        ready = all(state[parameter].get("momentum_buffer") is not None for each in moving for parameter in each)
+        return self._sgd and self._clip_norm is None and ready
 
     def step_in_slices(
         self,
@@ -461,9 +455,8 @@ def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:
     if any(decays) and "weight_decay" not in takes:
         raise ConfigError(f"[optimizer] weight_decay: {table.name} does not take it; valid: 0")
     if table.momentum and not has_momentum:
-        raise ConfigError(
-            f"[optimizer] momentum = {table.momentum:g} is not supported with {table.name}; use momentum = 0"
-        )
+        text = f"momentum = {table.momentum:g} is not supported with {table.name}"
+        raise ConfigError(f"[optimizer] {text}; use momentum = 0")
     momentum = {"momentum": table.momentum} if has_momentum else {}
     decay = {"weight_decay": table.weight_decay} if "weight_decay" in takes else {}
     return {**decay, **momentum, **table.options}

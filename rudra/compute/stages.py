@@ -129,9 +129,8 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> ModelCut:
     with torch.no_grad():
         crossing = called(front, inputs)
     if not isinstance(crossing, torch.Tensor) or crossing.dtype != torch.float32 or len(crossing) != 1:
-        raise ConfigError(
-            f"{where}: the output of the first layers is not one float32 tensor with a row for each sample"
-        )
+        text = "the output of the first layers is not one float32 tensor with a row for each sample"
+        raise ConfigError(f"{where}: {text}")
     front_draws, several = _draws(front, mapped(lambda tensor: joined([tensor, tensor]), inputs))
     back_draws, _ = _draws(back, several)
     state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0
@@ -263,10 +262,9 @@ class LastStageExecutor(PieceExecutor, ServerExecutor):
         shares, mine = job.cluster.parts, [i for i in plan.learners if plan.stage_of(i) == role]
         works = {plan.roles[i].index: portion(plan, i, size, shares).work(0) for i in mine}
         crossing = {i: cut.crossing(works[plan.roles[i].index].count) for i in mine}
-        self.sizes = {
-            f"{name} {i}": floats for i, floats in crossing.items() for name in (ACTIVATIONS, ACTIVATION_GRADIENT)
-        }
-        self.sizes |= dict.fromkeys((ACTIVATIONS, ACTIVATION_GRADIENT), crossing[mine[0]])
+        names = (ACTIVATIONS, ACTIVATION_GRADIENT)
+        self.sizes = {f"{name} {i}": floats for i, floats in crossing.items() for name in names}
+        self.sizes |= dict.fromkeys(names, crossing[mine[0]])
         self._sources = {
             learner: GradientSource(job, learner, work, back, split, prefetch=False) for learner, work in works.items()
         }

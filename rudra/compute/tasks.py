@@ -272,9 +272,8 @@ class OwnLoss(Task):
 
     def loss(self, output: Any, target: Any, reduction: LossReduction = "mean") -> torch.Tensor:
         if reduction != "mean":
-            raise ConfigError(
-                f"[simulation] batching: the loss {self.name} gives no values of single samples; valid: none"
-            )
+            text = f"the loss {self.name} gives no values of single samples"
+            raise ConfigError(f"[simulation] batching: {text}; valid: none")
         device = trees.first(target).device
         options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self._options.items()}
         loss = self._loss(output, target, **options)

@@ -36,24 +36,6 @@ _LINE = 64
 _WORDS = _LINE // 8
 _BEGUN, _MADE = 0, 1  # words of a worker's cache line; only the worker writes to it
 
-LOG = np.dtype(
-    [
-        ("update", "<i8"),
-        ("worker", "<i4"),
-        ("samples", "<i4"),
-        ("step", "<i8"),
-        ("first", "<i8"),
-        ("timestamp", "<i8"),
-        ("fewest", "<i4"),
-        ("most", "<i4"),
-        ("loss", "<f8"),
-        ("errors", "<f8"),
-        ("rate", "<f8"),
-        ("digest", "<u8"),
-    ]
-)
-"""One logged update: its number, among all updates or its worker's, and its contribution."""
-
 
 class Reading(NamedTuple):
     """Time when weights were read, given by counts of other workers' updates.
@@ -105,6 +87,16 @@ class WindowEntry(NamedTuple):
     fewest: int
     most: int
     digest: int
+
+
+LOG = np.dtype(
+    [
+        ("update", "<i8"),
+        *((name, "<f8" if name in {"loss", "errors", "rate"} else "<i8") for name in Contribution._fields),
+        *(("timestamp", "<i8"), ("fewest", "<i8"), ("most", "<i8"), ("digest", "<u8")),
+    ]
+)
+"""One logged update: its number, among all updates or its worker's, and its contribution."""
 
 
 class WindowLayout(NamedTuple):
@@ -222,7 +214,12 @@ class Window:
         if last - after > len(ring):
             raise RunError(f"the window's log has the latest {len(ring)} updates, but {last - after} are needed")
         rows = (ring[update % len(ring)].item() for update in range(after + 1, last + 1))
-        return [_entry(*row) for row in rows if row[1] == worker]
+        count = len(Contribution._fields)
+        return [
+            WindowEntry(update, Contribution(*rest[:count]), *rest[count:])
+            for update, *rest in rows
+            if rest[0] == worker
+        ]
 
     @property
     def surviving(self) -> float:
@@ -293,7 +290,7 @@ class Window:
         place = of.worker * _WORDS + _MADE
         own = self._counts[place] + 1
         entry = WindowEntry(own, of, self._head[0] + reading.made + own - 1, fewest, most, 0)
-        self._log[of.worker, own % self._logged] = _row(entry)
+        self._log[of.worker, own % self._logged] = (own, *of, *entry[2:])
         self._counts[place] = own  # a worker that dies before this line has not completed the update
         return entry
 
@@ -334,7 +331,7 @@ class Window:
         digest = digest_of(weights[sample(update, self.size)].numpy().tobytes())
         staleness = before - reading.made
         entry = WindowEntry(update, of, reading.made, staleness, staleness, digest)
-        self._log[0, update % self._logged] = _row(entry)
+        self._log[0, update % self._logged] = (update, *of, *entry[2:])
         self._head[0] = update  # a worker that dies before this line has changed nothing
         place = of.worker * _WORDS
         self._counts[place + _BEGUN] += 1
@@ -346,28 +343,3 @@ def _parts(size: int, slices: int) -> list[slice]:
     """Returns nearly equal slices of a vector, at most one for each element."""
     count = min(size, slices)
     return [slice(size * i // count, size * (i + 1) // count) for i in range(count)]
-
-
-def _row(entry: WindowEntry) -> tuple[float, ...]:
-    of = entry.of
-    made_of = (of.worker, of.samples, of.step, of.first)
-    measured = (of.loss, of.errors, of.rate, entry.digest)
-    return (entry.update, *made_of, entry.timestamp, entry.fewest, entry.most, *measured)
-
-
-def _entry(
-    update: int,
-    worker: int,
-    samples: int,
-    step: int,
-    first: int,
-    timestamp: int,
-    fewest: int,
-    most: int,
-    loss: float,
-    errors: float,
-    rate: float,
-    digest: int,
-) -> WindowEntry:
-    of = Contribution(worker, step, first, samples, loss, errors, rate)
-    return WindowEntry(update, of, timestamp, fewest, most, digest)

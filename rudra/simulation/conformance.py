@@ -116,12 +116,8 @@ def check(run: Job, rows: TrialRows, samples: int) -> None:
     check_epochs(rows)
     assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
     assert (gradients["staleness"] >= 0).all()
-    needed = run.training.epochs * samples
-    assert (
-        totals["samples"]
-        >= needed
-        > totals["samples"] - updates["gradients"][-1] * SAMPLES * run.make_protocol().period
-    )
+    last = updates["gradients"][-1] * SAMPLES * run.make_protocol().period
+    assert totals["samples"] >= run.training.epochs * samples > totals["samples"] - last
     assert list(epochs["epoch"]) == list(range(1, run.training.epochs + 1))
     assert epochs["evaluated"][-1] == 1
     apart_s = np.diff(updates["time_s"])
@@ -302,22 +298,18 @@ def cases_of(protocol: dict[str, Any], topology: dict[str, Any] | None) -> Itera
     if topology is None:
         for learners, slowdown in ((1, {}), (3, {}), (4, {0: 5.0}), (5, {4: 0.1, 2: 3.0})):
             about = {**NOISY, "slowdown": slowdown}
-            yield Case(f"{_count(learners)}", {**rule, "cluster": {"learners": learners}, "simulation": about})
+            yield Case(_count(learners), {**rule, "cluster": {"learners": learners}, "simulation": about})
         return
     for learners, nodes, slowdown in ((7, 3, {0: 5.0}), (5, 2, {4: 0.1, 2: 3.0}), (4, 1, {})):
         about = {**NOISY, "slowdown": slowdown, "nodes": nodes}
-        yield Case(
-            f"{_count(learners)} on {nodes} node{'s' if nodes > 1 else ''}{where}",
-            {**rule, **on, "cluster": {"learners": learners}, "simulation": about},
-            real=nodes == 1,
-        )
+        name = f"{_count(learners)} on {nodes} node{'s' if nodes > 1 else ''}{where}"
+        tables = {**rule, **on, "cluster": {"learners": learners}, "simulation": about}
+        yield Case(name, tables, real=nodes == 1)
     for learners, nodes, per_rank in ((7, 2, 2), (5, 1, 3)):
         shared = {**NOISY, "slowdown": {0: 3.0}, "nodes": nodes, "cores_per_node": 1}
         cluster = {"learners": learners, "learners_per_rank": per_rank}
-        yield Case(
-            f"{_count(learners)}, {per_rank} on a rank{where}",
-            {**rule, **on, "cluster": cluster, "simulation": shared},
-        )
+        tables = {**rule, **on, "cluster": cluster, "simulation": shared}
+        yield Case(f"{_count(learners)}, {per_rank} on a rank{where}", tables)
     for placed in ("merged", "synchronous"):
         about = {**NOISY, "slowdown": {0: 5.0}, "nodes": 2}
         tables = {**rule, **on, "cluster": {"learners": 6}, "simulation": about}

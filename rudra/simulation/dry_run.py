@@ -128,7 +128,8 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
         with_data = memory_bytes("VmRSS")
         check_minibatch(job, loaded.info.training_samples)
-        restart_peak()
+        with suppress(OSError):  # restarts the peak
+            Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")
         job = settle(job, gradients=try_first_gradient(job, plan, loaded))
         made = make_executors(job, plan, tuple(taking), loaded, prefetch=False, first_weights=final_weights)
         for executor in made.values():
@@ -141,14 +142,11 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         for owner in owners.values():
             owner.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates its state
         why = unrepeatable(fingerprints(loaded))
+    held_out = 0 if loaded.validation is None else len(loaded.validation)
     return Rehearsal(
         parameters=sum(owner.parameters for owner in owners.values()),
         size=made[plan.statistics].size,
-        samples=Sample(
-            loaded.info.training_samples,
-            loaded.info.test_samples,
-            0 if loaded.validation is None else len(loaded.validation),
-        ),
+        samples=Sample(loaded.info.training_samples, loaded.info.test_samples, held_out),
         loss=loss,
         gradient_s=gradient_s,
         metrics=metrics,
@@ -285,9 +283,3 @@ def memory_bytes(name: str) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024
     return 0
-
-
-def restart_peak() -> None:
-    """Resets the peak "VmHWM"."""
-    with suppress(OSError):
-        Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")

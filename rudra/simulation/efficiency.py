@@ -161,12 +161,10 @@ class Efficiency(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the numbers as values that fit into JSON."""
-        kinds = {"merged": self.merged, "unmerged": self.unmerged}
-        told = {
-            name: {**times._asdict(), "iteration_s": times.iteration_s(self.groups)}
-            for name, times in kinds.items()
-            if times is not None
-        }
+        kinds = (
+            {"unmerged": self.unmerged} if self.merged is None else {"merged": self.merged, "unmerged": self.unmerged}
+        )
+        told = {name: {**t._asdict(), "iteration_s": t.iteration_s(self.groups)} for name, t in kinds.items()}
         return {"groups": self.groups, "group_size": self.group_size, **told, "simulated_s": self.simulated_s}
 
 

@@ -179,8 +179,7 @@ def _timed(job: Job) -> Job:
 
 
 def _enough(job: Job, per_update: int) -> int:
-    table = job.simulation
-    rare = 20 / table.straggler_probability if table.straggler_probability else 0
+    rare = 20 / job.simulation.straggler_probability if job.simulation.straggler_probability else 0
     return max(UPDATES, math.ceil(max(ROUNDS * job.learners, GRADIENTS, rare) / per_update))
 
 

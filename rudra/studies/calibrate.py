@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -147,18 +147,12 @@ def calibrate(
     cases = [(size, count) for size in sizes for count in sorted({1, learners})]
     with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
-        layers = _layers(job, seconds)
+        layers = ""
+        with suppress(ConfigError):  # the model cannot be taken apart
+            layers = as_toml(profile(job, seconds=seconds))
         bar.update()
         probes = _probe(job, cases, alone, seconds or SECONDS, bar)
     return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers)
-
-
-def _layers(job: Job, seconds: float | None) -> str:
-    """Returns the cost file's text about the model's layers. Empty: the model cannot be taken apart."""
-    try:
-        return as_toml(profile(job, seconds=seconds))
-    except ConfigError:
-        return ""
 
 
 def _timed(job: Job) -> Job:
@@ -269,7 +263,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
             compute_s[size] = _median_s(partial(_compute, learner), 4)
         server, statistics = made[plan.server], made[plan.statistics]
         server.buffer(GRADIENT).vector.fill_(1.0)
-        gradient_s = _median_s(partial(_accumulate, server), 30)
+        gradient_s = _median_s(lambda turn: server.perform(Accumulate("sum", GRADIENT, 0.5, 1.0)), 30)
         copy_s = _median_s(lambda turn: server.perform(Copy(WEIGHTS, SNAPSHOT)), 30)
         evaluation_s = _evaluation_s(statistics, math.ceil(info.test_samples / job.training.evaluation_batch_size))
     return Alone(compute_s, gradient_s, copy_s, evaluation_s, info.training_samples)
@@ -277,10 +271,6 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
 
 def _compute(learner: "LearnerExecutor", step: int) -> None:
     next(learner.perform(Compute(step, learner.source.work.after(step), WEIGHTS, GRADIENT)))
-
-
-def _accumulate(server: "Executor", turn: int) -> None:
-    server.perform(Accumulate("sum", GRADIENT, 0.5, 1.0))
 
 
 def _evaluation_s(statistics: "Executor", batches: int) -> float:

@@ -62,8 +62,7 @@ def run(sweep: Sweep, directory: Path, done: set[str], *, workers: int, mode: Mo
             closing(_ended(missing, directory, sweep.driver, workers, progress)) as ended,
         ):
             for point, reason in ended:
-                if reason is not None:
-                    failures.append(Failed(point, reason))
+                failures += [] if reason is None else [Failed(point, reason)]
                 progress.ended(point, reason)
     finally:
         progress.close()
@@ -122,9 +121,7 @@ class _Worker:
             self.process.join()
             code = self.process.exitcode or 0
             memory = "; is there enough memory?" if code == -signal.SIGKILL else ""
-            reason = (
-                f"its process was killed by signal {-code}{memory}" if code < 0 else f"its process ended with {code}"
-            )
+            reason = f"its process {f'was killed by signal {-code}{memory}' if code < 0 else f'ended with {code}'}"
         return reason
 
     def stop(self) -> None:
@@ -288,10 +285,8 @@ def summary(sweep: Sweep, directory: Path, failures: Sequence[Failed]) -> str:
         table.append([point.label, *ours, *[""] * (len(table[0]) - 1 - len(ours))])
         for row in sweep.paper if printed else ():
             if row["file"] == point.file:
-                table[-1][4:] = [
-                    shown(row.get("test_error"), ".2%"),
-                    duration(row["time_s"]) if "time_s" in row else "–",
-                ]
+                time = duration(row["time_s"]) if "time_s" in row else "–"
+                table[-1][4:] = [shown(row.get("test_error"), ".2%"), time]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in table]
     sizes = {(row["epochs"], row["training_samples"]) for row in sweep.paper if "epochs" in row}

@@ -161,9 +161,8 @@ def _points(
 def _setting(key: str, value: object) -> str:
     """Returns the text `table.key=value` that is read as this value."""
     plain = f"{key}={value}"
-    return (
-        plain if isinstance(value, str) and parsed(plain).value == value else f"{key}={json.dumps(value, default=str)}"
-    )
+    same = isinstance(value, str) and parsed(plain).value == value
+    return plain if same else f"{key}={json.dumps(value, default=str)}"
 
 
 def _resources(arguments: argparse.Namespace, job: Job) -> tuple[dict[str, str | None], list[int]]:

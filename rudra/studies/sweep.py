@@ -102,13 +102,10 @@ class Sweep:
         Raises:
             ConfigError: there are finished points or an index of another job. `force` replaces them.
         """
-        if (
-            not force
-            and os.path.lexists(directory / SWEEP_INDEX)
-            and (other := _indexed(directory / SWEEP_INDEX)) != self.name
-        ):
+        index = directory / SWEEP_INDEX
+        if not force and os.path.lexists(index) and (other := _indexed(index)) != self.name:
             what = "is not the index of a sweep" if other is None else f"is of a sweep of {printable(other)}"
-            raise ConfigError(f"{directory / SWEEP_INDEX} {what}; give another --output, or --force to replace it")
+            raise ConfigError(f"{index} {what}; give another --output, or --force to replace it")
         done: set[str] = set()
         for point in self.points:
             found = _finished(directory / point.file)
@@ -203,9 +200,8 @@ def parse_grid(options: Sequence[str]) -> dict[str, list[Any]]:
 
 def _changes(where: str, overrides: Mapping[str, Any]) -> list[Change]:
     """Returns the changes of points or of a quick study. `where` is their origin, for messages."""
-    return [
-        Change(key, value, f"{where} {key}={'' if value is None else _text(value)}") for key, value in overrides.items()
-    ]
+    told = {key: "" if value is None else _text(value) for key, value in overrides.items()}
+    return [Change(key, value, f"{where} {key}={told[key]}") for key, value in overrides.items()]
 
 
 def _point(
