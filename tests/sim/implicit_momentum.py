@@ -172,7 +172,6 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
     with torch_as_in(job):
         loaded = load(job.data, seed=job.training.seed)
         train, info = loaded.training, loaded.info
-        assert train is not None
         executors: dict[int, Executor] = make_executors(
             job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False
         )

@@ -35,7 +35,6 @@ Make = Callable[[Any], torch.optim.Optimizer]
 def reference(run: Job, averages: int, inner: Make, outer: Make, alpha: float | None) -> Iterator[list[torch.Tensor]]:
     """Plain torch: z and all replicas after each average; alpha: replicas are corrected early, else they become z."""
     split, _, info, _ = load(run.data, test=False)
-    assert split is not None
     k, period = run.learners, run.make_protocol().period
     z, *replicas = [models.build(run.model, info, run.training.seed) for _ in range(k + 1)]
     steppers, outer_stepper = [inner(each.parameters()) for each in replicas], outer(z.parameters())
@@ -327,7 +326,6 @@ def test_one_group_averages_its_weights_over_time(alpha: float) -> None:
         topology={"name": "replicas", "options": {"groups": 1}},
     )
     split, _, info, _ = load(run.data, test=False)
-    assert split is not None
     network = models.build(run.model, info, run.training.seed)
     stepper, moving = sgd(0.02)(network.parameters()), flat(network)
     samplers = [Sampler(run.training.seed, j, run.data.train_limit or 0) for j in range(3)]
@@ -343,10 +341,7 @@ def test_one_group_averages_its_weights_over_time(alpha: float) -> None:
 
 
 def test_averaging_is_refused_with_other_protocols() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"\[averaging\] period is not supported with protocol softsync; remove",
-    ):
+    with pytest.raises(ConfigError, match=r"\[averaging\] period is not supported with protocol softsync; remove"):
         Job(averaging={"period": 2}, cluster={"learners": 2})
 
 
@@ -405,7 +400,6 @@ def test_exchanges_are_counted_and_end() -> None:
         assert totals["pushed"] == totals["applied"] + totals["discarded"]
         assert totals["timestamp"] == totals["applied"]
         assert set(trained.rows["gradients"]["samples"]) == {2 * MU}
-        assert trained.rows.learners is not None
         assert trained.rows.learners["samples"].sum() == 2 * MU * totals["pushed"]
 
 

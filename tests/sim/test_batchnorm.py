@@ -36,8 +36,6 @@ def plainly(made: rudra.Job, updates: int, batch: int) -> tuple[nn.Module, float
     """The same samples in plain torch, a batch at a time: the model and its test error."""
     torch.set_num_threads(1)
     loaded = load(made.data)
-    assert loaded.training is not None
-    assert loaded.test is not None
     model = models.build(made.model, loaded.info, made.training.seed)
     table = made.optimizer
     optimizer = torch.optim.SGD(model.parameters(), lr=table.learning_rate, momentum=table.momentum)
@@ -73,7 +71,6 @@ def test_one_learner_is_plain_torch(tmp_path: Path) -> None:
 def statistics(made: rudra.Job, learner: int, size: int) -> dict[str, torch.Tensor]:
     """Of a learner after its first mini-batch."""
     loaded = load(made.data)
-    assert loaded.training is not None
     model = models.build(made.model, loaded.info, made.training.seed).train()
     inputs, _ = loaded.training.batch(Sampler(made.training.seed, learner, len(loaded.training)).indices(0, size))
     model(inputs)

@@ -84,7 +84,6 @@ def test_a_group_is_one_learner_of_its_batch() -> None:
 def hierarchical(run: Job, averages: int, blocks: list[range], α: float) -> list[torch.Tensor]:
     """Plain torch: z, all replicas and all references after so many averages by SMA of references."""
     split, _, info, _ = load(run.data, test=False)
-    assert split is not None
     k, period = run.learners, run.make_protocol().period
     replicas = [models.build(run.model, info, run.training.seed) for _ in range(k)]
     steppers = [torch.optim.SGD(each.parameters(), lr=0.02, momentum=0.5) for each in replicas]
@@ -266,10 +265,7 @@ def test_a_simulation_replays_identical(tmp_path: Any, topology: dict[str, Any])
             {"topology": {"options": {"groups": 2, "reduction": "mpi"}}},
             "'mpi' is not supported with blocks; use 'ordered' or 'nodes'",
         ),
-        (
-            {"topology": {"name": "hierarchical", "options": {"blocks": "node"}}},
-            "blocks = 'node' .*; use 'nodes', 1",
-        ),
+        ({"topology": {"name": "hierarchical", "options": {"blocks": "node"}}}, "blocks = 'node' .*; use 'nodes', 1"),
         (
             {"topology": {"name": "hierarchical", "options": {"blocks": 0}}},
             "blocks = 0 is not supported with 4 learners; use 'nodes'",

@@ -83,10 +83,7 @@ def test_for_people_they_are_a_dash(crowded: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("size", "learners", "said"),
-    [
-        (16, 4, "an update is made of 64 samples, 4 mini-batches, and an epoch has 50"),
-        (12, 4, None),
-    ],
+    [(16, 4, "an update is made of 64 samples, 4 mini-batches, and an epoch has 50"), (12, 4, None)],
 )
 def test_updates_that_are_larger_than_epochs_are_told_at_the_start(
     size: int, learners: int, said: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -51,7 +51,6 @@ def plain_sgd(job: Job, steps: int, batches: Any, rate: float, schedule: Any = N
     What `schedule` makes of the optimiser is stepped after each step of it.
     """
     split, _, info, _ = load(job.data, test=False)
-    assert split is not None
     module = models.build(job.model, info, job.training.seed)
     optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9, **options)
     scheduler = None if schedule is None else schedule(optimizer)
@@ -205,7 +204,6 @@ def test_groups_clipping_warm_up_and_cosine_are_plain_torch_bit_for_bit() -> Non
     trained = train(job)
 
     split, _, info, _ = load(job.data, test=False)
-    assert split is not None
     module = models.build(job.model, info, job.training.seed)
     assert isinstance(module, Normed)
     rest = [module.hidden.bias, module.norm.weight, module.norm.bias, module.output.bias]
@@ -254,7 +252,6 @@ def test_recorded_gradients_explain_the_weights(
 def redone(job: Job, rows: TrialRows, form: str = "torch", dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The weights that a record leads to, with momentum by hand in one form or the other."""
     split, _, info, _ = load(job.data, test=False)
-    assert split is not None
     flat = FlatModel(models.build(job.model, info, job.training.seed))
     weights = torch.empty(flat.size)
     flat.read_into(weights)
@@ -294,7 +291,6 @@ def test_momentum_has_the_form_that_the_job_names_where_rates_change(changing: s
     tables = CHANGING[changing]
     own = {"weight_decay": 0.01, "learning_rate": 0.05, **tables.get("optimizer", {})}
     job = make_job("async", 4, 40, topology=topology, protocol={"modulation": "none", **tables.get("protocol", {})})
-    assert job.data.train_limit is not None
     job = job.with_(training={"epochs": 4}, data={"train_limit": job.data.train_limit // 4})
     ends = []
     for form in ("torch", "caffe"):
@@ -345,7 +341,6 @@ def test_overlapped_learners_use_whole_weights_of_their_timestamp(
     trained = train(job, Stamped)
     tensors, gradients, learners = trained.tensors, trained.rows["gradients"], trained.rows.learners
     assert isinstance(tensors, Stamped)
-    assert learners is not None
     assert learners["pulls"].sum() > 1000
     assert len(tensors.versions) == 1501
     for row in gradients:
@@ -396,7 +391,6 @@ def test_a_warm_start_begins_with_the_final_weights_of_another_run(topology: dic
     assert summary["initial_weights_sha256"] == sha256
     assert summary["updates"] == 1
     split, _, info, _ = load(one.data, test=False)
-    assert split is not None
     module = models.build(one.model, info, 3)
     total: dict[str, torch.Tensor] = {}
     for row in gradients:
@@ -408,7 +402,6 @@ def test_a_warm_start_begins_with_the_final_weights_of_another_run(topology: dic
         loss.backward()
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
         for name, parameter in module.named_parameters():
-            assert parameter.grad is not None
             total[name] = total.get(name, torch.zeros(())) + parameter.grad / 2
     for name, gradient in total.items():
         assert torch.allclose(found[name], final[name] - 0.01 * gradient, atol=1e-7)
@@ -437,7 +430,6 @@ def test_batch_norm_statistics_travel_and_are_averaged() -> None:
     job = make_job("hardsync", 3, 1).with_(model={"name": factory})
     trained = train(job)
     split, _, info, _ = load(job.data, test=False)
-    assert split is not None
     means = []
     for learner in range(3):
         inputs, _ = split.batch(Sampler(3, learner, len(split)).indices(0, MU))

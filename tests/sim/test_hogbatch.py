@@ -35,7 +35,6 @@ class Given:
         validate(machine, before, event)
         execute = isinstance(event, Received) and event.message.kind is MessageKind.ASSIGN_WORK
         if isinstance(machine, Worker) and execute:
-            assert event.message.rows is not None  # type: ignore[union-attr]
             (first, count), about = event.message.rows[0].item(), self.rule.workers[machine.log.learner]  # type: ignore[union-attr]
             assert 1 <= count <= about.most * about.threads
             last = first % self._samples + count == self._samples

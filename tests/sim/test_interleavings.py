@@ -21,7 +21,6 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data:
     totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
     assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
     assert totals["pending"] == totals["lost"] == 0
-    assert rows.learners is not None
     assert list(rows.learners["learner"]) == list(range(run.learners))
     assert rows.learners["pushed"].sum() == totals["pushed"]
     assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1)), "timestamps grow by one"

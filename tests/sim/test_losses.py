@@ -84,7 +84,6 @@ def test_a_run_ends_whoever_dies(topology: str, data: st.DataObject) -> None:
     assert list(rows["epochs"]["epoch"]) == list(range(1, run_.training.epochs + 1))
     needed = run_.training.epochs * training_samples
     assert rows.totals["samples"] >= needed > rows.totals["samples"] - rows["updates"]["gradients"][-1] * SAMPLES
-    assert rows.learners is not None
     assert list(rows.learners["learner"]) == list(range(run_.learners))
 
 
@@ -140,7 +139,6 @@ def test_hardsync_of_three_learners_of_whom_one_dies() -> None:
     assert rows.warnings == [
         "parameter server: learner 1 (rank 3) died; 2 learners are left, 2 gradients make an update"
     ]
-    assert rows.learners is not None
     assert list(rows.learners["pushed"]) == [4, 1, 4]
     assert rows.totals["lost"] == 0, "what was not there entirely was never pushed"
 
@@ -272,7 +270,6 @@ def test_a_tree_that_waits_for_one_of_its_servers_accuses_nobody_else() -> None:
 def check_accounts(rows: TrialRows) -> None:
     totals = rows.totals
     assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
-    assert rows.learners is not None
     assert list(rows.learners["learner"]) == [0, 1, 2, 3]
 
 
@@ -314,7 +311,6 @@ def test_children_of_a_dead_tree_server_move_to_its_parent() -> None:
     ]
     assert list(lost(rows)["role"]) == [dead]
     check(run_, rows)
-    assert rows.learners is not None
     assert list(rows.learners["pushed"]) == [5] * 4
 
 

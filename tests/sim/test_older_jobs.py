@@ -32,9 +32,7 @@ OUTER = {"learning_rate": 0.8, "momentum": 0.5, "options": {"nesterov": True}}
 NOW: dict[str, dict[str, Any]] = {
     "hogbatch": {"optimizer": {"learning_rate": 0.05}, "hogbatch": HOGBATCH},
     "window": {"optimizer": {"learning_rate": 0.05}, "hogbatch": {**HOGBATCH, "weights": "shared", "locking": True}},
-    "sma": {
-        "averaging": {"period": 2, "elasticity": 0.4, "restart": True, "keep_momentum": True, "outer": OUTER},
-    },
+    "sma": {"averaging": {"period": 2, "elasticity": 0.4, "restart": True, "keep_momentum": True, "outer": OUTER}},
     "easgd": {"topology": {"options": {"parameter_server": True}}},
 }
 """What they are now, beside what all have."""

@@ -229,7 +229,6 @@ def test_a_tampered_record_is_detected_and_located(
     with h5py.File(path, "r+") as file:
         tamper(file)
     difference = rudra.replay(path, quiet=True).difference
-    assert difference is not None
     assert difference.update == update, difference
     assert said in difference.text
     assert "\n" not in difference.text
@@ -273,7 +272,6 @@ def test_the_order_inside_an_update_counts(
         tamper(file)
     replayed = rudra.replay(path, quiet=True)
     if said:
-        assert replayed.difference is not None
         assert replayed.difference.update == UPDATE
         assert said in replayed.difference.text
     else:  # whichever of two gradients comes first: the average differs in its last bits, or it does not
@@ -328,7 +326,6 @@ def test_tampering_is_located_on_every_topology(
         clock = file[table]["update" if table == "gradients" else "timestamp"]
         tamper(int(np.nonzero(clock == 10)[0][which]))(file)
     difference = rudra.replay(path, quiet=True).difference
-    assert difference is not None
     assert difference.update == 10, difference
     assert "\n" not in difference.text
 

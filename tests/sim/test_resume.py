@@ -62,8 +62,6 @@ def test_hardsync_from_a_checkpoint_reaches_the_same_bits(
     assert torch.equal(resumed.weights, whole.weights)
     check_rows(whole, saved, resumed)
     assert all(resumed.rows.totals[key] == whole.rows.totals[key] for key in ("timestamp", "samples", "applied"))
-    assert resumed.rows.learners is not None
-    assert whole.rows.learners is not None
     assert np.array_equal(resumed.rows.learners["pushed"], whole.rows.learners["pushed"])
 
 
@@ -111,7 +109,6 @@ def test_stopped_and_resumed_no_gradient_is_missing_or_applied_twice(
     saved: TrialCheckpoint | None = None
     for again in (stop_at, None):
         saved = parts[-1].saved[-1] if parts[-1].saved else saved  # without an update the one before stays
-        assert saved is not None
         assert saved.position.timestamp == parts[-1].rows.totals["timestamp"]  # it was stopped before it was over
         parts.append(train(job, resumed=saved, stop_at=again if again is None else saved.position.time_s + again))
     gradients = np.concatenate([part.rows["gradients"] for part in parts if "gradients" in part.rows.tables])

@@ -429,10 +429,7 @@ SEVERAL = {"servers": 2, "rule": "synchronous"}
             {"placement": {"cut": 3, "rule": "synchronous"}},
             "rule = 'synchronous' is not supported with .* use protocol hardsync",
         ),
-        (
-            {"placement": {"servers": 3}},
-            "servers = 3 is more than the number of learners; use 1 to 2",
-        ),
+        ({"placement": {"servers": 3}}, "servers = 3 is more than the number of learners; use 1 to 2"),
         ({"placement": {"servers": 2}}, "servers = 2 is not supported with rule = 'merged'; use servers = 1"),
         (
             {"placement": SEVERAL, "protocol": {"name": "hardsync"}, "topology": GROUPED},
@@ -459,10 +456,7 @@ SEVERAL = {"servers": 2, "rule": "synchronous"}
         ({"optimizer": {"schedule": "plateau"}}, "'plateau'; use another schedule, or rule = 'synchronous'"),
         ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16'; use 'float32'"),
         ({"cluster": {"device": "auto"}}, "device = 'auto'; use 'cpu'"),
-        (
-            {"cluster": {"shares": "auto"}, "protocol": {"name": "hardsync"}},
-            "shares = 'auto'; use a list of numbers",
-        ),
+        ({"cluster": {"shares": "auto"}, "protocol": {"name": "hardsync"}}, "shares = 'auto'; use a list of numbers"),
         ({"training": {"compile": True}}, "compile = true; use compile = false"),
         ({"training": {"precision": "bfloat16"}}, "precision = 'bfloat16'; use 'float32'"),
         ({"simulation": {"batching": "vmap"}}, "batching = 'vmap'; use 'none'"),
@@ -481,11 +475,7 @@ def test_what_cannot_be_is_refused(tables: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize(
     ("cut", "message"),
-    [
-        ("nothing", "cut = 'nothing'"),
-        (9, r"cut = 9: the model has 7 layers; valid: 1 to 6"),
-        ("drop", None),
-    ],
+    [("nothing", "cut = 'nothing'"), (9, r"cut = 9: the model has 7 layers; valid: 1 to 6"), ("drop", None)],
 )
 def test_the_model_says_where_it_can_be_cut(tmp_path: Path, cut: Any, message: str | None) -> None:
     run = small("async", 2, placement={"cut": cut})

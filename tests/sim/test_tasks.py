@@ -400,11 +400,7 @@ def test_a_target_alone_ends_nothing(tmp_path: Path) -> None:
     [
         ("regression", "accuracy >= 0.9", "'accuracy'; use loss, mean_absolute_error"),
         ("multi-label", "precision@2 >= 0.9", "'precision@2'; use loss, error, precision@1, accuracy; did you mean"),
-        (
-            "language",
-            "perplexty <= 6",
-            "'perplexty'; use loss, error, perplexity, accuracy; did you mean perplexity?",
-        ),
+        ("language", "perplexty <= 6", "'perplexty'; use loss, error, perplexity, accuracy; did you mean perplexity?"),
         ("own", "hit >= 0.5", "'hit'; use loss, hits; did you mean hits?"),
     ],
 )

@@ -60,10 +60,7 @@ WIDE = {
     **dict.fromkeys(
         [
             (kind, state, "REGROUPING")
-            for kind, states in {
-                "Replica": ("HASHING", "READY", "WAITING"),
-                "Averager": ("HASHING", "READY"),
-            }.items()
+            for kind, states in {"Replica": ("HASHING", "READY", "WAITING"), "Averager": ("HASHING", "READY")}.items()
             for state in states
         ],
         "a checkpoint is written in no time here",

@@ -260,7 +260,6 @@ def mixed_plainly(run: Job, rows: TrialRows) -> torch.Tensor:
     model = FlatModel(models.build(run.model, data.info, run.training.seed), tasks.make(run.task, data.info.classes), 1)
     weights, gradient = torch.empty(model.size), torch.empty(model.size)
     model.read_into(weights)
-    assert data.training is not None
     alone = (Work(0, 0, 1, 0), model, data.training)
     sources = [GradientSource(run, learner, *alone, prefetch=False) for learner in range(run.learners)]
     of, rates = rows["updates"]["epoch"], rows["updates"]["learning_rate"]
@@ -325,10 +324,7 @@ def places_and_plan(run: Job, tables: dict[str, Any]) -> None:
             {"simulation": {"nodes": 2}, "hogbatch": {"locking": True}},
             "locking = true on 2 nodes; use locking = false, or one node",
         ),
-        (
-            {"hooks": [{"call": "csv", "at": "update", "role": "learner 0"}]},
-            "at = 'update'; use at = 'epoch' or 'end'",
-        ),
+        ({"hooks": [{"call": "csv", "at": "update", "role": "learner 0"}]}, "at = 'update'; use at = 'epoch' or 'end'"),
         ({"results": {"keep_checkpoints": "10 updates"}}, "keep_checkpoints = '10 updates'; use a number of epochs"),
     ],
 )

@@ -99,7 +99,6 @@ def replayed_plainly(run: Job, rows: TrialRows) -> torch.Tensor:
     weights = torch.empty(model.size)
     model.read_into(weights)
     rule = UpdateRule(run.optimizer, weights, model.layout)
-    assert data.training is not None
     sources = [
         GradientSource(run, learner, Work(0, 0, 1, 0), model, data.training, prefetch=False)
         for learner in range(run.learners)

@@ -16,7 +16,6 @@ def page(name: str) -> str:
 def section(text: str, title: str) -> str:
     """The text below a heading of the second level."""
     found = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
-    assert found is not None
     return found.group(1)
 
 

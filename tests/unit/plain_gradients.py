@@ -35,7 +35,6 @@ def first_gradients(job: Job, microbatches: int = 1) -> list[Gradient]:
         job.training.minibatch_size,
     )
     split, found = data.training, []
-    assert split is not None
     for learner in range(job.learners):
         model = models.build(job.model, data.info, seed).train()
         sampler = Sampler(seed, DEALT if job.scheduled else learner, len(split))

@@ -99,7 +99,6 @@ class RankOfMpi:
             while to == self.rank and queue and chance.random() < 0.5:
                 self._arrive(queue.pop(0))
         for request in list(self.landing):
-            assert request.sent is not None
             if request.sent.source not in self.world.dead and chance.random() < 0.5:
                 self._fill(request)
         for dead in sorted(self.world.dead - set(self.failed)):
@@ -122,7 +121,6 @@ class RankOfMpi:
             self._fill(request)
 
     def _fill(self, request: Request) -> None:
-        assert request.sent is not None
         data = bytes(request.sent.data)
         memoryview(request.memory)[: len(data)] = data
         request.complete = request.sent.done = True

@@ -36,7 +36,6 @@ XML = '<?xml version="1.0" encoding="utf-8"?>\n<labels xmlns="x"><label name="{}
 
 
 def whole(samples: Samples | None) -> tuple[list[Any], list[Any]]:
-    assert samples is not None
     x, y = samples.batch(np.arange(len(samples)))
     return x.tolist(), y.tolist()
 
@@ -292,14 +291,11 @@ def test_real_delicious() -> None:
     train, test, info, _ = by_count
     assert (info.training_samples, info.test_samples, info.input_shape, info.classes) == (12_920, 3_185, (500,), 983)
     for split, other, cardinality in ((train, by_name[0], 19.05), (test, by_name[1], 18.91)):
-        assert split is not None
-        assert other is not None
         x, y = split.batch(np.arange(len(split)))
         assert set(x.unique().tolist()) == set(y.unique().tolist()) == {0, 1}
         assert abs(float(y.sum(1).mean()) - cardinality) < 0.005
         assert torch.equal(x, other.batch(np.arange(len(split)))[0])
         assert torch.equal(y, other.batch(np.arange(len(split)))[1])
-    assert train is not None
     first = "60 1,248 1,279 1,316 1,490 1,577 1,591 1,815 1,1044 1,1075 1,1121 1,1218 1,1318 1,1319 1,1334 1,1408 1"
     row = torch.cat([part[0] for part in train.batch(np.zeros(1, np.int64))])
     assert row.nonzero().flatten().tolist() == [int(pair.split()[0]) for pair in first.split(",")]

@@ -112,7 +112,6 @@ def test_what_arrays_mean(case: str, writer: str, tmp_path: Path) -> None:
     train, test, info, _ = load(table_)
     assert (info.training_samples, info.test_samples, info.input_shape, info.classes) == (6, 3, shape, classes)
     for split, part in ((train, slice(6)), (test, slice(6, 9))):
-        assert split is not None
         for indices in (np.arange(len(split)), np.array([2, 0, 2])):
             for found, expected in zip(split.batch(indices), (inputs[part], targets[part]), strict=True):
                 assert found.numpy().dtype == expected.dtype
@@ -124,13 +123,11 @@ def test_what_arrays_mean(case: str, writer: str, tmp_path: Path) -> None:
 def test_images_in_memory_lose_their_mean_and_others_do_not(tmp_path: Path) -> None:
     for name in ("npz", "hdf5"):
         train, _, _, _ = load(table(name, tmp_path, made(BYTES, LABELS)))
-        assert train is not None
         mean = BYTES[:6].mean(axis=0) if name == "npz" else np.zeros((4, 5))
         x, _ = train.batch(np.arange(6))
         np.testing.assert_allclose(x[:, 0].numpy(), (BYTES[:6] - mean) / 255, atol=1e-6)
     train, test, _, _ = load(table("npz", tmp_path, made(FLOATS, LABELS), subtract_mean=True, train_limit=4))
     assert train is not None
-    assert test is not None
     np.testing.assert_allclose(test.batch(np.arange(3))[0].numpy(), FLOATS[6:] - FLOATS[:4].mean(axis=0), atol=1e-6)
 
 
@@ -175,11 +172,7 @@ GOOD = made(FLOATS, LABELS)
         ),
         ({"y_train": LABELS}, {}, "y_train has 9 rows for the 6 of x_train"),
         ({"x_train": LABELS[:6]}, {}, "x_train has shape (6,); valid: (N, …), one row for each sample"),
-        (
-            {"x_test": FLOATS[:3, :5]},
-            {},
-            "x_test has rows of float64 (5,), but the training set has float64 (6,)",
-        ),
+        ({"x_test": FLOATS[:3, :5]}, {}, "x_test has rows of float64 (5,), but the training set has float64 (6,)"),
         ({"x_test": TOKENS[:3]}, {}, "x_test has rows of int32 (4,)"),
         ({"x_test": np.zeros((3, 6), np.uint8)}, {}, "x_test has rows of uint8 (6,)"),
         ({"y_test": FLOATS[:3, 0]}, {}, "y_test has rows of float64 (), but the training set has int64 ()"),

@@ -74,10 +74,7 @@ def test_a_branch_of_another_job_says_why_it_cannot_be_replayed(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("tables", "said"),
     [
-        (
-            {"model": {"name": "mlp"}},
-            "does not fit: model.name was lenet, but is mlp in this job; use lenet",
-        ),
+        ({"model": {"name": "mlp"}}, "does not fit: model.name was lenet, but is mlp in this job; use lenet"),
         ({"data": {"train_limit": 7}}, "does not fit: data.train_limit was None, but is 7 in this job"),
         ({"cluster": {"learners": 3}}, "does not fit: cluster.learners was 4, but is 3 in this job"),
         ({"optimizer": {"name": "adam", "momentum": 0.0}}, "does not fit: optimizer.name was sgd, but is adam in this"),

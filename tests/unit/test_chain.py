@@ -125,7 +125,6 @@ def test_a_first_layer_for_sparse_inputs_has_the_bits_of_autograd(samples: int, 
     module = networks.mlp((WIDTH,), 3, sparse=True, **about)
     flat = FlatModel(module, Classification(3), gradients="direct")
     assert flat._chain is not None
-    assert flat.row_form is not None
     weights = torch.empty(flat.size)
     flat.read_into(weights)
     flat.bind(weights)

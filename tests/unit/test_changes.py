@@ -99,11 +99,7 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
 @pytest.mark.parametrize(
     ("entries", "tables", "said"),
     [
-        (
-            [{"at_epoch": 1, "model": {"name": "mlp"}}],
-            {},
-            "[changes] 0 model.name cannot change; use protocol.name, ",
-        ),
+        ([{"at_epoch": 1, "model": {"name": "mlp"}}], {}, "[changes] 0 model.name cannot change; use protocol.name, "),
         ([{"at_epoch": 1, "training": {"epochs": 9}}], {}, "training.epochs cannot change; use protocol.name, "),
         ([{"at_epoch": 1, "cluster": {"learners": 2}}], {}, "cluster.learners cannot change; use protocol.name, "),
         (

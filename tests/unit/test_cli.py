@@ -71,10 +71,7 @@ def run(*arguments: str, cwd: Path, anew: bool = False, **env: str) -> subproces
             (f"{command} digits --output a/x.txt", r"rudra: a/x.txt: is not a name for a result file; valid: x.h5")
             for command in ("run", "simulate", "slurm")
         ),
-        (
-            "validate fashion",
-            r"rudra: data/fashion-mnist: no such .*; --set data.path=PLACE says where the data is",
-        ),
+        ("validate fashion", r"rudra: data/fashion-mnist: no such .*; --set data.path=PLACE says where the data is"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -332,11 +329,7 @@ def own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
 @pytest.mark.parametrize("command", ["validate", "simulate"])
 @pytest.mark.parametrize("where", ["item", "collate", "forward"])
 def test_a_users_code_that_ends_the_program_is_one_line(
-    own_code: Callable[[str], list[str]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    where: str,
+    own_code: Callable[[str], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, where: str
 ) -> None:
     more = ["--quiet", "--output", str(tmp_path / "out.h5")] if command == "simulate" else []
     assert main([command, *own_code(where), *more]) == 1
@@ -409,7 +402,6 @@ def test_a_simulation_that_is_told_to_end_says_so_in_its_file(tmp_path: Path) ->
     line = [*forks.rudra(), "simulate", "digits", "--output", str(output), "--set", "training.epochs=500"]
     process = subprocess.Popen(line, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stderr is not None
         assert "500 epochs of" in process.stderr.readline()
         assert "epoch 1/500" in process.stderr.readline()
         process.terminate()

@@ -178,9 +178,7 @@ def test_seconds_for_a_reduction(learners: int, table: dict[str, Any], seconds: 
 def test_seconds_for_a_reduction_by_nodes(learners: int, nodes: int, seconds: float) -> None:
     table = {**LINK, **LOCAL, "nodes": nodes, "gradient_s": 1.0}
     job = Job(
-        topology={"name": "groups", "options": {"reduction": "nodes"}},
-        cluster={"learners": learners},
-        simulation=table,
+        topology={"name": "groups", "options": {"reduction": "nodes"}}, cluster={"learners": learners}, simulation=table
     )
     known = CostModel(job.simulation, job.plan(nodes_of(job)), 4)
     assert known.reduction_s(known.plan.groups[0], 100) == pytest.approx(seconds)

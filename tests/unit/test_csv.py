@@ -40,7 +40,6 @@ def zstandard(content: bytes) -> bytes:
 def read(path: Path, **options: Any) -> tuple[list[Any], list[Any], Data]:
     """All training inputs and targets, and everything."""
     loaded = load(DataTable(name="csv", path=path, options={"test": path.name, **options}))
-    assert loaded.training is not None
     x, y = loaded.training.batch(np.arange(len(loaded.training)))
     assert x.dtype == torch.float32
     return x.tolist(), y.tolist(), loaded
@@ -98,7 +97,6 @@ def test_the_test_file_has_the_names_of_the_training_file(tmp_path: Path) -> Non
     (tmp_path / "test").write_bytes(b"c,y\ngreen,cat\n")
     table = DataTable(name="csv", path=tmp_path / "train", options={"test": "test"})
     loaded = load(table)
-    assert loaded.test is not None
     x, y = loaded.test.batch(np.arange(1))
     assert (x.tolist(), y.tolist(), loaded.info.classes) == ([[0, 1, 0]], [0], 3)
     for asked in ({"train": False}, {"test": False}, {"train": False, "test": False}):
@@ -318,7 +316,6 @@ def test_training_inputs_have_mean_0_and_deviation_1(
     for before, after in zip(drawn[0], drawn[1], strict=True):
         assert after == pytest.approx((before - raw.mean(0)) / deviation, rel=1e-4, abs=1e-4), "with the same numbers"
     alone = load(DataTable(**keys, standardise=True), train=False)
-    assert alone.test is not None
     assert np.array_equal(alone.test.batch(np.arange(5))[0], drawn[1][1][:5].astype(np.float32))
 
 
@@ -331,7 +328,6 @@ def test_a_constant_column_stays_finite_where_the_test_differs(tmp_path: Path) -
         y_test=np.arange(2),
     )
     loaded = load(DataTable(name="npz", path=tmp_path / "a.npz", standardise=True))
-    assert loaded.test is not None
     assert loaded.test.batch(np.arange(2))[0][:, 0].tolist() == pytest.approx([0, 3], abs=1e-6)
 
 

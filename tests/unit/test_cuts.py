@@ -151,7 +151,6 @@ def test_front_then_back_is_the_model(
     assert torch.equal(output, whole_output)
     assert torch.equal(received, before)
     output.square().sum().backward()
-    assert received.grad is not None
     sent.backward(torch.empty(sent.shape).copy_(received.grad))
     whole_output.square().sum().backward()
     for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):

@@ -141,16 +141,12 @@ def test_idx_reads_plain_and_compressed_and_the_test_gets_the_training_mean(idx_
     table = DataTable(name="idx", path=idx_directory, train_limit=3, scale=2.0)
     train, test, info, _ = load(table)
     assert (info.training_samples, info.test_samples, info.input_shape) == (3, 4, (1, 5, 4))
-    assert train is not None
-    assert test is not None
     assert len(train) == 3
     raw, _, _, _ = load(table.model_copy(update={"subtract_mean": False, "scale": 1.0}))
-    assert raw is not None
     mean = raw.batch(np.arange(3))[0].mean(0)
     torch.testing.assert_close(train.batch(np.arange(3))[0], (raw.batch(np.arange(3))[0] - mean) * 2)
     alone_train, alone, alone_info, _ = load(table, train=False)
     assert alone_train is None
-    assert alone is not None
     assert alone_info == info
     assert torch.equal(alone.batch(np.arange(4))[0], test.batch(np.arange(4))[0])
     assert load(table, train=False, test=False) == (None, None, info, None)
@@ -171,10 +167,7 @@ Damage = Callable[[Path], object]
         (lambda d: labels(d, [0, 1]), "train-labels-idx1-ubyte: 2 labels for the 6 images"),
         (lambda d: labels(d, [0, 1, 2, 11, 0, 1]), "train-labels-idx1-ubyte: sample 3 has label 11; valid: 0 to 9"),
         (lambda d: write(d / "train-labels-idx1-ubyte", idx(np.zeros(6), 2051)), "begins with 2051, .* 2049"),
-        (
-            lambda d: write(d / "train-labels-idx1-ubyte", idx(np.zeros(6), 2049) + b"x"),
-            "too long: its header says 6",
-        ),
+        (lambda d: write(d / "train-labels-idx1-ubyte", idx(np.zeros(6), 2049) + b"x"), "too long: its header says 6"),
     ],
 )
 def test_damaged_idx_files_are_named(idx_directory: Path, damage: Damage, message: str) -> None:
@@ -205,8 +198,6 @@ def labels(directory: Path, values: list[int]) -> None:
 def test_cifar10_opens_only_the_batches_that_the_limit_needs(cifar_directory: Path) -> None:
     for path in (cifar_directory, cifar_directory / "cifar-10-batches-py"):
         train, test, info, _ = load(DataTable(name="cifar10", path=path, train_limit=BATCH + 5, subtract_mean=False))
-        assert train is not None
-        assert test is not None
         assert (len(train), len(test), info.input_shape, info.classes) == (BATCH + 5, BATCH, (3, 32, 32), 10)
         x, y = train.batch(np.array([0, BATCH]))
         assert x[:, 0, 0, 0].tolist() == [1.0, 2.0]
@@ -229,8 +220,6 @@ def test_cifar10_reads_the_archive_in_any_order(tmp_path: Path, cifar_directory:
         train, test, _, _ = load(table)
         ours, theirs, _, _ = load(table.model_copy(update={"path": cifar_directory}))
         for a, b in ((train, ours), (test, theirs)):
-            assert a is not None
-            assert b is not None
             assert torch.equal(a.batch(np.array([3, 9999]))[0], b.batch(np.array([3, 9999]))[0])
     cut(archive, 5000)
     with pytest.raises(DataError, match=r"tar.gz: cannot be read, perhaps truncated"):
@@ -283,11 +272,7 @@ def test_damaged_or_hostile_cifar_batches_do_nothing_but_raise(
         ({"name": "cifar10", "path": "."}, DataError, "no data_batch_1 or data_batch_1.xz"),
         ({"name": "mnist"}, ConfigError, "'mnist' is unknown; valid: arff, npz, hdf5, cifar10.*, package"),
         ({"name": "digits", "test_split": 0.1}, ConfigError, "test_split is for data without a test set; digits has"),
-        (
-            {"name": ([1], [1]), "classes": 2, "test_split": 0.1},
-            ConfigError,
-            "must give one dataset, as test_split",
-        ),
+        ({"name": ([1], [1]), "classes": 2, "test_split": 0.1}, ConfigError, "must give one dataset, as test_split"),
         ({"name": "digits", "options": {"size": 9}}, ConfigError, "takes no options, not size"),
         ({"name": "nowhere.at_all:make"}, ConfigError, "no module 'nowhere'"),
         ({"name": (1, 2, 3, 4)}, ConfigError, "must give two datasets"),
@@ -333,7 +318,6 @@ def test_users_datasets_by_callable_and_in_code() -> None:
     train, test, info, _ = load(table)
     assert (info.name, info.training_samples, info.test_samples) == ("make_pair", 5, 2)
     assert (info.input_shape, info.classes) == ((4,), 3)
-    assert train is not None
     x, y = train.batch(np.array([4, 1]))
     assert x.tolist() == [[16, 17, 18, 19], [4, 5, 6, 7]]
     assert y.tolist() == [1, 1]
@@ -587,12 +571,7 @@ def test_inputs_keep_their_meaning() -> None:
     }
     batch, _ = UserSplit([({**inputs}, 0)], 2).batch(np.array([0]))
     kinds = {name: tensor.dtype for name, tensor in batch.items()}
-    assert kinds == {
-        "mask": torch.bool,
-        "signal": torch.complex64,
-        "picture": torch.float32,
-        "tokens": torch.int64,
-    }
+    assert kinds == {"mask": torch.bool, "signal": torch.complex64, "picture": torch.float32, "tokens": torch.int64}
     assert float(batch["picture"].max()) == 60000
     with pytest.raises(DataError, match="a target is complex; valid: real numbers"):
         UserSplit([(torch.ones(2), torch.tensor(1j))], None).batch(np.array([0]))
@@ -610,7 +589,6 @@ def test_the_example_is_a_real_sample() -> None:
     info = load(DataTable(name=(ragged(9)[3:], ragged(5)), classes=3, collate=padded)).info
     assert info.sample[0].tolist() == [[3, 3, 3, 3]]
     digits = load(DataTable(name="digits", subtract_mean=False))
-    assert digits.training is not None
     assert torch.equal(digits.info.sample[0], digits.training.batch(np.array([0]))[0])
 
 
@@ -618,6 +596,5 @@ def test_whole_numbers_in_rows_of_several_dimensions_are_pictures(tmp_path: Path
     pictures = np.full((4, 3, 3), 60000, np.uint16)
     np.savez(tmp_path / "a.npz", x_train=pictures, y_train=np.arange(4) % 2)
     loaded = load(DataTable(name="npz", path=tmp_path / "a.npz", test_split=0.5))
-    assert loaded.training is not None
     x, _ = loaded.training.batch(np.array([0]))
     assert (x.dtype, tuple(x.shape), float(x.max())) == (torch.float32, (1, 1, 3, 3), 60000)

@@ -37,12 +37,7 @@ LIST = "echo 'MPI plugin types are...\n\tpmix\n\tnone\n\tpmi2\nspecific pmix plu
     ],
 )
 def test_slurm(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    programs: dict[str, str],
-    open_mpi: bool,
-    state: str,
-    found: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], open_mpi: bool, state: str, found: str
 ) -> None:
     for name, body in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")

@@ -142,7 +142,6 @@ def test_what_a_step_sends_is_told_apart(cut: int, drawn: bool, capsys: pytest.C
     """Nine numbers of each of eight samples cross, and with dropout on both sides the state of the generator."""
     job = Job(model={"name": normed}, placement={"cut": cut}, cluster={"learners": 3}, training={"minibatch_size": 8})
     sent = rehearse(job, job.plan()).crossed
-    assert sent is not None
     assert (sent.activations, sent.parameters) == (8 * 8 * 9, 8 * (65 * 9 + 18))
     assert sent.buffers == 8 * 19, "means, variances, and a count"
     assert sent.generator == (8 * torch.get_rng_state().numel() / 4 if drawn else 0)

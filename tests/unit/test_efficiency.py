@@ -69,8 +69,6 @@ def found(learners: int, *, groups: int | None = None, merged: bool = True, **co
 def test_virtual_time_agrees_with_the_merged_model(learners: int, costs: dict[str, Any]) -> None:
     """From the saturated convolutions over the boundary, at 5, to the saturated stage server, or its link."""
     model = found(learners, **costs).efficiency
-    assert model is not None
-    assert model.merged is not None
     assert (model.groups, model.group_size) == (learners, 1)
     assert model.simulated_s == pytest.approx(model.merged.iteration_s(learners), rel=0.03)
 
@@ -81,16 +79,12 @@ def test_virtual_time_agrees_with_the_merged_model(learners: int, costs: dict[st
 def test_virtual_time_agrees_with_the_merged_model_of_groups(learners: int, groups: int, costs: dict[str, Any]) -> None:
     """A group's batch is served when all its parts are there."""
     model = found(learners, groups=groups, **costs).efficiency
-    assert model is not None
-    assert model.merged is not None
     assert (model.groups, model.group_size) == (groups, learners // groups)
     assert model.simulated_s == pytest.approx(model.merged.iteration_s(groups), rel=0.03)
 
 
 def test_what_a_lone_iteration_consists_of() -> None:
     model = found(2).efficiency
-    assert model is not None
-    assert model.merged is not None
     assert model.merged.compute_s == pytest.approx(0.08 + 2 * (1e-4 + 0.06e-3) + 1e-5 + 0.06 * 5e-4)
     assert model.merged.server_s == pytest.approx(0.02 + 2 * (1e-4 + 0.05e-3) + 1e-5)
     assert model.merged.busy_s == pytest.approx(0.02 + 0.94 * 5e-4)
@@ -100,7 +94,6 @@ def test_what_a_lone_iteration_consists_of() -> None:
 @pytest.mark.parametrize(("learners", "groups"), [(2, None), (8, None), (8, 4), (8, 2)])
 def test_virtual_time_agrees_with_the_unmerged_model(learners: int, groups: int | None) -> None:
     model = found(learners, groups=groups, merged=False).efficiency
-    assert model is not None
     assert model.merged is None
     assert model.simulated_s == pytest.approx(model.unmerged.iteration_s(groups or learners), rel=0.03)
 

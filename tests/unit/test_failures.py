@@ -97,7 +97,6 @@ def launcher(here: int, *ranks: str) -> Iterator[int]:
     """A process that starts ranks: "runs", a proxy that stands for the process of that number, or "-", never seen."""
     command = [sys.executable, "-S", "-c", STARTS, str(here), *ranks]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout is not None
     try:
         for rank in ranks:
             assert rank == "-" or process.stdout.readline() == "there\n"

@@ -116,8 +116,6 @@ def test_objects_that_belong_to_a_thread_are_asked_there(tmp_path: Path) -> None
         made.executemany("insert into rows values (?, ?, ?)", [(i, i / 7, i % 3) for i in range(40)])
     by_rudra = load(DataTable(name=lambda: (rows(path, 0), rows(path, 20)), classes=3)).training
     in_code = load(DataTable(name=(rows(path, 0), rows(path, 20)), classes=3)).training
-    assert by_rudra is not None
-    assert in_code is not None
     drawn: list[Any] = []
     asking = threading.Thread(target=lambda: drawn.append(by_rudra.batch(np.arange(3))))
     asking.start()

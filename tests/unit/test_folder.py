@@ -46,7 +46,6 @@ def test_classes_are_directories_in_their_order(root: Path) -> None:
         again: Split = pickle.loads(pickle.dumps(split))
         assert torch.equal(again.batch(np.array([1, 1]))[0], x[[1, 1]])
     scaled, _, _, _ = load(table.model_copy(update={"scale": None}))
-    assert scaled is not None
     torch.testing.assert_close(scaled.batch(np.array([0]))[0] * 255, train.batch(np.array([0]))[0])
     for asked in ({"train": False}, {"test": False}, {"train": False, "test": False}):
         assert load(table, **asked)[2] == info
@@ -56,7 +55,6 @@ def test_images_below_the_directory_of_a_class_belong_to_it(root: Path) -> None:
     picture(root / "train/bird/images/deep/d.png", (50, 200, 0))
     (root / "train/bird/images/loop").symlink_to(root / "train/bird")
     train, _, info, _ = load(DataTable(name="folder", path=root, options={"size": 8}, scale=1.0))
-    assert train is not None
     x, y = train.batch(np.arange(len(train)))
     assert (info.training_samples, y.tolist()) == (4, [0, 0, 1, 1])
     assert abs(float(x[1, 0].mean()) - 50) < 2
@@ -72,7 +70,6 @@ def test_the_classes_of_tiny_imagenets_test_images_are_in_a_file(tmp_path: Path)
     (tmp_path / "test/images").mkdir(parents=True)  # without labels
     table = DataTable(name="folder", path=tmp_path, options={"size": 8}, scale=1.0)
     _, test, info, _ = load(table)
-    assert test is not None
     x, y = test.batch(np.arange(3))
     assert (info.training_samples, info.classes, y.tolist()) == (2, 2, [1, 0, 1])
     assert np.abs(x[:, 0].mean((1, 2)).numpy() - [20, 0, 40]).max() < 2
@@ -107,7 +104,6 @@ def test_nothing_is_decoded_before_it_is_drawn(root: Path) -> None:
     damaged = root / "train/cat/c.PNG"
     damaged.write_bytes(damaged.read_bytes()[:48])
     train, _, _, _ = load(DataTable(name="folder", path=root, options={"size": 8}))
-    assert train is not None
     train.batch(np.array([0, 1]))
     with pytest.raises(DataError, match=r"c\.PNG: cannot be decoded, perhaps damaged: "):
         train.batch(np.array([2]))

@@ -116,7 +116,6 @@ def test_none_of_them_outlives_another(
     body = "import ctypes; ctypes.CDLL(None).prctl(1, signal.SIGKILL); print('there', flush=True); time.sleep(60)"
     said = tmp_path / "said"
     with said.open("wb") as stderr, rank(tmp_path, body, stderr=stderr) as (proxy,):
-        assert proxy.stdout is not None
         assert proxy.stdout.readline() == "there\n"
         assert eventually(lambda: process_of(proxy.pid) != proxy.pid, 30), "the proxy hears of it a moment later"
         process = process_of(proxy.pid)
@@ -129,7 +128,6 @@ def test_none_of_them_outlives_another(
 def test_a_signal_to_the_proxy_is_the_ranks(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGUSR1, lambda *_: os._exit(5)); print('there', flush=True); time.sleep(60)"
     with rank(tmp_path, body) as (proxy,):
-        assert proxy.stdout is not None
         proxy.stdout.readline()
         proxy.send_signal(signal.SIGUSR1)
         assert proxy.wait(30) == 5
@@ -175,7 +173,6 @@ def test_a_doorbell_that_is_rung_without_end_lets_its_rank_go_on(monkeypatch: py
 
 def test_the_fork_server_ends_with_what_it_was_for(tmp_path: Path) -> None:
     with rank(tmp_path, "print(os.getppid(), flush=True); time.sleep(60)") as (proxy,):
-        assert proxy.stdout is not None
         server = int(proxy.stdout.readline())
     assert not Path(f"/proc/{server}").exists()
 

@@ -70,8 +70,6 @@ def load(name: str, path: Path, limit: int | None = None) -> None:
 
 def load_table(table: DataTable) -> None:
     train, test, info, _ = load_data(table)
-    assert train is not None
-    assert test is not None
     train.batch(np.arange(len(train)))
     test.batch(np.array([info.test_samples - 1]))
 

@@ -179,7 +179,6 @@ def test_work_may_change_between_steps(prefetch: bool) -> None:
 @pytest.mark.parametrize(("batch_size", "turns"), [(355, 1), (1000, 1), (100, 4), (71, 5)])
 def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> None:
     _, test, info, _ = load(DataTable(name="digits"), train=False)
-    assert test is not None
     module = build(ModelTable(name="mlp"), info, 3)
     check_model_output(module, Classification(info.classes), info)
     model = FlatModel(module)
@@ -187,7 +186,6 @@ def test_evaluation_in_turns_is_the_whole_test(batch_size: int, turns: int) -> N
     model.read_into(weights)
     *waiting, result = evaluate(model, weights, test, batch_size)
     assert waiting == [None] * (turns - 1)
-    assert result is not None
     x, y = test.batch(np.arange(355))
     with torch.no_grad():
         output = module(x)

@@ -35,7 +35,6 @@ def test_nothing_is_left_of_hosts(tmp_path: Path, number: int) -> None:
     command = [sys.executable, "-c", SCRIPT.format(lasts=lasts)]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, **streams, text=True, env=env, cwd=tmp_path) as process:
-        assert process.stdout is not None
         *told, directory = process.stdout.readline().split()
         pids, started = [*map(int, told)], tmp_path / "started"
         if number:

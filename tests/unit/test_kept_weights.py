@@ -206,7 +206,6 @@ def test_a_state_dict_has_all_names_in_their_order(tmp_path: Path) -> None:
     expected = {named.name: trained.get(named.tensor, FIXED.get(named.tensor)) for named in STATE_DICT}
     assert list(found) == list(expected)
     for name, value in found.items():
-        assert value is not None
         assert value.dtype == expected[name].dtype
         assert np.array_equal(value, expected[name])
         assert value.shape == expected[name].shape

@@ -291,12 +291,7 @@ FINISHED = "open('out.h5', 'w')"
         (f"{FINISHED}; say({TRAINED + BAD + end_line(1)!r}); sys.exit(1)", True, 1, "bad"),
         (f"{FINISHED}; say({TRAINED + BAD + exit_line(1)!r}); sys.exit(1)", True, 1, "bad"),
         (f"say({TRAINED!r}); sys.exit(1)", True, 1, "mpirun was ended from outside; results of before"),
-        (
-            f"say({START_LINE!r}); time.sleep(60)",
-            False,
-            1,
-            r"mpirun has waited \d s for 1 of 2 ranks to start MPI",
-        ),
+        (f"say({START_LINE!r}); time.sleep(60)", False, 1, r"mpirun has waited \d s for 1 of 2 ranks to start MPI"),
         (
             f"say({TRAINED + end_line(0)!r}); time.sleep(60)",
             False,
@@ -309,12 +304,7 @@ FINISHED = "open('out.h5', 'w')"
             0,
             r"after training, mpirun has waited \d s for 1 of 2 ranks to end; the results are complete: out.h5",
         ),
-        (
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            False,
-            1,
-            r"mpirun has waited \d s for mpirun itself",
-        ),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", False, 1, r"mpirun has waited \d s for mpirun itself"),
     ],
 )
 def test_after_training_and_beyond_the_limit_the_launcher_ends_the_run_with_one_line(

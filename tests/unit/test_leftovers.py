@@ -61,8 +61,7 @@ def test_a_leftover_is_removed_unless_it_is_open_or_young(place: Path, name: str
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["shm/other", "results/run.ckpt", "results/.hidden", "tmp/ompi.{living}/1/session", f"tmp/my.{NOBODY}/file"],
+    "name", ["shm/other", "results/run.ckpt", "results/.hidden", "tmp/ompi.{living}/1/session", f"tmp/my.{NOBODY}/file"]
 )
 def test_what_is_no_leftover_stays(place: Path, name: str) -> None:
     path = made(place / name.format(living=os.getpid()))
@@ -79,7 +78,6 @@ def test_what_is_stopped_of_a_fork_server_is_ended_when_its_launcher_has_ended(
     script = "import os, time; rank = os.fork(); print(rank or '', end='', flush=True); time.sleep(60)"
     env = {**os.environ, LAUNCHED_BY: str(launcher())}
     server = subprocess.Popen([sys.executable, "-S", "-c", script, "--serve"], env=env, stdout=subprocess.PIPE)
-    assert server.stdout is not None
     rank = int(os.read(server.stdout.fileno(), 20))
     victim = server.pid if whose == "the server" else rank
     try:
@@ -101,7 +99,6 @@ def test_what_a_child_listens_on_is_bound_to_the_loopback_interface() -> None:
     child = subprocess.Popen(
         [sys.executable, "-S", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert child.stdout is not None
     port = int(child.stdout.readline())
     listen_on_loopback(child.pid)
     socket.create_connection(("127.0.0.1", port)).close()

@@ -36,13 +36,11 @@ DENSE = [[0.5, 0, -2, 0], [0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0.25]]
 def read(path: Path, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """All training inputs and targets, and the description."""
     train, _, info, _ = load(DataTable(name="libsvm", path=path, options={"test": path.name, **options}))
-    assert train is not None
     return *train.batch(np.arange(len(train))), info
 
 
 @pytest.mark.parametrize(
-    ("suffix", "compress"),
-    [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)],
+    ("suffix", "compress"), [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress)]
 )
 def test_a_file_plain_or_compressed(suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
     file = tmp_path / f"a{suffix}"
@@ -76,8 +74,6 @@ def test_the_test_file_shares_width_base_and_classes(tmp_path: Path) -> None:
     (tmp_path / "test").write_bytes(b"10 0:1 5:1\n-3\n")
     table = DataTable(name="libsvm", path=tmp_path / "train", options={"test": "test"})
     train, test, info, _ = load(table)
-    assert train is not None
-    assert test is not None
     assert (info.input_shape, info.classes) == ((6,), 3)
     assert train.batch(np.arange(3))[1].tolist() == [1, 0, 2]
     x, y = test.batch(np.arange(2))
@@ -237,19 +233,15 @@ def test_a_part_of_the_training_set_becomes_the_test_set(tmp_path: Path) -> None
     seen = []
     for seed in (1, 2):
         train, test, info, _ = load(table, seed=seed)
-        assert train is not None
-        assert test is not None
         assert (len(train), len(test)) == (info.training_samples, info.test_samples) == (40, 10)
         inputs = [split.batch(np.arange(len(split)))[0][:, 0] for split in (train, test)]
         assert sorted(torch.cat(inputs).tolist()) == list(range(1, 51))
         seen.append(inputs[1].tolist())
         _, alone, _, _ = load(table, train=False, seed=seed)
-        assert alone is not None
         assert alone.batch(np.arange(10))[0][:, 0].tolist() == seen[-1]
     assert seen[0] != seen[1]
     train, test, info, _ = load(table.model_copy(update={"train_limit": 7, "test_limit": 3}), seed=2)
     assert (info.training_samples, info.test_samples) == (7, 3)
-    assert test is not None
     assert test.batch(np.arange(3))[0][:, 0].tolist() == seen[1][:3]
 
 

@@ -39,7 +39,6 @@ def found(runs: Sequence[Run], figure: str = "penalties") -> Figure | None:
 
 
 def rows(figure: Figure | None) -> list[Mapping[str, str]]:
-    assert figure is not None
     return list(csv.DictReader(io.StringIO(figure.table.csv())))
 
 
@@ -47,7 +46,6 @@ def test_penalties_are_against_one_group(run: Run) -> None:
     figure = found([made(run, 1, 0.8, 4), made(run, 2, 0.6, 5), made(run, 8, 0.2, 10)])
     told = [float(row[head]) for row in rows(figure) for head in ("P_HE", "P_SE", "P_Total")]
     assert told == pytest.approx([1, 1, 1, 0.75, 1.25, 0.9375, 0.25, 2.5, 0.625])
-    assert figure is not None
     assert len(figure.panels) == 3
 
 
@@ -75,7 +73,6 @@ def test_what_never_gets_there_has_no_statistical_penalty(run: Run) -> None:
 
 def test_without_targets_only_times_are_shown(run: Run) -> None:
     figure = found([made(run, 1, 1.0, None), made(run, 2, 0.5, None)])
-    assert figure is not None
     assert len(figure.panels) == 1
 
 

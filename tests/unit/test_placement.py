@@ -44,7 +44,6 @@ def test_table_1(name: str) -> None:
     assert size / 4e6 == pytest.approx(millions, abs=0.005)
     assert size / 1e6 == pytest.approx(whole, rel=0.01)
     cut = decided(name).cut
-    assert cut is not None
     assert cut.name == "linear1"
     assert (cut.front_bytes + cut.activations_bytes) / 1e6 == pytest.approx(sent, rel=0.01)
 
@@ -56,7 +55,6 @@ def test_table_1(name: str) -> None:
 def test_table_2(name: str, size: float, ring: float, placed: float) -> None:
     """Its gigabytes are of 2^30 bytes, and its workers eight."""
     found = decided(name)
-    assert found.cut is not None
     taken = [found.server_bytes / 16, found.allreduce_bytes, found.cut.placed_bytes]
     assert [each / GIB for each in taken] == pytest.approx([size, ring, placed], abs=0.0055)
 
@@ -169,11 +167,7 @@ def test_the_papers_rule(layers: list[Layer], threshold: float, index: int | Non
             None,
             r"a step takes .* s at best, cut at .*, and 2\.1 s by ",
         ),  # computing alone
-        (
-            PlacementHardware(4, 1, 1e5, back_speed=100),
-            1,
-            r"a step takes 1\.11 s, and 2\.16 s by ",
-        ),
+        (PlacementHardware(4, 1, 1e5, back_speed=100), 1, r"a step takes 1\.11 s, and 2\.16 s by "),
     ],
 )
 def test_the_shortest_step(cluster: PlacementHardware, index: int | None, why: str) -> None:

@@ -81,11 +81,7 @@ CIFAR10, ALEXNET = (4 * parameters + 256 for parameters in (89_578, 72_221_944))
 
 DATA: dict[str, dict[str, Any]] = {
     "cifar10_full": {"name": "cifar10"},
-    "alexnet": {
-        "name": "rudra.data.noise:noise",
-        "classes": 1000,
-        "options": {"shape": [3, 224, 224], "pool": 1},
-    },
+    "alexnet": {"name": "rudra.data.noise:noise", "classes": 1000, "options": {"shape": [3, 224, 224], "pool": 1}},
 }
 APART = {"servers_on_first_node": False}
 
@@ -150,10 +146,7 @@ def test_its_links_are_those_of_the_papers_cluster() -> None:
 
 def test_what_hardsync_costs_comes_out_where_computing_cancels() -> None:
     imagenet = {row.key: row for row in p775.table4()}
-    for rows, key, time_s in (
-        (ROWS, (0, 4, 30), seconds),
-        (imagenet, (0, 16, 18), lambda row: p775.imagenet_s(row)),
-    ):
+    for rows, key, time_s in ((ROWS, (0, 4, 30), seconds), (imagenet, (0, 16, 18), lambda row: p775.imagenet_s(row))):
         ((row, one),) = [pair for pair in p775.quotients(rows) if pair[0].key == key]
         assert not row.fitted
         assert not one.fitted

@@ -118,7 +118,6 @@ def test_placing_pays_behind_a_slow_link_alone(bandwidth: float, *, cut: bool) -
     found = place(job(simulation=slow, cluster={"learners": 8}), seconds=QUICK)
     assert (found.decisions["auto"].cut is not None) == cut
     ralp = found.decisions["ralp"].cut
-    assert ralp is not None  # bytes are the same by any link
     assert ralp.name == "4"
     text = as_text(found)
     assert "λ = 8, μ = 4" in text

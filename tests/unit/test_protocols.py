@@ -267,11 +267,7 @@ def test_a_protocol_with_a_complete_state_is_made_as_it_is_at_first() -> None:
             {"name": "groups", "options": {"groups": 1}},
             "is not supported if no server updates the weights; use gradients_per_update",
         ),
-        (
-            False,
-            {"name": "adv", "options": {"fan_out": 2}},
-            "which waits and has a state; use topology base",
-        ),
+        (False, {"name": "adv", "options": {"fan_out": 2}}, "which waits and has a state; use topology base"),
     ],
 )
 def test_where_a_state_would_not_be_heeded_the_job_is_refused(

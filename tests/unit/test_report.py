@@ -131,7 +131,6 @@ def test_speed_up_is_against_one_learner_with_the_same_minibatch(study: Path) ->
 
 def test_ours_beside_the_papers(study: Path) -> None:
     table = comparison(collect([study])[0])
-    assert table is not None
     rows = {(where, quantity): rest for _, where, quantity, *rest in table.rows}
     assert rows["(0, 64, 1)", "test error (%)"][0] == "17.90"
     assert "paper: 140 of 50,000" in rows["(0, 64, 1)", "test error (%)"][-1]
@@ -155,7 +154,6 @@ def test_a_ratio_is_against_the_run_that_the_row_tells(study: Path) -> None:
     run, other = read(study / "softsync-1-64-10.h5"), read(study / "hardsync-None-64-1.h5")
     row = {"file": run.file.name, "against": other.file.name, "samples_per_s_ratio": 9.0}
     table = comparison(Study("x", (run, other), paper=(row,)))
-    assert table is not None
     ((_, _, quantity, theirs, ours, _, remark),) = table.rows
     assert (quantity, float(theirs)) == ("samples/s, times as many", 9.0)
     assert float(ours) == pytest.approx(run.summary["samples_per_s"] / other.summary["samples_per_s"], rel=0.01)
@@ -176,7 +174,6 @@ def test_what_a_preset_was_fitted_to_is_marked(study: Path) -> None:
         used = dataclasses.replace(run, job={**run.job, "simulation.costs": costs})
         row = {**paper, "fitted": fitted} if fitted else paper
         table = comparison(Study("x", (used,), paper=(row,)))
-        assert table is not None
         remarks = {quantity: remark for _, _, quantity, *_, remark in table.rows}
         assert ("fitted (a): no evidence" in remarks["training time (s)"]) is marked
         assert "fitted" not in remarks["test error (%)"], "errors are not"
@@ -197,7 +194,6 @@ def test_the_best_of_what_was_tuned_stands_beside_the_papers(study: Path) -> Non
     others = read(study / "softsync-1-4-10.h5")  # not of as many groups
     paper = {"file": "0.0-0.1.h5", "sigma": 9, "best_momentum": 0.9, "best_learning_rate": 0.01}
     table = comparison(Study("x", (*tried, others), paper=(paper,)))
-    assert table is not None
     assert [(quantity, ours) for _, _, quantity, _, ours, *_ in table.rows] == [
         ("best explicit momentum", "0.6"),
         ("best η", "0.01"),
@@ -207,7 +203,6 @@ def test_the_best_of_what_was_tuned_stands_beside_the_papers(study: Path) -> Non
 def test_staleness_is_not_called_momentum(study: Path) -> None:
     run = read(study / "softsync-10-4-10.h5")
     table = comparison(Study("x", (run,), paper=({"file": run.file.name, "implicit_momentum": 0.9},)))
-    assert table is not None
     ((_, _, quantity, _, _, _, remark),) = table.rows
     assert quantity == "⟨σ⟩ / (1 + ⟨σ⟩)"
     assert "staleness only" in remark
@@ -222,7 +217,6 @@ def test_p_he_is_against_one_group_with_a_server_where_there_is_one(tmp_path: Pa
         )
     one, two = (read(tmp_path / f"{groups}.h5") for groups in (1, 2))
     table = comparison(Study("x", (one, two), paper=({"file": "2.h5", "he_penalty": 0.5},)))
-    assert table is not None
     ((*_, ours, _, _),) = table.rows
     assert (ours is not None) is known
 
@@ -635,7 +629,6 @@ def test_speed_ups_against_a_fitted_time_are_marked(study: Path) -> None:
         ({"fitted": "a"}, ["training time (s)", "speed-up"]),
     ):
         table = comparison(Study("x", (base, run), paper=({**paper, **more},)))
-        assert table is not None
         found = {row[2]: row[5:] for row in table.rows}
         assert [quantity for quantity, (difference, _) in found.items() if difference.endswith("(fitted)")] == marked
         assert [quantity for quantity, (_, remark) in found.items() if "fitted (a)" in remark] == marked
@@ -718,7 +711,6 @@ def test_targets_are_drawn_over_what_varies(aimed: list[Run]) -> None:
 def test_ratios_are_of_the_medians_of_all_seeds(aimed: list[Run]) -> None:
     row = {"file": aimed[4].file.name, "against": aimed[0].file.name, "target_epoch_ratio": 2.0}
     table = comparison(Study("x", tuple(aimed), paper=(row,)))
-    assert table is not None
     assert table.rows[0][4] == "1.5"  # 9 against 6, though the run that the row tells never got there
     assert table.rows[0][6] == f"against {aimed[0].label}; medians of 3 seeds"
     assert comparison(Study("x", tuple(aimed[i] for i in (0, 1, 2, 4)), paper=(row,))).rows[0][4] is None

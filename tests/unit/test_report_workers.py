@@ -132,7 +132,6 @@ def test_threads_that_compute_together_are_busy_for_as_long_as_they_are(tmp_path
     )
     with rudra.simulate(job, output=tmp_path / "window.h5") as results:
         workers = workers_of(results)
-    assert workers is not None
     assert workers.utilisation(0)[1] == pytest.approx(100, abs=5)
 
 
@@ -160,9 +159,6 @@ def test_a_run_in_virtual_time_has_the_shares_batches_and_utilisation_of_its_cos
     runs = {path.stem: read(path) for path in files}
     about = {name: run.workers for name, run in runs.items()}
     small, large, fixed = about["small"], about["large"], about["fixed"]
-    assert small is not None
-    assert large is not None
-    assert fixed is not None
     assert [small.name, large.name, fixed.name] == ["small only", "large only", "fixed"]
     assert (small.share("small"), large.share("small")) == (100.0, 0.0)
     assert sum(fixed.updates) == runs["fixed"].summary["updates"]
@@ -171,7 +167,6 @@ def test_a_run_in_virtual_time_has_the_shares_batches_and_utilisation_of_its_cos
     for alone, kind in ((small, "small"), (large, "large")):
         assert alone.used(kind) == pytest.approx(100, abs=0.5)
     adaptive = about["adaptive"]
-    assert adaptive is not None
     own = adaptive.worker == 1
     at_least = own & (adaptive.samples == 32)
     if at_least.any():  # what the law of its costs says: 32 / 0.064 against 256 / 0.288

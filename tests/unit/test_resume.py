@@ -42,12 +42,7 @@ def decided(job: Job, path: Path, **tables: Any) -> StartDecision:
 
 
 @pytest.mark.parametrize(
-    ("change", "goes_on"),
-    [
-        ({}, False),
-        ({"epochs": 3}, True),
-        ({"epochs": 200, "patience": 7}, True),
-    ],
+    ("change", "goes_on"), [({}, False), ({"epochs": 3}, True), ({"epochs": 200, "patience": 7}, True)]
 )
 def test_a_finished_run_goes_on_where_it_is_to_be_longer(tmp_path: Path, change: dict[str, Any], goes_on: bool) -> None:
     found = decided(*run(tmp_path), training=change)

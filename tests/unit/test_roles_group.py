@@ -263,11 +263,7 @@ def test_replicas_compare_their_initial_weights_and_start() -> None:
     assert feed(first, Started()) == feed(second, Started()) == ["hash weights"]
     assert feed(first, HASHED) == []
     assert feed(second, HASHED) == ["READY@0 to L0"]
-    assert feed(first, Received(Ready(L1, DIGEST))) == [
-        "START@0 to T",
-        "START@0 to L1",
-        "compute 0 weights gradient",
-    ]
+    assert feed(first, Received(Ready(L1, DIGEST))) == ["START@0 to T", "START@0 to L1", "compute 0 weights gradient"]
     assert feed(second, Received(TrainingStarted(L0, 0))) == ["compute 0 weights gradient"]
 
 

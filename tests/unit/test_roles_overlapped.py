@@ -240,7 +240,6 @@ class World:
                 assert step == len(self.steps)
                 self.computing = action
             case Send(to, message, buffer) if message.kind is MessageKind.WEIGHTS:
-                assert buffer is not None
                 assert self.complete[buffer] == message.timestamp == max(self.complete.values())
                 assert message.timestamp > self.given[to], "nothing twice, and nothing older"
                 assert all(send.to != to for send in self.sending), "one at a time on each edge"
@@ -265,7 +264,6 @@ class World:
         self.handle(weights(timestamp, buffer))
 
     def compute(self) -> None:
-        assert self.computing is not None
         step, self.computing = self.computing.step, None
         self.handle(computed(step))
 

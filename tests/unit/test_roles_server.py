@@ -283,10 +283,7 @@ def test_rows_say_what_went_into_the_updates() -> None:
     assert [r["staleness"] for r in gradients] == [0, 0, 0, 1]
     assert [(r["samples"], r["scale"], r["loss"], r["errors"]) for r in gradients] == [(SAMPLES, 1.0, 0.5, 1)] * 4
     updates = [r.item() for r in rows_sent(actions, MessageKind.UPDATES)]
-    assert updates == [
-        (1, 1, 2, 8, 1.0, 0.0, 2.0, 0.25, 2**64 - 2),
-        (2, 1, 2, 8, 1.0, 0.5, 4.0, 0.5, 2**64 - 4),
-    ]
+    assert updates == [(1, 1, 2, 8, 1.0, 0.0, 2.0, 0.25, 2**64 - 2), (2, 1, 2, 8, 1.0, 0.5, 4.0, 0.5, 2**64 - 4)]
     (epoch,) = (a.message.rows[0] for a in actions if getattr(a, "buffer", None) == "snapshot")  # type: ignore[union-attr]
     assert epoch.item()[:9] == (1, 0, 2, 16, 4.0, 0.25, 1.0, 0.5, 0.25)
     unknown = ("test_loss", "test_error", "validation_loss", "validation_error", "evaluation_began_s", "evaluation_s")

@@ -116,7 +116,6 @@ def test_a_models_gradient_has_the_bits_of_the_flat_one(make: Any) -> None:
     torch.manual_seed(0)
     model = FlatModel(make(), tasks.Classification(2))
     form = model.row_form
-    assert form is not None
     weights, vector = torch.zeros(model.size), torch.zeros(model.size)
     model.read_into(weights)
     model.bind(weights)

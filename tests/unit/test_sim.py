@@ -295,7 +295,6 @@ def test_rows_belong_to_their_receiver() -> None:
         if isinstance(event, Started):
             return [Receive("one")]
         assert isinstance(event, Received)
-        assert event.message.rows is not None
         event.message.rows["x"] = 5
         return [Halt()]
 
@@ -357,21 +356,11 @@ def test_ports_of_different_nodes_and_directions_do_not_wait_for_each_other() ->
         ({"nodes": 1}, [1.25, 2.25]),  # one node, and the servers on their own: its port out is shared
         ({"nodes": 1, "servers_on_first_node": True}, [1.25, 2.25]),  # inside a node, as between nodes
         (
-            {
-                "nodes": 1,
-                "servers_on_first_node": True,
-                "local_latency_s": 0.125,
-                "local_bandwidth_bytes_per_s": 200.0,
-            },
+            {"nodes": 1, "servers_on_first_node": True, "local_latency_s": 0.125, "local_bandwidth_bytes_per_s": 200.0},
             [0.625, 1.125],
         ),
         (
-            {
-                "nodes": 2,
-                "servers_on_first_node": True,
-                "local_latency_s": 0.125,
-                "local_bandwidth_bytes_per_s": 200.0,
-            },
+            {"nodes": 2, "servers_on_first_node": True, "local_latency_s": 0.125, "local_bandwidth_bytes_per_s": 200.0},
             [0.625, 1.25],  # the second learner comes over the link, which is not the server's own copying
         ),
     ],
@@ -381,10 +370,7 @@ def test_links_between_and_inside_nodes(costs: dict[str, Any], arrivals: list[fl
     assert server.at(Received) == arrivals
 
 
-@pytest.mark.parametrize(
-    ("nodes", "times"),
-    [(None, [5.0, 5.0]), (2, [5.0, 5.0]), (1, [6.0, 6.0])],
-)
+@pytest.mark.parametrize(("nodes", "times"), [(None, [5.0, 5.0]), (2, [5.0, 5.0]), (1, [6.0, 6.0])])
 def test_learners_on_one_node_slow_each_other(nodes: int | None, times: list[float]) -> None:
     def learner(event: Event) -> list[Action]:
         return [Compute(0, WORK, "w", "g")] if isinstance(event, Started) else [Halt()]

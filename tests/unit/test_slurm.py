@@ -111,14 +111,7 @@ def test_text(changes: dict[str, object], holds: list[str], lacks: list[str]) ->
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [
-        ("30", 1800),
-        ("1:30", 90),
-        ("4:00:00", 14_400),
-        ("1-0", 86_400),
-        ("1-12:30", 131_400),
-        ("2-01:00:01", 176_401),
-    ],
+    [("30", 1800), ("1:30", 90), ("4:00:00", 14_400), ("1-0", 86_400), ("1-12:30", 131_400), ("2-01:00:01", 176_401)],
 )
 def test_time_limits(text: str, seconds: int) -> None:
     assert time_limit_s(text) == seconds

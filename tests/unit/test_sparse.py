@@ -39,8 +39,6 @@ def table(file: Path, sparse: Any = True, **more: Any) -> DataTable:
 def test_mini_batches_hold_what_dense_ones_do(file: Path, suffix: str, more: dict[str, Any]) -> None:
     sparse, dense = (load(table(file.with_suffix(suffix), on, **more)) for on in (True, False))
     for one, other in ((sparse.training, dense.training), (sparse.test, dense.test)):
-        assert one is not None
-        assert other is not None
         which = np.array([3, 0, 3, 7])
         (x, y), (dense_x, dense_y) = one.batch(which), other.batch(which)
         assert is_sparse(x)
@@ -84,10 +82,7 @@ def own_data(path: Path) -> tuple[TensorDataset, TensorDataset]:
             {"training": {"compile": True}},
             "[training] compile = true: steps on sparse inputs cannot be compiled; valid",
         ),
-        (
-            {"model": {"name": dense_network}},
-            "[data] sparse = true: [model] does not take sparse inputs (",
-        ),
+        ({"model": {"name": dense_network}}, "[data] sparse = true: [model] does not take sparse inputs ("),
         ({"simulation": {"batching": "vmap"}}, "[simulation] batching = 'vmap': the inputs are sparse; valid for"),
     ],
 )

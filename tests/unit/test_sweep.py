@@ -372,7 +372,6 @@ def test_two_sweeps_do_not_meet_in_one_directory(here: Path, capsys: pytest.Capt
 def stuck(here: Path) -> Iterator["subprocess.Popen[str]"]:
     """A sweep whose first point is finished and whose second one hangs."""
     process = started("fragile.toml", "--grid", "model.options.fault=none,sleeps", "--output", "out", "--workers", "1")
-    assert process.stderr is not None
     assert "1/2 points" in process.stderr.readline()
     yield process
     if process.poll() is None:

@@ -41,12 +41,7 @@ CASES: list[tuple[dict[str, Any], Any, Any, float]] = [
     ({"name": "multi-label"}, LOGITS, FLAGS, nn.BCEWithLogitsLoss()(LOGITS, FLAGS).item()),
     ({"name": "language"}, WORDS, NEXT, functional.cross_entropy(WORDS.flatten(0, 1), NEXT.flatten()).item()),
     ({"name": "regression"}, NUMBERS, TRUTH, functional.mse_loss(NUMBERS, TRUTH).item()),
-    (
-        {"name": "regression", "options": {"loss": "l1"}},
-        NUMBERS,
-        TRUTH,
-        functional.l1_loss(NUMBERS, TRUTH).item(),
-    ),
+    ({"name": "regression", "options": {"loss": "l1"}}, NUMBERS, TRUTH, functional.l1_loss(NUMBERS, TRUTH).item()),
 ]
 
 

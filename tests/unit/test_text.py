@@ -106,7 +106,6 @@ def test_keys_that_make_no_sense_for_a_text(keys: dict[str, Any], tmp_path: Path
 def test_real_shakespeare() -> None:
     train, _, info, _ = load(DataTable(name="text", path=REAL / "tinyshakespeare" / "input.txt"))
     assert (info.classes, info.training_samples, info.test_samples) == (65, 15_685, 1_742)
-    assert train is not None
     x, y = train.batch(np.array([0]))
     text = (REAL / "tinyshakespeare" / "input.txt").read_text(encoding="utf-8")
     vocabulary = sorted(set(text))

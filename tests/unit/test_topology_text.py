@@ -254,10 +254,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "[topology] options.groups = 9 is not supported with 4 learners; use 1 to 4",
         ),
         ("gone.h5", "gone.h5: no such result file"),
-        (
-            "gone.h5 -n 3",
-            "gone.h5: a result file shows its run; -n, --nodes, --learners and --set are for jobs",
-        ),
+        ("gone.h5 -n 3", "gone.h5: a result file shows its run; -n, --nodes, --learners and --set are for jobs"),
     ],
 )
 def test_mistakes(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,12 +96,7 @@ def job_of(name: str, way: Way) -> rudra.Job:
     job = rudra.Job(
         model={"name": MODELS[name]},
         data={"name": data, "classes": CLASSES},
-        training={
-            "epochs": way.updates,
-            "minibatch_size": SAMPLES // learners,
-            "seed": 1,
-            "evaluate": False,
-        },
+        training={"epochs": way.updates, "minibatch_size": SAMPLES // learners, "seed": 1, "evaluate": False},
         optimizer={"learning_rate": RATE, "momentum": 0.0},
         **{
             **tables,
