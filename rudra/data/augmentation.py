@@ -16,9 +16,6 @@ from rudra.plugins import choose
 class Augmentation:
     """Changes to the inputs of a mini-batch before training.
 
-    Args:
-        table: Augmentation table of the job.
-
     Raises:
         ConfigError: The user's callable does not exist.
     """

@@ -74,7 +74,6 @@ class Sampler:
 
     Args:
         seed: Seed of the job.
-        stream: Number of the learner.
         population: Number of samples in the training set, below 2**31.
 
     Raises:

@@ -114,7 +114,6 @@ def compare(then: Tables, now: Tables) -> JobComparison:
 
     Args:
         then: Tables of the checkpoint's job.
-        now: Tables of the job to run.
     """
     ran = decisive(then)
     decided = _decided(ran, now)

@@ -22,6 +22,19 @@ def job(protocol: str, learners: int, *, n: int | None = None, epochs: int = 3, 
     return Job(protocol=named, cluster={"learners": learners}, training=training, **tables).resolved()
 
 
+def check_accounts(rows: TrialRows) -> None:
+    """Every gradient is accounted for; what is applied is applied once, in each learner's order, as stale as told."""
+    totals, gradients, updates = rows.totals, rows["gradients"], rows["updates"]
+    assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+    assert totals["applied"] == len(gradients) == updates["gradients"].sum()
+    assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1))
+    assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
+    assert (gradients["staleness"] >= 0).all()
+    for learner in set(gradients["learner"]):
+        mine = gradients[gradients["learner"] == learner]
+        assert np.array_equal(mine["step"], np.arange(len(mine))), "applied once, in order, without holes"
+
+
 class Ramp(Protocol):
     """c falls from λ to 1 over the first updates: it has a state."""
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from clusters import TrialCheckpoint, TrialResult, TrialRows
+from clusters import TrialCheckpoint, TrialResult, TrialRows, train
 from torch import nn
 
 from rudra.job.job import Job
@@ -44,6 +44,16 @@ def make_job(protocol: str, **tables: Any) -> Job:
         results={"checkpoint_every": "1 updates"},
         **tables,
     )
+
+
+def check_resumed(whole: TrialResult, at: int) -> tuple[TrialCheckpoint, TrialResult]:
+    """From the first checkpoint at or after update `at`, a run reaches the bits and the rows that it would have had."""
+    saved = next(s for s in whole.saved if s.position.timestamp >= at)
+    resumed = train(whole.job, resumed=saved)
+    assert torch.equal(resumed.weights, whole.weights)
+    check_rows(whole, saved, resumed)
+    assert all(resumed.rows.totals[key] == whole.rows.totals[key] for key in ("timestamp", "samples", "applied"))
+    return saved, resumed
 
 
 def check_rows(whole: TrialResult, saved: TrialCheckpoint, resumed: TrialResult) -> None:

@@ -5,13 +5,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from clusters import SAMPLES, TrialResult, TrialRows, train
+from clusters import SAMPLES, TrialResult, TrialRows, check_accounts, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from random_clusters import SURVIVABLE, faulty, outlived, survivable
-from resumable import ALONE, GROUPS, TREE, check_rows, lost, make_job
+from resumable import ALONE, GROUPS, TREE, check_resumed, lost, make_job
 from rules import Bounded, Eager
 
 import rudra
@@ -54,11 +53,7 @@ def test_resumed_before_at_and_after_a_change_it_reaches_the_same_bits(
     whole = undisturbed[name]
     ends = whole.rows["epochs"]["timestamp"]
     assert ends[0] == 12 < 18 <= ends[1] < whole.rows.totals["timestamp"]
-    saved = next(s for s in whole.saved if s.position.timestamp >= at)
-    resumed = train(SETTINGS[name], resumed=saved)
-    assert torch.equal(resumed.weights, whole.weights)
-    check_rows(whole, saved, resumed)
-    assert all(resumed.rows.totals[key] == whole.rows.totals[key] for key in ("timestamp", "samples", "applied"))
+    saved, resumed = check_resumed(whole, at)
     told = [row["timestamp"] for row in changes(resumed.rows)]
     assert told == [row["timestamp"] for row in changes(whole.rows) if row["timestamp"] > saved.position.timestamp]
 
@@ -179,14 +174,9 @@ def test_a_run_that_changes_ends_whoever_dies(topology: str, data: st.DataObject
     if rows is None:
         assert run_.simulation.faults
         return
-    totals, gradients, updates = rows.totals, rows["gradients"], rows["updates"]
+    gradients, updates = rows["gradients"], rows["updates"]
     assert rows.code == 0
-    assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
-    assert totals["applied"] == len(gradients) == updates["gradients"].sum()
-    assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1))
-    for learner in range(run_.learners):
-        mine = gradients[gradients["learner"] == learner]
-        assert np.array_equal(mine["step"], np.arange(len(mine))), "applied once, in order, without holes"
+    check_accounts(rows)
     epochs = rows["epochs"]
     assert list(epochs["epoch"]) == list(range(1, run_.training.epochs + 1))
     ends = {int(row["epoch"]): int(row["timestamp"]) for row in epochs}

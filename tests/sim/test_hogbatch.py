@@ -10,7 +10,7 @@ from clusters import TrialRows, timing, train, validate
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from workers import ALONE, UNLIKE, check_epochs, clusters, job, replayed_plainly
+from workers import ALONE, UNLIKE, async_alone, check_epochs, check_served, clusters, digits, job, replayed_plainly
 
 import rudra
 from protocols.hogbatch import Hogbatch
@@ -49,11 +49,7 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
     run, samples = data.draw(clusters())
     look = Given(run, samples)
     rows = timing(run, samples, look)
-    each_epoch = run.hogbatch.shuffle == "epoch"
-    check_epochs(rows, samples, each_epoch=each_epoch)
-    totals = rows.totals
-    assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
-    assert totals["samples"] == samples * run.training.epochs
+    check_served(run, rows, samples)
     assert run.simulation.faults or not look.irregular
     if run.training.evaluate == "workers":
         assert rows["epochs"]["evaluated"].all()
@@ -96,20 +92,10 @@ def test_updates_and_busy_time_of_unlike_workers(
 @pytest.mark.parametrize(("scaling", "reference"), [("none", 128), ("linear", 16), ("sqrt", 16)])
 def test_one_worker_is_async_with_one_learner(optimizer: dict[str, Any], scaling: str, reference: int) -> None:
     """On the same stream of samples, whose epochs are whole batches."""
-    common: dict[str, Any] = {
-        "model": {"name": "mlp"},
-        "data": {"name": "digits", "train_limit": 480},
-        "optimizer": {**optimizer, "warm_up": 1.5, "milestones": (1,)},
-    }
+    common = {**digits(480), "optimizer": {**optimizer, "warm_up": 1.5, "milestones": (1,)}}
     protocol, hogbatch = {"reference_batch_size": reference}, {"lr_scaling": scaling, "shuffle": "epoch"}
     alone = train(job(ALONE, 1, "adaptive", hogbatch=hogbatch, protocol=protocol, **common))
-    plain = Job(
-        protocol={"name": "async", "modulation": "none"},
-        cluster={"learners": 1, "threads_per_rank": 1},
-        training={"epochs": 3, "seed": 3, "evaluate": False, "minibatch_size": 16},
-        **common,
-    )
-    other = train(plain.resolved())
+    other = async_alone(**common)
     assert torch.equal(alone.weights, other.weights)
     for name in ("first", "samples", "step", "loss"):
         assert np.array_equal(alone.rows["gradients"][name], other.rows["gradients"][name])
@@ -119,8 +105,7 @@ def test_one_worker_is_async_with_one_learner(optimizer: dict[str, Any], scaling
 def test_the_recorded_work_alone_makes_the_weights(rule: str) -> None:
     simulation = {"jitter": 0.5, "latency_s": 0.001}
     optimizer = {"learning_rate": 0.2, "momentum": 0.9}
-    common = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 400}}
-    run = job(UNLIKE, 2, rule, simulation=simulation, optimizer=optimizer, **common)
+    run = job(UNLIKE, 2, rule, simulation=simulation, optimizer=optimizer, **digits())
     trained = train(run)
     check_epochs(trained.rows, 400)
     assert torch.equal(replayed_plainly(run, trained.rows), trained.weights)
@@ -133,8 +118,7 @@ def test_a_small_worker_of_48_threads_and_a_fast_large_one(tmp_path: Path) -> No
         {"kind": "large", "min": 64, "max": 256, "compute_s": {64: 0.01, 256: 0.02}},
     ]
     simulation = {"jitter": 0.0, "latency_s": 0.0, "update_s": 0.0, "bandwidth_bytes_per_s": 1e13}
-    common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits"}, "simulation": simulation}
-    run = job(workers, 2, "fixed", **common)
+    run = job(workers, 2, "fixed", simulation=simulation, **digits(None))
     with rudra.simulate(run, output=tmp_path / "out.h5", progress="quiet") as results:
         mine = results.minibatches[results.minibatches["learner"] == 0]
         assert mine["compute_s"][:48] == pytest.approx(0.02 / 48)
@@ -163,8 +147,7 @@ def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) 
         "faults": [{"learner": 1, "dies_at_s": 0.4 + 0.07 * seed}, {"learner": 3, "dies_at_s": 0.7}],
         "detection_s": 0.03,
     }
-    common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits"}, "simulation": simulation}
-    run = job(workers, 4, rule, training={"seed": seed}, **common)
+    run = job(workers, 4, rule, training={"seed": seed}, simulation=simulation, **digits(None))
     with rudra.simulate(run, output=tmp_path / "out.h5", progress="quiet") as results:
         rows = TrialRows({name: [getattr(results, name)] for name in ("gradients", "updates", "epochs")})
         check_epochs(rows, results.attributes["training_samples"])
@@ -173,8 +156,8 @@ def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) 
 
 
 def test_a_worker_that_dies_before_its_first_gradient_has_no_batches(tmp_path: Path) -> None:
-    common = {"model": {"name": "mlp"}, "data": {"name": "digits"}, "training": {"epochs": 1}}
-    run = job(UNLIKE, 3, simulation={"faults": [{"learner": 1, "dies_at_s": 0.001}]}, **common)
+    simulation = {"faults": [{"learner": 1, "dies_at_s": 0.001}]}
+    run = job(UNLIKE, 3, simulation=simulation, training={"epochs": 1}, **digits(None))
     with rudra.simulate(run, output=tmp_path / "out.h5", progress="quiet") as results:
         dead = results.summary()["workers"][1]
     assert (dead["updates"], dead["mean_batch"], dead["last_batch"]) == (0, None, None)
@@ -186,9 +169,8 @@ def test_a_worker_without_a_gradient_when_the_target_is_reached_has_no_batches(
     """One batch is an epoch; the target is reached after the first epoch, and the third worker never gets work."""
     target = {"target": "error <= 1", "target_window": 1, "stop_at_target": True}
     training = {"epochs": 9, "evaluate": "workers", **target}
-    tables = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 16}, "training": training}
-    path = tmp_path / "out.h5"
-    with rudra.simulate(job(UNLIKE[1:], 3, "fixed", **tables), output=path, progress="quiet") as results:
+    path, run = tmp_path / "out.h5", job(UNLIKE[1:], 3, "fixed", training=training, **digits(16))
+    with rudra.simulate(run, output=path, progress="quiet") as results:
         assert (results.status, results.epochs["epoch"].tolist()) == ("finished", [1, 2])
         workers = results.summary()["workers"]
     assert [worker["updates"] for worker in workers] == [1, 1, 0]
@@ -200,8 +182,7 @@ def test_a_worker_without_a_gradient_when_the_target_is_reached_has_no_batches(
 
 @pytest.mark.parametrize("at", [1, 31, 32, 60])
 def test_a_run_goes_on_from_any_checkpoint_with_each_sample_once(at: int) -> None:
-    common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 400}}
-    run = job(UNLIKE, results={"checkpoint_every": "1 updates"}, simulation={"jitter": 0.9}, **common)
+    run = job(UNLIKE, results={"checkpoint_every": "1 updates"}, simulation={"jitter": 0.9}, **digits())
     whole = train(run)
     saved = next(s for s in whole.saved if s.position.timestamp >= at)
     resumed = train(run, resumed=saved)
@@ -216,8 +197,7 @@ def test_a_run_goes_on_from_any_checkpoint_with_each_sample_once(at: int) -> Non
 
 
 def test_a_run_that_is_stopped_goes_on(tmp_path: Path) -> None:
-    common: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 400}}
-    run = job(UNLIKE, simulation={"jitter": 0.9, "bandwidth_bytes_per_s": 1e7, "update_s": 0.01}, **common)
+    run = job(UNLIKE, simulation={"jitter": 0.9, "bandwidth_bytes_per_s": 1e7, "update_s": 0.01}, **digits())
     for stop_at in (0.35, 0.4, 0.45, 0.5):
         first = train(run, stop_at=stop_at)
         (saved,) = first.saved

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from clusters import SAMPLES, check_updates, timing
+from clusters import SAMPLES, check_accounts, check_updates, timing
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,15 +19,11 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data:
     run, training_samples = data.draw(undisturbed(topology))
     rows = timing(run, training_samples)
     totals, updates, gradients, epochs = rows.totals, rows["updates"], rows["gradients"], rows["epochs"]
-    assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
+    check_accounts(rows)
     assert totals["pending"] == totals["lost"] == 0
     assert list(rows.learners["learner"]) == list(range(run.learners))
     assert rows.learners["pushed"].sum() == totals["pushed"]
-    assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1)), "timestamps grow by one"
-    assert totals["applied"] == len(gradients) == updates["gradients"].sum()
     check_updates(run, rows)
-    assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
-    assert (gradients["staleness"] >= 0).all()
     mean = np.bincount(gradients["update"], gradients["staleness"])[1:] / updates["gradients"]
     assert np.allclose(mean, updates["mean_staleness"])
     # The last update is the first that completes the last epoch.
@@ -38,7 +34,6 @@ def test_every_run_ends_and_every_gradient_is_accounted_for(topology: str, data:
     assert (updates["update_s"] == run.simulation.update_s * (1 / len(run.plan().owners))).all()
     for learner, account in enumerate(rows.learners):
         mine = gradients[gradients["learner"] == learner]
-        assert np.array_equal(mine["step"], np.arange(len(mine))), "each learner's gradients are applied once, in order"
         assert (np.diff(mine["timestamp"]) >= 0).all(), "a learner never goes back to older weights"
         if bound := run.topology.options.get("outstanding"):
             assert (mine["timestamp"][bound:] >= mine["update"][:-bound]).all(), "it computes with weights that hold it"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusters import SAMPLES, TrialRows, job, timing, train
+from clusters import SAMPLES, TrialRows, check_accounts, job, timing, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,15 +37,8 @@ def dropped(rows: TrialRows) -> Any:
 
 
 def check(run_: Job, rows: TrialRows) -> None:
-    plan, totals, gradients, updates = run_.plan(nodes_of(run_)), rows.totals, rows["gradients"], rows["updates"]
-    assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
-    assert totals["applied"] == len(gradients) == updates["gradients"].sum()
-    assert np.array_equal(updates["timestamp"], np.arange(1, len(updates) + 1))
-    assert (gradients["staleness"] == gradients["update"] - 1 - gradients["timestamp"]).all()
-    assert (gradients["staleness"] >= 0).all()
-    for learner in range(run_.learners):
-        mine = gradients[gradients["learner"] == learner]
-        assert np.array_equal(mine["step"], np.arange(len(mine))), "applied once, in order, without holes"
+    plan, gradients, updates = run_.plan(nodes_of(run_)), rows["gradients"], rows["updates"]
+    check_accounts(rows)
     rule = run_.make_protocol(plan)
     if run_.protocol.name == "hardsync":
         assert (gradients["staleness"] == 0).all()
@@ -232,6 +225,7 @@ def test_who_keeps_all_waiting_is_dropped_if_the_job_says_so(topology: dict[str,
     later = rows["gradients"][rows["gradients"]["update"] > row["timestamp"] + 1]
     assert set(later["learner"]) == {0, 2, 3}
     check_accounts(rows)
+    assert list(rows.learners["learner"]) == [0, 1, 2, 3]
     (line,) = rows.warnings
     text = "was dropped: it sent nothing for 2[0-9] s; 3 learners are left, 3 gradients make an update"
     assert re.fullmatch(rf"parameter server: learner 1 \(rank [0-9]+\) {text}", line)
@@ -244,6 +238,7 @@ def test_of_all_who_are_too_slow_the_last_one_stays(topology: dict[str, Any]) ->
     assert len(dropped(rows)) == 3
     assert len(set(rows["gradients"]["learner"][-5:])) == 1
     check_accounts(rows)
+    assert list(rows.learners["learner"]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("topology", [{}, ADV], ids=str)
@@ -255,6 +250,7 @@ def test_who_comes_in_time_is_not_dropped(late_s: float, topology: dict[str, Any
     rows = timing(run_, 80 * SAMPLES)
     assert rows.code == 0
     check_accounts(rows)
+    assert list(rows.learners["learner"]) == [0, 1, 2, 3]
     assert bool(len(dropped(rows))) == (set(rows["gradients"]["learner"][-3:]) == {0, 2, 3})
 
 
@@ -265,12 +261,6 @@ def test_a_tree_that_waits_for_one_of_its_servers_accuses_nobody_else() -> None:
         small("hardsync", 4, fault).with_(fault_tolerance={"straggler_timeout_s": 20.0}, topology=ADV), 80 * SAMPLES
     )
     assert not len(dropped(rows))
-
-
-def check_accounts(rows: TrialRows) -> None:
-    totals = rows.totals
-    assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
-    assert list(rows.learners["learner"]) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import torch
 from clusters import Guarded, TrialResult, train
 from hypothesis import given
 from hypothesis import strategies as st
+from rules import Eager
 from torch import nn
 
 import rudra
-from protocols import Protocol
 from rudra.compute import devices
 from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
@@ -242,16 +242,6 @@ def test_a_joint_gradient_is_computed_once_and_shared() -> None:
     assert trained.rows.totals["applied"] == 6 * updates
     assert trained.tensors.vectors <= 4
     assert trained.tensors.asked <= 2 * updates + 2  # type: ignore[attr-defined]
-
-
-class Eager(Protocol):
-    """In learner order, one of each, but nobody waits for the update."""
-
-    ordered = True
-
-    def __init__(self, learners: int) -> None:
-        super().__init__(learners)
-        self.gradients_per_update = learners
 
 
 class Branching(nn.Module):

@@ -11,7 +11,7 @@ from clusters import TrialResult, TrialRows, timing, train
 from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
-from workers import ALONE, UNLIKE, check_epochs, clusters, job, replayed_plainly
+from workers import ALONE, UNLIKE, async_alone, check_epochs, check_served, clusters, digits, job, replayed_plainly
 
 import rudra
 from rudra.compute import models, tasks
@@ -25,7 +25,7 @@ from rudra.errors import EXIT_STOPPED, ConfigError, ReplayError, RunError
 from rudra.job.job import Job
 from rudra.prepare.resolve import nodes_of
 
-DIGITS: dict[str, Any] = {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": 480}}
+DIGITS = digits(480)
 LOCKED: dict[str, Any] = {"weights": "shared", "locking": True}
 RACING: dict[str, Any] = {"weights": "shared", "locking": False}
 
@@ -46,10 +46,7 @@ def test_every_sample_of_an_epoch_is_served_once(data: st.DataObject) -> None:
         simulation |= {"nodes": data.draw(st.integers(2, 3)), "faults": ()}
     run = run.with_(hogbatch=weights, simulation=simulation)
     rows = timing(run, samples)
-    check_epochs(rows, samples, each_epoch=run.hogbatch.shuffle == "epoch")
-    totals = rows.totals
-    assert totals["pushed"] == totals["applied"] + totals["pending"] + totals["discarded"] + totals["lost"]
-    assert totals["samples"] == samples * run.training.epochs
+    check_served(run, rows, samples)
     assert (rows["gradients"]["staleness"] >= 0).all()
 
 
@@ -81,14 +78,7 @@ def test_one_worker_is_async_with_one_learner(weights: dict[str, Any], kind: str
     hogbatch = {**weights, "shuffle": "epoch"}
     about: dict[str, Any] = {"hogbatch": hogbatch, "protocol": protocol, "optimizer": optimizer}
     alone = train(job(workers, 1, "fixed", **about, **DIGITS))
-    plain = Job(
-        protocol={"name": "async", "modulation": "none"},
-        cluster={"learners": 1, "threads_per_rank": 1},
-        training={"epochs": 3, "seed": 3, "evaluate": False, "minibatch_size": 16},
-        optimizer=optimizer,
-        **DIGITS,
-    )
-    other = train(plain.resolved())
+    other = async_alone(optimizer=optimizer, **DIGITS)
     assert torch.equal(alone.weights, other.weights)
     for name in ("first", "samples", "step", "loss", "timestamp"):
         assert np.array_equal(alone.rows["gradients"][name], other.rows["gradients"][name])

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from clusters import TrialRows
+from clusters import TrialResult, TrialRows, train
 from hypothesis import strategies as st
 
 from rudra.compute import models, tasks
@@ -30,6 +30,30 @@ def job(workers: list[dict[str, Any]], learners: int = 2, rule: str = "adaptive"
         training=training,
         **tables,
     ).resolved()
+
+
+def digits(samples: int | None = 400) -> dict[str, Any]:
+    """Tables of a small model, and the training set's first samples."""
+    return {"model": {"name": "mlp"}, "data": {"name": "digits", "train_limit": samples}}
+
+
+def async_alone(**tables: Any) -> TrialResult:
+    """One learner that does what one worker with batches of 16 does."""
+    plain = Job(
+        protocol={"name": "async", "modulation": "none"},
+        cluster={"learners": 1, "threads_per_rank": 1},
+        training={"epochs": 3, "seed": 3, "evaluate": False, "minibatch_size": 16},
+        **tables,
+    )
+    return train(plain.resolved())
+
+
+def check_served(run: Job, rows: TrialRows, samples: int) -> None:
+    """Every epoch has applied each sample once, and every gradient is accounted for."""
+    check_epochs(rows, samples, each_epoch=run.hogbatch.shuffle == "epoch")
+    totals = rows.totals
+    assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
+    assert totals["samples"] == samples * run.training.epochs
 
 
 def check_epochs(rows: TrialRows, samples: int, *, each_epoch: bool = False) -> None:

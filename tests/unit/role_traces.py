@@ -16,6 +16,7 @@ from rudra.core.events import (
     AverageGroup,
     CancelReceive,
     Compute,
+    Computed,
     ComputeNorms,
     DeclareLost,
     Event,
@@ -39,11 +40,22 @@ from rudra.core.events import (
     Updated,
     WriteShared,
 )
-from rudra.core.messages import MESSAGES, ChildDone, Message, MessageKind, PushedGradient
+from rudra.core.messages import (
+    MESSAGES,
+    ChildDone,
+    Message,
+    MessageKind,
+    PullAnswer,
+    PushedGradient,
+    Shutdown,
+    Stop,
+    TrainingStarted,
+)
 from rudra.core.records import Gradient
 from rudra.core.training_state import BEGINNING
 from rudra.job.job import Job
 from rudra.roles import Machine, make
+from rudra.roles.machine import short_digest
 from topologies import Plan
 from topologies.kinds import LEARNER, PARAMETER_SERVER, STAGE_REPLICA, STAGE_SERVER, STATISTICS_SERVER, TREE_SERVER
 
@@ -76,6 +88,9 @@ SHORT: dict[type[Action], str] = {
 }
 """Short texts of actions whose names are long."""
 HASHED = Hashed("0123456789abcdef" + 48 * "0")
+DIGEST = short_digest(HASHED.digest)
+START, STOP = Received(TrainingStarted(SERVER, 0)), Received(Stop(SERVER))
+DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 
 
 def job(name: str, learners: int = 2, **tables: Any) -> Job:
@@ -159,6 +174,14 @@ def any_message(kind: MessageKind, sender: int, **fields: Any) -> Message:
     missing = [f for f in msgspec.structs.fields(type_) if f.required and f.name not in {"sender", *fields}]
     message: Message = type_(sender, **{f.name: nothing.get(f.type, ()) for f in missing}, **fields)
     return message
+
+
+def computed(step: int, loss: float = 0.5) -> Computed:
+    return Computed(step, loss, 1, SAMPLES)
+
+
+def answer(timestamp: int, sender: int = SERVER) -> Received:
+    return Received(PullAnswer(sender, timestamp))
 
 
 def updated(timestamp: int, digest: int = 0, seconds: float = 0.0) -> Updated:

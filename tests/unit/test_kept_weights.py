@@ -87,22 +87,30 @@ def test_of_many_kept_epochs_some_are_named(tmp_path: Path) -> None:
     assert str(error.value).endswith(f"no final weights: the run is interrupted; epochs that are kept: {kept}")
 
 
-@pytest.mark.slow
-def test_a_killed_writer_leaves_the_epochs_whose_rows_are_there(tmp_path: Path) -> None:
-    path = tmp_path / "run.h5"
+def killed(path: Path, deeds: str) -> None:
+    """A writer in a process that is killed."""
     child = f"""
 import os, signal
 from pathlib import Path
 from tests.unit.test_kept_weights import *
 writer = new_writer(Path({str(path)!r}), flush_s=60)
+{deeds}
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run(forks.rudra(child), cwd=ROOT, timeout=60, check=False).returncode == -9
+
+
+@pytest.mark.slow
+def test_a_killed_writer_leaves_the_epochs_whose_rows_are_there(tmp_path: Path) -> None:
+    path = tmp_path / "run.h5"
+    deeds = """
 for epoch in (1, 2):
     end_epoch(writer, epoch)
 writer.flush(force=True)
 writer.keep(3, weights(3))
 writer.keep(4, weights(4))
-os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run(forks.rudra(child), cwd=ROOT, timeout=60, check=False).returncode == -9
+    killed(path, deeds)
     with open_results(path) as results:
         assert results.live
         assert results.kept_epochs == (1, 2)
@@ -174,11 +182,7 @@ def test_the_place_of_weights_that_are_not_kept_any_longer_is_used_again(
 
 def test_a_writer_that_is_killed_while_it_keeps_the_best_leaves_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "run.h5"
-    child = f"""
-import os, signal
-from pathlib import Path
-from tests.unit.test_kept_weights import *
-writer = new_writer(Path({str(path)!r}), flush_s=60)
+    deeds = """
 for epoch in (1, 2, 3):
     writer.append("epochs", rows(EPOCH, epoch=epoch, timestamp=epoch, weights_sha256=sha256(weights(epoch)).encode()))
     writer.keep(epoch, weights(epoch), [epoch - 1])
@@ -189,7 +193,7 @@ def killed(now):
 writer._flush = killed
 writer.keep(4, weights(4), [3])
 """
-    assert subprocess.run(forks.rudra(child), cwd=ROOT, timeout=60, check=False).returncode == -9
+    killed(path, deeds)
     with open_results(path) as results:
         assert results.kept_epochs == (3,)
         assert np.array_equal(results.weights_of(3), weights(3))

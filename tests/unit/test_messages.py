@@ -67,13 +67,19 @@ def test_round_trip_without_rows(kind: MessageKind, data: st.DataObject) -> None
     assert same(decode(encode(message)), message)
 
 
+def received(message: Any) -> Any:
+    """From a buffer that is longer than what arrived, and used again."""
+    buffer = bytearray(encode(message) + b"\xff" * 100)
+    decoded = decode(memoryview(buffer))
+    buffer[:] = bytes(len(buffer))
+    return decoded
+
+
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_round_trip_with_rows_from_a_buffer_that_is_used_again(kind: MessageKind, count: int) -> None:
     message = any_message(kind, 3, rows=rows(kind, count))
-    buffer = bytearray(encode(message) + b"\xff" * 100)  # a receive buffer is longer than what arrived
-    decoded: Any = decode(memoryview(buffer))
-    buffer[:] = bytes(len(buffer))
+    decoded = received(message)
     assert same(decoded, message)
     assert decoded.rows.flags.writeable, "roles write into the rows that they receive"
 
@@ -92,9 +98,7 @@ def test_a_receiver_may_write_into_rows_of_its_own() -> None:
 def test_round_trip_of_gradients_from_a_buffer_that_is_used_again(gradients: list[Gradient], timestamp: int) -> None:
     """Steps and timestamps beyond 32 bits included."""
     message = PushedGradient(3, timestamp, 9, tuple(gradients))
-    buffer = bytearray(encode(message) + b"\xff" * 100)
-    decoded: Any = decode(memoryview(buffer))
-    buffer[:] = bytes(len(buffer))
+    decoded = received(message)
     assert same(decoded, message)
     assert all(type(gradient) is Gradient for gradient in decoded.gradients)
 

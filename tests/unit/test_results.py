@@ -1,7 +1,6 @@
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 import textwrap
@@ -76,6 +75,13 @@ def child(request, tmp_path):
         return process
 
     return start
+
+
+def killed(writer):
+    """Kills a child that has said one line."""
+    assert writer.stdout.readline()
+    writer.kill()
+    writer.wait(timeout=30)
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -257,9 +263,7 @@ def test_what_was_flushed_survives_a_killed_writer(tmp_path, child):
         writer.append("updates", rows(UPDATE, 7))
         say("flushed")
     """)
-    writer.stdout.readline()
-    writer.send_signal(signal.SIGKILL)
-    writer.wait(timeout=30)
+    killed(writer)
     with pytest.raises(OSError, match="already open for write"):
         h5py.File(tmp_path / "run.h5", "r")  # which is why there is a second way to open it
     with open_results(tmp_path / "run.h5") as results:
@@ -284,7 +288,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_file(tmp_path, child):
     with open_results(tmp_path / "run.h5") as results:
         assert eventually(lambda: writer.poll() is not None or len(results.updates) >= 5000)
         assert writer.poll() is None
-    writer.send_signal(signal.SIGKILL)
+    writer.kill()
     writer.wait(timeout=30)
     with open_results(tmp_path / "run.h5") as results:
         assert len(results.updates) >= 5000
@@ -393,19 +397,15 @@ def test_without_swmr_the_file_is_whole_between_two_flushes(tmp_path, child):
 
 
 def test_without_swmr_rows_wait_and_a_killed_writer_leaves_what_was_flushed(tmp_path, child):
-    path = tmp_path / "run.h5"
-    process = child("""
+    writer = child("""
         writer = new_writer(path, swmr=False)
         writer.append("updates", rows(UPDATE, 3))
         writer.flush(force=True)
         writer.append("updates", rows(UPDATE, 3))
-        print("ready", flush=True)
-        sys.stdin.read()
+        say("flushed")
     """)
-    assert process.stdout.readline() == "ready\n"
-    process.kill()
-    process.wait()
-    with open_results(path) as results:
+    killed(writer)
+    with open_results(tmp_path / "run.h5") as results:
         assert results.status == "running"
         assert len(results.updates) == 3
 
@@ -571,9 +571,7 @@ def test_a_damaged_file_of_a_killed_writer_is_refused_at_once(tmp_path, child):
         writer.append("updates", rows(UPDATE, 1500))
         say("flushed")
     """)
-    writer.stdout.readline()
-    writer.send_signal(signal.SIGKILL)
-    writer.wait(timeout=30)
+    killed(writer)
     content = bytearray((tmp_path / "run.h5").read_bytes())
     content[100:] = bytes(len(content) - 100)
     (tmp_path / "run.h5").write_bytes(content)

@@ -9,13 +9,19 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from role_traces import (
+    DIGEST,
+    DONE,
     FIRST_LEARNER,
     HASHED,
     SERVER,
+    START,
     STATISTICS,
+    STOP,
+    answer,
     any_message,
     brief,
     bye,
+    computed,
     feed,
     gradient,
     job,
@@ -62,11 +68,8 @@ from rudra.core.messages import (
     LearnerRows,
     Message,
     MessageKind,
-    PullAnswer,
     Ready,
-    Shutdown,
     Snapshot,
-    Stop,
     TotalsRows,
     TrainingStarted,
     Weights,
@@ -87,24 +90,12 @@ from rudra.roles import statistics as statistics_
 from rudra.roles import tree as tree_
 from rudra.roles.machine import short_digest
 
-START = Received(TrainingStarted(SERVER, 0))
-DIGEST = short_digest(HASHED.digest)
-STOP = Received(Stop(SERVER))
-DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 READY = [Received(Ready(FIRST_LEARNER + i, DIGEST)) for i in range(2)]
 SENT = Sent("gradient", SERVER)
 
 
 def weights(timestamp: int) -> Received:
     return Received(Weights(SERVER, timestamp), "weights")
-
-
-def answer(timestamp: int) -> Received:
-    return Received(PullAnswer(SERVER, timestamp))
-
-
-def computed(step: int, loss: float = 0.5) -> Computed:
-    return Computed(step, loss, 1, 4)
 
 
 def computing(**faults: Any) -> Machine:

@@ -3,14 +3,30 @@
 from typing import Any
 
 import pytest
-from role_traces import HASHED, SAMPLES, brief, feed, job, machine, names_of, rows_sent, sent_gradient, updated
+from role_traces import (
+    DIGEST,
+    DONE,
+    HASHED,
+    SAMPLES,
+    START,
+    STOP,
+    answer,
+    brief,
+    computed,
+    feed,
+    job,
+    machine,
+    names_of,
+    rows_sent,
+    sent_gradient,
+    updated,
+)
 
 from rudra.core.events import Computed, Event, Received, Reduce, Reduced, Send, Sent, Started
 from rudra.core.messages import (
     ChildDone,
     GroupFlags,
     MessageKind,
-    PullAnswer,
     Ready,
     ReportedRows,
     Shutdown,
@@ -21,17 +37,11 @@ from rudra.core.messages import (
 from rudra.roles import Machine
 from rudra.roles.group_learner import GroupLearner
 from rudra.roles.learner import LearnerState
-from rudra.roles.machine import short_digest
 from rudra.roles.replica import Replica, ReplicaState
 
 ROOT, STATISTICS, FIRST, SECOND = 0, 1, 2, 3
-DIGEST = short_digest(HASHED.digest)
 SENT = Sent("gradient", ROOT)
 HANDED_ON = Sent("weights", SECOND)
-
-
-def computed(step: int) -> Computed:
-    return Computed(step, 0.5, 1, SAMPLES)
 
 
 def reduced(step: int, timestamp: int = 0) -> Reduced:
@@ -40,16 +50,8 @@ def reduced(step: int, timestamp: int = 0) -> Reduced:
     )
 
 
-def answer(timestamp: int, sender: int = ROOT) -> Received:
-    return Received(PullAnswer(sender, timestamp))
-
-
 def weights(timestamp: int, sender: int = ROOT) -> Received:
     return Received(Weights(sender, timestamp), "weights")
-
-
-STOP = Received(Stop(ROOT))
-DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 
 
 def new(role: int) -> GroupLearner:
@@ -62,7 +64,7 @@ def leading() -> GroupLearner:
     """The first member of the first group; it computes."""
     role = new(FIRST)
     ready = Received(Ready(SECOND, DIGEST))
-    feed(role, Started(), weights(0), HASHED, ready, HANDED_ON, Received(TrainingStarted(ROOT, 0)))
+    feed(role, Started(), weights(0), HASHED, ready, HANDED_ON, START)
     assert role.state is LearnerState.COMPUTING
     return role
 
@@ -85,7 +87,7 @@ def test_the_first_member_receives_and_reports_for_all() -> None:
     assert feed(role, HASHED) == []
     assert feed(role, Received(Ready(SECOND, DIGEST))) == ["READY@0 to S"]
     assert feed(role, HANDED_ON) == []
-    assert feed(role, Received(TrainingStarted(ROOT, 0))) == ["START@0 to L1", "compute 0 weights gradient"]
+    assert feed(role, START) == ["START@0 to L1", "compute 0 weights gradient"]
 
 
 def test_other_members_receive_from_it_and_report_to_it() -> None:

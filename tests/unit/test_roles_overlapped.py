@@ -2,17 +2,14 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from role_traces import HASHED, SAMPLES, feed, job, machine, rows_sent
+from role_traces import DONE, HASHED, START, STOP, computed, feed, job, machine, rows_sent
 
-from rudra.core.events import Action, Compute, Computed, Event, Receive, Received, Send, Sent, Started
+from rudra.core.events import Action, Compute, Event, Receive, Received, Send, Sent, Started
 from rudra.core.messages import (
     ChildDone,
     GradientApplied,
     MessageKind,
     PushedGradient,
-    Shutdown,
-    Stop,
-    TrainingStarted,
     Weights,
 )
 from rudra.roles.learner import LearnerState
@@ -21,9 +18,6 @@ from rudra.roles.overlapped import OverlappedLearner
 ROOT, STATISTICS, SELF = 0, 1, 2
 W0, W1, W2 = "weights", "weights 1", "weights 2"
 G0, G1 = "gradient 0", "gradient 1"
-START = Received(TrainingStarted(ROOT, 0))
-STOP = Received(Stop(ROOT))
-DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 LEAVES = ["MINIBATCHES@0 to T", "LEARNERS@0 to T", "CHILD_DONE@0 to S"]
 
 
@@ -36,10 +30,6 @@ def new(**options: int) -> OverlappedLearner:
 
 def weights(timestamp: int, buffer: str) -> Received:
     return Received(Weights(ROOT, timestamp), buffer)
-
-
-def computed(step: int) -> Computed:
-    return Computed(step, 0.5, 1, SAMPLES)
 
 
 def delivered(buffer: str) -> Sent:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 from role_traces import (
+    DIGEST,
+    DONE,
     FIRST_LEARNER,
     HASHED,
     SAMPLES,
@@ -30,22 +32,19 @@ from rudra.core.messages import (
     PartTaken,
     PushedGradient,
     Ready,
-    Shutdown,
     SnapshotCredit,
     TrainingStarted,
 )
 from rudra.core.schedule import Schedule
 from rudra.job.tables import OptimizerTable
-from rudra.roles.machine import short_digest
 from rudra.roles.multi_owner import NUMBER
 from rudra.roles.server import ParameterServer, ServerState
 
 G0, G1 = "gradient 0", "gradient 1"
 CREDIT = Received(SnapshotCredit(STATISTICS))
-DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 
 
-def ready(learner: int, digest: int = short_digest(HASHED.digest)) -> Received:
+def ready(learner: int, digest: int = DIGEST) -> Received:
     return Received(Ready(FIRST_LEARNER + learner, digest))
 
 
@@ -460,7 +459,7 @@ def downcasting() -> ParameterServer:
     assert isinstance(role, ParameterServer)
     told = feed(role, Started(), HASHED)
     assert told == ["hash weights", *(f"WEIGHTS@0 to L{i} [weights]" for i in range(3))]
-    readies = [Received(Ready(R0 + i, short_digest(HASHED.digest))) for i in range(3)]
+    readies = [Received(Ready(R0 + i, DIGEST)) for i in range(3)]
     told = feed(role, *(Sent("weights", L0 + i) for i in range(3)), *readies)
     assert told == ["START@0 to T", *(f"START@0 to R{i}" for i in range(3)), "receive gradient 0", "receive gradient 1"]
     return role
@@ -595,7 +594,7 @@ def test_a_push_of_a_dead_learner_that_waits_for_a_buffer_is_let_in_by_no_shard(
         part = Received(GradientPart(learners[learner]), f"gradient {learner}")
         return part, Received(PartTaken(other, learner + 1))
 
-    ready = (Ready(learner, short_digest(HASHED.digest)) for learner in learners)
+    ready = (Ready(learner, DIGEST) for learner in learners)
     let_in(Started(), HASHED, *(Sent("weights", learner) for learner in learners), *map(Received, ready))
     assert let_in(*map(told, range(4))) == list(learners[:4])
     end = Lost(learners[4]), told(4)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from role_traces import FIRST_LEARNER, HASHED, SERVER, STATISTICS, feed, job, machine
+from role_traces import FIRST_LEARNER, HASHED, SERVER, START, STATISTICS, feed, job, machine
 
 from rudra.core import records
 from rudra.core.events import Evaluated, Event, Hashed, Received, Record, Send, SplitMetrics, Started
@@ -31,7 +31,7 @@ END = ["SHUTDOWN@0 to S", "SHUTDOWN@0 to L0", "SHUTDOWN@0 to L1", "halt"]
 def started(epochs: int = 3, evaluate: bool = True, **results: int) -> Machine:
     asked = job("async", training={"epochs": epochs, "evaluate": evaluate}).with_(results=results)
     role = machine(STATISTICS, asked)
-    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
+    feed(role, Started(), START)
     return role
 
 
@@ -171,7 +171,7 @@ def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
     role = machine(STATISTICS, job("async", training={"epochs": 9}).with_(results={"keep_best": True}), epoch=3)
     assert isinstance(role, StatisticsServer)
     role.recall({1: {"error": 0.1}, 2: {"error": 0.5}, 3: {"error": 0.6}}, (2, 3))
-    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
+    feed(role, Started(), START)
     worse = feed(role, epoch(4, "snapshot 0", 9), HASHED, evaluated("snapshot 0", 0.55))
     better = feed(role, epoch(5, "snapshot 1", 9), HASHED, evaluated("snapshot 1", 0.45))
     assert not [action for action in worse if action.startswith("keep")]
@@ -181,7 +181,7 @@ def test_after_a_resume_the_best_of_what_is_kept_counts() -> None:
 def test_patience_ends_the_training_once() -> None:
     run = job("async", training={"epochs": 9, "patience": 2})
     role = machine(STATISTICS, run)
-    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
+    feed(role, Started(), START)
     wanted: list[list[str]] = []
     for number, error in enumerate((0.5, 0.6, 0.4, 0.4, 0.7, 0.6), 1):
         snapshot = f"snapshot {number % 2}"
@@ -194,7 +194,7 @@ def test_at_a_plateau_the_rate_is_lowered_again_and_again() -> None:
     run = job("async", training={"epochs": 9})
     run = run.with_(optimizer={"schedule": "plateau", "schedule_options": {"patience": 2}})
     role = machine(STATISTICS, run)
-    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
+    feed(role, Started(), START)
     told: list[tuple[int, int]] = []
     for number, error in enumerate((0.5, 0.6, 0.5, 0.6, 0.55, 0.4, 0.4, 0.4), 1):
         snapshot = f"snapshot {number % 2}"
@@ -211,7 +211,7 @@ def test_after_a_resume_a_plateau_is_told_again() -> None:
     assert isinstance(role, StatisticsServer)
     role.recall({1: {"error": 0.4}, 2: {"error": 0.5}, 3: {"error": 0.5}}, ())
     feed(role, Started())
-    (again,) = role.handle(Received(TrainingStarted(SERVER, 0)), 0.0)
+    (again,) = role.handle(START, 0.0)
     assert isinstance(again, Send)
     assert (again.to, again.message) == (SERVER, PlateauReached(STATISTICS, 2))
 
@@ -222,7 +222,7 @@ def test_patience_counts_the_tests_before_a_resume() -> None:
         role = machine(STATISTICS, job("async", training={"epochs": 9, "patience": 2}), epoch=len(before))
         assert isinstance(role, StatisticsServer)
         role.recall(before, ())
-        begun = feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
+        begun = feed(role, Started(), START)
         assert ("TARGET_REACHED@0 to S" in begun) == (after is None)
         if after is not None:
             then = feed(role, epoch(3, "snapshot 0", 9), HASHED, evaluated("snapshot 0", after))
@@ -233,7 +233,7 @@ def test_an_evaluation_by_workers_is_added_up_once_though_the_next_is_here_first
     """The workers evaluate epoch 2 while the statistics server adds up their results of epoch 1."""
     tables: dict[str, Any] = {"protocol": {"name": "hogbatch"}, "cluster": {"learners": 2}}
     role = machine(STATISTICS, Job(**tables, training={"epochs": 3, "evaluate": "workers"}).resolved())
-    feed(role, Started(), Received(TrainingStarted(SERVER, 0)))
+    feed(role, Started(), START)
 
     def assessed(number: int) -> Received:
         rows = np.zeros(1, records.SUM)

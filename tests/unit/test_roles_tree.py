@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from role_traces import HASHED, brief, feed, job, machine, names_of, sent_gradient
+from role_traces import DIGEST, DONE, HASHED, START, STOP, brief, feed, job, machine, names_of, sent_gradient
 
 from rudra.core.events import Event, Lost, Received, Send, Sent, Started
 from rudra.core.messages import (
@@ -12,21 +12,13 @@ from rudra.core.messages import (
     PullAnswer,
     PushedGradient,
     Ready,
-    Shutdown,
-    Stop,
-    TrainingStarted,
     Weights,
 )
-from rudra.roles.machine import short_digest
 from rudra.roles.tree import TreeServer, TreeServerState
 
 ROOT, STATISTICS, SERVER, FIRST = 0, 1, 2, 4
-DIGEST = short_digest(HASHED.digest)
 G0, G1, G2 = (f"gradient {i}" for i in range(3))
 W0, W1 = "weights 0", "weights 1"
-START = Received(TrainingStarted(ROOT, 0))
-STOP = Received(Stop(ROOT))
-DONE = Received(Shutdown(STATISTICS, 0, apart=False))
 
 
 def weights(timestamp: int, buffer: str) -> Received:

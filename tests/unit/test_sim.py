@@ -119,6 +119,22 @@ def once(*actions: Action) -> Callable[[Event], list[Action]]:
     return lambda event: [*actions, Halt()] if isinstance(event, Started) else []
 
 
+def computing(event: Event) -> list[Action]:
+    """Computes one gradient."""
+    return [Compute(0, WORK, "w", "g")] if isinstance(event, Started) else [Halt()]
+
+
+def collecting(count: int, value: Callable[[Any], Any], got: list[Any]) -> Callable[[Event], list[Action]]:
+    """Keeps a value of each message, up to so many."""
+
+    def script(event: Event) -> list[Action]:
+        if isinstance(event, Received):
+            got.append(value(event.message))
+        return [Halt()] if len(got) == count else []
+
+    return script
+
+
 def test_a_transfer_waits_for_a_posted_buffer() -> None:
     """Posted at 5; the transfer itself takes 1."""
 
@@ -198,14 +214,8 @@ def test_messages_between_two_roles_never_overtake(seed: int) -> None:
         return [*sent, Compute(step + 1, WORK, "weights", "gradient")]
 
     got: list[int] = []
-
-    def server(event: Event) -> list[Action]:
-        if isinstance(event, Received):
-            got.append(event.message.times)
-        return [Halt()] if len(got) == 62 else []
-
     costs = {"compute_s": 0.01, "latency_s": 0.0, "latency_jitter_s": 1.0, "message_s": 0.003}
-    simulate(server, sender, costs=costs, seed=seed)
+    simulate(collecting(62, lambda message: message.times, got), sender, costs=costs, seed=seed)
     assert got == list(range(62))
 
 
@@ -214,12 +224,7 @@ def test_messages_of_different_senders_do_overtake() -> None:
     orders = set()
     for seed in range(10):
         got: list[int] = []
-
-        def server(event: Event, got: list[int] = got) -> list[Action]:
-            if isinstance(event, Received):
-                got.append(event.message.sender)
-            return [Halt()] if len(got) == 2 else []
-
+        server = collecting(2, lambda message: message.sender, got)
         senders = [once(Send(0, SnapshotCredit(i))) for i in (1, 2)]
         simulate(server, *senders, costs={"latency_jitter_s": 1.0}, seed=seed)
         orders.add(tuple(got))
@@ -227,24 +232,14 @@ def test_messages_of_different_senders_do_overtake() -> None:
 
 
 def test_the_server_handles_one_message_after_the_other() -> None:
-    got = 0
-
-    def server(event: Event) -> list[Action]:
-        nonlocal got
-        got += isinstance(event, Received)
-        return [Halt()] if got == 4 else []
-
     senders = [once(*[Send(0, SnapshotCredit(i))] * 2) for i in (1, 2)]
-    (role, *_), _, _ = simulate(server, *senders, costs={"message_s": 2.0})
+    (role, *_), _, _ = simulate(collecting(4, type, []), *senders, costs={"message_s": 2.0})
     assert role.at(Received) == [0.25, 2.25, 4.25, 6.25]
 
 
 @pytest.mark.parametrize(("slowdown", "ready"), [({}, 5.0), ({0: 3.0}, 15.0), ({1: 3.0}, 5.0)])
 def test_compute_takes_its_time(slowdown: dict[int, float], ready: float) -> None:
-    def learner(event: Event) -> list[Action]:
-        return [Compute(0, WORK, "w", "g")] if isinstance(event, Started) else [Halt()]
-
-    (_, role), _, _ = simulate(once(), learner, costs={"slowdown": slowdown})
+    (_, role), _, _ = simulate(once(), computing, costs={"slowdown": slowdown})
     assert role.at(Computed) == [ready]
 
 
@@ -372,10 +367,7 @@ def test_links_between_and_inside_nodes(costs: dict[str, Any], arrivals: list[fl
 
 @pytest.mark.parametrize(("nodes", "times"), [(None, [5.0, 5.0]), (2, [5.0, 5.0]), (1, [6.0, 6.0])])
 def test_learners_on_one_node_slow_each_other(nodes: int | None, times: list[float]) -> None:
-    def learner(event: Event) -> list[Action]:
-        return [Compute(0, WORK, "w", "g")] if isinstance(event, Started) else [Halt()]
-
-    (_, *learners), _, _ = simulate(once(), learner, learner, costs={"nodes": nodes, "node_slowdown": 0.2})
+    (_, *learners), _, _ = simulate(once(), computing, computing, costs={"nodes": nodes, "node_slowdown": 0.2})
     assert [role.at(Computed)[0] for role in learners] == times
 
 
@@ -402,14 +394,10 @@ def test_a_servers_work_delays_learners_that_fill_the_cores_of_its_node(
         return []
 
     def learner(event: Event) -> list[Action]:
-        first = [Send(0, SnapshotCredit(1)), Compute(0, WORK, "w", "g")]
-        return first if isinstance(event, Started) else [Halt()]
-
-    def other(event: Event) -> list[Action]:
-        return [Compute(0, WORK, "w", "g")] if isinstance(event, Started) else [Halt()]
+        return [Send(0, SnapshotCredit(1))] * isinstance(event, Started) + computing(event)
 
     given = {"update_s": 1.0, "nodes": 1, "servers_on_first_node": True, **costs}
-    (_, *learners), _, _ = simulate(server, learner, other, costs=given)
+    (_, *learners), _, _ = simulate(server, learner, computing, costs=given)
     assert [role.at(Computed)[0] for role in learners] == ready
 
 

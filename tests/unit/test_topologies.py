@@ -16,9 +16,12 @@ import topologies
 from topologies import Plan, Role
 from topologies.kinds import ELSEWHERE, EVERYBODY, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
 
-NODES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(
-    lambda sizes: [node for node, size in enumerate(sizes) for _ in range(size)]
-)
+
+def blocks(sizes: Sequence[int]) -> list[int]:
+    return [node for node, size in enumerate(sizes) for _ in range(size)]
+
+
+NODES = st.lists(st.integers(1, 9), min_size=1, max_size=6).map(blocks)
 """The node of every learner: any number of learners, unevenly spread."""
 FAN_OUTS = st.one_of(
     st.none(),
@@ -358,10 +361,6 @@ def test_fitting_where_learners_share_ranks(
     assert [plan.roles[i].world_rank for i in plan.learners] == ranks
 
 
-def blocks(sizes: Sequence[int]) -> list[int]:
-    return [node for node, size in enumerate(sizes) for _ in range(size)]
-
-
 def fits(plan: Plan, sizes: Sequence[int]) -> bool:
     """Whether nodes of so many ranks can host a plan; servers that are bound to no node go wherever there is room."""
     bound = Counter({role.world_rank: role.node for role in plan.roles if role.node >= 0}.values())
@@ -378,13 +377,16 @@ TOPOLOGIES = st.one_of(
 )
 
 
+def no_more_groups_than(learners: int, topology: tuple[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    name, options = topology
+    return name, {"groups": min(options["groups"], learners)} if "groups" in options else options
+
+
 @given(TOPOLOGIES, NODES, st.data())
 def test_a_plan_without_some_is_one_of_all_others(
     topology: tuple[str, dict[str, Any]], nodes: list[int], data: st.DataObject
 ) -> None:
-    name, options = topology
-    if "groups" in options:
-        options = {"groups": min(options["groups"], len(nodes))}
+    name, options = no_more_groups_than(len(nodes), topology)
     plan = drawn(name, nodes, **options)
     needed = {plan.server, plan.statistics}
     lost = data.draw(st.sets(st.sampled_from(range(len(plan.roles)))))
@@ -441,9 +443,7 @@ def test_a_plan_that_is_fitted_uses_the_ranks_as_well_as_they_can_be(
 def test_learners_that_share_a_rank_are_neighbours_on_one_node_and_in_one_group(
     topology: tuple[str, dict[str, Any]], nodes: list[int], per_rank: int
 ) -> None:
-    name, options = topology
-    if "groups" in options:
-        options = {"groups": min(options["groups"], len(nodes))}
+    name, options = no_more_groups_than(len(nodes), topology)
     alone, plan = drawn(name, nodes, **options), topologies.load(name, options, per_rank).plan(len(nodes), nodes)
     assert [replace(role, world_rank=0) for role in plan.roles] == [replace(role, world_rank=0) for role in alone.roles]
     assert (plan.children, plan.receivers, plan.groups) == (alone.children, alone.receivers, alone.groups)
@@ -536,25 +536,20 @@ def test_a_rank_may_host_several_roles() -> None:
     assert (plan.ranks, plan.statistics) == (2, 2)
 
 
-def test_a_topology_of_the_user() -> None:
-    """Both servers on one rank, and as many ranks as it likes for learners; sharing goes on when it is fitted."""
+def together(nodes: Sequence[int], each: int = 1) -> Plan:
+    """A user's: both servers on one rank, and as many learners on a rank as it likes."""
+    learners = (Role(LEARNER, i, 1 + i // each, 0, node=node) for i, node in enumerate(nodes))
+    return Plan((Role(PARAMETER_SERVER, 0, 0), Role(STATISTICS_SERVER, 0, 0), *learners))
 
-    def plan(nodes: Sequence[int], each: int = 1) -> Plan:
-        roles = [Role(PARAMETER_SERVER, 0, 0), Role(STATISTICS_SERVER, 0, 0)]
-        learners = (Role(LEARNER, i, 1 + i // each, 0, node=node) for i, node in enumerate(nodes))
-        return Plan((*roles, *learners))
 
-    mine = topologies.load(SimpleNamespace(plan=plan), {"each": 1})
+def test_a_topology_of_the_user_shares_ranks_also_when_it_is_fitted() -> None:
+    mine = topologies.load(SimpleNamespace(plan=together), {"each": 1})
     assert mine.plan(3).ranks == 4
     assert [role.world_rank for role in mine.fit([3, 8, 8, 3]).roles] == [0, 0, 3, 1, 2]
 
 
 def test_a_topology_that_shares_ranks_itself_says_who_shares_one() -> None:
-    def plan(nodes: Sequence[int], each: int) -> Plan:
-        roles = [Role(PARAMETER_SERVER, 0, 0), Role(STATISTICS_SERVER, 0, 0)]
-        return Plan((*roles, *(Role(LEARNER, i, 1 + i // each, 0, node=node) for i, node in enumerate(nodes))))
-
-    mine = SimpleNamespace(plan=plan, __name__="mine")
+    mine = SimpleNamespace(plan=together, __name__="mine")
     assert topologies.load(mine, {"each": 1}, 2).plan(4).ranks == 3, "servers may share one with each other"
     with pytest.raises(ValueError) as error:
         topologies.load(mine, {"each": 2}, 2).plan(4)
