@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from rudra.cli.options import at_least, job_argument, layer_options, overrides_of, search_beside, start_plainly
+from rudra.cli.options import at_least, job_argument, job_of, layer_options, start_plainly
 
 SUMMARY = "find the best cut of a job's model between learners and a stage server"
 
@@ -35,14 +35,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.errors import ConfigError
-    from rudra.job.job import Job
     from rudra.studies import place
 
     start_plainly("place")
-    search_beside(arguments.job)
     if not arguments.back_speed > 0:
         raise ConfigError(f"--back-speed {arguments.back_speed:g}; valid: > 0")
-    job = Job.load(arguments.job, overrides_of(arguments))
+    job = job_of(arguments)
     if arguments.output is not None:
         from rudra.report import layers, svg
 

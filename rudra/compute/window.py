@@ -188,10 +188,6 @@ class Window:
         """Current weights, (size,) float32."""
         return self._vectors[self._head[0] % len(self._vectors)]
 
-    def updates_of(self, worker: int) -> tuple[int, int]:
-        """Returns the numbers of updates that a worker has completed and begun."""
-        return self._made[worker], self._begun[worker]
-
     @property
     def made(self) -> int:
         """Returns the number of complete updates, including updates before this window."""

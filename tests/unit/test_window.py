@@ -92,7 +92,7 @@ def test_staleness_counts_updates_of_others(update: Update) -> None:
         window.add(of(1, step), window.copy(1, torch.empty(100)), gradient)
     last = window.add(of(0, 1), reading, gradient)
     assert (last.fewest, last.most, last.timestamp) == (3, 3, 2)
-    assert [window.updates_of(worker) for worker in (0, 1)] == [(2, 2), (4, 4)]
+    assert [(window._made[worker], window._begun[worker]) for worker in (0, 1)] == [(2, 2), (4, 4)]
     assert torch.equal(window.latest, torch.full((100,), -6.0))
 
 
@@ -157,14 +157,14 @@ def test_a_death_at_any_moment_leaves_the_latest_generation_whole_and_the_lock_f
         try:
             for _ in range(30):
                 victim = forked(lambda: count(there(), 0, 1 << 40))
-                before = window.updates_of(0)[0]
-                while window.updates_of(0)[0] < before + 2:
+                before = window._made[0]
+                while window._made[0] < before + 2:
                     time.sleep(1e-4)
                 time.sleep(random.uniform(0, 2e-3))
                 os.kill(victim, signal.SIGKILL)
                 assert ended(victim) == -signal.SIGKILL
-                other, own = window.updates_of(2)[0], torch.empty(size)
-                while window.updates_of(2)[0] < other + 2:
+                other, own = window._made[2], torch.empty(size)
+                while window._made[2] < other + 2:
                     time.sleep(1e-4)  # it goes on
                 reading = window.copy(1, own)
                 assert torch.equal(own, torch.full((size,), float(reading.made)))
