@@ -109,7 +109,7 @@ SIMULATED = {"three and two": 2, "four and three": 2}
 BY_MESSAGES = {"one and three", "two and three", "four and two, two groups"}
 
 
-def test_sums_of_nodes_are_repeated_and_foretold_with_and_without_node_memory(tmp_path: Path) -> None:
+def test_sums_of_nodes_are_repeated_and_predicted_with_and_without_node_memory(tmp_path: Path) -> None:
     """Memory and messages lead to the same bits, which are not those of one order for all."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}
     for case, (nodes, each, options) in SUMS.items():
