@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -69,7 +70,8 @@ class CoOwned(Protocol):
         """Returns the decided actions that the role itself carries out. The other owners do the rest."""
 
 
-class _Row(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Row:
     """Row of the transition table, in the form that a machine looks up.
 
     Attributes:
@@ -82,6 +84,9 @@ class _Row(NamedTuple):
     state: States
     trigger: type
 
+
+_Rows = dict[tuple[States, type], _Row]
+_History = deque[tuple[_Row, float, int | None]]
 
 HISTORY = 50
 """Number of events that a role remembers, to show them with an error."""
@@ -99,10 +104,10 @@ class Machine:
         state: present state, from the subclass's enum.
     """
 
-    __slots__ = ("_co_owned", "_dead", "_history", "_rows", "id", "name", "plan", "state")
+    __slots__ = ("_dead", "_handling", "id", "name", "plan", "state")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {}
-    _ROWS: ClassVar[dict[tuple[States, type], _Row]]
+    _ROWS: ClassVar[_Rows]
     state: States
 
     def __init_subclass__(cls) -> None:
@@ -120,12 +125,11 @@ class Machine:
         self.id = role
         self.plan = plan
         self.name = plan.roles[role].name
-        self._rows = self._ROWS
-        self._co_owned: tuple[CoOwned, ...] = ()
         self._dead: set[int] = set()  # ids of roles
-        # A row, a time and a sender for each event. Whole events would keep the memory of their messages in use. New
-        # messages would then miss the cache, and a simulation would take a tenth longer.
-        self._history: deque[Any] = deque(maxlen=3 * HISTORY)
+        # Table, history and co-owned weights in one attribute: an attribute is slow where `self` has many types. The
+        # history has a row, a time and a sender for each event. Whole events would keep the memory of their messages in
+        # use. New messages would then miss the cache, and a simulation would take a tenth longer.
+        self._handling: tuple[_Rows, _History, tuple[CoOwned, ...]] = (self._ROWS, deque(maxlen=HISTORY), ())
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -147,7 +151,8 @@ class Machine:
             if event.role in self.plan.gone or event.role in self._dead:  # type: ignore[union-attr]
                 return []
             self._dead.add(event.role)  # type: ignore[union-attr]
-        row = self._rows.get((self.state, trigger))
+        rows, history, co_owned = self._handling
+        row = rows.get((self.state, trigger))
         if row is None:
             if trigger is Shutdown and self._dead:  # this role waits for something that only dead roles had
                 return [halt(event)]  # type: ignore[arg-type]
@@ -158,14 +163,12 @@ class Machine:
             refused = ProtocolError(f"{self.name} cannot take {_name_of(trigger)} while {self.state.name}")
             refused.add_note(self.story)
             raise refused
-        history = self._history
-        history.append(row)
-        history.append(now)
-        history.append(sender)
+        history.append((row, now, sender))
+        method = row.method
         try:
-            actions = row.method(self, event, now)
-            if self._co_owned:
-                for weights in self._co_owned:
+            actions = method(self, event, now)
+            if co_owned:
+                for weights in co_owned:
                     actions = weights.share(actions)
             return actions
         except Exception as error:
@@ -176,12 +179,21 @@ class Machine:
     def story(self) -> str:
         """Last events of this role as text for people, one a line: time, state, event and sender."""
         names = [role.name for role in self.plan.roles]
-        lines = [f"The last events of {self.name}:" if self._history else f"{self.name} had no event before."]
-        past = iter(self._history)
-        for row, now, sender in zip(past, past, past, strict=True):
+        _, history, _ = self._handling
+        lines = [f"The last events of {self.name}:" if history else f"{self.name} had no event before."]
+        for row, now, sender in history:
             source = "" if sender is None else f" from {names[sender]}"
             lines.append(f"  {now:.6f} s  {row.state.name:12}  {_name_of(row.trigger)}{source}")
         return "\n".join(lines)
+
+    @property
+    def _co_owned(self) -> tuple[CoOwned, ...]:
+        """Weights that this role owns together with others."""
+        return self._handling[2]
+
+    @_co_owned.setter
+    def _co_owned(self, weights: tuple[CoOwned, ...]) -> None:
+        self._handling = (*self._handling[:2], weights)
 
     def _ignore(self, event: Any, now: float) -> list[Action]:
         """Ignores an event that comes too late to matter."""

@@ -53,7 +53,7 @@ class Network:
         beside: "Network | None" = None,
     ) -> None:
         self.plan: Plan = costs.plan
-        self._queue, self._heap, self._first = queue, queue.heap, queue.first
+        self._queue, self._heap, self._first, self._last = queue, queue.heap, queue.first, queue.last
         self._actors, self._costs = actors, costs
         self._lent, self._transferred, self._sent = tensors.lent, tensors.transfer, tensors.sent
         self._posted, self._reducer = tensors.posted, tensors.reduce
@@ -80,7 +80,7 @@ class Network:
         route.delivered_at = arrival
         receiver = route.receiver
         if action.buffer is None:
-            self._queue.later(arrival, receiver.take, receiver, Received(action.message))
+            heappush(self._heap, (arrival, next(self._last), receiver.take, receiver, Received(action.message)))
             return
         if self._lent:
             self._lent(actor.role, action.buffer)
@@ -187,7 +187,7 @@ class Network:
         """Starts a transfer when both ports are free, or at once if links are shared."""
         out, into = route.out, route.into
         if self.links is not None:
-            seconds = route.transfer_s * (self._gradient_share if type(send.message) in GRADIENT_TYPES else 1.0)
+            seconds = route.transfer_s * (self._gradient_share if receive.gradient else 1.0)
             if seconds:
                 ends, about = (out, into), (self._deliver, route, (send, receive))
                 self.links.send(time, ends, seconds * route.bytes_per_s, about)
@@ -198,17 +198,17 @@ class Network:
             time = into.free_at
         if route.blocking:
             time = max(time, *(port.free_at for port in route.blocking))
-        transfer_s = (
-            route.transfer_s * self._gradient_share if type(send.message) in GRADIENT_TYPES else route.transfer_s
-        )
-        out.free_at = into.free_at = time = time + transfer_s
-        for port in route.blocking:
-            port.free_at = time
+        time += route.transfer_s * self._gradient_share if receive.gradient else route.transfer_s
+        out.free_at = into.free_at = time
+        if route.blocking:
+            for port in route.blocking:
+                port.free_at = time
         heappush(self._heap, (time, next(self._first), self._deliver, route, (send, receive)))
 
     def _deliver(self, route: Route, transfer: tuple[Send, Receive]) -> None:
         send, receive = transfer
-        sender, receiver, buffer, message = route.sender, route.receiver, send.buffer or "", send.message
+        sender, receiver = route.sender, route.receiver
+        buffer, message = send.buffer or "", send.message
         if self._transferred:
             self._transferred(sender.role, buffer, receiver.role, receive.buffer)
         if self._sent:
