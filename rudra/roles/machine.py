@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -70,23 +69,8 @@ class CoOwned(Protocol):
         """Returns the decided actions that the role itself carries out. The other owners do the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Row of the transition table, in the form that a machine looks up.
-
-    Attributes:
-        method: Method that handles the event.
-        state: State before the event.
-        trigger: Type of the event, or of the received message.
-    """
-
-    method: Callable[[Any, Any, float], list[Action]]
-    state: States
-    trigger: type
-
-
-_Rows = dict[tuple[States, type], _Row]
-_History = deque[tuple[_Row, float, int | None]]
+_Method = Callable[[Any, Any, float], list[Action]]
+_Past = tuple[States, type, float, int | None]  # an event: state before it, type, time, and sender if it is a message
 
 HISTORY = 50
 """Number of events that a role remembers, to show them with an error."""
@@ -107,7 +91,7 @@ class Machine:
     __slots__ = ("_dead", "_handling", "id", "name", "plan", "state")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {}
-    _ROWS: ClassVar[_Rows]
+    _METHODS: ClassVar[dict[States, dict[type, _Method]]]
     state: States
 
     def __init_subclass__(cls) -> None:
@@ -116,20 +100,21 @@ class Machine:
                 raise TypeError(
                     f"{cls.__name__}.{to.method} leads from {state} to {to.states}, which are no such states"
                 )
-        cls._ROWS = {}  # by types: the kind of a message takes longer to look up
-        for (state, trigger), to in cls.TRANSITIONS.items():
+        cls._METHODS = {other: {} for state, _ in cls.TRANSITIONS for other in type(state)}
+        for (state, trigger), to in cls.TRANSITIONS.items():  # by types: the kind of a message takes longer to look up
             type_ = MESSAGES[trigger] if isinstance(trigger, MessageKind) else trigger
-            cls._ROWS[state, type_] = _Row(getattr(cls, to.method), state, type_)
+            cls._METHODS[state][type_] = getattr(cls, to.method)
 
     def __init__(self, role: int, plan: Plan) -> None:
         self.id = role
         self.plan = plan
         self.name = plan.roles[role].name
         self._dead: set[int] = set()  # ids of roles
-        # Table, history and co-owned weights in one attribute: an attribute is slow where `self` has many types. The
-        # history has a row, a time and a sender for each event. Whole events would keep the memory of their messages in
-        # use. New messages would then miss the cache, and a simulation would take a tenth longer.
-        self._handling: tuple[_Rows, _History, tuple[CoOwned, ...]] = (self._ROWS, deque(maxlen=HISTORY), ())
+        # Whole events in the history would keep the memory of their messages in use. New messages would then miss the
+        # cache, and a simulation would take a tenth longer.
+        history: deque[_Past] = deque(maxlen=HISTORY)
+        co_owned: tuple[CoOwned, ...] = ()
+        self._handling = self._METHODS, history, co_owned  # one attribute: slow to look up, as `self` has many types
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -151,20 +136,20 @@ class Machine:
             if event.role in self.plan.gone or event.role in self._dead:  # type: ignore[union-attr]
                 return []
             self._dead.add(event.role)  # type: ignore[union-attr]
-        rows, history, co_owned = self._handling
-        row = rows.get((self.state, trigger))
-        if row is None:
+        methods, history, co_owned = self._handling
+        state = self.state
+        method = methods[state].get(trigger)
+        if method is None:
             if trigger is Shutdown and self._dead:  # this role waits for something that only dead roles had
                 return [halt(event)]  # type: ignore[arg-type]
             if sender in self._dead:
                 return []  # sent before the sender died, and not needed now
             if trigger is Lost:
                 return []  # this role does not need the lost role
-            refused = ProtocolError(f"{self.name} cannot take {_name_of(trigger)} while {self.state.name}")
+            refused = ProtocolError(f"{self.name} cannot take {_name_of(trigger)} while {state.name}")
             refused.add_note(self.story)
             raise refused
-        history.append((row, now, sender))
-        method = row.method
+        history.append((state, trigger, now, sender))
         try:
             actions = method(self, event, now)
             if co_owned:
@@ -181,9 +166,9 @@ class Machine:
         names = [role.name for role in self.plan.roles]
         _, history, _ = self._handling
         lines = [f"The last events of {self.name}:" if history else f"{self.name} had no event before."]
-        for row, now, sender in history:
+        for state, trigger, now, sender in history:
             source = "" if sender is None else f" from {names[sender]}"
-            lines.append(f"  {now:.6f} s  {row.state.name:12}  {_name_of(row.trigger)}{source}")
+            lines.append(f"  {now:.6f} s  {state.name:12}  {_name_of(trigger)}{source}")
         return "\n".join(lines)
 
     @property

@@ -319,7 +319,8 @@ class ParameterServer(Machine):
                 actions += self._lose_deferred(now)
                 actions += self._answer_all()
             elif buffers.arrived and (not buffers.ordered or buffers.rotate_to_turn()):
-                actions += self._add(*buffers.arrived.popleft())
+                buffer, message = buffers.arrived.popleft()
+                actions += self._add(buffer, message)
             else:
                 break
         if buffers.free and self.buffers is buffers:  # else all roles restart
@@ -336,8 +337,9 @@ class ParameterServer(Machine):
         self._units += 1 if self._grouped else len(gradients)
         if self._overlapped:
             self._downcast.await_update(gradients)
-        actions = self.buffers.average(buffer, samples, scale)
-        self._update_due = self._is_update_due()
+        buffers, protocol = self.buffers, ledger.rules.protocol
+        actions = buffers.average(buffer, samples, scale)
+        self._update_due = buffers.complete if buffers.ordered else protocol.update_due(self._units)
         asks = message.held >= 0 or message.asks
         if asks and message.sender in self.membership.worker:  # else it has since died
             self._pulls[message.sender] = (message.timestamp, message.held)
@@ -448,7 +450,7 @@ class ParameterServer(Machine):
         if event.to == self._statistics:
             self.ledger.returned(event.buffer)
             return self._lose_deferred(now) + self._retry_update(now)
-        if self._downcast.returned(event):
+        if self._overlapped and self._downcast.returned(event):
             return self._downcast.publish(self._stamp.weights) if self.state is TRAINING else self._close(now)
         self._lent -= 1
         if self._update_due and not self._lent:
