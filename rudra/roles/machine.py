@@ -151,10 +151,11 @@ class Machine:
             raise refused
         history.append((state, trigger, now, sender))
         try:
+            if not co_owned:
+                return method(self, event, now)
             actions = method(self, event, now)
-            if co_owned:
-                for weights in co_owned:
-                    actions = weights.share(actions)
+            for weights in co_owned:
+                actions = weights.share(actions)
             return actions
         except Exception as error:
             error.add_note(self.story)

@@ -197,7 +197,8 @@ class ParameterServer(Machine):
         super().__init__(role, setup.plan)
         self.duties = OwnerDuties(role, setup)
         self.ledger = self.duties.ledger
-        self._co_owned = (self.duties.stages,) if setup.plan.stages else ()
+        self._staged = bool(setup.plan.stages)
+        self._co_owned = (self.duties.stages,) if self._staged else ()
         self._reset_for_plan(setup.plan, setup.position)
 
     def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
@@ -332,7 +333,7 @@ class ParameterServer(Machine):
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
         samples = ledger.count(gradients, scale)
-        if self._co_owned:
+        if self._staged:
             self.duties.stages.add(gradients, scale)
         self._units += 1 if self._grouped else len(gradients)
         if self._overlapped:

@@ -87,7 +87,9 @@ class LearnerCounts:
             if each:
                 timestamp = max(0, update - 1 - timestamp)
             staleness = update - 1 - timestamp
-            sums.rows.append(ROW(update, learner, count, step, first, timestamp, staleness, scale, loss, errors, stream))
+            sums.rows.append(
+                ROW(update, learner, count, step, first, timestamp, staleness, scale, loss, errors, stream)
+            )
             self.steps[learner] = step + 1
             self.samples_applied[learner] += count
             end = first + count

@@ -264,20 +264,19 @@ class Simulation:
         self._later(actor.busy_until, self._take_next, actor, None)
 
     def _handle(self, actor: Actor, event: Event) -> None:
-        now = self.queue.now
-        do = self.do
-        for action in actor.handle(event, now):
+        handle, do, now = actor.handle, self.do, self.queue.now
+        for action in handle(event, now):
             do[type(action)](actor, action, now)
 
     def _handle_busily(self, actor: Actor, event: Event) -> None:
         """Passes an event to a free server. It takes the time of a message, and then starts the resulting actions."""
+        handle, do = actor.handle, self.do
         actor.busy_until = now = self.queue.now
-        actions = actor.handle(event, now)
+        actions = handle(event, now)
         if actor.message_s and type(event) is Received:
             actor.busy_until = now + actor.message_s
             if actor.neighbours:
                 self._delay(actor.neighbours, actor.message_s)
-        do = self.do
         for action in actions:
             do[type(action)](actor, action, actor.busy_until)
 

@@ -67,6 +67,7 @@ class Network:
         shared = beside.links if beside is not None else SharedLinks(queue)
         self.links: SharedLinks | None = shared if costs.table.sharing == "equal" else None
         self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
+        self._over = self._deliver  # one bound method for all transfers
 
     # Actions of roles.
 
@@ -172,9 +173,9 @@ class Network:
         """Handles the arrival of a tensor at its receiver."""
         route, send, arrival = offer
         source, gradient = route.sender.role, type(send.message) in GRADIENT_TYPES
-        for place, receive in enumerate(receiver.posted):
+        for receive in receiver.posted:
             if receive.gradient is gradient and (receive.source is None or receive.source == source):
-                del receiver.posted[place]
+                receiver.posted.remove(receive)
                 self._transfer(route, send, receive, arrival)
                 return
         offered = receiver.offered[gradient]
@@ -189,7 +190,7 @@ class Network:
         if self.links is not None:
             seconds = route.transfer_s * (self._gradient_share if receive.gradient else 1.0)
             if seconds:
-                ends, about = (out, into), (self._deliver, route, (send, receive))
+                ends, about = (out, into), (self._over, route, (send, receive))
                 self.links.send(time, ends, seconds * route.bytes_per_s, about)
                 return
         if out.free_at > time:
@@ -203,7 +204,7 @@ class Network:
         if route.blocking:
             for port in route.blocking:
                 port.free_at = time
-        heappush(self._heap, (time, next(self._first), self._deliver, route, (send, receive)))
+        heappush(self._heap, (time, next(self._first), self._over, route, (send, receive)))
 
     def _deliver(self, route: Route, transfer: tuple[Send, Receive]) -> None:
         send, receive = transfer
