@@ -170,13 +170,11 @@ class Ledger:
 
     def count(self, gradients: tuple[Gradient, ...], scale: float) -> int:
         """Counts gradients for the next update and returns the number of their samples."""
-        pending, dealer = self._pending, self.dealer
-        before = pending.samples
-        self.counts.add(gradients, scale, self.timestamp + 1, pending)
-        if dealer is not None:
+        samples = self.counts.add(gradients, scale, self.timestamp + 1, self._pending)
+        if self.dealer is not None:
             for gradient in gradients:
-                dealer.count(gradient)
-        return pending.samples - before
+                self.dealer.count(gradient)
+        return samples
 
     @property
     def is_ahead(self) -> bool:

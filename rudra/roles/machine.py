@@ -69,19 +69,8 @@ class CoOwned(Protocol):
         """Returns the decided actions that the role itself carries out. The other owners do the rest."""
 
 
-class _Row(NamedTuple):
-    """Row of the transition table, in the form that a machine looks up.
-
-    Attributes:
-        method: Method that handles the event.
-        state: State before the event.
-        trigger: Type of the event, or of the received message.
-    """
-
-    method: Callable[[Any, Any, float], list[Action]]
-    state: States
-    trigger: type
-
+_Method = Callable[[Any, Any, float], list[Action]]
+_Past = tuple[States, type, float, int | None]  # an event: state before it, type, time, and sender if it is a message
 
 HISTORY = 50
 """Number of events that a role remembers, to show them with an error."""
@@ -99,10 +88,10 @@ class Machine:
         state: present state, from the subclass's enum.
     """
 
-    __slots__ = ("_co_owned", "_dead", "_history", "_rows", "id", "name", "plan", "state")
+    __slots__ = ("_dead", "_handling", "id", "name", "plan", "state")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {}
-    _ROWS: ClassVar[dict[tuple[States, type], _Row]]
+    _METHODS: ClassVar[dict[States, dict[type, _Method]]]
     state: States
 
     def __init_subclass__(cls) -> None:
@@ -111,21 +100,21 @@ class Machine:
                 raise TypeError(
                     f"{cls.__name__}.{to.method} leads from {state} to {to.states}, which are no such states"
                 )
-        cls._ROWS = {}  # by types: the kind of a message takes longer to look up
-        for (state, trigger), to in cls.TRANSITIONS.items():
+        cls._METHODS = {other: {} for state, _ in cls.TRANSITIONS for other in type(state)}
+        for (state, trigger), to in cls.TRANSITIONS.items():  # by types: the kind of a message takes longer to look up
             type_ = MESSAGES[trigger] if isinstance(trigger, MessageKind) else trigger
-            cls._ROWS[state, type_] = _Row(getattr(cls, to.method), state, type_)
+            cls._METHODS[state][type_] = getattr(cls, to.method)
 
     def __init__(self, role: int, plan: Plan) -> None:
         self.id = role
         self.plan = plan
         self.name = plan.roles[role].name
-        self._rows = self._ROWS
-        self._co_owned: tuple[CoOwned, ...] = ()
         self._dead: set[int] = set()  # ids of roles
-        # A row, a time and a sender for each event. Whole events would keep the memory of their messages in use. New
-        # messages would then miss the cache, and a simulation would take a tenth longer.
-        self._history: deque[Any] = deque(maxlen=3 * HISTORY)
+        # Whole events in the history would keep the memory of their messages in use. New messages would then miss the
+        # cache, and a simulation would take a tenth longer.
+        history: deque[_Past] = deque(maxlen=HISTORY)
+        co_owned: tuple[CoOwned, ...] = ()
+        self._handling = self._METHODS, history, co_owned  # one attribute: slow to look up, as `self` has many types
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
@@ -147,26 +136,26 @@ class Machine:
             if event.role in self.plan.gone or event.role in self._dead:  # type: ignore[union-attr]
                 return []
             self._dead.add(event.role)  # type: ignore[union-attr]
-        row = self._rows.get((self.state, trigger))
-        if row is None:
+        methods, history, co_owned = self._handling
+        state = self.state
+        method = methods[state].get(trigger)
+        if method is None:
             if trigger is Shutdown and self._dead:  # this role waits for something that only dead roles had
                 return [halt(event)]  # type: ignore[arg-type]
             if sender in self._dead:
                 return []  # sent before the sender died, and not needed now
             if trigger is Lost:
                 return []  # this role does not need the lost role
-            refused = ProtocolError(f"{self.name} cannot take {_name_of(trigger)} while {self.state.name}")
+            refused = ProtocolError(f"{self.name} cannot take {_name_of(trigger)} while {state.name}")
             refused.add_note(self.story)
             raise refused
-        history = self._history
-        history.append(row)
-        history.append(now)
-        history.append(sender)
+        history.append((state, trigger, now, sender))
         try:
-            actions = row.method(self, event, now)
-            if self._co_owned:
-                for weights in self._co_owned:
-                    actions = weights.share(actions)
+            if not co_owned:
+                return method(self, event, now)
+            actions = method(self, event, now)
+            for weights in co_owned:
+                actions = weights.share(actions)
             return actions
         except Exception as error:
             error.add_note(self.story)
@@ -176,12 +165,21 @@ class Machine:
     def story(self) -> str:
         """Last events of this role as text for people, one a line: time, state, event and sender."""
         names = [role.name for role in self.plan.roles]
-        lines = [f"The last events of {self.name}:" if self._history else f"{self.name} had no event before."]
-        past = iter(self._history)
-        for row, now, sender in zip(past, past, past, strict=True):
+        _, history, _ = self._handling
+        lines = [f"The last events of {self.name}:" if history else f"{self.name} had no event before."]
+        for state, trigger, now, sender in history:
             source = "" if sender is None else f" from {names[sender]}"
-            lines.append(f"  {now:.6f} s  {row.state.name:12}  {_name_of(row.trigger)}{source}")
+            lines.append(f"  {now:.6f} s  {state.name:12}  {_name_of(trigger)}{source}")
         return "\n".join(lines)
+
+    @property
+    def _co_owned(self) -> tuple[CoOwned, ...]:
+        """Weights that this role owns together with others."""
+        return self._handling[2]
+
+    @_co_owned.setter
+    def _co_owned(self, weights: tuple[CoOwned, ...]) -> None:
+        self._handling = (*self._handling[:2], weights)
 
     def _ignore(self, event: Any, now: float) -> list[Action]:
         """Ignores an event that comes too late to matter."""

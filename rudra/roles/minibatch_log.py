@@ -126,7 +126,8 @@ class MinibatchLog:
         times[2] += push_s
         times[3] += wait_s
         times[4] += pull_s
-        times[5] += update_s
+        if update_s:
+            times[5] += update_s
         if self._minibatch:
             self.diary.add(MessageKind.MINIBATCHES, *self._minibatch, reduce_s, push_s, wait_s, pull_s, update_s)
 

@@ -197,7 +197,8 @@ class ParameterServer(Machine):
         super().__init__(role, setup.plan)
         self.duties = OwnerDuties(role, setup)
         self.ledger = self.duties.ledger
-        self._co_owned = (self.duties.stages,) if setup.plan.stages else ()
+        self._staged = bool(setup.plan.stages)
+        self._co_owned = (self.duties.stages,) if self._staged else ()
         self._reset_for_plan(setup.plan, setup.position)
 
     def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
@@ -207,6 +208,8 @@ class ParameterServer(Machine):
         self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
         self._grants_on_push = protocol.grants_on_push
+        # A plan's attributes are slow to look up for each gradient.
+        self._grouped, self._overlapped, self._statistics = bool(plan.groups), plan.overlapped, plan.statistics
         self.discarded = self.lost = 0
         self.received = position.applied
         self.membership = Membership(plan, role, position)
@@ -298,12 +301,12 @@ class ParameterServer(Machine):
 
     def _take(self, event: Received[PushedGradient], now: float) -> None:
         """Counts the gradients of a message."""
+        message, last_message = event.message, self._stragglers.last_message
         self.lost += self.buffers.take(event)
-        sender, last_message = event.message.sender, self._stragglers.last_message
-        self.received += len(event.message.gradients)
-        if sender in last_message:
-            last_message[sender] = now
-        self.membership.count(event.message)
+        self.received += len(message.gradients)
+        if message.sender in last_message:
+            last_message[message.sender] = now
+        self.membership.count(message)
 
     def _process_arrived(self, now: float) -> list[Action]:
         """Handles arrived gradients one after the other, until an update must wait."""
@@ -316,8 +319,9 @@ class ParameterServer(Machine):
                 actions += self._update(now)
                 actions += self._lose_deferred(now)
                 actions += self._answer_all()
-            elif buffers.arrived and (not self.buffers.ordered or buffers.rotate_to_turn()):
-                actions += self._add(*buffers.arrived.popleft())
+            elif buffers.arrived and (not buffers.ordered or buffers.rotate_to_turn()):
+                buffer, message = buffers.arrived.popleft()
+                actions += self._add(buffer, message)
             else:
                 break
         if buffers.free and self.buffers is buffers:  # else all roles restart
@@ -329,14 +333,14 @@ class ParameterServer(Machine):
         gradients, ledger = message.gradients, self.ledger
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
         samples = ledger.count(gradients, scale)
-        if self._co_owned:
+        if self._staged:
             self.duties.stages.add(gradients, scale)
-        self._units += 1 if self.plan.groups else len(gradients)
-        if self.plan.overlapped:
+        self._units += 1 if self._grouped else len(gradients)
+        if self._overlapped:
             self._downcast.await_update(gradients)
-        actions = self.buffers.average(buffer, samples, scale)
-        ordered, protocol = self.buffers.ordered, ledger.rules.protocol
-        self._update_due = self.buffers.complete if ordered else protocol.update_due(self._units)
+        buffers, protocol = self.buffers, ledger.rules.protocol
+        actions = buffers.average(buffer, samples, scale)
+        self._update_due = buffers.complete if buffers.ordered else protocol.update_due(self._units)
         asks = message.held >= 0 or message.asks
         if asks and message.sender in self.membership.worker:  # else it has since died
             self._pulls[message.sender] = (message.timestamp, message.held)
@@ -368,7 +372,7 @@ class ParameterServer(Machine):
             return self._drain()
         if self.ledger.is_to_change:
             return self._begin_anew(now)
-        return self._downcast.updated(self._stamp.weights) if self.plan.overlapped else []
+        return self._downcast.updated(self._stamp.weights) if self._overlapped else []
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]
@@ -426,16 +430,16 @@ class ParameterServer(Machine):
         Otherwise the request waits. The answer includes the weights if they are newer than the child's weights.
         """
         asked, held = self._pulls[child]
-        ledger = self.ledger
+        stamp, ledger = self._stamp, self.ledger
         if self._update_due or not ledger.rules.protocol.pull_granted(
-            self.membership.worker[child], asked, self._stamp.clock
+            self.membership.worker[child], asked, stamp.clock
         ):
             return []
         del self._pulls[child]
         if held == ledger.timestamp:
-            return [Send(child, self._stamp.answer)]
+            return [Send(child, stamp.answer)]
         self._lent += 1
-        return [Send(child, self._stamp.answer), Send(child, self._stamp.weights, WEIGHTS)]
+        return [Send(child, stamp.answer), Send(child, stamp.weights, WEIGHTS)]
 
     def _answer_all(self) -> list[Action]:
         """Answers waiting requests, unless training has ended or is paused."""
@@ -444,10 +448,10 @@ class ParameterServer(Machine):
         return [action for child in list(self._pulls) for action in self._answer(child)]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
-        if event.to == self.plan.statistics:
+        if event.to == self._statistics:
             self.ledger.returned(event.buffer)
             return self._lose_deferred(now) + self._retry_update(now)
-        if self._downcast.returned(event):
+        if self._overlapped and self._downcast.returned(event):
             return self._downcast.publish(self._stamp.weights) if self.state is TRAINING else self._close(now)
         self._lent -= 1
         if self._update_due and not self._lent:

@@ -66,7 +66,7 @@ class LearnerCounts:
 
     def add(
         self, gradients: Iterable[Gradient], scale: float, update: int, sums: "PendingUpdate", *, each: bool = False
-    ) -> None:
+    ) -> int:
         """Counts gradients, adds them to the sums of an update, and adds their rows.
 
         Args:
@@ -75,28 +75,36 @@ class LearnerCounts:
             update: number of the update.
             sums: sums of the update. The gradients are added to them.
             each: whether each gradient is an update of its own. Then its `timestamp` is its staleness.
+
+        Returns:
+            Number of samples of the gradients.
         """
-        steps, learned, drawn, rows, others = self.steps, self.samples_applied, sums.drawn, sums.rows, self._others
-        samples, staleness_sum, loss_sum, error_sum = sums.samples, sums.staleness, sums.loss, sums.errors
+        drawn, others, samples = sums.drawn, self._others, 0
         for g in gradients:
-            learner, count, step, first, stream = g.learner, g.samples, g.step, g.first, g.stream
-            loss, errors, timestamp = g.loss, g.errors, g.timestamp
+            learner, count, step = g.learner, g.samples, g.step
+            first, timestamp, stream = g.first, g.timestamp, g.stream
+            loss, errors = g.loss, g.errors
             if each:
                 timestamp = max(0, update - 1 - timestamp)
             staleness = update - 1 - timestamp
-            rows.append(ROW(update, learner, count, step, first, timestamp, staleness, scale, loss, errors, stream))
-            steps[learner] = step + 1
-            learned[learner] += count
-            end = first + count + (others.get(learner, 0) if others else 0)
+            sums.rows.append(
+                ROW(update, learner, count, step, first, timestamp, staleness, scale, loss, errors, stream)
+            )
+            self.steps[learner] = step + 1
+            self.samples_applied[learner] += count
+            end = first + count
+            if others:
+                end += others.get(learner, 0)
             if end > drawn.get(stream, 0):
                 drawn[stream] = end
             samples += count
-            staleness_sum += staleness
-            loss_sum += loss * count
-            error_sum += errors
+            sums.staleness += staleness
+            sums.loss += loss * count
+            sums.errors += errors
             if each:
                 update += 1
-        sums.samples, sums.staleness, sums.loss, sums.errors = samples, staleness_sum, loss_sum, error_sum
+        sums.samples += samples
+        return samples
 
     def without(self, pending: "PendingUpdate", period: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns `steps` and `samples_applied` without the gradients that are counted but not applied."""

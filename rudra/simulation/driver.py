@@ -6,7 +6,7 @@ A queue of events (`rudra.simulation.queue`) drives the roles. Their messages go
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappush
 from typing import Any, Protocol
 
@@ -264,30 +264,28 @@ class Simulation:
         self._later(actor.busy_until, self._take_next, actor, None)
 
     def _handle(self, actor: Actor, event: Event) -> None:
-        now = self.queue.now
-        do = self.do
-        for action in actor.handle(event, now):
+        handle, do, now = actor.handle, self.do, self.queue.now
+        for action in handle(event, now):
             do[type(action)](actor, action, now)
 
     def _handle_busily(self, actor: Actor, event: Event) -> None:
-        """Passes an event to a server. It takes the time of a message, and then starts the resulting actions."""
-        now = self.queue.now
-        actions = actor.handle(event, now)
+        """Passes an event to a free server. It takes the time of a message, and then starts the resulting actions."""
+        handle, do = actor.handle, self.do
+        actor.busy_until = now = self.queue.now
+        actions = handle(event, now)
         if actor.message_s and type(event) is Received:
-            self._work(actor, now, actor.message_s)
-        do = self.do
+            actor.busy_until = now + actor.message_s
+            if actor.neighbours:
+                self._delay(actor.neighbours, actor.message_s)
         for action in actions:
-            time = actor.busy_until
-            do[type(action)](actor, action, time if time > now else now)
+            do[type(action)](actor, action, actor.busy_until)
 
-    def _work(self, actor: Actor, time: float, seconds: float) -> None:
-        """Marks a server as busy. If cores are short, it takes them from the learners on its node."""
-        actor.busy_until = time + seconds
-        if actor.neighbours:
-            busy = [a for a in actor.neighbours if a.computing]
-            if len(busy) >= (self._cores or 0):
-                for learner in busy:
-                    learner.delay_s += seconds / len(busy)
+    def _delay(self, neighbours: Sequence[Actor], seconds: float) -> None:
+        """Takes the time of a server from the learners on its node that compute, if cores are short."""
+        busy = [a for a in neighbours if a.computing]
+        if len(busy) >= (self._cores or 0):
+            for learner in busy:
+                learner.delay_s += seconds / len(busy)
 
     # Actions of roles.
 
@@ -296,8 +294,9 @@ class Simulation:
         seconds = actor.local_s.get(type(action), 0.0)
         event = self._performed(actor.role, action, seconds)
         if seconds:
-            self._work(actor, time, seconds)
-            time = actor.busy_until
+            actor.busy_until = time = time + seconds
+            if actor.neighbours:
+                self._delay(actor.neighbours, seconds)
         if event is not None:
             self._later(time, actor.take, actor, event)
 

@@ -53,7 +53,7 @@ class Network:
         beside: "Network | None" = None,
     ) -> None:
         self.plan: Plan = costs.plan
-        self._queue, self._heap, self._first = queue, queue.heap, queue.first
+        self._queue, self._heap, self._first, self._last = queue, queue.heap, queue.first, queue.last
         self._actors, self._costs = actors, costs
         self._lent, self._transferred, self._sent = tensors.lent, tensors.transfer, tensors.sent
         self._posted, self._reducer = tensors.posted, tensors.reduce
@@ -67,6 +67,7 @@ class Network:
         shared = beside.links if beside is not None else SharedLinks(queue)
         self.links: SharedLinks | None = shared if costs.table.sharing == "equal" else None
         self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
+        self._over = self._deliver  # one bound method for all transfers
 
     # Actions of roles.
 
@@ -80,7 +81,7 @@ class Network:
         route.delivered_at = arrival
         receiver = route.receiver
         if action.buffer is None:
-            self._queue.later(arrival, receiver.take, receiver, Received(action.message))
+            heappush(self._heap, (arrival, next(self._last), receiver.take, receiver, Received(action.message)))
             return
         if self._lent:
             self._lent(actor.role, action.buffer)
@@ -172,9 +173,9 @@ class Network:
         """Handles the arrival of a tensor at its receiver."""
         route, send, arrival = offer
         source, gradient = route.sender.role, type(send.message) in GRADIENT_TYPES
-        for place, receive in enumerate(receiver.posted):
+        for receive in receiver.posted:
             if receive.gradient is gradient and (receive.source is None or receive.source == source):
-                del receiver.posted[place]
+                receiver.posted.remove(receive)
                 self._transfer(route, send, receive, arrival)
                 return
         offered = receiver.offered[gradient]
@@ -187,9 +188,9 @@ class Network:
         """Starts a transfer when both ports are free, or at once if links are shared."""
         out, into = route.out, route.into
         if self.links is not None:
-            seconds = route.transfer_s * (self._gradient_share if type(send.message) in GRADIENT_TYPES else 1.0)
+            seconds = route.transfer_s * (self._gradient_share if receive.gradient else 1.0)
             if seconds:
-                ends, about = (out, into), (self._deliver, route, (send, receive))
+                ends, about = (out, into), (self._over, route, (send, receive))
                 self.links.send(time, ends, seconds * route.bytes_per_s, about)
                 return
         if out.free_at > time:
@@ -198,17 +199,17 @@ class Network:
             time = into.free_at
         if route.blocking:
             time = max(time, *(port.free_at for port in route.blocking))
-        transfer_s = (
-            route.transfer_s * self._gradient_share if type(send.message) in GRADIENT_TYPES else route.transfer_s
-        )
-        out.free_at = into.free_at = time = time + transfer_s
-        for port in route.blocking:
-            port.free_at = time
-        heappush(self._heap, (time, next(self._first), self._deliver, route, (send, receive)))
+        time += route.transfer_s * self._gradient_share if receive.gradient else route.transfer_s
+        out.free_at = into.free_at = time
+        if route.blocking:
+            for port in route.blocking:
+                port.free_at = time
+        heappush(self._heap, (time, next(self._first), self._over, route, (send, receive)))
 
     def _deliver(self, route: Route, transfer: tuple[Send, Receive]) -> None:
         send, receive = transfer
-        sender, receiver, buffer, message = route.sender, route.receiver, send.buffer or "", send.message
+        sender, receiver = route.sender, route.receiver
+        buffer, message = send.buffer or "", send.message
         if self._transferred:
             self._transferred(sender.role, buffer, receiver.role, receive.buffer)
         if self._sent:
