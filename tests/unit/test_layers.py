@@ -12,6 +12,7 @@ import pytest
 
 from rudra.compute.making import EXECUTORS
 from rudra.roles import MACHINES
+from tests import forks
 from tests.structure import ROOT, SOURCES, attributes, circles, classes, depths, imports, trees
 from topologies.kinds import Variant
 
@@ -152,6 +153,17 @@ def test_who_starts_ranks_does_without_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert seen.stdout.strip() == "False"
+
+
+def test_first_gradient_of_an_uncompiled_model_loads_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / "tried.py").write_text(
+        "import sys\nfrom rudra.cli.main import main\n"
+        "code = main(['validate', 'digits'])\nprint(code, 'torch._dynamo' in sys.modules)\n"
+    )
+    seen = subprocess.run(
+        forks.script("tried.py"), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert seen.stdout.splitlines()[-1] == "0 False"
 
 
 @pytest.mark.parametrize(
