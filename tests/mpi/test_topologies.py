@@ -54,7 +54,7 @@ def make_job(
     return rudra.Job(
         name="topologies",
         model={"name": model},
-        data={"name": tables.pop("data", user_code.delayed)},
+        data={"name": tables.pop("data", user_code.hasty)},
         training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9},
         protocol={"reference_batch_size": 16, **protocol},
@@ -135,7 +135,6 @@ def test_learners_that_never_wait_use_whole_weights(tmp_path: Path) -> None:
             {"name": "adv*", "options": options},
             PROTOCOLS["async"],
             user_code.broad,
-            data=user_code.hasty,
             training={"epochs": 10},
         )
         for name, options in {"one hop": {}, "chain": {"weight_fan_out": 1}}.items()
