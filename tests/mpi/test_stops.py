@@ -62,7 +62,7 @@ sys.exit(launch(series.job, series.directory / "all.h5", roles=roles, payload=se
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_stop_of_one_rank_stops_all_in_order(tmp_path: Path, where: str) -> None:
+def test_stop_of_one_rank_in_any_phase_stops_all_in_order(tmp_path: Path, where: str) -> None:
     topology, victims = WHERE[where]
     learners, protocol = (4 if where == "groups" else 3), "hardsync" if where == "replicas" else "async"
     job = rudra.Job.load(job_file(tmp_path, topology, learners, protocol)).resolved(cores=1)

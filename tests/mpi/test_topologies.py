@@ -128,7 +128,7 @@ def test_hardsync_gives_the_same_bits_on_ranks_and_in_virtual_time(
     assert measured["test_error"] == predicted["test_error"]
 
 
-def test_learners_that_never_wait_use_whole_weights(tmp_path: Path) -> None:
+def test_learners_that_never_wait_compute_with_whole_weights(tmp_path: Path) -> None:
     """A gradient of weights that were half one version and half the next would be another one in the replay."""
     jobs = {
         str(tmp_path / f"{name}.h5"): make_job(
