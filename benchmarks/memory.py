@@ -27,7 +27,9 @@ EVERY_S = 1e-3
 
 def run(*, quick: bool) -> Report:
     """Measures alexnet at μ = 1 with λ = 1, 2, 3, and once with snapshots for evaluations."""
-    options, every_s = ({"width": 512}, 10 * EVERY_S) if quick else ({}, EVERY_S)
+    given: dict[str, Any] = {"options": {}, "side": 224, "every_s": EVERY_S}
+    if quick:
+        given = {"options": {"width": 64}, "side": 64, "every_s": 10 * EVERY_S}
     cases = [(1, False), (1, True)] if quick else [(1, False), (2, False), (3, False), (2, True)]
     heads = ("learner", "parameter server", "statistics server")
     report = Report(["peak, in models", *heads, *(f"{head}, by messages" for head in heads)])
@@ -36,7 +38,7 @@ def run(*, quick: bool) -> Report:
     for count, evaluate in cases:
         cells = []
         for way, near in WAYS.items():
-            ranks = on_ranks(measure, count, evaluate=evaluate, options=options, near=near, every_s=every_s)
+            ranks = on_ranks(measure, count, evaluate=evaluate, near=near, **given)
             models_ = [rank["peak"] / rank["model"] for rank in ranks]
             learner = max(models_[LEARNER:])
             cells += [f"{x:.2f}" for x in (learner, models_[SERVER], models_[STATISTICS])]
@@ -46,7 +48,8 @@ def run(*, quick: bool) -> Report:
             model_bytes = ranks[LEARNER]["model"]
         report.rows.append((f"λ = {count}, {'tests and snapshots' if evaluate else 'no tests'}", *cells))
     report.notes = [
-        f"model: {model_bytes / 1e6:.0f} MB; alexnet at μ = 1, softsync, real gradients of 3x224x224 inputs",
+        f"model: {model_bytes / 1e6:.0f} MB; alexnet at μ = 1, softsync, real gradients of "
+        f"3x{given['side']}x{given['side']} inputs",
         "peak: the most of RssAnon and of the pages in the rank's own file that neighbours map, looked at each",
         "millisecond, start-up included, less the same with libraries loaded and warm; what a rank maps of its",
         "neighbours counts for these alone",
@@ -60,12 +63,12 @@ def run(*, quick: bool) -> Report:
 
 
 def measure(
-    comm: "MPI.Comm", directory: Path, evaluate: bool, options: dict[str, Any], near: bool, every_s: float
+    comm: "MPI.Comm", directory: Path, evaluate: bool, near: bool, options: dict[str, Any], side: int, every_s: float
 ) -> dict[str, Any]:
     """Runs a job and returns `peak` and `model` in bytes."""
     torch.set_num_threads(1)
     PlainLoop(1).run(2)
-    inputs = TensorDataset(torch.zeros(6, 3, 224, 224), torch.arange(6))
+    inputs = TensorDataset(torch.zeros(6, 3, side, side), torch.arange(6))
     job = Job(
         name="bench",
         model={"name": "alexnet", "options": options},

@@ -53,7 +53,7 @@ class UpdatingServer(ServerExecutor):
 
 def run(*, quick: bool) -> Report:
     """Measures one, two and four learners with one server, and three with one, two and three servers."""
-    pushes, rounds = (100, 1) if quick else (4000, 7)
+    pushes, rounds = (20, 0) if quick else (4000, 7)
     heads = ("by memory", "by messages", "bare MPI", "memory traffic", "memory / messages", "/ memory traffic")
     report = Report([f"{FLOATS * 4 / 1e6:.1f} MB, pushes/s", *heads, "least / mean", "most / mean", "/ one server"])
     fair, faster = [], []
@@ -68,7 +68,7 @@ def run(*, quick: bool) -> Report:
         faster.append(against[0].median)
         shown = [spread(rates[way]) for way in (*WAYS, *BESIDE)]
         report.rows.append((f"{senders} sender{'s' * (senders > 1)}", *shown, *against, least, most, ""))
-    pushes, rounds = (30, 1) if quick else (300, 7)
+    pushes, rounds = (9, 0) if quick else (300, 7)
     given = {"senders": SHARED_SENDERS, "pushes": pushes, "rounds": rounds}
     figures = on_ranks(measure_servers, SHARED_SENDERS + SERVERS[-1] - 1, **given)
     shared = {count: [rate for rank in figures for rate in rank.get(str(count), [])] for count in SERVERS}

@@ -3,7 +3,10 @@
 One rank decides for all. The job records the decision, so that resumed runs and replays keep it.
 """
 
+import inspect
 import math
+import sys
+from types import MethodType
 from typing import Any
 
 import torch
@@ -195,6 +198,9 @@ class _Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._at = vector.untyped_storage().data_ptr()
         self.writes: list[int] = []
+        if "torch._dynamo" not in sys.modules:  # torch wraps this method for its compiler, and importing that takes 1 s
+            plain = inspect.unwrap(type(self).__torch_dispatch__)
+            self.__torch_dispatch__ = MethodType(plain, self)  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -52,7 +52,7 @@ def make_job(learners: int, **tables: dict[str, Any]) -> rudra.Job:
         cluster["shares"] = range(2, learners + 2)
     return rudra.Job(
         model={"name": user_code.everything},
-        data={"name": user_code.delayed},
+        data={"name": user_code.hasty},
         training={"epochs": 2, "minibatch_size": 4, "seed": learners},
         optimizer={"learning_rate": 0.02, **tables.pop("optimizer", {})},
         topology=tables.pop("topology", {"name": "replicas"}),

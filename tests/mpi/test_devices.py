@@ -38,7 +38,7 @@ def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
     return rudra.Job(
         name="devices",
         model={"name": user_code.everything},
-        data={"name": user_code.delayed},
+        data={"name": user_code.hasty},
         training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"reference_batch_size": 16, **protocol},

@@ -25,11 +25,17 @@ TOPOLOGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_job(topology: dict[str, Any], protocol: str, per_rank: int, model: Any = user_code.everything) -> rudra.Job:
+def make_job(
+    topology: dict[str, Any],
+    protocol: str,
+    per_rank: int,
+    model: Any = user_code.everything,
+    data: Any = user_code.hasty,
+) -> rudra.Job:
     return rudra.Job(
         name="shared",
         model={"name": model},
-        data={"name": user_code.delayed},
+        data={"name": data},
         training={"epochs": 1, "minibatch_size": 4, "seed": 3},
         optimizer={"learning_rate": 0.02, "momentum": 0.9},
         protocol={"name": protocol, "reference_batch_size": 16},
@@ -62,7 +68,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Any], 
         for per_rank in (1, 2, 3)
     }
     for name, (protocol, topology) in ASYNCHRONOUS.items():
-        runs["asynchronous", name] = make_job(topology, protocol, 3, user_code.broad)
+        runs["asynchronous", name] = make_job(topology, protocol, 3, user_code.broad, user_code.delayed)
     runs |= {("together", protocol): together(protocol) for protocol in TOGETHER}
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}

@@ -57,7 +57,7 @@ def make_job(
     return rudra.Job(
         name="replay",
         model={"name": user_code.everything},
-        data={"name": user_code.delayed},
+        data={"name": user_code.hasty},
         training={"epochs": 2, "minibatch_size": 4, "seed": learners},
         optimizer={"milestones": [1], **optimizer},
         protocol={"reference_batch_size": 16, **protocol},

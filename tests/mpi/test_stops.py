@@ -6,18 +6,18 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from processes import ROOT
+from stop_series import Series
 
 import rudra
-from rudra.prepare.start import StartRequest
+from tests import forks
 from tests.campaigns.phases import PLACES, job_text, kill
-from tests.campaigns.strikes import DURING, Armed, Strike, command
+from tests.campaigns.strikes import DURING, Strike, command
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -50,33 +50,11 @@ def job_file(directory: Path, topology: str, learners: int = 3, protocol: str = 
     return path
 
 
-class Series:
-    """Runs of one job, one after the other on the same ranks, each of them hit otherwise."""
-
-    def __init__(self, job: rudra.Job, hits: list[tuple[str, str, int]], directory: Path) -> None:
-        self.job, self.hits, self.directory = job, hits, directory
-
-    def __call__(self) -> int:
-        from mpi4py import MPI
-
-        plan = self.job.plan()
-        ranks = {role.name: role.world_rank for role in plan.roles}
-        for place, (victim, phase, number) in enumerate(self.hits):
-            strike = Strike(victim, phase, number, self.directory / f"{place}.mark")
-            start = StartRequest(self.directory / f"{place}.h5")
-            payload = {"job": self.job, "start": start, "progress": {"mode": "quiet"}}
-            code = Armed(strike, ranks[victim], payload)()
-            codes = MPI.COMM_WORLD.gather(code)
-            if codes is not None:
-                (self.directory / f"{place}.json").write_text(json.dumps(codes))
-        return 0
-
-
 LAUNCH = """
 import pickle, sys
 from pathlib import Path
 from rudra.mpi.launch import launch
-series = pickle.loads(Path(sys.argv[1]).read_bytes())
+series = pickle.loads(Path("series").read_bytes())
 plan = series.job.plan()
 roles = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
 sys.exit(launch(series.job, series.directory / "all.h5", roles=roles, payload=series, survivable=True).code)
@@ -84,16 +62,16 @@ sys.exit(launch(series.job, series.directory / "all.h5", roles=roles, payload=se
 
 
 @pytest.mark.parametrize("where", WHERE)
-def test_a_stop_of_one_rank_stops_all_in_order(tmp_path: Path, where: str) -> None:
+def test_stop_of_one_rank_in_any_phase_stops_all_in_order(tmp_path: Path, where: str) -> None:
     topology, victims = WHERE[where]
     learners, protocol = (4 if where == "groups" else 3), "hardsync" if where == "replicas" else "async"
     job = rudra.Job.load(job_file(tmp_path, topology, learners, protocol)).resolved(cores=1)
     hits = list(hits_of(victims, everybody=where == "base"))
-    file = tmp_path / "series"
-    file.write_bytes(pickle.dumps(Series(job, hits, tmp_path)))
+    (tmp_path / "series").write_bytes(pickle.dumps(Series(job, hits, tmp_path)))
+    (tmp_path / "launch.py").write_text(LAUNCH)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        forks.script("launch.py"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path
     )
     try:
         _, err = process.communicate(timeout=550)

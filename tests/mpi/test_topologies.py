@@ -54,7 +54,7 @@ def make_job(
     return rudra.Job(
         name="topologies",
         model={"name": model},
-        data={"name": tables.pop("data", user_code.delayed)},
+        data={"name": tables.pop("data", user_code.hasty)},
         training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9},
         protocol={"reference_batch_size": 16, **protocol},
@@ -128,14 +128,13 @@ def test_hardsync_gives_the_same_bits_on_ranks_and_in_virtual_time(
     assert measured["test_error"] == predicted["test_error"]
 
 
-def test_learners_that_never_wait_use_whole_weights(tmp_path: Path) -> None:
+def test_learners_that_never_wait_compute_with_whole_weights(tmp_path: Path) -> None:
     """A gradient of weights that were half one version and half the next would be another one in the replay."""
     jobs = {
         str(tmp_path / f"{name}.h5"): make_job(
             {"name": "adv*", "options": options},
             PROTOCOLS["async"],
             user_code.broad,
-            data=user_code.hasty,
             training={"epochs": 10},
         )
         for name, options in {"one hop": {}, "chain": {"weight_fan_out": 1}}.items()

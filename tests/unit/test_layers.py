@@ -12,6 +12,7 @@ import pytest
 
 from rudra.compute.making import EXECUTORS
 from rudra.roles import MACHINES
+from tests import forks
 from tests.structure import ROOT, SOURCES, attributes, circles, classes, depths, imports, trees
 from topologies.kinds import Variant
 
@@ -149,6 +150,17 @@ def test_nothing_is_imported_before_it_is_needed(code: str, unneeded: set[str]) 
     command = [sys.executable, "-c", f"import sys; {code}; print(*sys.modules)"]
     seen = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert not unneeded & set(seen.stdout.split())
+
+
+def test_first_gradient_of_an_uncompiled_model_loads_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / "tried.py").write_text(
+        "import sys\nfrom rudra.cli.main import main\n"
+        "code = main(['validate', 'digits'])\nprint(code, 'torch._dynamo' in sys.modules)\n"
+    )
+    seen = subprocess.run(
+        forks.script("tried.py"), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert seen.stdout.splitlines()[-1] == "0 False"
 
 
 @pytest.mark.parametrize(

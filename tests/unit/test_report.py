@@ -446,7 +446,7 @@ def test_error_and_loss_are_not_in_one_panel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [2, 13])
-def test_logarithmic_axes(tmp_path: Path, count: int) -> None:
+def test_figures_of_few_and_many_runs_have_logarithmic_axes_where_asked(tmp_path: Path, count: int) -> None:
     files = write_grid(tmp_path, count)
     for log in (False, True):
         scales = {name: {axis.get_yscale() for axis in axes} for name, axes in drawn(files, log=log).items()}
@@ -456,6 +456,10 @@ def test_logarithmic_axes(tmp_path: Path, count: int) -> None:
     study.known[0].train_error[-1] = 0
     (training,) = [f for f in figures(study, study.known, log=True) if f.name in ("training", "training-error")]
     assert list(training.left_out.values()) == [[study.known[0].label]]
+
+
+def test_commands_that_draw_accept_logarithmic_axes(tmp_path: Path) -> None:
+    files = write_grid(tmp_path, 2)
     assert main(["report", *map(str, files), "-o", str(tmp_path / "page.html"), "--log"]) == 0
     assert main(["plot", *map(str, files), "-o", str(tmp_path / "page.png"), "--log"]) == 0
 
