@@ -11,7 +11,8 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores
 from rudra.prepare import cost_files
-from rudra.prepare.resolve import resolve, resolve_virtual, with_cut
+from rudra.prepare.cut import with_cut
+from rudra.prepare.resolve import resolve, resolve_virtual
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, open_results

@@ -30,7 +30,8 @@ from rudra.mpi.relay import TRAINING_LINE, exit_line
 from rudra.mpi.setup import RankSetup
 from rudra.mpi.signals import GRACE_S, StopSignals, on_stops
 from rudra.mpi.tags import FAILURE_TAG
-from rudra.prepare.resolve import choose_devices, fit, with_cut
+from rudra.prepare.cut import with_cut
+from rudra.prepare.resolve import choose_devices, fit
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.identity import finished
