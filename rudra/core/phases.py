@@ -43,8 +43,7 @@ def parts(job: Job, plan: Plan) -> Iterator[tuple[int, Job, Plan]]:
         job: Resolved job.
         plan: Plan of the first phase for the actual ranks.
     """
-    starts = [0, *(change.at_epoch for change in job.changes)]
-    plans = [plan, *(job.plan_after(start, plan) for start in starts[1:])]
-    most = max(each.max_gradients_per_message for each in plans)  # which buffers have room for
-    for start, its_plan in zip(starts, plans, strict=True):
-        yield start, job.at(start), replace(its_plan, max_gradients_per_message=most)
+    whole = [(0, job.at(0), plan), *job.later_parts(plan)]
+    most = max(its_plan.max_gradients_per_message for _, _, its_plan in whole)  # which buffers have room for
+    for start, part, its_plan in whole:
+        yield start, part, replace(its_plan, max_gradients_per_message=most)

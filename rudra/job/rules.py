@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import protocols
 import topologies
 from rudra.job.fields import JobFields
-from rudra.job.making import explicit_momentum, table_of
 from rudra.job.simulation import PER_BYTE
 from rudra.job.table import named
 from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, ArgumentsTable
@@ -92,7 +91,42 @@ def simulated_rule(rule: SimulatedRule) -> SimulatedRule:
     return rule
 
 
-def check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
+def check_tables(job: JobFields) -> None:
+    """Raises ValueError if keys of several tables contradict each other."""
+    _check(JOB_RULES, job)
+
+
+def check_part(job: JobFields, plan: topologies.Plan, *, placed: bool = False) -> None:
+    """Raises ValueError if a part of a run cannot work on its plan.
+
+    Args:
+        job: job of the part.
+        plan: roles of the part.
+        placed: whether the plan assigns the roles to nodes.
+    """
+    _check(PART_RULES, JobPart(job, plan, job.make_protocol(plan), placed))
+
+
+def check_change(first: JobFields, plan: topologies.Plan, later: JobFields, its_plan: topologies.Plan) -> None:
+    """Raises ValueError if a run cannot change from its first part to a later one, each with its plan."""
+    _check(
+        CHANGE_RULES,
+        JobPart(first, plan, first.make_protocol(plan)),
+        JobPart(later, its_plan, later.make_protocol(its_plan)),
+    )
+
+
+def check_roles(before: topologies.Plan, after: topologies.Plan) -> None:
+    """Raises ValueError if the ranks of a run cannot continue with another plan."""
+    _check([other_roles], before, after)
+
+
+def check_simulated(job: JobFields, plan: topologies.Plan) -> None:
+    """Raises ValueError if a job cannot be simulated on a plan with nodes."""
+    _check(SIMULATED_RULES, job, plan)
+
+
+def _check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
     """Raises ValueError for the first mistake that one of these rules finds.
 
     Args:
@@ -225,7 +259,7 @@ def measured_shares_in_changes(job: JobFields) -> Iterator[str]:
 @job_rule
 def tables_of_other_protocols(job: JobFields) -> Iterator[str]:
     for name, table in job:
-        if isinstance(table, ArgumentsTable) and table is not table_of(job) and table.non_defaults:
+        if isinstance(table, ArgumentsTable) and table is not job.protocol_table and table.non_defaults:
             key, protocol = next(iter(table.non_defaults)), named(job.protocol.name)
             its = _either(*(its_name for its_name, rule in protocols.shipped().items() if rule.table == name))
             yield f"[{name}] {key} is not supported with protocol {protocol}; remove [{name}], or use protocol {its}"
@@ -642,7 +676,7 @@ def same_roles(first: JobPart, later: JobPart) -> Iterator[str]:
 
 @change_rule
 def same_momentum(first: JobPart, later: JobPart) -> Iterator[str]:
-    if explicit_momentum(first.job, first.plan) != explicit_momentum(later.job, later.plan):
+    if first.job.explicit_momentum(first.plan) != later.job.explicit_momentum(later.plan):
         yield (
             "[optimizer] momentum_correction = 'implicit' is not supported with a change of the mean staleness; "
             "use momentum_correction = 'none'"
