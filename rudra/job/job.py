@@ -54,17 +54,20 @@ class Job(JobFields):
             object.__setattr__(self, "topology", self.topology.with_name(name))
         self.make_topology()
         rules.check_tables(self)
-        known = self.cluster.learners is not None
-        if known:
-            rules.check_part(self, self.plan())
+        first = None if self.cluster.learners is None else self._part(self.plan())
+        if first is not None:
+            rules.check_part(first)
         for change in self.changes:
             try:
                 later = self.at(change.at_epoch)
-                if known:
-                    rules.check_change(self, self.plan(), later, later.plan())
+                if first is not None:
+                    rules.check_change(first, later._part(later.plan()))
             except (ConfigError, ValueError) as error:
                 raise ValueError(f"{change.where}: {error}") from None
         return self
+
+    def _part(self, plan: topologies.Plan, *, placed: bool = False) -> rules.JobPart:
+        return rules.JobPart(self, plan, self.make_protocol(plan), placed)
 
     def at(self, epoch: int) -> Job:
         """Returns the job of a part of a run, which has no changes itself.
@@ -216,9 +219,9 @@ class Job(JobFields):
             ConfigError: the protocol cannot work on the plan, or a hook names a role that is not in it.
         """
         try:
-            rules.check_part(self, plan, placed=True)
+            rules.check_part(self._part(plan, placed=True))
             for _, later, its_plan in self.later_parts(plan):
-                rules.check_part(later, its_plan, placed=True)
+                rules.check_part(later._part(its_plan, placed=True))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

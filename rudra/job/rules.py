@@ -96,24 +96,14 @@ def check_tables(job: JobFields) -> None:
     _check(JOB_RULES, job)
 
 
-def check_part(job: JobFields, plan: topologies.Plan, *, placed: bool = False) -> None:
-    """Raises ValueError if a part of a run cannot work on its plan.
-
-    Args:
-        job: job of the part.
-        plan: roles of the part.
-        placed: whether the plan assigns the roles to nodes.
-    """
-    _check(PART_RULES, JobPart(job, plan, job.make_protocol(plan), placed))
+def check_part(part: JobPart) -> None:
+    """Raises ValueError if a part of a run cannot work on its plan."""
+    _check(PART_RULES, part)
 
 
-def check_change(first: JobFields, plan: topologies.Plan, later: JobFields, its_plan: topologies.Plan) -> None:
-    """Raises ValueError if a run cannot change from its first part to a later one, each with its plan."""
-    _check(
-        CHANGE_RULES,
-        JobPart(first, plan, first.make_protocol(plan)),
-        JobPart(later, its_plan, later.make_protocol(its_plan)),
-    )
+def check_change(first: JobPart, later: JobPart) -> None:
+    """Raises ValueError if a run cannot change from its first part to a later one."""
+    _check(CHANGE_RULES, first, later)
 
 
 def check_roles(before: topologies.Plan, after: topologies.Plan) -> None:
