@@ -11,7 +11,7 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,15 +57,17 @@ from rudra.mpi.checkpoint_thread import CheckpointThread
 from rudra.mpi.clock import clock_origin
 from rudra.mpi.control_messages import ControlMessages
 from rudra.mpi.deadlock import Standstill
+from rudra.mpi.failure_reports import raise_reported
 from rudra.mpi.failures import Losses
 from rudra.mpi.group_reduction import library_comm
+from rudra.mpi.hosted_roles import HostedRoles, Make
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
 from rudra.mpi.reductions import Reductions
 from rudra.mpi.regroup import RankRegrouping
 from rudra.mpi.states import StateTransfer
-from rudra.mpi.tags import CHANNELS, CONTROL, FAILURE_TAG, FIRST_TAG, STANDSTILL_TAG, STATES
+from rudra.mpi.tags import CHANNELS, CONTROL, FIRST_TAG, STANDSTILL_TAG, STATES
 from rudra.mpi.tensor_traffic import TensorTags, TensorTraffic
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.recorder import Recorder
@@ -76,9 +78,6 @@ from topologies import Plan
 SPIN_S = 20e-3
 """How long a rank with its own core polls before it sleeps. Falling asleep and waking up costs more than a small
 message, and it lets the core's caches cool and its clock rate drop."""
-
-Make = Callable[[int, Plan, TrainingState], Machine]
-"""Creates a role's machine for a restart, and prepares its executor."""
 
 
 class Ended(Exception):
@@ -98,42 +97,6 @@ class Signalled:
     stop: bool = False
     urgent: Callable[[], None] | None = None
     ended: bool = False
-
-
-class HostedRoles:
-    """The roles of a rank.
-
-    Args:
-        machines: role id -> state machine of the role.
-        make: creates the machine of a role that restarts, or None if no role restarts.
-
-    Attributes:
-        machines: role id -> current state machine, replaced when the rank regroups.
-        running: ids of the roles that have not halted.
-    """
-
-    def __init__(self, machines: dict[int, Machine], make: Make | None) -> None:
-        self.machines, self.running = machines, set(machines)
-        self._make = make
-        self._ticked = dict.fromkeys(machines, 0.0)
-
-    def ticks(self, now: float) -> Iterator[int]:
-        """Yields the roles that must now be notified that time has passed."""
-        for role in list(self.running):
-            tick_s = self.machines[role].tick_s
-            if tick_s is not None and now - self._ticked[role] >= tick_s:
-                self._ticked[role] = now
-                yield role
-
-    def waits(self) -> Mapping[int, str]:
-        """Returns, for each running role, a text about its current wait."""
-        return {role: self.machines[role].waiting_for for role in self.running}
-
-    def remake(self, role: int, plan: Plan, position: TrainingState) -> None:
-        """Creates the machine of a role again, for training that continues from a position with another plan."""
-        assert self._make is not None
-        before, self.machines[role] = self.machines[role], self._make(role, plan, position)
-        self.machines[role].inherit(before)
 
 
 class Rank:
@@ -336,7 +299,7 @@ class Rank:
         if self._losses.dead or len(self.phases) > 1:
             self._regrouping.poll()
         if self._recorder is not None:
-            self._look_for_failures()
+            raise_reported(self.comm)
         return bool(self._events)
 
     def _look_for_losses(self) -> None:
@@ -347,17 +310,6 @@ class Rank:
             self.states.lose(ranks)
             lost = [i for i, role in enumerate(self.plan.roles) if role.world_rank in ranks]
             self._events.extend((role, Lost(other)) for other in lost for role in self._roles.machines)
-
-    def _look_for_failures(self) -> None:
-        status = MPI.Status()
-        try:
-            reported = self.comm.Iprobe(MPI.ANY_SOURCE, FAILURE_TAG, status)
-        except MPI.Exception:  # a loss that is not acknowledged yet
-            return
-        if reported:
-            text = bytearray(status.Get_count(MPI.BYTE))
-            self.comm.Recv(text, status.Get_source(), FAILURE_TAG)
-            raise Reported(text.decode(errors="replace"))
 
     # Actions of the roles here.
 
@@ -490,12 +442,3 @@ class Rank:
         self._saver.close()
         self._reductions.close()
         self._control.close(self._losses)
-
-
-class Reported(RunError):
-    """A failure reported by another rank: its exit code, whether a rank was lost, and the complete text."""
-
-    def __init__(self, report: str) -> None:
-        code, lost, self.text = report.split(" ", 2)
-        super().__init__(self.text)
-        self.exit_code, self.lost = int(code), lost == "1"
