@@ -76,6 +76,14 @@ def test_a_part_is_on_the_ranks_of_the_first(job: Job) -> None:
     assert [role.node for role in second.plan.roles] == [role.node for role in plan.roles]
 
 
+def test_later_parts_are_those_after_each_change(job: Job) -> None:
+    plan = job.plan()
+    found = [*job.later_parts(plan)]
+    assert [(start, part) for start, part, _ in found] == [(start, job.at(start)) for start in (1, 3)]
+    assert [len(its_plan.groups) for _, _, its_plan in found] == [4, 4]
+    assert not [*job.at(0).later_parts(plan)]
+
+
 class Sometimes:
     """A tree, if it is asked for, where there are several nodes."""
 
