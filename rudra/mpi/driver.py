@@ -10,7 +10,6 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +37,6 @@ from rudra.core.events import (
     Reduce,
     Save,
     Send,
-    Started,
     Stopped,
     StoreEpochWeights,
     Sync,
@@ -72,7 +70,6 @@ from rudra.mpi.tensor_traffic import TensorTags, TensorTraffic
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.recorder import Recorder
 from rudra.roles import Machine
-from rudra.roles.ledger import outlasts
 from topologies import Plan
 
 SPIN_S = 20e-3
@@ -151,7 +148,6 @@ class Rank:
         self._code = 0
         self._roles, self._executors, self._recorder = HostedRoles(machines, make_machine), executors, recorder
         self._regrouping = RankRegrouping(self)
-        self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
         self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
         self._control = ControlMessages(comm, machines)
         self._losses = Losses(comm)
@@ -262,8 +258,8 @@ class Rank:
 
     def _step(self) -> bool:
         """Does one piece of work, or returns False if there is none."""
-        if self._events:
-            role, event = self._events.popleft()
+        if self._roles.events:
+            role, event = self._roles.events.popleft()
             self._handle(role, event)
         elif not (self._poll() or self._advance()):
             return False
@@ -287,7 +283,7 @@ class Rank:
     def _poll(self) -> bool:
         """Turns finished requests into events."""
         self._work.take_results()
-        self._events.extend(self._reductions.poll())
+        self._roles.events.extend(self._reductions.poll())
         for role, generation, message in self._control.heard():
             self._regrouping.hear(role, generation, message)
         self._traffic.poll()
@@ -300,7 +296,7 @@ class Rank:
             self._regrouping.poll()
         if self._recorder is not None:
             raise_reported(self.comm)
-        return bool(self._events)
+        return bool(self._roles.events)
 
     def _look_for_losses(self) -> None:
         """Notifies the roles here of other roles that died."""
@@ -309,7 +305,7 @@ class Rank:
             self._traffic.lose(ranks)
             self.states.lose(ranks)
             lost = [i for i, role in enumerate(self.plan.roles) if role.world_rank in ranks]
-            self._events.extend((role, Lost(other)) for other in lost for role in self._roles.machines)
+            self._roles.events.extend((role, Lost(other)) for other in lost for role in self._roles.machines)
 
     # Actions of the roles here.
 
@@ -380,7 +376,7 @@ class Rank:
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
         else:
-            self._events.extend((role, event) for event in work if event is not None)
+            self._roles.events.extend((role, event) for event in work if event is not None)
 
     def _save(self, role: int, action: Save) -> None:
         """Sends a role's state for a checkpoint to the owner of the weights, which writes the checkpoint."""
@@ -396,7 +392,7 @@ class Rank:
 
     def announce(self, role: int, event: Event) -> None:
         """Appends an event for a role of this rank to the queue."""
-        self._events.append((role, event))
+        self._roles.events.append((role, event))
 
     # Regrouping by another plan (`rudra.mpi.regroup`).
 
@@ -408,14 +404,7 @@ class Rank:
         self._traffic.abandon(plan, roles)
         self._reductions.abandon()
         self._work.drop(roles)
-
-        if plan.stage in roles:  # the stage server continues with the others' parts in its log
-            self._roles.remake(plan.stage, plan, position)
-
-        def counts(role: int, event: Event) -> bool:
-            return role not in roles or (role in plan.owners and outlasts(event, plan.statistics))
-
-        self._events = deque((role, event) for role, event in self._events if counts(role, event))
+        self._roles.abandon(plan, position)
 
     @property
     def quiet(self) -> bool:
@@ -424,15 +413,8 @@ class Rank:
 
     def regroup(self, position: TrainingState) -> None:
         """Creates the roles again, for training that continues from a position."""
-        plan, running = self.plan, self._roles.running
-        unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in self.lost and i not in plan.gone]
-        self._reductions.renew(plan, running)
-        for role in sorted(running - {plan.statistics}):
-            self.announce(role, Started())
-            if role not in (plan.server, plan.stage):  # these two have the plan already
-                self._roles.remake(role, plan, position)
-            if role != plan.server:  # the server knows the dead already
-                self._events.extend((role, Lost(other)) for other in unknown)
+        self._reductions.renew(self.plan, self._roles.running)
+        self._roles.restart(self.plan, position, self.lost)
 
     def _close(self) -> None:
         """Completes sends and cancels receives. All sends are delivered, because every role has reported its end."""
