@@ -1,7 +1,5 @@
 """Phases of a run between the changes of its job: role assignment, learning rates and rules of each phase."""
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from rudra.core.schedule import Schedule
@@ -34,16 +32,3 @@ Phases = tuple[Phase, ...]
 def phase_at(phases: Phases, epoch: int) -> Phase:
     """Returns the phase of a run after a number of complete epochs."""
     return next(phase for phase in reversed(phases) if phase.at_epoch <= epoch)
-
-
-def parts(job: Job, plan: Plan) -> Iterator[tuple[int, Job, Plan]]:
-    """Yields the phases of a run: complete epochs at the beginning, job, and plan.
-
-    Args:
-        job: Resolved job.
-        plan: Plan of the first phase for the actual ranks.
-    """
-    whole = [(0, job.at(0), plan), *job.later_parts(plan)]
-    most = max(its_plan.max_gradients_per_message for _, _, its_plan in whole)  # which buffers have room for
-    for start, part, its_plan in whole:
-        yield start, part, replace(its_plan, max_gradients_per_message=most)

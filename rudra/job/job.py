@@ -220,13 +220,13 @@ class Job(JobFields):
         """
         try:
             rules.check_part(self._part(plan, placed=True))
-            for _, later, its_plan in self.later_parts(plan):
+            for _, later, its_plan in self._later_parts(plan):
                 rules.check_part(later._part(its_plan, placed=True))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def later_parts(self, plan: topologies.Plan) -> Iterator[tuple[int, Job, topologies.Plan]]:
-        """Yields the parts of a run after its `changes`: complete epochs before it, its job, and its plan.
+    def parts(self, plan: topologies.Plan) -> Iterator[tuple[int, Job, topologies.Plan]]:
+        """Yields the parts of a run, between its `changes`: complete epochs at the beginning, job, and plan.
 
         Args:
             plan: plan of the first part. Roles of later plans are on the same ranks and nodes.
@@ -234,6 +234,12 @@ class Job(JobFields):
         Raises:
             ValueError: options of the topology do not fit, or change the roles.
         """
+        whole = [(0, self.at(0), plan), *self._later_parts(plan)]
+        most = max(its_plan.max_gradients_per_message for _, _, its_plan in whole)  # which buffers have room for
+        for start, part, its_plan in whole:
+            yield start, part, replace(its_plan, max_gradients_per_message=most)
+
+    def _later_parts(self, plan: topologies.Plan) -> Iterator[tuple[int, Job, topologies.Plan]]:
         nodes = [plan.roles[i].node for i in plan.learners]
         for change in self.changes:
             later = self.at(change.at_epoch)

@@ -3,7 +3,7 @@
 import math
 
 from rudra.compute.schedule import schedule_of
-from rudra.core.phases import Phase, Phases, parts, phase_at
+from rudra.core.phases import Phase, Phases, phase_at
 from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
 from topologies import Plan
@@ -23,7 +23,7 @@ def phases_of(job: Job, plan: Plan, training_samples: int) -> Phases:
     texts = ["", *(change.text for change in job.changes)]
     return tuple(
         Phase(start, part, its_plan, schedule_of(part, its_plan, training_samples), text)
-        for (start, part, its_plan), text in zip(parts(job, plan), texts, strict=True)
+        for (start, part, its_plan), text in zip(job.parts(plan), texts, strict=True)
     )
 
 
