@@ -53,15 +53,15 @@ class Job(JobFields):
             name = str(getattr(self.protocol_factory, "topology", "base"))
             object.__setattr__(self, "topology", self.topology.with_name(name))
         self.make_topology()
-        rules.check_tables(self)
+        rules.check(rules.JOB_RULES, self)
         first = None if self.cluster.learners is None else self._part(self.plan())
         if first is not None:
-            rules.check_part(first)
+            rules.check(rules.PART_RULES, first)
         for change in self.changes:
             try:
                 later = self.at(change.at_epoch)
                 if first is not None:
-                    rules.check_change(first, later._part(later.plan()))
+                    rules.check(rules.CHANGE_RULES, first, later._part(later.plan()))
             except (ConfigError, ValueError) as error:
                 raise ValueError(f"{change.where}: {error}") from None
         return self
@@ -204,7 +204,7 @@ class Job(JobFields):
         if nodes is not None:
             self.check(plan)
             try:
-                rules.check_simulated(self, plan)
+                rules.check(rules.SIMULATED_RULES, self, plan)
             except ValueError as error:
                 raise ConfigError(str(error)) from None
         return plan
@@ -219,9 +219,9 @@ class Job(JobFields):
             ConfigError: the protocol cannot work on the plan, or a hook names a role that is not in it.
         """
         try:
-            rules.check_part(self._part(plan, placed=True))
+            rules.check(rules.PART_RULES, self._part(plan, placed=True))
             for _, later, its_plan in self._later_parts(plan):
-                rules.check_part(later._part(its_plan, placed=True))
+                rules.check(rules.PART_RULES, later._part(its_plan, placed=True))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
@@ -244,7 +244,7 @@ class Job(JobFields):
         for change in self.changes:
             later = self.at(change.at_epoch)
             drawn = later.make_topology().plan(len(plan.learners), nodes)
-            rules.check_roles(plan, drawn)
+            rules.check([rules.other_roles], plan, drawn)
             places = zip(drawn.roles, plan.roles, strict=True)
             roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
             yield change.at_epoch, later, replace(drawn, roles=tuple(roles))

@@ -91,32 +91,7 @@ def simulated_rule(rule: SimulatedRule) -> SimulatedRule:
     return rule
 
 
-def check_tables(job: JobFields) -> None:
-    """Raises ValueError if keys of several tables contradict each other."""
-    _check(JOB_RULES, job)
-
-
-def check_part(part: JobPart) -> None:
-    """Raises ValueError if a part of a run cannot work on its plan."""
-    _check(PART_RULES, part)
-
-
-def check_change(first: JobPart, later: JobPart) -> None:
-    """Raises ValueError if a run cannot change from its first part to a later one."""
-    _check(CHANGE_RULES, first, later)
-
-
-def check_roles(before: topologies.Plan, after: topologies.Plan) -> None:
-    """Raises ValueError if the ranks of a run cannot continue with another plan."""
-    _check([other_roles], before, after)
-
-
-def check_simulated(job: JobFields, plan: topologies.Plan) -> None:
-    """Raises ValueError if a job cannot be simulated on a plan with nodes."""
-    _check(SIMULATED_RULES, job, plan)
-
-
-def _check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
+def check(rules: Iterable[Callable[..., Iterator[str]]], *about: Any) -> None:
     """Raises ValueError for the first mistake that one of these rules finds.
 
     Args:
