@@ -11,8 +11,9 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores
 from rudra.prepare import cost_files
-from rudra.prepare.resolve import resolve, resolve_virtual, with_cut
-from rudra.prepare.start import StartDecision, StartRequest, decide
+from rudra.prepare.cut import with_cut
+from rudra.prepare.resolve import resolve, resolve_virtual
+from rudra.prepare.start import StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.reader import Results, check_output, open_results
 from rudra.results.writer import checked_name, default_outputs, remove_if_empty
@@ -76,61 +77,55 @@ def run(
         origin=origin if carry == "all" else None,
         weights=origin if carry == "weights" else None,
     )
-    if world_size() is not None:
+    if world_size() is None:
+        code, path = _launched(job, asked, shown, verbose=verbose)
+    else:
         from rudra.mpi.start import start_mpi
 
         start_mpi()
         from rudra.mpi.session import run_ranks
 
         code, path = run_ranks(job, asked, progress=shown)
-    else:
-        code, path = _run_here(job, asked, shown, verbose=verbose)
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
 
 
-def _run_here(job: Job, asked: StartRequest, progress: dict[str, Any], *, verbose: bool) -> tuple[int, Path]:
-    """Decides where the run begins, starts ranks for it, and returns the exit code and the result file."""
-    start = decide(job, asked)
+def _launched(written: Job, asked: StartRequest, progress: dict[str, Any], *, verbose: bool) -> tuple[int, Path]:
+    """Starts the ranks of a run, and restarts them if the job says so. Returns the exit code and the result file."""
+    from rudra.mpi.launch import launch
+    from rudra.preflight import check
+
+    start = decide(written, asked)
+    path = start.output
     try:
         if start.text:
             log.info(start.text)
         if start.finished:
-            return 0, start.output
-        check_output(start.output, start.overwrite or start.checkpoint is not None)
-        return _launched(job, asked, start, progress, verbose=verbose), start.output
+            return 0, path
+        check_output(path, start.overwrite or start.checkpoint is not None)
+        decided = with_cut(written, start.decided, cores=cores())
+        job, plan = resolve(written, decided, cores=cores())
+        check(job, plan, begins=start.checkpoint is None)
+        names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
+        if progress["mode"] != "quiet":  # each rank imports torch: this takes seconds if there are few cores for them
+            print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
+        restarts = job.fault_tolerance.restarts
+        for restart in range(restarts + 1):
+            payload = {"job": job, "start": start, "progress": progress, "launched": True}
+            outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
+            if outcome.code:
+                _wait_for_results(path)
+                checkpoint.discard_piece(checkpoint.path_of(path))
+            if not outcome.lost or restart == restarts:
+                break
+            again = asked._replace(output=path, resume=True, force=False, temporary=start.temporary)
+            start = decide(job, again)
+            log.warning(f"restart {restart + 1} of {restarts}: {start.text}")
+        return outcome.code, path
     finally:
         if asked.output is None:
-            remove_if_empty(start.output)
-
-
-def _launched(
-    written: Job, asked: StartRequest, start: StartDecision, progress: dict[str, Any], *, verbose: bool
-) -> int:
-    """Starts the ranks, restarts them if the job says so, and returns the exit code."""
-    from rudra.mpi.launch import launch
-    from rudra.preflight import check
-
-    decided = with_cut(written, start.decided, cores=cores())
-    job, plan = resolve(written, decided, cores=cores())
-    names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
-    check(job, plan, begins=start.checkpoint is None)
-    if progress["mode"] != "quiet":  # each rank imports torch, which takes seconds if there are fewer cores than ranks
-        print(f"{job.name}: starting {plan.ranks} ranks", file=sys.stderr, flush=True)
-    path, tolerance = start.output, job.fault_tolerance
-    for restart in range(tolerance.restarts + 1):
-        payload = {"job": job, "start": start, "progress": progress, "launched": True}
-        outcome = launch(job, path, roles=names, payload=payload, verbose=verbose, survivable=True)
-        if outcome.code:
-            _wait_for_results(path)
-            checkpoint.discard_piece(checkpoint.path_of(path))
-        if not outcome.lost or restart == tolerance.restarts:
-            break
-        again = asked._replace(output=path, resume=True, force=False, temporary=start.temporary)
-        start = decide(job, again)
-        log.warning(f"restart {restart + 1} of {tolerance.restarts}: {start.text}")
-    return outcome.code
+            remove_if_empty(path)
 
 
 def simulate(

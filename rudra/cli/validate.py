@@ -37,7 +37,8 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.compute.schedule import planned
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
-    from rudra.prepare.resolve import resolve, with_cut
+    from rudra.prepare.cut import with_cut
+    from rudra.prepare.resolve import resolve
     from rudra.report.topology import message, roles
 
     written = job_of(arguments)

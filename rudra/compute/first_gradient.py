@@ -21,7 +21,6 @@ from rudra.compute.gradients import GradientSource
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.stages import cut_model
 from rudra.compute.tasks import Task
-from rudra.core.phases import parts
 from rudra.core.work import DEALT, Portion, Work, portion
 from rudra.data.load import Data
 from rudra.data.trees import moved
@@ -229,7 +228,7 @@ def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) 
         data: Data with the shape of a sample.
     """
     single, microbatches = None, job.training.microbatches
-    portions = [portion_of(its, its_plan, role) for _, its, its_plan in parts(job, plan) for role in its_plan.learners]
+    portions = [portion_of(its, its_plan, role) for _, its, its_plan in job.parts(plan) for role in its_plan.learners]
     if job.scheduled:
         single = ("[protocol] name: hogbatch: the last batch of an epoch may be short", "models without BatchNorm")
     elif microbatches > 1 and any(mine.count < 2 * microbatches for mine in portions):

@@ -29,7 +29,6 @@ from rudra.compute.staging import Staging
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
-from rudra.core.phases import parts
 from rudra.core.rows import dense_because
 from rudra.data.load import Data
 from rudra.errors import ConfigError
@@ -127,7 +126,7 @@ def make_executors(
     owned = _owned(job, plan, flat, flat if fronts is None else fronts[0], sides)
     ends = accumulate((part.size for part in owned.values()), initial=0)
     travelling = dict(zip(owned, (slice(start, stop) for start, stop in pairwise(ends)), strict=True))
-    all_parts = list(parts(job, plan))
+    all_parts = list(job.parts(plan))
     learners = [role for role in roles if plan.traits(role).trains]
     _, first_job, first_plan = all_parts[0]
     portions = {role: portion_of(first_job, first_plan, role) for role in learners}

@@ -1,7 +1,5 @@
 """Phases of a run between the changes of its job: role assignment, learning rates and rules of each phase."""
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from rudra.core.schedule import Schedule
@@ -34,17 +32,3 @@ Phases = tuple[Phase, ...]
 def phase_at(phases: Phases, epoch: int) -> Phase:
     """Returns the phase of a run after a number of complete epochs."""
     return next(phase for phase in reversed(phases) if phase.at_epoch <= epoch)
-
-
-def parts(job: Job, plan: Plan) -> Iterator[tuple[int, Job, Plan]]:
-    """Yields the phases of a run: complete epochs at the beginning, job, and plan.
-
-    Args:
-        job: Resolved job.
-        plan: Plan of the first phase for the actual ranks.
-    """
-    starts = [0, *(change.at_epoch for change in job.changes)]
-    plans = [plan, *(job.plan_after(start, plan) for start in starts[1:])]
-    most = max(each.max_gradients_per_message for each in plans)  # which buffers have room for
-    for start, its_plan in zip(starts, plans, strict=True):
-        yield start, job.at(start), replace(its_plan, max_gradients_per_message=most)

@@ -1,11 +1,18 @@
-"""The tables of a job, without rules or methods."""
+"""The tables of a job, with the protocol and the topology that they make."""
+
+from typing import Any
 
 from pydantic import Field
 
+import protocols
+import topologies
+from rudra import plugins
+from rudra.errors import ConfigError
 from rudra.job.changes import JobChange
 from rudra.job.simulation import SimulationTable
 from rudra.job.table import Table
 from rudra.job.tables import (
+    ArgumentsTable,
     AugmentTable,
     AveragingTable,
     ClusterTable,
@@ -69,3 +76,103 @@ class JobFields(Table):
     hooks: tuple[Hook, ...] = ()
     changes: tuple[JobChange, ...] = ()
     study: StudyTable = StudyTable()
+
+    @property
+    def learners(self) -> int:
+        """λ, the number of learners.
+
+        Raises:
+            ConfigError: the job does not set it, and is not `resolved` yet.
+        """
+        if self.cluster.learners is None:
+            raise ConfigError("[cluster] learners is not known yet; set it, or call job.resolved(learners=N) first")
+        return self.cluster.learners
+
+    @property
+    def protocol_factory(self) -> Any:
+        """Class, or another callable, that makes the job's protocol.
+
+        Raises:
+            ConfigError: there is no such protocol.
+        """
+        return plugins.choose("[protocol] name", self.protocol.name, protocols.shipped())
+
+    @property
+    def protocol_table(self) -> ArgumentsTable | None:
+        """Table whose keys belong to the job's protocol. None: the protocol has no table."""
+        found: ArgumentsTable | None = getattr(self, getattr(self.protocol_factory, "table", ""), None)
+        return found
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether a coordinator assigns the samples, in mini-batches of any size."""
+        return bool(getattr(self.protocol_factory, "schedules", False))
+
+    def make_topology(self) -> topologies.Topology:
+        """Makes the job's topology with its options.
+
+        Raises:
+            ConfigError: there is no such topology.
+            ValueError: the topology does not take these options.
+        """
+        topology = plugins.choose("[topology] name", self.topology.name, {"auto": "", **topologies.shipped()})
+        per_rank, staged = self.cluster.learners_per_rank, self.placement.servers if self.placement.given else 0
+        scheduled = self.scheduled
+        how = {"scheduled": scheduled, "window": scheduled and self.hogbatch.shares_weights}
+        return topologies.load(topology, self.topology.options, per_rank, staged=staged, **how)
+
+    def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
+        """Makes the job's protocol for its workers: the learners, or the compute groups if the plan has any.
+
+        Args:
+            plan: roles of the job. None: `plan()`.
+            lost: number of workers that have died. n is then at most the number of remaining workers.
+
+        Raises:
+            ConfigError: there is no such protocol.
+            ValueError: an option, n or the modulation does not fit the protocol.
+        """
+        plan = self.make_topology().plan(self.learners) if plan is None else plan
+        table, factory, own = self.protocol, self.protocol_factory, self.protocol_table
+        left = plan.workers - lost
+        arguments = {} if own is None else own.arguments(plan)
+        for key in table.options.keys() & arguments.keys():
+            raise ValueError(f"[protocol] options.{key} is not supported; use the keys of [{factory.table}]")
+        return protocols.make(
+            factory,
+            learners=left,
+            minibatch_size=self.training.minibatch_size * len(plan.learners) / plan.workers,
+            n=min(table.n, left) if table.n and (lost or plan.gone) else table.n,
+            modulation=plugins.choose(
+                "[protocol] modulation", table.modulation, {"auto": None, **protocols.MODULATIONS}
+            ),
+            reference_batch_size=table.reference_batch_size,
+            scale_invariant_optimizer=self.optimizer.name if self.optimizer.scale_invariant else None,
+            options={**table.options, **arguments},
+        )
+
+    def gradients_per_update(self, plan: topologies.Plan) -> int:
+        """Returns the number of learners' gradients per update. The average of a group counts once for each member.
+
+        Args:
+            plan: roles of the job.
+        """
+        return self.make_protocol(plan).gradients_per_update * len(plan.learners) // plan.workers
+
+    def explicit_momentum(self, plan: topologies.Plan | None = None) -> float:
+        """Returns the momentum that the optimiser uses: `optimizer.momentum` minus the `momentum_correction`.
+
+        Asynchrony of g workers that update independently acts like momentum 1 - 1/g. This is theorem 1 of Omnivore,
+        for exponential step times and no explicit momentum. Here g is the effective number ⟨σ⟩ + 1. Under 1-softsync g
+        is nearly 2, although all workers together make an update. The sum of the two momenta is a rule of thumb.
+
+        Args:
+            plan: roles of the job. None: `plan()`.
+
+        Returns:
+            The explicit momentum, at least 0. Without a correction it equals `optimizer.momentum`.
+        """
+        if self.optimizer.momentum_correction == "none":
+            return self.optimizer.momentum
+        asynchrony = 1 + self.make_protocol(plan).expected_staleness
+        return max(0.0, self.optimizer.momentum - (1 - 1 / asynchrony))

@@ -1,24 +1,23 @@
 """The job: one immutable, validated description of a run.
 
 A job comes from a TOML file, from the name of a shipped job, or from code. `rudra.job.tables` declares its tables.
-`rudra.job.rules` checks combinations of keys. `rudra.job.making` makes the protocol and the topology.
+`rudra.job.fields` holds them and makes the protocol and the topology. `rudra.job.rules` checks combinations of keys.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 from pydantic import ValidationError, model_validator
 
-import protocols
 import topologies
 from rudra.errors import ConfigError
-from rudra.job import making, rules
+from rudra.job import rules
 from rudra.job.changes import MAY_CHANGE, JobChange
 from rudra.job.fields import JobFields
 from rudra.job.jobfiles import Change, apply, parsed, read_job
@@ -51,17 +50,18 @@ class Job(JobFields):
     @model_validator(mode="after")
     def _follows_the_rules(self) -> Self:
         if self.topology.name == "auto":
-            object.__setattr__(self, "topology", self.topology.with_name(making.topology_of(self)))
+            name = str(getattr(self.protocol_factory, "topology", "base"))
+            object.__setattr__(self, "topology", self.topology.with_name(name))
         self.make_topology()
         rules.check(rules.JOB_RULES, self)
-        known = self.cluster.learners is not None
-        if known:
-            rules.check(rules.PART_RULES, self._part(self.plan()))
+        first = None if self.cluster.learners is None else self._part(self.plan())
+        if first is not None:
+            rules.check(rules.PART_RULES, first)
         for change in self.changes:
             try:
                 later = self.at(change.at_epoch)
-                if known:
-                    rules.check(rules.CHANGE_RULES, self._part(self.plan()), later._part(later.plan()))
+                if first is not None:
+                    rules.check(rules.CHANGE_RULES, first, later._part(later.plan()))
             except (ConfigError, ValueError) as error:
                 raise ValueError(f"{change.where}: {error}") from None
         return self
@@ -189,17 +189,6 @@ class Job(JobFields):
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // at_once)
         return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
 
-    @property
-    def learners(self) -> int:
-        """λ, the number of learners.
-
-        Raises:
-            ConfigError: the job does not set it, and is not `resolved` yet.
-        """
-        if self.cluster.learners is None:
-            raise ConfigError("[cluster] learners is not known yet; set it, or call job.resolved(learners=N) first")
-        return self.cluster.learners
-
     def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:
         """Returns the roles of the job and their connections. The number of learners must be known.
 
@@ -231,77 +220,34 @@ class Job(JobFields):
         """
         try:
             rules.check(rules.PART_RULES, self._part(plan, placed=True))
-            for change in self.changes:
-                later, its_plan = self.at(change.at_epoch), self.plan_after(change.at_epoch, plan)
+            for _, later, its_plan in self._later_parts(plan):
                 rules.check(rules.PART_RULES, later._part(its_plan, placed=True))
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    def plan_after(self, epoch: int, plan: topologies.Plan) -> topologies.Plan:
-        """Returns the plan of a part of a run, on the ranks and nodes of the run.
+    def parts(self, plan: topologies.Plan) -> Iterator[tuple[int, Job, topologies.Plan]]:
+        """Yields the parts of a run, between its `changes`: complete epochs at the beginning, job, and plan.
 
         Args:
-            epoch: number of complete epochs.
-            plan: plan of the first part.
+            plan: plan of the first part. Roles of later plans are on the same ranks and nodes.
 
         Raises:
             ValueError: options of the topology do not fit, or change the roles.
         """
-        drawn = self.at(epoch).make_topology().plan(len(plan.learners), [plan.roles[i].node for i in plan.learners])
-        rules.check([rules.other_roles], plan, drawn)
-        places = zip(drawn.roles, plan.roles, strict=True)
-        roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
-        return replace(drawn, roles=tuple(roles))
+        whole = [(0, self.at(0), plan), *self._later_parts(plan)]
+        most = max(its_plan.max_gradients_per_message for _, _, its_plan in whole)  # which buffers have room for
+        for start, part, its_plan in whole:
+            yield start, part, replace(its_plan, max_gradients_per_message=most)
 
-    @property
-    def scheduled(self) -> bool:
-        """Whether a coordinator assigns the samples, in mini-batches of any size."""
-        return bool(getattr(making.factory_of(self), "schedules", False))
-
-    def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
-        """Makes the job's protocol for its workers: the learners, or the compute groups if the plan has any.
-
-        Args:
-            plan: roles of the job. None: `plan()`.
-            lost: number of workers that have died. n is then at most the number of remaining workers.
-
-        Raises:
-            ConfigError: there is no such protocol.
-            ValueError: an option, n or the modulation does not fit the protocol.
-        """
-        return making.make_protocol(self, self.plan() if plan is None else plan, lost)
-
-    def gradients_per_update(self, plan: topologies.Plan) -> int:
-        """Returns the number of learners' gradients per update. The average of a group counts once for each member.
-
-        Args:
-            plan: roles of the job.
-        """
-        return self.make_protocol(plan).gradients_per_update * len(plan.learners) // plan.workers
-
-    def explicit_momentum(self, plan: topologies.Plan | None = None) -> float:
-        """Returns the momentum that the optimiser uses: `optimizer.momentum` minus the `momentum_correction`.
-
-        Asynchrony of g workers that update independently acts like momentum 1 - 1/g. This is theorem 1 of Omnivore,
-        for exponential step times and no explicit momentum. Here g is the effective number ⟨σ⟩ + 1. Under 1-softsync g
-        is nearly 2, although all workers together make an update. The sum of the two momenta is a rule of thumb.
-
-        Args:
-            plan: roles of the job. None: `plan()`.
-
-        Returns:
-            The explicit momentum, at least 0. Without a correction it equals `optimizer.momentum`.
-        """
-        return making.explicit_momentum(self, self.plan() if plan is None else plan)
-
-    def make_topology(self) -> topologies.Topology:
-        """Makes the job's topology with its options.
-
-        Raises:
-            ConfigError: there is no such topology.
-            ValueError: the topology does not take these options.
-        """
-        return making.make_topology(self)
+    def _later_parts(self, plan: topologies.Plan) -> Iterator[tuple[int, Job, topologies.Plan]]:
+        nodes = [plan.roles[i].node for i in plan.learners]
+        for change in self.changes:
+            later = self.at(change.at_epoch)
+            drawn = later.make_topology().plan(len(plan.learners), nodes)
+            rules.check([rules.other_roles], plan, drawn)
+            places = zip(drawn.roles, plan.roles, strict=True)
+            roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
+            yield change.at_epoch, later, replace(drawn, roles=tuple(roles))
 
     def to_json(self) -> str:
         """Returns the job as one line of JSON without the table `[study]`. A callable appears as `module:name`."""

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import protocols
 import topologies
 from rudra.job.fields import JobFields
-from rudra.job.making import explicit_momentum, table_of
 from rudra.job.simulation import PER_BYTE
 from rudra.job.table import named
 from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, ArgumentsTable
@@ -225,7 +224,7 @@ def measured_shares_in_changes(job: JobFields) -> Iterator[str]:
 @job_rule
 def tables_of_other_protocols(job: JobFields) -> Iterator[str]:
     for name, table in job:
-        if isinstance(table, ArgumentsTable) and table is not table_of(job) and table.non_defaults:
+        if isinstance(table, ArgumentsTable) and table is not job.protocol_table and table.non_defaults:
             key, protocol = next(iter(table.non_defaults)), named(job.protocol.name)
             its = _either(*(its_name for its_name, rule in protocols.shipped().items() if rule.table == name))
             yield f"[{name}] {key} is not supported with protocol {protocol}; remove [{name}], or use protocol {its}"
@@ -642,7 +641,7 @@ def same_roles(first: JobPart, later: JobPart) -> Iterator[str]:
 
 @change_rule
 def same_momentum(first: JobPart, later: JobPart) -> Iterator[str]:
-    if explicit_momentum(first.job, first.plan) != explicit_momentum(later.job, later.plan):
+    if first.job.explicit_momentum(first.plan) != later.job.explicit_momentum(later.plan):
         yield (
             "[optimizer] momentum_correction = 'implicit' is not supported with a change of the mean staleness; "
             "use momentum_correction = 'none'"

@@ -10,8 +10,7 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 """
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,7 +37,6 @@ from rudra.core.events import (
     Reduce,
     Save,
     Send,
-    Started,
     Stopped,
     StoreEpochWeights,
     Sync,
@@ -57,28 +55,26 @@ from rudra.mpi.checkpoint_thread import CheckpointThread
 from rudra.mpi.clock import clock_origin
 from rudra.mpi.control_messages import ControlMessages
 from rudra.mpi.deadlock import Standstill
+from rudra.mpi.failure_reports import raise_reported
 from rudra.mpi.failures import Losses
 from rudra.mpi.group_reduction import library_comm
+from rudra.mpi.hosted_roles import HostedRoles, Make
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
 from rudra.mpi.reductions import Reductions
 from rudra.mpi.regroup import RankRegrouping
 from rudra.mpi.states import StateTransfer
-from rudra.mpi.tags import CHANNELS, CONTROL, FAILURE_TAG, FIRST_TAG, STANDSTILL_TAG, STATES
+from rudra.mpi.tags import CHANNELS, CONTROL, FIRST_TAG, STANDSTILL_TAG, STATES
 from rudra.mpi.tensor_traffic import TensorTags, TensorTraffic
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.recorder import Recorder
 from rudra.roles import Machine
-from rudra.roles.ledger import outlasts
 from topologies import Plan
 
 SPIN_S = 20e-3
 """How long a rank with its own core polls before it sleeps. Falling asleep and waking up costs more than a small
 message, and it lets the core's caches cool and its clock rate drop."""
-
-Make = Callable[[int, Plan, TrainingState], Machine]
-"""Creates a role's machine for a restart, and prepares its executor."""
 
 
 class Ended(Exception):
@@ -98,42 +94,6 @@ class Signalled:
     stop: bool = False
     urgent: Callable[[], None] | None = None
     ended: bool = False
-
-
-class HostedRoles:
-    """The roles of a rank.
-
-    Args:
-        machines: role id -> state machine of the role.
-        make: creates the machine of a role that restarts, or None if no role restarts.
-
-    Attributes:
-        machines: role id -> current state machine, replaced when the rank regroups.
-        running: ids of the roles that have not halted.
-    """
-
-    def __init__(self, machines: dict[int, Machine], make: Make | None) -> None:
-        self.machines, self.running = machines, set(machines)
-        self._make = make
-        self._ticked = dict.fromkeys(machines, 0.0)
-
-    def ticks(self, now: float) -> Iterator[int]:
-        """Yields the roles that must now be notified that time has passed."""
-        for role in list(self.running):
-            tick_s = self.machines[role].tick_s
-            if tick_s is not None and now - self._ticked[role] >= tick_s:
-                self._ticked[role] = now
-                yield role
-
-    def waits(self) -> Mapping[int, str]:
-        """Returns, for each running role, a text about its current wait."""
-        return {role: self.machines[role].waiting_for for role in self.running}
-
-    def remake(self, role: int, plan: Plan, position: TrainingState) -> None:
-        """Creates the machine of a role again, for training that continues from a position with another plan."""
-        assert self._make is not None
-        before, self.machines[role] = self.machines[role], self._make(role, plan, position)
-        self.machines[role].inherit(before)
 
 
 class Rank:
@@ -188,7 +148,6 @@ class Rank:
         self._code = 0
         self._roles, self._executors, self._recorder = HostedRoles(machines, make_machine), executors, recorder
         self._regrouping = RankRegrouping(self)
-        self._events: deque[tuple[int, Event]] = deque((role, Started()) for role in machines)
         self._origin = clock_origin(comm, plan.roles[plan.server].world_rank)
         self._control = ControlMessages(comm, machines)
         self._losses = Losses(comm)
@@ -299,8 +258,8 @@ class Rank:
 
     def _step(self) -> bool:
         """Does one piece of work, or returns False if there is none."""
-        if self._events:
-            role, event = self._events.popleft()
+        if self._roles.events:
+            role, event = self._roles.events.popleft()
             self._handle(role, event)
         elif not (self._poll() or self._advance()):
             return False
@@ -324,7 +283,7 @@ class Rank:
     def _poll(self) -> bool:
         """Turns finished requests into events."""
         self._work.take_results()
-        self._events.extend(self._reductions.poll())
+        self._roles.events.extend(self._reductions.poll())
         for role, generation, message in self._control.heard():
             self._regrouping.hear(role, generation, message)
         self._traffic.poll()
@@ -336,8 +295,8 @@ class Rank:
         if self._losses.dead or len(self.phases) > 1:
             self._regrouping.poll()
         if self._recorder is not None:
-            self._look_for_failures()
-        return bool(self._events)
+            raise_reported(self.comm)
+        return bool(self._roles.events)
 
     def _look_for_losses(self) -> None:
         """Notifies the roles here of other roles that died."""
@@ -346,18 +305,7 @@ class Rank:
             self._traffic.lose(ranks)
             self.states.lose(ranks)
             lost = [i for i, role in enumerate(self.plan.roles) if role.world_rank in ranks]
-            self._events.extend((role, Lost(other)) for other in lost for role in self._roles.machines)
-
-    def _look_for_failures(self) -> None:
-        status = MPI.Status()
-        try:
-            reported = self.comm.Iprobe(MPI.ANY_SOURCE, FAILURE_TAG, status)
-        except MPI.Exception:  # a loss that is not acknowledged yet
-            return
-        if reported:
-            text = bytearray(status.Get_count(MPI.BYTE))
-            self.comm.Recv(text, status.Get_source(), FAILURE_TAG)
-            raise Reported(text.decode(errors="replace"))
+            self._roles.events.extend((role, Lost(other)) for other in lost for role in self._roles.machines)
 
     # Actions of the roles here.
 
@@ -428,7 +376,7 @@ class Rank:
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
         else:
-            self._events.extend((role, event) for event in work if event is not None)
+            self._roles.events.extend((role, event) for event in work if event is not None)
 
     def _save(self, role: int, action: Save) -> None:
         """Sends a role's state for a checkpoint to the owner of the weights, which writes the checkpoint."""
@@ -444,7 +392,7 @@ class Rank:
 
     def announce(self, role: int, event: Event) -> None:
         """Appends an event for a role of this rank to the queue."""
-        self._events.append((role, event))
+        self._roles.events.append((role, event))
 
     # Regrouping by another plan (`rudra.mpi.regroup`).
 
@@ -456,14 +404,7 @@ class Rank:
         self._traffic.abandon(plan, roles)
         self._reductions.abandon()
         self._work.drop(roles)
-
-        if plan.stage in roles:  # the stage server continues with the others' parts in its log
-            self._roles.remake(plan.stage, plan, position)
-
-        def counts(role: int, event: Event) -> bool:
-            return role not in roles or (role in plan.owners and outlasts(event, plan.statistics))
-
-        self._events = deque((role, event) for role, event in self._events if counts(role, event))
+        self._roles.abandon(plan, position)
 
     @property
     def quiet(self) -> bool:
@@ -472,15 +413,8 @@ class Rank:
 
     def regroup(self, position: TrainingState) -> None:
         """Creates the roles again, for training that continues from a position."""
-        plan, running = self.plan, self._roles.running
-        unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in self.lost and i not in plan.gone]
-        self._reductions.renew(plan, running)
-        for role in sorted(running - {plan.statistics}):
-            self.announce(role, Started())
-            if role not in (plan.server, plan.stage):  # these two have the plan already
-                self._roles.remake(role, plan, position)
-            if role != plan.server:  # the server knows the dead already
-                self._events.extend((role, Lost(other)) for other in unknown)
+        self._reductions.renew(self.plan, self._roles.running)
+        self._roles.restart(self.plan, position, self.lost)
 
     def _close(self) -> None:
         """Completes sends and cancels receives. All sends are delivered, because every role has reported its end."""
@@ -490,12 +424,3 @@ class Rank:
         self._saver.close()
         self._reductions.close()
         self._control.close(self._losses)
-
-
-class Reported(RunError):
-    """A failure reported by another rank: its exit code, whether a rank was lost, and the complete text."""
-
-    def __init__(self, report: str) -> None:
-        code, lost, self.text = report.split(" ", 2)
-        super().__init__(self.text)
-        self.exit_code, self.lost = int(code), lost == "1"

@@ -23,14 +23,15 @@ from rudra.log import log, speak_as
 from rudra.machine import cores, end_with_parent
 from rudra.mpi import failures
 from rudra.mpi.agreement import facts_of_ranks, rest, sum_on_node
-from rudra.mpi.driver import Ended, Rank, Reported
+from rudra.mpi.driver import Ended, Rank
+from rudra.mpi.failure_reports import Reported, report
 from rudra.mpi.failures import abort_on_dead_rank, end_everybody, outcome, outlive, survivable
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.relay import TRAINING_LINE, exit_line
 from rudra.mpi.setup import RankSetup
 from rudra.mpi.signals import GRACE_S, StopSignals, on_stops
-from rudra.mpi.tags import FAILURE_TAG
-from rudra.prepare.resolve import choose_devices, fit, with_cut
+from rudra.prepare.cut import with_cut
+from rudra.prepare.resolve import choose_devices, fit
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.identity import finished
@@ -335,8 +336,7 @@ class _Session:
             self._setup.files.save("failed", text.partition("\n")[0])
         else:
             to = self._plan.roles[self._plan.statistics].world_rank
-            report = f"{code} {int(lost)} {text}".encode()
-            request = comm.Isend(report, to, FAILURE_TAG)
+            request = report(comm, to, code, text, lost=lost)
             heard = rank is None or to not in rank.lost
             deadline = time.monotonic() + (GRACE_S if heard else 0.0)
             while time.monotonic() < deadline:

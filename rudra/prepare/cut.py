@@ -6,18 +6,31 @@ The job that is run, stored, replayed and resumed then names the layer, and the 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rudra.compute import models
-from rudra.compute.cuts import chain
-from rudra.compute.executor import torch_as_in
-from rudra.compute.timing import layers_of
 from rudra.core.placement import Layer, PlacementHardware, choose
-from rudra.data.load import load
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
 from rudra.log import log
 from rudra.prepare import cost_files
-from rudra.prepare.profile import profile
+from rudra.prepare.profile import profile, sizes
+from rudra.prepare.start import Decided
+
+
+def with_cut(job: Job, decided: Decided, *, ranks: int | None = None, cores: int = 1) -> Decided:
+    """Returns the decided keys with the layer that the rule in `[placement] cut` chooses, unless it is known.
+
+    Args:
+        job: Written job.
+        decided: Keys that are already decided.
+        ranks: Number of ranks, if it decides the number of learners.
+        cores: Number of cores that the learners share.
+
+    Raises:
+        RudraError: The job has a mistake, or its model cannot be cut.
+    """
+    if not job.placement.by_rule or "placement" in decided:
+        return decided
+    return {**decided, "placement": {"cut": choose_cut(job, ranks=ranks, cores=cores)}}
 
 
 def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | None:
@@ -36,18 +49,17 @@ def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | N
     Raises:
         RudraError: The job has a mistake, or its model cannot be cut.
     """
-    job = cost_files.load(job)
-    rule, size, learners = job.placement.cut, job.training.minibatch_size, job.cluster.learners
+    costs, rule, learners = cost_files.load(job).simulation, job.placement.cut, job.cluster.learners
     if learners is None and ranks is not None:
         try:
             learners = len(job.make_topology().fit([0] * ranks, None).learners)
         except ValueError as error:
             raise TopologyError(str(error)) from None
     job = job.resolved(learners=learners, cores=cores)
-    table, layers = job.simulation, _layers(job)
+    layers = sizes(job)
     if rule == "auto":
-        layers = _timed(layers, known(table, size) or profile(job).with_loss, rule)
-    decision = choose(rule, layers, cluster_of(job, table), against=("server",))  # which a job without a cut has
+        layers = _timed(layers, known(costs, job.training.minibatch_size) or profile(job).with_loss, rule)
+    decision = choose(rule, layers, cluster_of(job, costs), against=("server",))  # which a job without a cut has
     cut = None if decision.cut is None else decision.cut.name
     chosen = "places no layers" if cut is None else f"chooses {cut!r}"
     log.info(f"{job.name}: [placement] cut = {rule!r} {chosen}: {decision.why}")
@@ -68,24 +80,6 @@ def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> Pla
         together,
         table.sharing,
     )
-
-
-def _layers(job: Job) -> tuple[Layer, ...]:
-    """Returns the layers of the job's model with their sizes.
-
-    Raises:
-        ConfigError: The model cannot be cut, or no cut leaves layers that a stage server can have.
-    """
-    info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
-    with torch_as_in(job):
-        model = models.build(job.model, info, job.training.seed)
-        model.eval()  # BatchNorm cannot do with one sample
-        found = chain(model, info.sample[0])
-        layers = layers_of(found)
-    if not any(layer.cut for layer in layers):
-        where = f"[placement] cut = {job.placement.cut!r}"
-        raise ConfigError(f"{where} is not supported with this model: {found.refusal(1)}; remove cut")
-    return layers
 
 
 def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tuple[Layer, ...]:

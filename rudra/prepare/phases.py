@@ -1,7 +1,10 @@
 """Phases of a run between the changes of its job, with the learning rates of each."""
 
+import math
+
 from rudra.compute.schedule import schedule_of
-from rudra.core.phases import Phase, Phases, parts
+from rudra.core.phases import Phase, Phases, phase_at
+from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
 from topologies import Plan
 
@@ -20,5 +23,28 @@ def phases_of(job: Job, plan: Plan, training_samples: int) -> Phases:
     texts = ["", *(change.text for change in job.changes)]
     return tuple(
         Phase(start, part, its_plan, schedule_of(part, its_plan, training_samples), text)
-        for (start, part, its_plan), text in zip(parts(job, plan), texts, strict=True)
+        for (start, part, its_plan), text in zip(job.parts(plan), texts, strict=True)
     )
+
+
+def replanned(job: Job, plan: Plan, epochs: int, position: TrainingState, training_samples: int) -> str:
+    """Compares past learning rates with the rates that a job would have had if its present length had been planned.
+
+    Args:
+        job: Job that continues.
+        plan: Plan of its first phase.
+        epochs: Number of epochs of the job before.
+        position: Position of the checkpoint that it continues from.
+        training_samples: Size of the training set, for counting epochs.
+
+    Returns:
+        Text for the user about the differences. Empty: there are none.
+    """
+    planned = [phases_of(long, plan, training_samples) for long in (job.with_(training={"epochs": epochs}), job)]
+    by_update = job.optimizer.schedule_every == "update"
+    done = position.timestamp if by_update else -(-position.samples // training_samples)
+    then, now = ([phase_at(phases, i).schedule.rate(i, math.inf, i) for i in range(done)] for phases in planned)
+    if then == now:
+        return ""
+    text = f"schedule {job.optimizer.schedule!s} differs between {epochs} and {job.training.epochs} epochs"
+    return f"{text}: the rate is {then[-1]:.4g} here, and would be {now[-1]:.4g} if all had been planned at first"

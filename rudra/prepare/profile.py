@@ -71,8 +71,35 @@ class Profile:
         return {**asdict(self), "sum_s": self.sum_s}
 
 
+def sizes(job: Job) -> tuple[Layer, ...]:
+    """Returns the layers of a model with their sizes, without times.
+
+    Args:
+        job: Job with the model, the data and the number of threads.
+
+    Raises:
+        ConfigError: The model cannot be cut, or no cut leaves layers that a stage server can have.
+    """
+    from rudra.compute import models
+    from rudra.compute.cuts import chain
+    from rudra.compute.executor import torch_as_in
+    from rudra.compute.timing import layers_of
+    from rudra.data.load import load
+
+    info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
+    with torch_as_in(job):
+        model = models.build(job.model, info, job.training.seed)
+        model.eval()  # BatchNorm cannot do with one sample
+        found = chain(model, info.sample[0])
+        layers = layers_of(found)
+    if not any(layer.cut for layer in layers):
+        where = f"[placement] cut = {job.placement.cut!r}"
+        raise ConfigError(f"{where} is not supported with this model: {found.refusal(1)}; remove cut")
+    return layers
+
+
 def profile(job: Job, *, seconds: float | None = None) -> Profile:
-    """Measures the layers of a model.
+    """Measures the layers of a model, as one learner computes them.
 
     Args:
         job: Job with the model, the data, μ and the number of threads.
@@ -88,25 +115,14 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
     from rudra.compute.gradients import GradientSource
     from rudra.compute.shortcuts import gradients_of
     from rudra.compute.timing import Through, TimedChain, layers_of
-    from rudra.core.work import portion
+    from rudra.core.work import Work
     from rudra.data import trees
     from rudra.data.load import load
 
     if job.training.compile:
         raise ConfigError(f"{job.name}: [training] compile = true leaves no layers to time; use compile = false")
-    threads = job.resolved(cores=cores()).cluster.threads_per_rank
-    job = job.with_(
-        hooks=(),
-        changes=(),
-        placement={"cut": None},
-        topology={"name": "base", "options": {}},
-        protocol={"name": "async", "n": None, "options": {}},
-        cluster={"learners_per_rank": 1, "shares": ()},
-        simulation={"slowdown": {}, "learner_jitter": {}, "faults": ()},
-        fault_tolerance={"straggler_timeout_s": None},
-    ).resolved(learners=1, threads_per_rank=threads)
-    plan = job.plan()
-    device = devices.virtual(job.cluster.device, window=plan.window)
+    job, size = job.resolved(cores=cores()), job.training.minibatch_size
+    device = devices.virtual(job.cluster.device, window=False)
     with torch_as_in(job):
         data = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
         assert data.training is not None
@@ -117,7 +133,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         gradients = gradients_of(plain, task)
         flat = FlatModel(plain, task, 1, job.training.precision, gradients=gradients)
         alike = FlatModel(Through(plain), task, 1, job.training.precision) if flat.does_without_autograd else flat
-        work = portion(plan, plan.learners[0], job.training.minibatch_size, ()).work(0)
+        work = Work(0, 0, size, size)
         inputs, target = GradientSource(job, 0, work, flat, data.training, prefetch=False).minibatch(0, work)
         found = chain(noted, trees.moved(inputs, device))
         timed = TimedChain(found, device)
@@ -131,7 +147,8 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         replace(layer, forward_s=max(there - noted_s, there / 2), backward_s=max(back - noted_s, back / 2))
         for layer, there, back in made
     )
-    return Profile(job.name, work.count, layers, middle[-2], middle[-1], step_s, threads or 1, learner_s)
+    threads = job.cluster.threads_per_rank or 1
+    return Profile(job.name, size, layers, middle[-2], middle[-1], step_s, threads, learner_s)
 
 
 def _step(flat: Any, inputs: Any, target: Any, device: "torch.device") -> Callable[[], None]:

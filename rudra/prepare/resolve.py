@@ -173,25 +173,6 @@ def nodes_of(job: Job) -> list[int]:
     return [i // each * count // ranks for i in range(learners)]
 
 
-def with_cut(job: Job, decided: Decided, *, ranks: int | None = None, cores: int = 1) -> Decided:
-    """Returns the decided keys with the layer that the rule in `[placement] cut` chooses, unless it is known.
-
-    Args:
-        job: Written job.
-        decided: Keys that are already decided.
-        ranks: Number of ranks, if it decides the number of learners.
-        cores: Number of cores that the learners share.
-
-    Raises:
-        RudraError: The job has a mistake, or its model cannot be cut.
-    """
-    if not job.placement.by_rule or "placement" in decided:
-        return decided
-    from rudra.prepare.cut import choose_cut  # and torch, which a process that starts ranks does without
-
-    return {**decided, "placement": {"cut": choose_cut(job, ranks=ranks, cores=cores)}}
-
-
 def settle(job: Job, *, gradients: str, shares: Sequence[float] | None = None) -> Job:
     """Fills in the keys that are measured with the data. No key is open afterwards.
 

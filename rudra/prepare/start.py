@@ -1,13 +1,10 @@
 """Beginning of a run: the start, a checkpoint of its own, or another run's complete checkpoint."""
 
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocols import restored
-from rudra.core.phases import phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError
 from rudra.files import check_output
@@ -15,7 +12,16 @@ from rudra.job.job import Job
 from rudra.job.table import named
 from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
-from rudra.results.identity import JobComparison, Tables, compare, decisive, finished, read_own, replaceable, source
+from rudra.results.identity import (
+    JobComparison,
+    compare,
+    decisive,
+    finished,
+    read_own,
+    replaceable,
+    source,
+    tables_of,
+)
 from rudra.results.reader import open_results
 from rudra.results.writer import checked_name, default_output
 from rudra.trust import new_run
@@ -92,12 +98,7 @@ def decide(job: Job, asked: StartRequest) -> StartDecision:
         RudraError: The checkpoint is missing, damaged, or belongs to another job, or the result file exists and may not
             be replaced.
     """
-    if asked.resume is False and asked.origin is None:
-        begin = _fresh(asked)
-    else:
-        begin, state = _found(job.name, json.loads(job.to_json()), asked)
-        if state is not None:
-            begin = _checked(begin, state, job.with_(**begin.decided))
+    begin = _fresh(asked) if asked.resume is False and asked.origin is None else _found(job, asked)
     if asked.weights is not None:
         training = {**begin.decided.get("training", {}), "warm_start": asked.weights}
         begin = begin._replace(decided={**begin.decided, "training": training})
@@ -113,78 +114,79 @@ def _fresh(asked: StartRequest) -> StartDecision:
     return StartDecision(output, overwrite=asked.force or asked.output is None, temporary=temporary)
 
 
-def _found(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, SavedState | None]:
-    """Returns the decision according to the files, and the checkpoint if the run begins with one."""
-    begin, state = (_fresh(asked), None) if asked.resume is False else _resumed(name, job, asked)
-    if asked.origin is None or begin.checkpoint is not None or begin.finished:
-        return begin, state
-    return _branched(name, job, begin, asked.origin)
+def _found(job: Job, asked: StartRequest) -> StartDecision:
+    """Returns the decision according to the files: the checkpoint of the run itself comes before another run's."""
+    begin, own = _own(asked)
+    if begin.finished:
+        return begin
+    tables, path = tables_of(job), own or asked.origin
+    if asked.resume is not False and own is None and begin.output.exists() and not replaceable(begin.output, tables):
+        check_output(begin.output, asked.force)
+    if path is None:
+        return begin._replace(text=f"{begin.output}: has no checkpoint yet; {job.name} starts from the beginning")
+    if own is None and path.suffix != checkpoint.SUFFIX:
+        raise ConfigError(
+            f"--from {path}: a result file has no optimiser state; use a checkpoint FILE.ckpt, or --carry weights"
+        )
+    state = read_own(path)
+    found = compare(state.job, tables)
+    begin = _branched(begin, state, found) if own is None else _resumed(begin, state, found, force=asked.force)
+    return begin if begin.finished else _checked(begin, state, job.with_(**begin.decided))
 
 
-def _resumed(name: str, job: Tables, asked: StartRequest) -> tuple[StartDecision, SavedState | None]:
-    """Returns the decision to resume the run from its own checkpoint, or to begin at the start if there is none yet."""
-    output, wanted = None if asked.output is None else checked_name(asked.output), asked.resume
-    if not isinstance(wanted, Path) and output is None:
+def _own(asked: StartRequest) -> tuple[StartDecision, Path | None]:
+    """Returns the decision without a checkpoint, and the checkpoint of the run itself if it has one to resume from."""
+    begin, wanted = _fresh(asked), asked.resume
+    if wanted is False:
+        return begin, None
+    if not isinstance(wanted, Path) and asked.output is None:
         raise ConfigError("--resume needs a result file; use --output FILE.h5 or --resume FILE.h5")
-    path = source(wanted) if isinstance(wanted, Path) else checkpoint.path_of(output or Path())
-    output = output or checkpoint.results_of(path)
+    path = source(wanted) if isinstance(wanted, Path) else checkpoint.path_of(begin.output)
+    output = checkpoint.results_of(path) if asked.output is None else begin.output
+    begin = begin._replace(output=output, overwrite=True)
     if wanted is True and not path.exists():
         path = checkpoint.previous_of(path)  # the run was killed between two names
         if not path.exists():
-            return _without_checkpoint(name, job, output, asked), None
-    state = read_own(path)
-    position, found = state.position, compare(state.job, job)
+            return _nothing_left(begin) if finished(output) else begin, None
+    return begin, path
+
+
+def _nothing_left(begin: StartDecision) -> StartDecision:
+    return begin._replace(finished=True, text=f"{begin.output}: is finished; nothing is left to do")
+
+
+def _resumed(begin: StartDecision, state: SavedState, found: JobComparison, *, force: bool) -> StartDecision:
+    """Returns the decision to resume the run from its own checkpoint."""
+    path, position = state.path, state.position
+    same = begin.output == checkpoint.results_of(path)
     check_same(state, found)
     if is_over(state, found):
-        if output != checkpoint.results_of(path):
+        if not same:
             raise ConfigError(f"{path}: belongs to a finished run; {onwards(state)}")
-        return _nothing_left(output, asked), None
+        return _nothing_left(begin)
     _check_longer(state, found)
-    same = output == checkpoint.results_of(path)
-    begin = StartDecision(
-        output,
-        path,
-        position,
-        found.decided,
-        overwrite=asked.force,
-        text=f"{name}: continues from {path}: update {position.timestamp}, epoch {position.epoch + 1}",
+    return begin._replace(
+        checkpoint=path,
+        position=position,
+        decided=found.decided,
+        overwrite=force,
+        text=f"continues from {path}: update {position.timestamp}, epoch {position.epoch + 1}",
         run=str(state.attributes.get("run", "")) if same else "",  # with rows of its own it is another run
         temporary=bool(state.attributes.get("temporary", False)),
         fingerprints=state.attributes.get("data_fingerprints", {}),
     )
-    return begin, state
 
 
-def _without_checkpoint(name: str, job: Tables, output: Path, asked: StartRequest) -> StartDecision:
-    """Returns the decision to begin at the start, because there is no checkpoint yet."""
-    if finished(output):
-        return _nothing_left(output, asked)
-    if output.exists() and not replaceable(output, job):
-        check_output(output, asked.force)
-    text = f"{output}: has no checkpoint yet; {name} starts from the beginning"
-    return StartDecision(output, overwrite=True, text=text, temporary=asked.temporary)
-
-
-def _nothing_left(output: Path, asked: StartRequest) -> StartDecision:
-    text = f"{output}: is finished; nothing is left to do"
-    return StartDecision(output, finished=True, text=text, temporary=asked.temporary or asked.output is None)
-
-
-def _branched(name: str, job: Tables, begin: StartDecision, origin: Path) -> tuple[StartDecision, SavedState]:
+def _branched(begin: StartDecision, state: SavedState, found: JobComparison) -> StartDecision:
     """Returns the decision to begin with another run's complete checkpoint."""
-    if origin.suffix != checkpoint.SUFFIX:
-        raise ConfigError(
-            f"--from {origin}: a result file has no optimiser state; use a checkpoint FILE.ckpt, or --carry weights"
-        )
-    state = read_own(origin)
-    results, position = checkpoint.results_of(origin), state.position
+    origin, position = state.path, state.position
+    results = checkpoint.results_of(origin)
     if not results.is_file():
         raise CheckpointError(f"{origin}: its result file {results} is missing; restore it, or use --carry weights")
     if results.resolve() == begin.output.resolve():
         raise ConfigError(f"--from {origin}: belongs to {begin.output} itself; use another --output, or rudra resume")
     if begin.output != UNNAMED:
         check_output(begin.output, begin.overwrite)
-    found = compare(state.job, job)
     if found.unfit is not None:
         key, then, now = found.unfit
         raise CheckpointError(
@@ -195,34 +197,15 @@ def _branched(name: str, job: Tables, begin: StartDecision, origin: Path) -> tup
     if found.still_different:
         key, then, _ = found.still_different[0]
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {key} was {then}"
-    begin = begin._replace(
+    return begin._replace(
         checkpoint=origin,
         position=position,
         decided=found.decided,
         replanned=other,
         branched=True,
-        text=f"{name}: begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}",
+        text=f"begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}",
         fingerprints=state.attributes.get("data_fingerprints", {}),
     )
-    return begin, state
-
-
-def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision:
-    """Checks a checkpoint against the job that continues from it, and adds the differences of the schedules.
-
-    Raises:
-        CheckpointError: The protocol does not accept its state from the checkpoint.
-    """
-    position, now = state.position, job.at(state.position.epoch)
-    if position.protocol_state and position.protocol == named(now.protocol.name):
-        try:
-            restored(now.make_protocol(), position.protocol_state)
-        except ValueError as error:
-            raise CheckpointError(f"{begin.checkpoint}: protocol {position.protocol}: {error}") from None
-    if begin.replanned or not (replanned := _replanned(state, job)):
-        return begin
-    text = begin.text if begin.branched else f"{begin.text}; {replanned}"
-    return begin._replace(replanned=replanned, text=text)
 
 
 def _check_longer(state: SavedState, found: JobComparison) -> None:
@@ -234,26 +217,28 @@ def _check_longer(state: SavedState, found: JobComparison) -> None:
         )
 
 
-def _replanned(state: SavedState, job: Job) -> str:
-    """Returns the differences between past learning rates and those of this job, if it had had its present length from
-    the start."""
-    epochs = decisive(state.job)["training"]["epochs"]
-    from rudra.prepare.phases import phases_of  # and torch, which who starts ranks does without
+def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision:
+    """Checks a checkpoint against the job that continues from it, and adds the differences of the schedules.
 
-    if epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
-        return ""
+    Raises:
+        CheckpointError: The protocol does not accept its state from the checkpoint.
+    """
+    begin, position = begin._replace(text=f"{job.name}: {begin.text}"), state.position
+    now, epochs = job.at(position.epoch), decisive(state.job)["training"]["epochs"]
+    if position.protocol_state and position.protocol == named(now.protocol.name):
+        try:
+            restored(now.make_protocol(), position.protocol_state)
+        except ValueError as error:
+            raise CheckpointError(f"{begin.checkpoint}: protocol {position.protocol}: {error}") from None
+    if begin.replanned or epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
+        return begin
+    from rudra.prepare.phases import replanned  # and torch, which a process that starts ranks does without
+
     with open_results(checkpoint.results_of(state.path)) as results:
-        samples = int(results.attributes["training_samples"])
-    plan = job.plan()
-    planned = [phases_of(long, plan, samples) for long in (job.with_(training={"epochs": epochs}), job)]
-    position = state.position
-    by_update = job.optimizer.schedule_every == "update"
-    done = position.timestamp if by_update else -(-position.samples // samples)
-    then, now = ([phase_at(phases, i).schedule.rate(i, math.inf, i) for i in range(done)] for phases in planned)
-    if then == now:
-        return ""
-    text = f"schedule {job.optimizer.schedule!s} differs between {epochs} and {job.training.epochs} epochs"
-    return f"{text}: the rate is {then[-1]:.4g} here, and would be {now[-1]:.4g} if all had been planned at first"
+        text = replanned(job, job.plan(), epochs, position, int(results.attributes["training_samples"]))
+    if not text:
+        return begin
+    return begin._replace(replanned=text, text=begin.text if begin.branched else f"{begin.text}; {text}")
 
 
 def check_same(state: SavedState, found: JobComparison) -> None:

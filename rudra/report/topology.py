@@ -14,7 +14,8 @@ from rudra.job.table import checked
 from rudra.job.tables import HogbatchTable
 from rudra.machine import cores
 from rudra.prepare import cost_files
-from rudra.prepare.resolve import RankFacts, fit, resolve, resolve_virtual, with_cut
+from rudra.prepare.cut import with_cut
+from rudra.prepare.resolve import RankFacts, fit, resolve, resolve_virtual
 from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label

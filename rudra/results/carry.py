@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from rudra.core.events import TableName
 from rudra.core.messages import Rows
-from rudra.core.phases import parts
 from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import TrainingState
 from rudra.errors import ResultsError
@@ -46,7 +45,7 @@ def moved(before: Plan, job: Job, plan: Plan) -> str:
     """
     nodes = ([of.roles[i].node for i in of.learners] for of in (before, plan))
     then, now = ([each.index(node) for node in each] for each in nodes)
-    if then == now or all(its_plan.reduction != "nodes" for _, _, its_plan in parts(job, plan)):
+    if then == now or all(its_plan.reduction != "nodes" for _, _, its_plan in job.parts(plan)):
         return ""
     return "reduction = 'nodes', and the restart placed learners on other nodes"
 

@@ -21,7 +21,6 @@ from rudra.core.events import Finish, Record, StoreEpochWeights, TableName
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
-from rudra.core.phases import parts
 from rudra.core.records import TIMES
 from rudra.errors import ConfigError
 from rudra.files import NETWORK, file_system
@@ -226,7 +225,7 @@ def attributes(
         extra: Attributes that only the driver knows, or knows better.
     """
     protocol = job.make_protocol(plan)
-    obstacles = (not_replayable(part, its_plan, driver) for _, part, its_plan in parts(job, plan))
+    obstacles = (not_replayable(part, its_plan, driver) for _, part, its_plan in job.parts(plan))
     obstacle = next(filter(None, obstacles), None)
     return {
         "name": job.name,

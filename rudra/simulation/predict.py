@@ -33,7 +33,8 @@ from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.prepare import cost_files
-from rudra.prepare.resolve import resolve_virtual, settle, with_cut
+from rudra.prepare.cut import with_cut
+from rudra.prepare.resolve import resolve_virtual, settle
 from rudra.simulation.assembly import assemble
 from rudra.simulation.cluster import without_tensors
 from rudra.simulation.costs import CostModel, expected_shares

@@ -76,6 +76,14 @@ def test_a_part_is_on_the_ranks_of_the_first(job: Job) -> None:
     assert [role.node for role in second.plan.roles] == [role.node for role in plan.roles]
 
 
+def test_parts_of_a_run_begin_at_its_changes(job: Job) -> None:
+    plan = job.plan()
+    found = [*job.parts(plan)]
+    assert [(start, part) for start, part, _ in found] == [(start, job.at(start)) for start in (0, 1, 3)]
+    assert [len(its_plan.groups) for _, _, its_plan in found] == [2, 4, 4]
+    assert [(start, part) for start, part, _ in job.at(0).parts(plan)] == [(0, job.at(0))]
+
+
 class Sometimes:
     """A tree, if it is asked for, where there are several nodes."""
 

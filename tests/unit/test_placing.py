@@ -11,8 +11,7 @@ from torch import nn
 from rudra.cli.main import main
 from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
-from rudra.prepare.cut import choose_cut
-from rudra.prepare.resolve import with_cut
+from rudra.prepare.cut import choose_cut, with_cut
 
 SLOW = {"bandwidth_bytes_per_s": 1.25e8, "costs": "defaults"}
 

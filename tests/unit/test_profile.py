@@ -1,6 +1,7 @@
 """Layers timed in the steps of their training, and what `rudra profile` and `rudra place` say of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rudra.compute.timing import TimedChain, layers_of
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.prepare.profile import Profile, as_toml, profile
+from rudra.prepare.profile import Profile, as_toml, profile, sizes
 from rudra.studies.place import as_text, place
 
 CPU = torch.device("cpu")
@@ -94,6 +95,11 @@ def test_a_profile_of_a_job() -> None:
     assert found.sum_s > sum(layer.seconds for layer in found.layers) > 0
     assert found.step_s > 0
     assert [layer.cut for layer in found.layers] == [True] * 7 + [False]
+
+
+def test_sizes_are_those_of_the_measured_layers_without_times() -> None:
+    found = sizes(job())
+    assert [replace(layer, forward_s=0.0, backward_s=0.0) for layer in profile(job(), seconds=QUICK).layers] == [*found]
 
 
 @pytest.mark.parametrize(
