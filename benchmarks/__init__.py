@@ -31,7 +31,7 @@ BENCHMARKS = {  # name -> comparison and goal
     ),
     "placed": (
         "layers on a stage server (RALP, merged) against whole models: behind 100 Mbit/s, 1 Gbit/s, and on one host",
-        ">= 5 times the samples/s of base behind 100 Mbit/s, 0.8 of the speed that its bytes predict; >= 0.9 on one host",
+        ">= 5 times the samples/s of base behind 100 Mbit/s, 0.8 of the predicted speed; >= 0.9 on one host",
     ),
     "overlap_10g": (
         "what `overlap` measures, for one learner behind 10 Gbit/s",
