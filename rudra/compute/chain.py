@@ -98,7 +98,7 @@ class Chain:
         target: Any,
         weights: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor],
-        ready: Callable[[int], None] | None = None,
+        ready: Callable[[int, int], None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, SparseRows | None]:
         """Computes the gradient of the mean loss.
 
@@ -107,7 +107,7 @@ class Chain:
             target: (μ, …), in the format of the task.
             weights: Weight of each layer, and its bias if it has one. They are read twice.
             out: Tensors of the same shapes that receive all gradients, except for a sparse layer's weight.
-            ready: Called after each layer, the last one first, with its first place in `out`.
+            ready: Called after each layer, the last one first, with the range of its places in `out`.
 
         Returns:
             The output of the last layer, the mean loss, and the gradient of a sparse layer's weight.
@@ -129,6 +129,7 @@ class Chain:
         loss, gradient = self._loss(output, target)
         place = len(out)
         for number in range(len(layers) - 1, -1, -1):
+            stop = place
             if self._biases[number]:
                 place -= 1
                 torch.sum(gradient, 0, out=out[place])
@@ -137,7 +138,7 @@ class Chain:
                 return output, loss, gradient_of(*parts, gradient)
             torch.mm(gradient.t(), seen[number], out=out[place])
             if ready is not None:
-                ready(place)
+                ready(place, stop)
             if number:
                 gradient = self._activations[number - 1][1](gradient.mm(layers[number][0]), seen[number])
         return output, loss, None

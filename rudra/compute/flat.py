@@ -226,8 +226,8 @@ class FlatModel:
                 (`row_form`), but not with compiled code or another precision.
             seed: Seed of the device's default generator, for dropout and similar layers, or a generator state to
                 continue from.
-            ready: Called while the gradient is computed, whenever more of `out` is final. It is not called if only the
-                whole gradient becomes final, as with compiled code, rows, or the scaled loss of float16.
+            ready: Called while the gradient is computed, with each part of `out` that is final. It is not called if
+            only the whole gradient becomes final, as with compiled code, rows, or the scaled loss of float16.
 
         Returns:
             Mean loss and number of wrong samples; NaN if the task defines no error.
@@ -454,9 +454,10 @@ class FlatModel:
         if sources:
             torch._foreach_copy_(targets, sources)
 
-    def _reporting(self, ready: Ready) -> Ready:
-        """Returns a function that reports the place of a parameter as its first element."""
-        return lambda place: ready(self.layout[place].offset)
+    def _reporting(self, ready: Ready) -> Callable[[int, int], None]:
+        """Returns a function that reports the parameters between two places in the layout."""
+        ends = [0, *(entry.offset + entry.size for entry in self.layout)]
+        return lambda first, stop: ready(slice(ends[first], ends[stop]))
 
     @contextmanager
     def _reported(self, ready: Ready | None, views: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -465,8 +466,9 @@ class FlatModel:
             yield
             return
         if self._final is None:
-            offsets = [entry.offset for entry in self.layout[: len(self._parameters)]]
-            self._final = FinalGradients(self._parameters, offsets, lambda g, view: self._copy([g], [view]))
+            trained = self.layout[: len(self._parameters)]
+            places = [slice(entry.offset, entry.offset + entry.size) for entry in trained]
+            self._final = FinalGradients(self._parameters, places, lambda g, view: self._copy([g], [view]))
         self._final.begin(ready, views)
         try:
             yield

@@ -1,6 +1,7 @@
 """Buckets: parts of a gradient that are averaged while the rest is still computed."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from rudra.job.job import Job
@@ -32,12 +33,11 @@ def in_buckets(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     """Returns whether a compute group averages large gradients in buckets.
 
     It does if its gradients are reduced as soon as they are computed, and some of them travel between nodes. In a node
-    messages cost more than buckets hide, so there only a given size makes buckets, if ranks exchange messages.
+    buckets cost more than they hide, so there only a given size makes them.
     """
-    if plan.averaging or plan.reduction == "mpi" or len({plan.roles[i].world_rank for i in members}) < 2:
+    if plan.averaging or len({plan.roles[i].world_rank for i in members}) < 2:
         return False
-    by_messages = not job.cluster.node_memory and job.cluster.buckets != "auto"
-    return by_messages or len({plan.roles[i].node for i in members}) > 1
+    return job.cluster.buckets != "auto" or len({plan.roles[i].node for i in members}) > 1
 
 
 def parts(size: int, parameters: int, bucket: int) -> list[slice]:
@@ -53,6 +53,31 @@ def parts(size: int, parameters: int, bucket: int) -> list[slice]:
     edges = [*range(0, parameters, bucket), parameters]
     found = [slice(first, stop) for first, stop in pairwise(edges)][::-1]
     return found + ([slice(parameters, size)] if size > parameters else [])
+
+
+class FinalParts:
+    """Parts of a gradient that are final, while pieces of the gradient become final in any order.
+
+    Args:
+        parts: parts of the vector, which do not overlap.
+    """
+
+    def __init__(self, parts: Sequence[slice]) -> None:
+        self._ordered = sorted(range(len(parts)), key=lambda number: parts[number].start)
+        self._parts = [parts[number] for number in self._ordered]
+        self._starts = [part.start for part in self._parts]
+        self._left = [part.stop - part.start for part in self._parts]
+
+    def add(self, piece: slice) -> Iterator[int]:
+        """Adds a final piece. Yields the number of each part that is final with it."""
+        for place in range(max(bisect_right(self._starts, piece.start) - 1, 0), len(self._parts)):
+            part = self._parts[place]
+            if part.start >= piece.stop:
+                break
+            common = min(part.stop, piece.stop) - max(part.start, piece.start)
+            self._left[place] -= max(common, 0)
+            if common > 0 and not self._left[place]:
+                yield self._ordered[place]
 
 
 def count_of(job: Job, plan: Plan, size: int, members: Sequence[int]) -> int:

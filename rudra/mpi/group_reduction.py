@@ -1,12 +1,12 @@
 """Averaging gradients over a compute group, as a whole or in buckets while they are still computed.
 
-A backward pass finishes the last layers first. Therefore a gradient is cut into buckets, the last elements first. Each
-bucket is a reduction of its own (`PartReduction`), which begins as soon as the bucket is final. A thread advances these
-reductions during the pass, because MPI sends large messages only inside an MPI call. If MPI allows only one thread, the
-computing thread does it between two layers, and less is sent during the pass.
+A backward pass finishes the layers one after the other. Therefore a gradient is cut into buckets. Each bucket is a
+reduction of its own (`PartReduction`), which begins on a rank as soon as the bucket is final there, in whichever order.
+A thread advances these reductions during the pass, because MPI sends large messages only inside an MPI call. If MPI
+allows only one thread, the computing thread does it between two layers, and less is sent during the pass.
 
-Each element is added by the same operations in the same order, whatever the buckets are. So all results are bitwise
-identical.
+Each element is added by the same operations in the same order, whatever the buckets are and whichever begins first. So
+all results are bitwise identical. If the MPI library adds, all ranks must call it for the buckets in the same order.
 """
 
 import threading
@@ -21,6 +21,7 @@ from mpi4py import MPI
 from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take
+from rudra.core.buckets import FinalParts
 from rudra.core.events import Reduce, Reduced
 from rudra.core.records import Gradient
 from rudra.mpi.arena import Arena
@@ -40,9 +41,8 @@ class GroupReduction:
         comm: communicator of all ranks of the job.
         members: role -> rank, of the group's members, in group_rank order.
         tag: tag of all messages about the first part. The next part has the next tag.
-        parts: parts of the vector. The first one becomes final first.
-        parameters: number of parameters in the vector. The other elements become final together with the whole
-            gradient.
+        parts: parts of the vector, usually in the order in which they become final. The last one begins with the whole
+            gradient, because it brings the facts about the gradient.
         ring: wakes up the other members' ranks if they sleep.
         library, arena, sums: arguments of `PartReduction`.
         to_all: whether all members need the result of gradients that come in buckets.
@@ -57,7 +57,6 @@ class GroupReduction:
         members: Mapping[int, int],
         tag: int,
         parts: Sequence[slice],
-        parameters: int,
         ring: Callable[[], None],
         library: MPI.Comm | None = None,
         arena: Arena | None = None,
@@ -65,7 +64,7 @@ class GroupReduction:
         *,
         to_all: bool = True,
     ) -> None:
-        self._library, self._parameters, self._to_all = library, parameters, to_all
+        self._library, self._to_all = library, to_all
         self._parts = [
             PartReduction(comm, members, tag + number, part, ring, library, arena, sums)
             for number, part in enumerate(parts)
@@ -75,8 +74,8 @@ class GroupReduction:
         self._begun: dict[int, tuple[Reduce, Executor, Buffer]] = {}  # role -> its complete contribution
         self._active: list[PartReduction] = []  # parts that have begun here, and are not complete
         self._early: dict[int, tuple[Reduce, Buffer]] = {}  # role -> contribution that is being computed
-        self._next: dict[int, int] = {}  # role -> number of its parts that have begun
-        self._final: dict[int, int] = {}  # role -> first final element of its gradient
+        self._waiting: dict[int, set[int]] = {}  # role -> numbers of its parts that have not begun
+        self._final: dict[int, deque[int]] = {}  # role -> numbers of its parts that are final, and may begin
         self._driven: set[int] = set()  # roles whose gradients are being computed while the thread drives
         self._failed = False
         self._lock = threading.Lock()  # of all attributes above, while the thread drives
@@ -106,21 +105,20 @@ class GroupReduction:
             samples: number of samples of the gradient.
 
         Returns:
-            Function to call with the first final element: it and all later gradients of parameters are final. None: a
-            member has died.
+            Function to call with each piece of the gradient that is final. None: a member has died.
         """
         if self._failed:
             return None
         gradient = Gradient(0, 0, samples, 0, 0, 0, 0, 1.0, 0.0, 0.0, 0)  # the rest is not known yet
         self._early[role] = Reduce(name, 0, 0, gradient, self._to_all), buffer
-        if not self._next:
+        if not self._waiting:
             for part in self._parts:
                 part.expect()
-        self._next[role], self._final[role] = 0, self._parameters
+        self._waiting[role], self._final[role] = {*range(len(self._parts))}, deque()
         if self._thread is not None:
             self._driven.add(role)
             self._thread.submit(partial(self._drive, role))
-        return partial(self._ready, role)
+        return partial(self._ready, role, FinalParts([part.part for part in self._parts[:-1]]))
 
     def _drive(self, role: int) -> None:
         """Advances the reductions while this rank's own thread computes."""
@@ -141,8 +139,8 @@ class GroupReduction:
             while self._posted:
                 self._posted.popleft()()
 
-    def _ready(self, role: int, first: int) -> None:
-        self._final[role] = first
+    def _ready(self, role: int, parts: FinalParts, piece: slice) -> None:
+        self._final[role].extend(parts.add(piece))
         if self._thread is not None:
             self._news.set()
         elif not self._failed:
@@ -150,18 +148,15 @@ class GroupReduction:
             self._advance()
 
     def _begin_final(self, role: int) -> None:
-        """Begins the parts that are final, except the last one, which brings the facts about the gradient."""
-        while self._next[role] < len(self._parts) - 1:
-            part = self._parts[self._next[role]]
-            if part.part.start < self._final[role] or part.part.stop > self._parameters:
-                break
-            self._begin_part(role, *self._early[role])
+        """Begins the parts that are final."""
+        while self._final[role]:
+            self._begin_part(self._final[role].popleft(), role, *self._early[role])
 
-    def _begin_part(self, role: int, action: Reduce, buffer: Buffer) -> None:
-        part = self._parts[self._next[role]]
+    def _begin_part(self, number: int, role: int, action: Reduce, buffer: Buffer) -> None:
+        part = self._parts[number]
         if not part.begun:
             self._active.append(part)
-        self._next[role] += 1
+        self._waiting[role].remove(number)
         part.begin(role, action, buffer)
 
     def begin(self, role: int, action: Reduce, executor: Executor) -> None:
@@ -178,9 +173,8 @@ class GroupReduction:
         early, expected = self._early.pop(role, (action, buffer))
         assert expected is buffer
         assert early.gradient.samples == action.gradient.samples
-        self._next.setdefault(role, 0)
-        while self._next[role] < len(self._parts):
-            self._begin_part(role, action, buffer)
+        for number in sorted(self._waiting.setdefault(role, {*range(len(self._parts))})):
+            self._begin_part(number, role, action, buffer)
         self._begun[role] = action, executor, buffer
 
     def test(self) -> Reduced | None:
@@ -201,23 +195,25 @@ class GroupReduction:
         for part in self._parts:
             part.end()
         self._begun.clear()
-        self._next.clear()
+        self._waiting.clear()
         return Reduced(action.sequence, last.rows.gradients, last.rows.words, action.group)
 
     def _advance(self) -> None:
-        for part in [*self._active]:
-            if part.test():
+        for part in [*self._active] if self._library is None else self._parts:
+            if part in self._active and part.test():
                 self._active.remove(part)
             elif part.failed:  # a member has died; all ranks will regroup
                 self._failed = True
                 self._forget()
                 return
+            if self._library is not None and not part.adds:
+                break
 
     def _forget(self) -> None:
         self._begun.clear()
         self._active.clear()
         self._early.clear()
-        self._next.clear()
+        self._waiting.clear()
 
     def _defer(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Lets members here that need the result read it in shared memory, or compute it, on use."""

@@ -161,6 +161,11 @@ class PartReduction:
                 return True
             self._ring()
 
+    @property
+    def adds(self) -> bool:
+        """Whether the addition has begun, after all members have begun."""
+        return self._course is not None
+
     def end(self) -> None:
         """Ends a complete reduction."""
         self.begun.clear()

@@ -69,7 +69,6 @@ class Reductions:
             ranks,
             tag,
             parts(executor.size, executor.parameters, bucket),
-            executor.parameters,
             ringing(self._doorbell, self._comm, ranks.values()),
             library,
             self._arena,
@@ -81,7 +80,7 @@ class Reductions:
         """Prepares for the gradient that a role now computes.
 
         Returns:
-            Function to call while parts of the gradient become final, or None if it is not reduced in buckets.
+            Function to call with each part of the gradient that is final, or None if it is not reduced in buckets.
         """
         for reduction in self._of_groups.values():
             if role in reduction.roles and reduction.buckets:

@@ -1,6 +1,7 @@
 """Buckets of a gradient: their sizes, when a model reports them, what virtual time makes of them, and refusals."""
 
 import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import ALIGNED, MOST, bucket_size, count_of, parts, text_of
+from rudra.core.buckets import ALIGNED, MOST, FinalParts, bucket_size, count_of, parts, text_of
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
@@ -60,6 +61,23 @@ def test_parts_are_the_vector_and_the_last_parameters_come_first(seed: int) -> N
         assert found[-1] == slice(parameters, size) or size == parameters
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_part_is_final_with_the_last_of_its_pieces_in_any_order(seed: int) -> None:
+    chance = random.Random(seed)
+    edges = [0, *sorted(chance.sample(range(1, 1000), 20)), 1000]
+    found = [slice(*ends) for ends in pairwise(edges)]
+    chance.shuffle(found)
+    final, known = FinalParts(found), [False] * 1000
+    pieces = [slice(*ends) for ends in pairwise([0, *sorted(chance.sample(range(1, 1000), 30)), 1000])]
+    chance.shuffle(pieces)
+    for piece in pieces:
+        before = {number for number, part in enumerate(found) if all(known[part])}
+        known[piece] = [True] * (piece.stop - piece.start)
+        after = {number for number, part in enumerate(found) if all(known[part])}
+        assert sorted(final.add(piece)) == sorted(after - before)
+    assert all(known)
+
+
 class Twice(nn.Module):
     """A layer that is used twice, a branch that is not used, and layers that are used in another order."""
 
@@ -89,12 +107,18 @@ def test_what_a_model_reports_as_final_does_not_change_any_more(name: str) -> No
     flat.read_into(weights)
     flat.bind(weights)
     inputs, target = torch.randn(16, 4), torch.randint(3, (16,))
-    seen: dict[int, torch.Tensor] = {}
-    reported = flat.gradient(inputs, target, out, 0, lambda first: seen.update({first: out[first:].clone()}))
-    for first, then in seen.items():
-        assert torch.equal(out[first : flat.parameter_count], then[: flat.parameter_count - first])
-    assert list(seen) == sorted(seen, reverse=True)
-    assert name == "another order" or len(seen) > 1
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+
+    def ready(part: slice) -> None:
+        seen[part.start, part.stop] = out[part].clone()
+
+    reported = flat.gradient(inputs, target, out, 0, ready)
+    for (first, stop), then in seen.items():
+        assert torch.equal(out[first:stop], then)
+    ends = sorted(seen)
+    assert all(stop <= first for (_, stop), (first, _) in pairwise(ends)), "no part is reported twice"
+    unused = sum(entry.size for entry in flat.layout if "unused" in entry.name)
+    assert sum(stop - first for first, stop in seen) == flat.parameter_count - unused
     whole = torch.full_like(out, torch.nan)
     flat.read_into(weights)
     flat.bind(weights)
@@ -154,9 +178,9 @@ def test_virtual_time_hides_the_reduction_in_the_backward_pass(
         (groups(nodes=1), 1),
         (groups(nodes=1, cluster={"node_memory": False}), 1),
         (groups(1.0, nodes=1, cluster={"node_memory": False}), 16),
-        (groups(1.0, nodes=1), 1),
+        (groups(1.0, nodes=1), 16),
         (groups(topology={"name": "groups", "options": {"reduction": "nodes"}}, nodes=2), 16),
-        (groups(topology={"name": "groups", "options": {"reduction": "mpi"}}), 1),
+        (groups(topology={"name": "groups", "options": {"reduction": "mpi"}}), 16),
         (groups(protocol={"name": "average"}, topology={"name": "replicas"}), 1),
     ],
 )
