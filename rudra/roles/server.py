@@ -197,8 +197,7 @@ class ParameterServer(Machine):
         super().__init__(role, setup.plan)
         self.duties = OwnerDuties(role, setup)
         self.ledger = self.duties.ledger
-        self._staged = bool(setup.plan.stages)
-        self._co_owned = (self.duties.stages,) if self._staged else ()
+        self._co_owned = (self.duties.stages,) if setup.plan.stages else ()
         self._reset_for_plan(setup.plan, setup.position)
 
     def _reset_for_plan(self, plan: Plan, position: TrainingState) -> None:
@@ -208,8 +207,6 @@ class ParameterServer(Machine):
         self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
         self._grants_on_push = protocol.grants_on_push
-        # A plan's attributes are slow to look up for each gradient.
-        self._grouped, self._overlapped, self._statistics = bool(plan.groups), plan.overlapped, plan.statistics
         self.discarded = self.lost = 0
         self.received = position.applied
         self.membership = Membership(plan, role, position)
@@ -330,13 +327,13 @@ class ParameterServer(Machine):
 
     def _add(self, buffer: str, message: PushedGradient) -> list[Action]:
         """Adds a gradient to the average. Answers the request that came with it, or keeps it until the update."""
-        gradients, ledger = message.gradients, self.ledger
+        gradients, ledger, plan = message.gradients, self.ledger, self.plan
         scale = self._gradient_weight(ledger.timestamp - gradients[0].timestamp)
         samples = ledger.count(gradients, scale)
-        if self._staged:
+        if plan.stages:
             self.duties.stages.add(gradients, scale)
-        self._units += 1 if self._grouped else len(gradients)
-        if self._overlapped:
+        self._units += 1 if plan.groups else len(gradients)
+        if plan.overlapped:
             self._downcast.await_update(gradients)
         buffers, protocol = self.buffers, ledger.rules.protocol
         actions = buffers.average(buffer, samples, scale)
@@ -372,7 +369,7 @@ class ParameterServer(Machine):
             return self._drain()
         if self.ledger.is_to_change:
             return self._begin_anew(now)
-        return self._downcast.updated(self._stamp.weights) if self._overlapped else []
+        return self._downcast.updated(self._stamp.weights) if self.plan.overlapped else []
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
         role = self.plan.roles[child]
@@ -448,10 +445,10 @@ class ParameterServer(Machine):
         return [action for child in list(self._pulls) for action in self._answer(child)]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
-        if event.to == self._statistics:
+        if event.to == self.plan.statistics:
             self.ledger.returned(event.buffer)
             return self._lose_deferred(now) + self._retry_update(now)
-        if self._overlapped and self._downcast.returned(event):
+        if self.plan.overlapped and self._downcast.returned(event):
             return self._downcast.publish(self._stamp.weights) if self.state is TRAINING else self._close(now)
         self._lent -= 1
         if self._update_due and not self._lent:
