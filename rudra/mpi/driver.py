@@ -11,7 +11,7 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,6 +62,7 @@ from rudra.mpi.group_reduction import library_comm
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
+from rudra.mpi.push_buckets import Pushing
 from rudra.mpi.reductions import Reductions
 from rudra.mpi.regroup import RankRegrouping
 from rudra.mpi.states import StateTransfer
@@ -155,6 +156,7 @@ class Rank:
         halves: whether gradients travel as float16.
         arena: shared memory that holds the executors' buffers and that neighbours read.
         job: job that determines the buckets of gradients.
+        places: node of every rank. By default all are on one node.
 
     Attributes:
         comm: communicator of all ranks.
@@ -181,7 +183,9 @@ class Rank:
         halves: bool = False,
         arena: Arena | None = None,
         job: Job,
+        places: Sequence[int] = (),
     ) -> None:
+        self._job, self._places = job, places or [0] * comm.size
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
         self.apart = False
@@ -204,6 +208,7 @@ class Rank:
             self._losses,
             halves=halves,
             announce=self.announce,
+            post=self._work.post,
             wake=self._control.wake,
             in_time=self._regrouping.in_time,
         )
@@ -213,8 +218,9 @@ class Rank:
         self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job)
         self._reductions.renew(plan, machines, library)
         if any(plan.traits(role).overlaps for role in machines):  # transfers run in parallel with computation
-            self._traffic.start_threads(self._work.post, self._losses.wait)
+            self._traffic.start_threads()
             self._work.compute_beside()
+        self._traffic.push_in_buckets(self._pushing)
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         # Messages of neighbours arrive at once, with a ring. Large transfers make progress only if this rank polls.
         near = library is None and arena.neighbours.issuperset(range(comm.size))
@@ -228,6 +234,10 @@ class Rank:
             shortest_s=200e-6 if doorbell.reaches(others) else 20e-6,
             longest_s=5e-3 if near else 1e-3,
         )
+
+    @property
+    def _pushing(self) -> Pushing:
+        return Pushing(self._job, self.plan, [self._places[role.world_rank] for role in self.plan.roles])
 
     @property
     def lost(self) -> set[int]:
@@ -423,7 +433,7 @@ class Rank:
             for field in action.changes:
                 executor.renew(getattr(action, field))
         if isinstance(action, Compute) and isinstance(executor, LearnerExecutor):
-            executor.ready = self._reductions.expect(role, action)
+            executor.ready = self._reductions.expect(role, action) or self._traffic.expect(role, action)
         work = executor.perform(action)
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
@@ -475,6 +485,7 @@ class Rank:
         plan, running = self.plan, self._roles.running
         unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in self.lost and i not in plan.gone]
         self._reductions.renew(plan, running)
+        self._traffic.push_in_buckets(self._pushing)
         for role in sorted(running - {plan.statistics}):
             self.announce(role, Started())
             if role not in (plan.server, plan.stage):  # these two have the plan already

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import ALIGNED, MOST, bucket_size, count_of, parts, text_of
+from rudra.core.buckets import ALIGNED, MOST, bucket_size, count_of, parts, push_parts, pushing, text_of
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
@@ -164,6 +164,66 @@ def test_buckets_are_for_gradients_that_cross_a_network(job: Job, count: int) ->
     plan = job.plan(nodes_of(job))
     assert count_of(job, plan, 4 * MILLION, plan.learners) == count
     assert bool(text_of(job, plan)) == (count > 1)
+
+
+def served(buckets: Any = "auto", learners: int = 3, **tables: Any) -> Job:
+    cluster = {"learners": learners, "buckets": buckets, **tables.pop("cluster", {})}
+    simulation = {"nodes": 3, **tables.pop("simulation", {})}
+    return Job(cluster=cluster, simulation=simulation, **{"protocol": {"name": "hardsync"}} | tables)
+
+
+SHARDS = {"name": "sharded", "options": {"shards": 2}}
+NEAR = {"simulation": {"nodes": 1}, "cluster": {"node_memory": False}}
+
+
+@pytest.mark.parametrize(
+    ("job", "learners"),
+    [
+        (served(), [1, 2]),
+        (served(4.0, protocol={"name": "async"}), [1, 2]),
+        (served(topology=SHARDS), [1, 2]),
+        (served(topology={"name": "adv", "options": {"fan_out": 2}}), []),  # the root takes averages
+        (served(protocol={"name": "async"}, topology={"name": "adv*"}), []),
+        (served(protocol={"name": "async"}, topology={"name": "groups", "options": {"groups": 3}}), []),
+        (served("off"), []),
+        (served(simulation={"nodes": 1}), []),
+        (served(1.0, simulation={"nodes": 1}), []),
+        (served(**NEAR), []),
+        (served(1.0, **NEAR), [0, 1, 2]),
+        (served(training={"microbatches": 2}), []),
+        (served(training={"compile": True}), []),
+        (served(training={"precision": "float16"}), []),
+        (served(training={"precision": "bfloat16"}), [1, 2]),
+        (served(cluster={"gradient_format": "float16"}), []),
+        (served(cluster={"device": "cuda"}), []),
+        (served(data={"name": "libsvm", "path": "a9a", "sparse": True}), []),
+    ],
+)
+def test_learners_of_other_nodes_push_in_buckets_what_becomes_final_in_parts(job: Job, learners: list[int]) -> None:
+    plan = job.plan(nodes_of(job))
+    node = plan.nodes(near=True)
+    found = [plan.roles[learner].index for learner in pushing(job, plan, node, plan.server)]
+    assert found == learners
+    assert bool(text_of(job, plan, node).startswith("pushed")) == bool(learners)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "size", "senders", "count"),
+    [
+        ("auto", 4 * MILLION, 3, 17),  # and the last elements, which become final at the end
+        ("auto", 100_000, 3, 0),
+        ("auto", 4 * MILLION, 0, 0),
+        ("auto", 100 * MILLION, 2, 17),
+        ("auto", 100 * MILLION, 3, 0),  # 1.2 GB
+        (10.0, 100 * MILLION, 3, 41),
+    ],
+)
+def test_a_server_holds_a_gigabyte_of_gradients_in_buckets_at_most_unless_a_job_says_more(
+    buckets: Any, size: int, senders: int, count: int
+) -> None:
+    found = push_parts(served(buckets), size, size - 10, senders)
+    assert len(found) == count
+    assert sorted(i for part in found for i in (part.start, part.stop))[:: 2 * count - 1] == [0, size][: 2 * count]
 
 
 @pytest.mark.parametrize("value", [-1, 0, 1e300, float("nan"), True, "huge"])
