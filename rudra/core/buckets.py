@@ -86,12 +86,11 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
     if cluster.buckets == "off" or at_once or changed:
         return ()
     by_messages = not cluster.node_memory and cluster.buckets != "auto"
-    takes = plan.sharded and owner in plan.front_owners
+    several = plan.sharded and owner in plan.front_owners
     return tuple(
         learner
-        for learner in plan.learners
+        for learner in (plan.learners if several else plan.children[owner])
         if plan.traits(learner).variant in _PUSHING
-        and (takes or plan.roles[learner].parent == owner)
         and plan.roles[learner].world_rank != plan.roles[owner].world_rank
         and (by_messages or node[learner] != node[owner])
     )
@@ -110,6 +109,24 @@ def push_parts(job: Job, size: int, parameters: int, senders: int) -> list[slice
     if not senders or (job.cluster.buckets == "auto" and 4 * size * senders > AUTO_HELD_BYTES):
         bucket = 0
     return parts(size, max(parameters, 0), bucket) if bucket else []
+
+
+def push_count(
+    job: Job, plan: Plan, size: int, node: Sequence[int], owner: int, part: float
+) -> tuple[tuple[int, ...], int]:
+    """Returns the learners that push to a role in buckets, and the number of buckets of each of their gradients.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        size: Number of elements of a gradient.
+        node: Node of every role.
+        owner: Id of the role that takes the gradients.
+        part: Fraction of a gradient that the role takes.
+    """
+    senders = pushing(job, plan, node, owner)
+    count = len(push_parts(job, round(size * part), round(size * part), len(senders)))
+    return (senders, count) if count else ((), 1)
 
 
 def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:

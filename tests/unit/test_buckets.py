@@ -1,6 +1,8 @@
 """Buckets of a gradient: their sizes, when a model reports them, what virtual time makes of them, and refusals."""
 
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import rudra
 from rudra.compute.flat import FlatModel
 from rudra.core.buckets import ALIGNED, MOST, bucket_size, count_of, parts, push_parts, pushing, text_of
 from rudra.core.training_state import BEGINNING
@@ -224,6 +227,43 @@ def test_a_server_holds_a_gigabyte_of_gradients_in_buckets_at_most_unless_a_job_
     found = push_parts(served(buckets), size, size - 10, senders)
     assert len(found) == count
     assert sorted(i for part in found for i in (part.start, part.stop))[:: 2 * count - 1] == [0, size][: 2 * count]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sharing", "whole_s", "push_s"),
+    [
+        # 16 MB each way in `seconds`, for two learners on nodes of their own, and a server. A gradient takes 1.2 s, its
+        # backward pass 0.8 s, of which 15/16 hide the pushes. In turns, the second learner gets weights, computes and
+        # pushes while the first one already computes again.
+        (0.1, "turns", 0.1, 0.1 / 16),
+        (0.3, "turns", 0.3, 0.3 / 16),
+        (1.0, "turns", 1.0, 1.0 - 0.75),
+        (1.0, "equal", 2.0, 2.0 - 0.75),
+        (0.3, "equal", 0.6, 2 * 0.3 / 16),
+    ],
+)
+def test_virtual_time_hides_pushes_in_the_backward_pass(
+    seconds: float, sharing: str, whole_s: float, push_s: float
+) -> None:
+    table = {"latency_s": 0.0, "bandwidth_bytes_per_s": 16e6 / seconds, "compute_s": 1.2, "gradient_s": 0.0}
+    free = {"message_s": 0.0, "update_s": 0.0, "jitter": 0.0, "tensors": False, "sharing": sharing}
+    step_s = {}
+    for buckets in ("auto", "off"):
+        job = served(
+            buckets,
+            learners=2,
+            simulation={"nodes": 2, **table, **free},
+            model={"name": "mlp", "options": {"hidden": [2000, 1930]}},
+            training={"epochs": 1, "minibatch_size": 8, "evaluate": False},
+        )
+        with (
+            tempfile.TemporaryDirectory() as name,
+            rudra.simulate(job, output=Path(name, "run.h5"), progress="quiet") as results,
+        ):
+            time_s = results.updates["time_s"]
+        step_s[buckets] = time_s[-1] - time_s[-2]
+    rest_s = 1.2 + 2 * seconds
+    assert step_s == pytest.approx({"auto": rest_s + push_s, "off": rest_s + whole_s}, rel=0.02)
 
 
 @pytest.mark.parametrize("value", [-1, 0, 1e300, float("nan"), True, "huge"])
