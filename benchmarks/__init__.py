@@ -22,7 +22,7 @@ BENCHMARKS = {  # name -> comparison and goal
         'steps/s of reduction = "nodes" >= those of "ordered"',
     ),
     "link": (
-        "hardsync by allreduce against torch DDP on gloo, both in buckets; two hosts behind 1 and 10 Gbit/s",
+        "gradients in buckets: allreduce against torch DDP on gloo, and pushes to a server; two hosts behind a link",
         ">= 1.0 to 1.3 times its steps/s",
     ),
     "islands": (

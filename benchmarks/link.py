@@ -1,7 +1,8 @@
-"""Hardsync by allreduce against torch DDP on gloo, on two hosts behind a network link.
+"""Gradients in buckets on two hosts behind a network link: hardsync by allreduce, and hardsync with a server.
 
-Both cut the gradient into buckets and exchange them during the backward pass. Each gets the best of several bucket
-sizes. Model, data, batches, optimiser and number of threads are the same.
+Allreduce is compared with torch DDP on gloo. Both cut the gradient into buckets and exchange them during the backward
+pass. Each gets the best of several bucket sizes. Model, data, batches, optimiser and number of threads are the same.
+Pushes to a server on the first host are compared with pushes of whole gradients.
 """
 
 import time
@@ -39,10 +40,11 @@ class Case:
     Attributes:
         tables: tables of the job.
         size: μ.
-        goal: steps per second, as a multiple of DDP's.
+        goal: steps per second, as a multiple of DDP's, or of those with whole gradients if there is a server.
         steps: steps of a run.
-        learners: number of learners, half of them on each host.
+        learners: number of learners, half of them on each host, or all on the second one if there is a server.
         gbit_s: bandwidth of the link.
+        server: whether a server on the first host updates the weights.
     """
 
     tables: dict[str, Any]
@@ -51,6 +53,12 @@ class Case:
     steps: int = 14
     learners: int = 2
     gbit_s: float = 1.0
+    server: bool = False
+
+    @property
+    def on_second_host(self) -> int:
+        """Number of learners on the second host."""
+        return self.learners if self.server else self.learners // 2
 
 
 CASES = {
@@ -59,8 +67,11 @@ CASES = {
     "resnet32 1.9 MB": Case({"model": {"name": "resnet32"}}, 32, 1.0),
     "lstm 4.3 MB": Case({**LANGUAGE, "model": {"name": "lstm", "options": {"hidden": 256}}}, 8, 1.0, 20),
     "mlp 21.7 MB, λ = 4": Case(PERCEPTRON, 256, 1.3, 8, learners=4),
+    "server, mlp 21.7 MB, λ = 1": Case(PERCEPTRON, 256, 1.1, learners=1, server=True),
+    "server, mlp 21.7 MB, λ = 2": Case(PERCEPTRON, 256, 1.1, learners=2, server=True),
 }
-QUICK = {"mlp 0.4 MB": Case({"model": {"name": "mlp", "options": {"hidden": [100, 100]}}}, 256, 1.0, 3)}
+SMALL = {"model": {"name": "mlp", "options": {"hidden": [100, 100]}}}
+QUICK = {"mlp 0.4 MB": Case(SMALL, 256, 1.0, 3), "server, mlp 0.4 MB": Case(SMALL, 256, 1.0, 3, 1, server=True)}
 
 
 def run(*, quick: bool) -> Report:
@@ -70,6 +81,7 @@ def run(*, quick: bool) -> Report:
     report, notes = Report(["two hosts", *heads]), list[str]()
     for name, case in cases.items():
         given: dict[str, Any] = {"name": name, "sizes": sizes, "gbit_s": case.gbit_s, "learners": case.learners}
+        given["away"] = case.on_second_host
         figures = links.measured(report, measure, [name], rounds, **given)
         notes += [f"{name}: {note}" if figures else note for note in report.notes]
         if not figures:
@@ -78,7 +90,8 @@ def run(*, quick: bool) -> Report:
     report.notes = [
         *notes,
         "whole: cluster.buckets = 'off'; of the sizes of buckets (DDP: bucket_cap_mb) the best one is shown",
-        "bound: computing alone, or one model each way by the link, whichever takes longer",
+        "bound: computing alone, or the transfer of one model each way, whichever takes longer; with a server, of one "
+        "model up and one down for each learner, one after the other",
         links.ALONE,
         links.HALF,
     ]
@@ -91,22 +104,29 @@ def _add(report: Report, name: str, case: Case, found: dict[str, Any], sizes: tu
     def best(way: str) -> float:
         return min(sizes, key=lambda size: float(np.median(found[f"{way} {size:g}"])))
 
-    ddp, ours = best("ddp"), best("buckets")
-    bound = [max(alone, found["bytes"][0] / rate) for alone, rate in zip(found["alone"], found["link"], strict=True)]
+    ours = best("buckets")
+    # Models that must cross the link one after the other: pushes of all learners, and then weights for all.
+    models = 2 * case.learners if case.server else 1
+    by_link = [models * found["bytes"][0] / rate for rate in found["link"]]
+    bound = [max(times) for times in zip(found["alone"], by_link, strict=True)]
     rows = {
-        "DDP, gloo": (found[f"ddp {ddp:g}"], f"{ddp:g}"),
         "hardsync, buckets": (found[f"buckets {ours:g}"], f"{ours:g}"),
         "hardsync, auto": (found["auto"], "auto"),
         "hardsync, whole": (found["off"], ""),
         "computing alone": (found["alone"], ""),
     }
-    for way, (taken, size) in rows.items():
+    other, ddp = "whole", found["off"]
+    if not case.server:
+        size = best("ddp")
+        other, ddp = "DDP", found[f"ddp {size:g}"]
+        rows = {"DDP, gloo": (ddp, f"{size:g}")} | rows
+    for way, (taken, bucket) in rows.items():
         milliseconds = spread([1000 * s for s in taken])
-        against = ratios(found[f"ddp {ddp:g}"], taken)
-        cells = (milliseconds, size, against, spread([1000 * s for s in bound]), ratios(bound, taken))
+        against = "" if case.server else ratios(ddp, taken)
+        cells = (milliseconds, bucket, against, spread([1000 * s for s in bound]), ratios(bound, taken))
         report.rows.append((name, str(case.size), way, *cells))
-    reached = ratios(found[f"ddp {ddp:g}"], found[f"buckets {ours:g}"]).median
-    report.goals.append(Goal(f"{name}: hardsync / DDP >= {case.goal:g}", [reached], at_least=case.goal))
+    reached = ratios(ddp, found[f"buckets {ours:g}"]).median
+    report.goals.append(Goal(f"{name}: hardsync / {other} >= {case.goal:g}", [reached], at_least=case.goal))
 
 
 def measure(comm: "MPI.Comm", directory: Path, name: str, sizes: tuple[float, ...], rounds: int) -> dict[str, Any]:
@@ -119,17 +139,20 @@ def measure(comm: "MPI.Comm", directory: Path, name: str, sizes: tuple[float, ..
         write_images(directory, case.learners * case.size * case.steps)
         write_text(directory / "input.txt")
     rest(comm)
-    if comm.rank >= LEARNER:
+    by_ddp = comm.rank >= LEARNER and not case.server
+    if by_ddp:
         connect(comm.rank, directory, case.learners, "eth0")
-    loops = {f"ddp {size:g}": DDPLoop(job, size) for size in sizes} if comm.rank >= LEARNER else {}
+    loops = {f"ddp {size:g}": DDPLoop(job, size) for size in sizes} if by_ddp else {}
     ranks = comm.Split(int(comm.rank >= STATISTICS), comm.rank)
+    trains = case.server or comm.rank >= STATISTICS
     figures: dict[str, Any] = {name: {}}
     ways = {f"buckets {size:g}": size for size in sizes} | {"auto": "auto", "off": "off"}
     for taken in links.in_turns_behind(comm, case.gbit_s, rounds, figures[name]):
         for way, buckets in ways.items():
             rest(comm)
-            if comm.rank >= STATISTICS:
-                with train(job.with_(cluster={"buckets": buckets}), directory / "run.h5", ranks) as results:
+            if trains:
+                together = comm if case.server else ranks
+                with train(job.with_(cluster={"buckets": buckets}), directory / "run.h5", together) as results:
                     taken[way] = step_s(results.updates["time_s"])
         rest(comm)
         if comm.rank >= STATISTICS:
@@ -142,7 +165,7 @@ def measure(comm: "MPI.Comm", directory: Path, name: str, sizes: tuple[float, ..
                 distributed.barrier()
                 taken[f"ddp {size:g}"] = loops[f"ddp {size:g}"].run(case.steps)
     rest(comm)
-    if comm.rank >= LEARNER:
+    if by_ddp:
         distributed.destroy_process_group()
     return figures
 
@@ -151,6 +174,8 @@ def _job(directory: Path, case: Case) -> Job:
     job = lenet_job(directory, "hardsync", case.learners, case.size, case.steps).with_(**case.tables)
     if job.data.name == "text":
         job = job.with_(data={"path": directory / "input.txt"})
+    if case.server:
+        return job
     options = {"reduction": "nodes"} if case.learners > len(links.NAMES) else {}
     return job.with_(topology={"name": "groups", "options": options})
 

@@ -288,6 +288,11 @@ class Executor:
             self._replace(name, self.spare(name))
         return self._buffers[name]
 
+    def swap(self, one: str, other: str) -> None:
+        """Exchanges the buffers of two names."""
+        buffers = self.buffer(one), self.buffer(other)
+        self._buffers[other], self._buffers[one] = buffers
+
     def held(self, but: str) -> int:
         """Number of buffers that have readers, not counting the named one."""
         buffers = {id(buffer): buffer for name, buffer in self._buffers.items() if name != but}

@@ -1,4 +1,4 @@
-"""Buckets: parts of a gradient that are averaged while the rest is still computed."""
+"""Buckets: parts of a gradient that are averaged, or pushed to a server, while the rest is still computed."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from rudra.job.job import Job
 from topologies import Plan
+from topologies.kinds import Variant
 
 ALIGNED = 16
 """Number of elements in a cache line. Buckets begin at multiples of it."""
@@ -15,6 +16,12 @@ MOST = 64
 
 AUTO_BYTES, AUTO_COUNT = 500_000, 16
 """A bucket is at least this large, and a gradient has at most this many, if the job does not say it."""
+
+AUTO_HELD_BYTES = 1_000_000_000
+"""Largest memory of one server for gradients that come in buckets, if the job does not say the size of a bucket."""
+
+_PUSHING = {Variant.LEARNER, Variant.OVERLAPPED_LEARNER, Variant.SHARDED_LEARNER}
+"""Kinds of learners that push a gradient as they computed it."""
 
 
 def bucket_size(job: Job, size: int) -> int:
@@ -86,9 +93,82 @@ def count_of(job: Job, plan: Plan, size: int, members: Sequence[int]) -> int:
     return -(-size // bucket) if bucket else 1
 
 
-def text_of(job: Job, plan: Plan) -> str:
-    """Returns a text about the buckets of large gradients. It is empty if no group averages in buckets."""
-    if job.cluster.buckets == "off" or not any(in_buckets(job, plan, members) for members in plan.groups):
+def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int, ...]:
+    """Returns the learners that push large gradients to a role in buckets.
+
+    They do if they are on other nodes, and their gradients become final part by part. In a node only a given size makes
+    buckets, if ranks exchange messages.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        node: Node of every role.
+        owner: Id of the role that takes the gradients.
+    """
+    training, cluster = job.training, job.cluster
+    at_once = training.compile or training.microbatches > 1 or training.precision == "float16" or job.data.sparse
+    changed = cluster.gradient_format != "float32" or cluster.device == "cuda" or cluster.gpu_aware_mpi
+    if cluster.buckets == "off" or at_once or changed:
+        return ()
+    by_messages = not cluster.node_memory and cluster.buckets != "auto"
+    several = plan.sharded and owner in plan.front_owners
+    return tuple(
+        learner
+        for learner in (plan.learners if several else plan.children[owner])
+        if plan.traits(learner).variant in _PUSHING
+        and plan.roles[learner].world_rank != plan.roles[owner].world_rank
+        and (by_messages or node[learner] != node[owner])
+    )
+
+
+def push_parts(job: Job, size: int, parameters: int, senders: int) -> list[slice]:
+    """Returns the parts of the gradients that a role takes in buckets. Empty: they come as a whole.
+
+    Args:
+        job: Resolved job.
+        size: Number of elements that the role takes of a gradient.
+        parameters: Number of parameters among them.
+        senders: Number of learners that push to the role in buckets. It holds a gradient of each.
+    """
+    bucket = bucket_size(job, size)
+    if not senders or (job.cluster.buckets == "auto" and 4 * size * senders > AUTO_HELD_BYTES):
+        bucket = 0
+    return parts(size, max(parameters, 0), bucket) if bucket else []
+
+
+def push_count(
+    job: Job, plan: Plan, size: int, node: Sequence[int], owner: int, part: float
+) -> tuple[tuple[int, ...], int]:
+    """Returns the learners that push to a role in buckets, and the number of buckets of each of their gradients.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        size: Number of elements of a gradient.
+        node: Node of every role.
+        owner: Id of the role that takes the gradients.
+        part: Fraction of a gradient that the role takes.
+    """
+    senders = pushing(job, plan, node, owner)
+    count = len(push_parts(job, round(size * part), round(size * part), len(senders)))
+    return (senders, count) if count else ((), 1)
+
+
+def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
+    """Returns a text about the buckets of large gradients. It is empty if there are none.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        node: Node of every role. None: servers without a fixed node are on node 0.
+    """
+    if job.cluster.buckets == "off":
+        return ""
+    node = plan.nodes(near=True) if node is None else node
+    averaged = any(in_buckets(job, plan, members) for members in plan.groups)
+    pushed = any(pushing(job, plan, node, owner) for owner in range(len(plan.roles)))
+    if not averaged and not pushed:
         return ""
     least = AUTO_BYTES / 1e6 if job.cluster.buckets == "auto" else job.cluster.buckets
-    return f"averaged during the backward pass, in buckets of at least {least:g} MB"
+    how = "averaged" if averaged else "pushed to servers of other nodes"
+    return f"{how} during the backward pass, in buckets of at least {least:g} MB"

@@ -1,5 +1,7 @@
 """Rule that decides whether gradients of a sparse first layer travel as rows or as a flat vector."""
 
+from collections.abc import Sequence
+
 from rudra.core import buckets
 from rudra.job.job import Job
 from topologies import Plan
@@ -13,12 +15,17 @@ _CARRIERS = {
 """Kinds of roles that transfer gradients as rows, or transfer no gradients."""
 
 
-def form_of_gradients(job: Job, plan: Plan) -> str:
+def form_of_gradients(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
     """Returns a text that says how gradients travel and are applied.
 
-    It is empty if the inputs are dense and no group averages in buckets.
+    It is empty if the inputs are dense and no gradient travels in buckets.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        node: Node of every role. None: servers without a fixed node are on node 0.
     """
-    texts = [buckets.text_of(job, plan)]
+    texts = [buckets.text_of(job, plan, node)]
     if job.data.sparse:
         reason = dense_because(job, plan)
         texts.insert(0, f"dense: {reason}" if reason else "rows, of a first layer whose inputs are sparse")

@@ -10,7 +10,7 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,6 +62,7 @@ from rudra.mpi.hosted_roles import HostedRoles, Make
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
+from rudra.mpi.push_buckets import Pushing
 from rudra.mpi.reductions import Reductions
 from rudra.mpi.regroup import RankRegrouping
 from rudra.mpi.states import StateTransfer
@@ -115,6 +116,7 @@ class Rank:
         halves: whether gradients travel as float16.
         arena: shared memory that holds the executors' buffers and that neighbours read.
         job: job that determines the buckets of gradients.
+        places: node of every rank. By default all are on one node.
 
     Attributes:
         comm: communicator of all ranks.
@@ -141,7 +143,9 @@ class Rank:
         halves: bool = False,
         arena: Arena | None = None,
         job: Job,
+        places: Sequence[int] = (),
     ) -> None:
+        self._job, self._places = job, places or [0] * comm.size
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
         self.apart = False
@@ -163,6 +167,7 @@ class Rank:
             self._losses,
             halves=halves,
             announce=self.announce,
+            post=self._work.post,
             wake=self._control.wake,
             in_time=self._regrouping.in_time,
         )
@@ -172,8 +177,9 @@ class Rank:
         self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job)
         self._reductions.renew(plan, machines, library)
         if any(plan.traits(role).overlaps for role in machines):  # transfers run in parallel with computation
-            self._traffic.start_threads(self._work.post, self._losses.wait)
+            self._traffic.start_threads()
             self._work.compute_beside()
+        self._traffic.push_in_buckets(self._pushing)
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         # Messages of neighbours arrive at once, with a ring. Large transfers make progress only if this rank polls.
         near = library is None and arena.neighbours.issuperset(range(comm.size))
@@ -187,6 +193,10 @@ class Rank:
             shortest_s=200e-6 if doorbell.reaches(others) else 20e-6,
             longest_s=5e-3 if near else 1e-3,
         )
+
+    @property
+    def _pushing(self) -> Pushing:
+        return Pushing(self._job, self.plan, [self._places[role.world_rank] for role in self.plan.roles])
 
     @property
     def lost(self) -> set[int]:
@@ -371,7 +381,7 @@ class Rank:
             for field in action.changes:
                 executor.renew(getattr(action, field))
         if isinstance(action, Compute) and isinstance(executor, LearnerExecutor):
-            executor.ready = self._reductions.expect(role, action)
+            executor.ready = self._reductions.expect(role, action) or self._traffic.expect(role, action)
         work = executor.perform(action)
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
@@ -414,6 +424,7 @@ class Rank:
     def regroup(self, position: TrainingState) -> None:
         """Creates the roles again, for training that continues from a position."""
         self._reductions.renew(self.plan, self._roles.running)
+        self._traffic.push_in_buckets(self._pushing)
         self._roles.restart(self.plan, position, self.lost)
 
     def _close(self) -> None:

@@ -28,11 +28,13 @@ class Going:
         role: id of the sending role.
         name: name of the buffer.
         to: id of the receiving role.
+        left: number of transfers that must still end.
     """
 
     role: int
     name: str
     to: int
+    left: int = 1
 
 
 @dataclass(frozen=True, slots=True)

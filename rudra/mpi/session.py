@@ -139,7 +139,7 @@ def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], com
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
         log.warning(f"{text}; `rudra topology` shows the roles")
     together = JobRanks(comm, resolved.plan, resolved.job.fault_tolerance, start, launched=launched)
-    setup = RankSetup(together, resolved, start, device)
+    setup = RankSetup(together, resolved, start, device, [rank.node for rank in ranks])
     code = setup.prepare(progress)
     code = _Session(together, setup, start).run() if code is None else code
     if not launched:
@@ -213,6 +213,7 @@ class _Session:
             halves=setup.job.cluster.gradient_format == "float16",
             arena=setup.arena,
             job=setup.job,
+            places=setup.places,
         )
 
     def _serve(self, rank: Rank) -> int:

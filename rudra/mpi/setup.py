@@ -6,6 +6,7 @@ If one rank cannot take a step, all ranks end, and one line reports the reason.
 import mmap
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from rudra.mpi.arena import Arena
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.malloc import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.node_data import NodeData
+from rudra.mpi.push_buckets import Pushing
 from rudra.mpi.run_files import RunFiles
 from rudra.mpi.shared_window import share_window
 from rudra.mpi.speed_test import Trial
@@ -53,6 +55,7 @@ class RankSetup:
         resolved: the job and its plan.
         start: start of the run.
         device: device for this rank's computations.
+        places: node of every rank.
 
     Attributes:
         job: current job, settled after the data has been loaded.
@@ -63,13 +66,22 @@ class RankSetup:
         executors: role id -> executor of the role.
         arena: shared memory that holds the executors' buffers and that neighbours read.
         files: files of the run.
+        places: node of every rank.
     """
 
     phases: Phases
     machines: dict[int, Machine]
 
-    def __init__(self, ranks: JobRanks, resolved: ResolvedJob, start: StartDecision, device: torch.device) -> None:
+    def __init__(
+        self,
+        ranks: JobRanks,
+        resolved: ResolvedJob,
+        start: StartDecision,
+        device: torch.device,
+        places: Sequence[int],
+    ) -> None:
         self.job, self.plan = resolved
+        self.places = places
         self.roles = self.plan.on_rank(ranks.comm.rank)
         self.executors: dict[int, Executor] = {}
         self.arena = Arena()
@@ -195,6 +207,7 @@ class RankSetup:
             overlaps = self.plan.traits(role).overlaps or (self.plan.overlapped and role == self.plan.server)
             if self._near and overlaps:
                 executor.reserve(GENERATIONS - 1)
+            executor.reserve(self._gradients_in_buckets(role, executor))
             if self._start.checkpoint is not None and isinstance(executor, OwnerExecutor):
                 state, tensors = checkpoint.read(self._start.checkpoint)
                 if state.position != self._start.position:
@@ -218,8 +231,18 @@ class RankSetup:
         self._node.Free()
 
     def _most_buffers(self, role: int) -> int:
-        """Returns the largest number of buffers of a role at a time: a stage server has three for each learner."""
-        return RESERVED + 3 * len(self.plan.learners) * self.plan.traits(role).concludes
+        """Returns the largest number of buffers of a role at a time.
+
+        A stage server has three for each learner. Others may keep one for each learner whose gradients come in buckets,
+        and another one if that learner dies.
+        """
+        traits, learners = self.plan.traits(role), len(self.plan.learners)
+        return RESERVED + 3 * learners * traits.concludes + 2 * learners * (traits.serves and not traits.concludes)
+
+    def _gradients_in_buckets(self, role: int, executor: Executor) -> int:
+        """Returns the number of learners whose gradients come in buckets to a role."""
+        rule = Pushing(self.job, self.plan, [self.places[role.world_rank] for role in self.plan.roles])
+        return len(rule.senders(role)) if rule.parts(role, executor.size, executor.parameters) else 0
 
     def _share_window(self) -> None:
         """Gives the workers of a node and their coordinator one shared memory for the weights, if the job wants it."""

@@ -1,9 +1,11 @@
 """Tensors between roles: the way and tag of each tensor, and the events that roles receive.
 
 A tensor for a neighbour stays in place, and only its `Place` is sent. Other tensors are transferred by the rank's own
-thread, which polls (`rudra.mpi.transfers`), or by a communication thread (`rudra.mpi.comm_threads`).
+thread, which polls (`rudra.mpi.transfers`), or by a communication thread (`rudra.mpi.comm_threads`). A gradient may
+leave part by part while it is computed (`rudra.mpi.push_buckets`).
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -12,13 +14,15 @@ from typing import Any
 from mpi4py import MPI
 
 from rudra.compute.executor import Executor
-from rudra.core.events import GRADIENT, Event, Receive, ReceiveCancelled, Received, Send, Sent
+from rudra.compute.final_gradients import Ready
+from rudra.core.events import GRADIENT, Compute, Event, Receive, ReceiveCancelled, Received, Send, Sent
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import GradientPart, Message, WeightsPart
 from rudra.mpi.arena import Arena
 from rudra.mpi.comm_threads import CommThread, Post
-from rudra.mpi.failures import Losses
+from rudra.mpi.failures import PAUSE_S, Losses
 from rudra.mpi.leases import Going
+from rudra.mpi.push_buckets import IncomingPushes, OutgoingPushes, Pushing
 from rudra.mpi.tags import CHANNELS, FIRST_TAG, GRADIENTS, WEIGHTS
 from rudra.mpi.transfers import Transfers, Wanted
 from topologies import Plan
@@ -74,6 +78,7 @@ class TensorTraffic:
         losses: ranks that have died.
         halves: whether gradients travel as float16.
         announce: appends an event for a role of this rank to the queue.
+        post: hands a function over to this rank's own thread.
         wake: wakes up a rank that may now continue.
         in_time: wraps a callback, so that it does nothing after this rank has regrouped.
     """
@@ -89,20 +94,54 @@ class TensorTraffic:
         *,
         halves: bool,
         announce: Callable[[int, Event], None],
+        post: Post,
         wake: Callable[[int], None],
         in_time: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         self._comm, self._plan, self._executors, self._tags = comm, plan, executors, tags
         self._arena, self._halves = arena, halves
-        self._announce, self._wake, self._in_time = announce, wake, in_time
-        self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena)
+        self._announce, self._post, self._wake, self._in_time = announce, post, wake, in_time
+        self._outgoing = OutgoingPushes(comm, tags.tag, self._carry)
+        self._incoming = IncomingPushes(comm, tags.tag, losses, executors)
+        take = self._incoming.take
+        self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena, take)
+        self._wait = losses.wait
         self._threads: dict[int, CommThread] = {}
+        self._pusher: CommThread | None = None  # sends parts of gradients
         self._writing: set[int] = set()  # communication threads that may still write abandoned tensors
 
-    def start_threads(self, post: Post, wait: Callable[[MPI.Request], object]) -> None:
+    def start_threads(self) -> None:
         """Moves transfers to two threads from now on: one pushes, one pulls."""
         for channel, name in ((GRADIENTS, "push"), (WEIGHTS, "pull")):
-            self._threads[channel] = CommThread(name, post, wait)
+            self._threads[channel] = CommThread(name, self._post, self._wait)
+
+    def push_in_buckets(self, rule: Pushing) -> None:
+        """Follows a rule that says which gradients are pushed in buckets."""
+        self._outgoing.renew(rule, self._executors)
+        self._incoming.renew(rule)
+        if self._outgoing and self._pusher is None and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
+            self._pusher = self._threads.get(GRADIENTS) or CommThread("push", self._post, self._wait)
+
+    def expect(self, role: int, action: Compute) -> Ready | None:
+        """Prepares for the gradient that a role now computes.
+
+        Returns:
+            Function to call while parts of the gradient become final, or None if it is not pushed in buckets.
+        """
+        if not self._outgoing:
+            return None
+        ready = self._outgoing.expect(role, action.gradient, self._executors[role].buffer(action.gradient).array)
+        if ready is None or not self._threads:
+            return ready
+        ready, post = self._in_time(ready), self._post  # another thread computes
+        return lambda first: post(partial(ready, first))
+
+    def _carry(self, start: Callable[[], MPI.Request], going: Going) -> None:
+        """Starts to send a part of a tensor."""
+        if self._pusher is None:
+            self._transfers.send(start(), going)
+        else:
+            self._pusher.carry(start, self._in_time(partial(self._sent, going)))
 
     def send(self, role: int, action: Send) -> None:
         """Sends a tensor of a role."""
@@ -116,6 +155,10 @@ class TensorTraffic:
         if to in self._arena.neighbours:
             most = GENERATIONS - 1 - self._plan.traits(role).overlaps
             self._transfers.lend(going, action.message, to, tag, halves=halves, most=most)
+            return
+        if channel == GRADIENTS and self._outgoing.takes(role, action.to):
+            self._executors[role].send(action.buffer, action.message, action.to, near=True)
+            self._outgoing.push(role, action.buffer, action.message, action.to)
             return
         wire = self._executors[role].send(action.buffer, action.message, action.to, halves=halves)
         start = partial(self._comm.Isend, wire, to, tag)
@@ -135,6 +178,9 @@ class TensorTraffic:
             tag, or_tags = self._tags.tag(role, channel, action.source), []
         wanted = Wanted(role, action.buffer, source, tag, halves, or_tags)
         self._look_near(wanted, gradient=action.gradient)
+        if action.gradient:
+            senders = self._incoming.senders(role)
+            wanted.in_buckets_of = [sender for sender in senders if action.source in {None, sender}]
         if channel in self._threads and not wanted.near:
             assert source is not None
             wire = self._executors[role].buffer(action.buffer).wire
@@ -170,13 +216,16 @@ class TensorTraffic:
     def drop(self, role: int) -> None:
         """Stops all transfers from and to a role."""
         self._transfers.drop(role, self._plan.roles[role].world_rank)
+        self._incoming.drop(role)
 
     def lose(self, ranks: Collection[int]) -> None:
         """Handles the transfers of dead ranks."""
         self._transfers.lose(ranks)
+        self._incoming.lose(ranks)
 
     def poll(self) -> None:
         """Advances transfers."""
+        self._incoming.poll()
         self._transfers.poll()
 
     def abandon(self, plan: Plan, roles: Collection[int]) -> None:
@@ -185,22 +234,33 @@ class TensorTraffic:
         going = self._transfers.abandon(roles, plan.statistics)
         for role in roles:
             self._executors[role].lent = Counter(send.name for send in going if send.role == role)
+        self._incoming.abandon()
         self._writing = set(self._threads)
         for channel, thread in self._threads.items():
             thread.abandon(self._in_time(partial(self._writing.discard, channel)))
+        if self._pusher is not None and not self._threads:
+            self._pusher.abandon(lambda: None)  # it only sends
 
     @property
     def quiet(self) -> bool:
         """Whether no abandoned transfer can write into a buffer any more."""
-        return self._transfers.quiet and not self._writing
+        return self._transfers.quiet and self._incoming.quiet and not self._writing
 
     def close(self) -> None:
         """Cancels pending transfers and ends the threads."""
+        self._outgoing.close()
+        while not self._incoming.end():
+            time.sleep(PAUSE_S)
         self._transfers.close()
-        for thread in self._threads.values():
+        if self._pusher is not None:
+            self._pusher.abandon(lambda: None)  # a server that takes nothing more may have dropped a learner here
+        for thread in {*self._threads.values(), *filter(None, [self._pusher])}:
             thread.close()
 
     def _sent(self, going: Going) -> None:
+        going.left -= 1
+        if going.left:
+            return
         self._executors[going.role].sent(going.name)
         self._announce(going.role, Sent(going.name, going.to))
 

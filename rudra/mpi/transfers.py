@@ -32,6 +32,7 @@ class Wanted:
         part_of: id of the other role if only a part of the tensor arrives, without a message. None: a whole tensor.
         near: whether every possible sender is a neighbour, which only sends the tensor's place.
         reads: whether the tensor of a neighbour is read in place and not copied.
+        in_buckets_of: ids of the possible senders that push in buckets (`rudra.mpi.push_buckets`).
     """
 
     role: int
@@ -43,6 +44,7 @@ class Wanted:
     part_of: int | None = None
     near: bool = False
     reads: bool = False
+    in_buckets_of: Collection[int] = ()
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class Transfers:
             buffer.
         sent: called when the buffer of a send is free again, delivered or not.
         arena: memory that neighbours read.
+        take: gives a role a gradient that has come in buckets, and returns its message. None: there is none.
     """
 
     def __init__(
@@ -88,7 +91,9 @@ class Transfers:
         received: Callable[[Wanted, Message | None], None],
         sent: Callable[[Going], None],
         arena: Arena,
+        take: Callable[[Wanted], Message | None] = lambda wanted: None,
     ) -> None:
+        self._take = take
         self._comm, self._losses, self._executors = comm, losses, executors
         self._received, self._sent = received, sent
         self._arena, self._leases = arena, Leases(arena)
@@ -127,7 +132,7 @@ class Transfers:
 
     def receive(self, wanted: Wanted) -> None:
         """Begins to receive a tensor."""
-        if wanted.source is None and (self._losses.dead or wanted.or_tags):
+        if wanted.in_buckets_of or (wanted.source is None and (self._losses.dead or wanted.or_tags)):
             self._wanted.append(wanted)
         else:
             self._post(wanted)
@@ -230,7 +235,9 @@ class Transfers:
 
     def _look_for_wanted(self) -> None:
         for wanted in list(self._wanted):
-            if self._served_aside(wanted):
+            if self._served_aside(wanted) or self._served_in_buckets(wanted):
+                continue
+            if wanted.source is not None:
                 continue
             try:
                 message = self._matched(wanted)
@@ -264,6 +271,15 @@ class Transfers:
                 return True
         return False
 
+    def _served_in_buckets(self, wanted: Wanted) -> bool:
+        """Gives the role a gradient that has come in buckets, if there is one."""
+        message = self._take(wanted) if wanted.in_buckets_of else None
+        if message is None:
+            return False
+        self._wanted.remove(wanted)
+        self._received(wanted, message)
+        return True
+
     def withdraw(self, role: int, name: str) -> bool:
         """Cancels a receive, or returns False if its tensor is arriving or has arrived already."""
         for wanted in self._wanted:
@@ -277,6 +293,7 @@ class Transfers:
 
     def drop(self, to: int, rank: int) -> None:
         """Abandons transfers to a role, and receives from its rank. Buffers of unfinished receives get new memory."""
+        self._wanted = [wanted for wanted in self._wanted if wanted.source != rank]
         for coming in [coming for coming in self._coming if coming.wanted.source == rank]:
             coming.request.Cancel()
             self._coming.remove(coming)
@@ -313,6 +330,7 @@ class Transfers:
 
     def lose(self, ranks: Collection[int]) -> None:
         """Handles dead ranks: drops receives from them, so that no role waits for those."""
+        self._wanted = [wanted for wanted in self._wanted if wanted.source not in ranks]
         for coming in list(self._coming):
             wanted = coming.wanted
             if wanted.source is None:

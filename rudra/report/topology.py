@@ -75,7 +75,8 @@ def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cas
             job, plan = fit(job, decided, [RankFacts(node, "", cores()) for node in places])
             idle = set(range(len(places))) - {role.world_rank for role in plan.roles}
             nodes = tuple(places[role.world_rank] for role in plan.roles)
-            return replace(_cast(job, plan, near=True), nodes=nodes, idle=tuple(sorted(idle)))
+            form = form_of_gradients(job, plan, nodes)
+            return replace(_cast(job, plan, near=True), nodes=nodes, idle=tuple(sorted(idle)), gradients=form)
         simulated = job.simulation.nodes is not None or job.simulation.costs is not None
         if simulated:
             job, plan = resolve_virtual(cost_files.load(job), decided, cores=cores())
@@ -95,7 +96,7 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
         label += f" ({protocol.text})"
     name = _with_options(job.make_topology().name, job.topology.options)
     nodes, shared = plan.nodes(near=near), job.cluster.node_memory
-    form = form_of_gradients(job, plan)
+    form = form_of_gradients(job, plan, nodes)
     return Cast(name, label, plan, nodes, protocol.gradients_per_update, node_memory=shared, gradients=form)
 
 

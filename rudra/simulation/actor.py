@@ -40,6 +40,7 @@ class Actor:
         posted: Posted receives, in order.
         offered: Tensors without a buffer, by sender, in order of arrival: weights, gradients.
         routes: Routes to other roles, by role.
+        early: Routes on which the actor sends parts of its gradients while it computes them, if links are shared.
         turns: Mini-batches that learners on this rank requested, the current one first. The learners share this deque.
     """
 
@@ -48,6 +49,7 @@ class Actor:
         "compute_s",
         "computing",
         "delay_s",
+        "early",
         "halted",
         "handle",
         "inbox",
@@ -82,23 +84,34 @@ class Actor:
         # A server gets gradients from many senders, and a dict would be slow to find its first key.
         self.offered: tuple[dict[int, list[Offer]], ...] = ({}, OrderedDict() if serves else {})
         self.routes: dict[int, Route] = {}
+        self.early: list[Route] = []
         self.turns: deque[tuple[Actor, Compute | RunFirstStage | BackpropFirstStage]] = deque()
 
 
 class Route:
-    """Route from one role to another. Control messages on it do not overtake each other."""
+    """Route from one role to another. Control messages on it do not overtake each other.
+
+    Attributes:
+        early: Fraction of a gradient that may be sent while it is computed. 0: gradients are sent as a whole.
+        ahead: Number of gradients whose early parts have crossed shared links, minus the number of gradients that were
+            sent after them.
+        waiting: Gradients that wait until their early parts have crossed shared links.
+    """
 
     __slots__ = (
+        "ahead",
         "between",
         "blocking",
         "bytes_per_s",
         "delivered_at",
+        "early",
         "into",
         "latency_s",
         "out",
         "receiver",
         "sender",
         "transfer_s",
+        "waiting",
     )
 
     def __init__(self, sender: Actor, receiver: Actor, link: Link, size_bytes: float, ports: Ports, own: Ports) -> None:
@@ -112,4 +125,6 @@ class Route:
         self.into = of.setdefault(("into", *link.into), Port(rate))
         # A server with blocking calls has one port for both directions.
         self.blocking = [own.setdefault(("both", *end), Port(rate)) for end in link.blocking]
-        self.delivered_at = 0.0
+        self.delivered_at = self.early = 0.0
+        self.ahead = 0
+        self.waiting: deque[tuple[Send, Receive]] = deque()

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from rudra import roles
-from rudra.core.buckets import count_of
+from rudra.core.buckets import count_of, push_count
 from rudra.core.events import Save
 from rudra.core.layout import Placed
 from rudra.core.phases import Phases, phase_at
@@ -55,6 +55,7 @@ def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> 
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
             about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
             about["buckets"] = partial(count_of, job, plan, size_bytes // 4)
+            about["pushes"] = partial(push_count, job, plan, size_bytes // 4)
             known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
         return known[at_epoch]
 

@@ -41,6 +41,14 @@ from rudra.prepare.cost_files import at
 from topologies import Plan
 from topologies.kinds import ELSEWHERE
 
+BACKWARD = 2 / 3
+"""Fraction of a gradient's time in which the backward pass finishes buckets. It has twice the operations of a forward
+pass."""
+
+Pushes = Callable[[Sequence[int], int, float], tuple[Collection[int], int]]
+"""Returns, from the node of each role, a role and the fraction of a gradient that it takes, the learners that push to
+it in buckets and the number of buckets."""
+
 
 class Link(NamedTuple):
     """Link from one role to another.
@@ -104,6 +112,7 @@ class CostModel:
         placed: How the model is divided between learners and a stage server.
         paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
         buckets: Returns the number of buckets of a group's gradients (`rudra.core.buckets`).
+        pushes: Returns the learners that push to a role in buckets, and the number of buckets.
 
     Attributes:
         paces: Paces by learner, as passed in.
@@ -123,8 +132,10 @@ class CostModel:
         placed: Placed | None = None,
         paces: Mapping[int, Pace] | None = None,
         buckets: Callable[[Sequence[int]], int] = lambda members: 1,
+        pushes: Pushes = lambda node, owner, part: ((), 1),
     ) -> None:
-        self.paces, self._buckets = paces or {}, buckets
+        self.paces, self._buckets, self._pushes = paces or {}, buckets, pushes
+        self._pushers: dict[int, tuple[frozenset[int], int]] = {}  # by the role that takes gradients
         self._reductions_s: dict[tuple[int, int, float], float] = {}  # by first member, number of members and size
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
         self._placed = placed = placed or Placed()
@@ -247,10 +258,23 @@ class CostModel:
         key = members[0], len(members), size_bytes
         if key not in self._reductions_s:
             seconds, count = self._whole_reduction_s(members, size_bytes), self._buckets(members)
-            backward_s = max(self.compute_s[role] for role in members) * 2 / 3
+            backward_s = max(self.compute_s[role] for role in members) * BACKWARD
             seconds = max(seconds - backward_s * (1 - 1 / count), seconds / count)
             self._reductions_s[key] = seconds
         return self._reductions_s[key]
+
+    def early(self, sender: int, receiver: int) -> float:
+        """Returns the fraction of a gradient that may be sent while the rest is computed. 0: it is sent as a whole.
+
+        The backward pass finishes buckets as for a reduction. The last bucket is sent after the pass.
+        """
+        if sender not in self.compute_s or not self.plan.roles[receiver].kind_traits.serves:
+            return 0.0
+        if receiver not in self._pushers:
+            pushers, count = self._pushes(self.node, receiver, self.part(receiver))
+            self._pushers[receiver] = frozenset(pushers), count
+        senders, count = self._pushers[receiver]
+        return 1 - 1 / count if sender in senders else 0.0
 
     def _whole_reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Returns the time of a reduction of whole gradients: slices are exchanged and added, then gathered.

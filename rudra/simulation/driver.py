@@ -154,6 +154,7 @@ class Simulation:
             free = kind in tensors.idle and not any(kind in actor.local_s for actor in self.actors.values())
             self.do[kind] = _nothing if free else self._begin if kind.long else self._perform
         self._share_ranks()
+        network.prepare()
         if self._cores is not None:
             for role, actor in self.actors.items():
                 if role not in costs.compute_s:
@@ -314,6 +315,8 @@ class Simulation:
             seconds = actor.compute_s() * self._pieces[kind]
         else:
             seconds, time = actor.local_s.get(kind, 0.0), max(time, actor.busy_until)  # after an update, for example
+        if actor.early and kind is Compute:
+            self.network.push_early(actor, time, seconds)
         heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
 
     def _end(self, actor: Actor, action: ExecutorAction) -> None:

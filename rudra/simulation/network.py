@@ -13,7 +13,7 @@ from typing import Any
 from rudra.core.events import CancelReceive, Receive, ReceiveCancelled, Received, Reduce, Reduced, Send, Sent
 from rudra.core.messages import GRADIENTS, MESSAGES, ROWS
 from rudra.simulation.actor import Actor, Offer, Route
-from rudra.simulation.costs import CostModel
+from rudra.simulation.costs import BACKWARD, CostModel
 from rudra.simulation.links import Ports, SharedLinks
 from rudra.simulation.queue import Call, EventQueue, Scheduled
 from rudra.simulation.timing_only import Tensors
@@ -167,6 +167,8 @@ class Network:
         link = self._costs.link(actor.role, to)
         size_bytes = self._size_bytes * self._costs.travelling(actor.role, to)
         route = actor.routes[to] = Route(actor, self._actors[to], link, size_bytes, self.ports, self._own)
+        if route.transfer_s:
+            route.early = self._costs.early(actor.role, to)
         return route
 
     def _offer(self, receiver: Actor, offer: Offer) -> None:
@@ -187,6 +189,9 @@ class Network:
     def _transfer(self, route: Route, send: Send, receive: Receive, time: float) -> None:
         """Starts a transfer when both ports are free, or at once if links are shared."""
         out, into = route.out, route.into
+        if route.early and type(send.message) in GRADIENT_TYPES:
+            self._push_rest(route, (send, receive), time)
+            return
         if self.links is not None:
             seconds = route.transfer_s * (self._gradient_share if receive.gradient else 1.0)
             if seconds:
@@ -205,6 +210,55 @@ class Network:
             for port in route.blocking:
                 port.free_at = time
         heappush(self._heap, (time, next(self._first), self._over, route, (send, receive)))
+
+    def prepare(self) -> None:
+        """Notes on which routes learners send parts of their gradients early, if links are shared."""
+        plan = self.plan
+        for learner in plan.learners if self.links is not None else ():
+            parent, actor = plan.roles[learner].parent, self._actors[learner]
+            owners = plan.front_owners if plan.sharded else () if parent is None else (parent,)
+            actor.early = [route for route in (self._route(actor, owner) for owner in owners) if route.early]
+
+    def push_early(self, actor: Actor, time: float, seconds: float) -> None:
+        """Sends the buckets of a gradient across shared links while it is computed.
+
+        Args:
+            actor: Learner.
+            time: Time when the computation begins.
+            seconds: Duration of the computation.
+        """
+        assert self.links is not None
+        for route in actor.early:
+            size_bytes = route.early * route.transfer_s * self._gradient_share * route.bytes_per_s
+            begins = time + seconds * (1 - BACKWARD * route.early)
+            self.links.send(begins, (route.out, route.into), size_bytes, (self._pushed_early, route, None))
+
+    def _pushed_early(self, route: Route, _: None) -> None:
+        route.ahead += 1
+        if route.waiting:
+            self._push_rest(route, route.waiting.popleft(), self._queue.now)
+
+    def _push_rest(self, route: Route, transfer: tuple[Send, Receive], time: float) -> None:
+        """Starts to send the rest of a gradient that is pushed in buckets.
+
+        If links are used in turns, the buckets have crossed them in the backward pass as far as the links were free.
+        """
+        transfer_s = route.transfer_s * self._gradient_share
+        last_s = transfer_s * (1 - route.early)
+        if self.links is not None:
+            if not route.ahead:
+                route.waiting.append(transfer)
+                return
+            route.ahead -= 1
+            ends, about = (route.out, route.into), (self._deliver, route, transfer)
+            self.links.send(time, ends, last_s * route.bytes_per_s, about)
+            return
+        ports = [route.out, route.into, *route.blocking]
+        early_s = self._costs.compute_s[route.sender.role] * BACKWARD * route.early
+        sent_at = max(time - early_s, *(port.free_at for port in ports)) + transfer_s
+        for port in ports:
+            port.free_at = sent_at
+        self._queue.at(max(sent_at, time + last_s), self._deliver, route, transfer)
 
     def _deliver(self, route: Route, transfer: tuple[Send, Receive]) -> None:
         send, receive = transfer

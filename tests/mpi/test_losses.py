@@ -17,16 +17,28 @@ from tests.waiting import eventually
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
+IN_BUCKETS = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.001"]
+
+
 @pytest.mark.parametrize(
-    ("protocol", "topology"),
-    [("softsync", "base"), ("hardsync", "adv"), ("async", "sharded")],
+    ("protocol", "topology", "dies"),
+    [
+        ("softsync", "base", "dying"),
+        ("hardsync", "adv", "dying"),
+        ("async", "sharded", "dying"),
+        ("hardsync", "base", "parted"),
+        ("softsync", "base", "parted"),
+        ("softsync", "adv", "parted"),
+        ("hardsync", "sharded", "parted"),
+    ],
 )
-def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topology: str) -> None:
+def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topology: str, dies: str) -> None:
+    """A learner that is parted has sent a part of its gradient when it dies."""
     rank = 3 if topology == "base" else 5
     options = {"adv": "\noptions.fan_out = 2", "sharded": "\noptions.shards = 3"}.get(topology, "")
-    job = job_file(tmp_path, protocol, f"dying_{rank}", topology=f'name = "{topology}"{options}')
+    job = job_file(tmp_path, protocol, f"{dies}_{rank}", topology=f'name = "{topology}"{options}')
     output = tmp_path / "out.h5"
-    code, _, err = finish(start("run", job, "--output", output))
+    code, _, err = finish(start("run", job, "--output", output, *(IN_BUCKETS if dies == "parted" else ())))
     assert code == 0, err
     (line,) = ours(err)
     assert line.startswith(f"rudra: parameter server (rank 0): learner 1 (rank {rank}) died; 2 learners are left")
@@ -49,9 +61,16 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
 
 
 BY_NODES = 'options.reduction = "nodes"'
-IN_BUCKETS = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.001"]
 ANEW = {
     "a tree server": ("hardsync", 'name = "adv"\noptions.fan_out = 2', 3, "tree server 1", []),
+    "a tree server that gets buckets": (
+        "hardsync",
+        'name = "adv"\noptions.fan_out = 2',
+        3,
+        "tree server 1",
+        IN_BUCKETS,
+    ),
+    "one that overlaps and sends buckets": ("async", 'name = "adv*"\noptions.fan_out = 3', 4, "learner 0", IN_BUCKETS),
     "a learner that others get weights from": ("async", 'name = "adv*"\noptions.outstanding = 1', 2, "learner 0", []),
     "the first of a group": ("async", 'name = "groups"\noptions.groups = 2', 4, "learner 2", []),
     "another of a group": (
@@ -198,16 +217,21 @@ def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("rank", "topology", "comes_back"),
-    [(3, 'name = "base"', True), (5, 'name = "adv"\noptions.fan_out = 2', False)],
-    ids=["base, comes back", "adv"],
+    ("rank", "topology", "comes_back", "more"),
+    [
+        (3, 'name = "base"', True, []),
+        (5, 'name = "adv"\noptions.fan_out = 2', False, []),
+        (3, 'name = "base"', True, IN_BUCKETS),
+        (5, 'name = "sharded"\noptions.shards = 3', False, IN_BUCKETS),
+    ],
+    ids=["base, comes back", "adv", "base, comes back, in buckets", "sharded, in buckets"],
 )
 def test_a_stopped_rank_is_dropped_if_the_job_says_so(
-    tmp_path: Path, rank: int, topology: str, *, comes_back: bool
+    tmp_path: Path, rank: int, topology: str, more: list[str], *, comes_back: bool
 ) -> None:
     job = job_file(tmp_path, "hardsync", fault_tolerance="straggler_timeout_s = 4.0", topology=topology)
     output = tmp_path / "out.h5"
-    process = start("run", job, "--output", output)
+    process = start("run", job, "--output", output, *more)
     wait_for_updates(process, output, 10)
     pid = ranks_of(process)[rank]
     os.kill(pid, signal.SIGSTOP)

@@ -85,7 +85,6 @@ def test_memory_messages_and_buckets_lead_to_the_same_weights(tmp_path: Path) ->
         str(tmp_path / f"{name}-{way}.h5"): rudra.Job.load(job_file(tmp_path, "dropping", topology), keys)
         for name, topology in TOPOLOGIES.items()
         for way, keys in WAYS.items()
-        if way != "buckets" or name == "groups"
     }
     on_ranks(user_code.train_as_needed, 5, jobs=jobs)
     for name in TOPOLOGIES:

@@ -174,12 +174,35 @@ class Trap(nn.Module):
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.deed == "hang":
                 time.sleep(1000)
+            if self.deed == "part":
+                return self._parted(inputs)
         result: torch.Tensor = self.inner(inputs)
+        return result
+
+    def _parted(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Dies in the backward pass, when the gradients of the last layer are final and have had time to leave."""
+        *first, last = self.inner.children()
+        hidden = nn.Sequential(*first)(inputs)
+
+        def die(gradient: torch.Tensor) -> None:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        hidden.register_hook(die)
+        result: torch.Tensor = last(hidden)
         return result
 
 
 def dying_3() -> nn.Module:
     return Trap(15, "kill", 3)
+
+
+def parted_3() -> nn.Module:
+    return Trap(15, "part", 3)
+
+
+def parted_5() -> nn.Module:
+    return Trap(15, "part", 5)
 
 
 def dying_front() -> nn.Module:

@@ -122,7 +122,7 @@ class RankOfMpi:
 
     def _fill(self, request: Request) -> None:
         data = bytes(request.sent.data)
-        memoryview(request.memory)[: len(data)] = data
+        memoryview(request.memory).cast("B")[: len(data)] = data
         request.complete = request.sent.done = True
         self.landing = [other for other in self.landing if other is not request]
 

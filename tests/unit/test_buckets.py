@@ -1,7 +1,9 @@
 """Buckets of a gradient: their sizes, when a model reports them, what virtual time makes of them, and refusals."""
 
 import random
+import tempfile
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import rudra
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import ALIGNED, MOST, FinalParts, bucket_size, count_of, parts, text_of
+from rudra.core.buckets import ALIGNED, MOST, FinalParts, bucket_size, count_of, parts, push_parts, pushing, text_of
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
@@ -188,6 +191,103 @@ def test_buckets_are_for_gradients_that_cross_a_network(job: Job, count: int) ->
     plan = job.plan(nodes_of(job))
     assert count_of(job, plan, 4 * MILLION, plan.learners) == count
     assert bool(text_of(job, plan)) == (count > 1)
+
+
+def served(buckets: Any = "auto", learners: int = 3, **tables: Any) -> Job:
+    cluster = {"learners": learners, "buckets": buckets, **tables.pop("cluster", {})}
+    simulation = {"nodes": 3, **tables.pop("simulation", {})}
+    return Job(cluster=cluster, simulation=simulation, **{"protocol": {"name": "hardsync"}} | tables)
+
+
+SHARDS = {"name": "sharded", "options": {"shards": 2}}
+NEAR = {"simulation": {"nodes": 1}, "cluster": {"node_memory": False}}
+
+
+@pytest.mark.parametrize(
+    ("job", "learners"),
+    [
+        (served(), [1, 2]),
+        (served(4.0, protocol={"name": "async"}), [1, 2]),
+        (served(topology=SHARDS), [1, 2]),
+        (served(topology={"name": "adv", "options": {"fan_out": 2}}), []),  # the root takes averages
+        (served(protocol={"name": "async"}, topology={"name": "adv*"}), []),
+        (served(protocol={"name": "async"}, topology={"name": "groups", "options": {"groups": 3}}), []),
+        (served("off"), []),
+        (served(simulation={"nodes": 1}), []),
+        (served(1.0, simulation={"nodes": 1}), []),
+        (served(**NEAR), []),
+        (served(1.0, **NEAR), [0, 1, 2]),
+        (served(training={"microbatches": 2}), []),
+        (served(training={"compile": True}), []),
+        (served(training={"precision": "float16"}), []),
+        (served(training={"precision": "bfloat16"}), [1, 2]),
+        (served(cluster={"gradient_format": "float16"}), []),
+        (served(cluster={"device": "cuda"}), []),
+        (served(data={"name": "libsvm", "path": "a9a", "sparse": True}), []),
+    ],
+)
+def test_learners_of_other_nodes_push_in_buckets_what_becomes_final_in_parts(job: Job, learners: list[int]) -> None:
+    plan = job.plan(nodes_of(job))
+    node = plan.nodes(near=True)
+    found = [plan.roles[learner].index for learner in pushing(job, plan, node, plan.server)]
+    assert found == learners
+    assert bool(text_of(job, plan, node).startswith("pushed")) == bool(learners)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "size", "senders", "count"),
+    [
+        ("auto", 4 * MILLION, 3, 17),  # and the last elements, which become final at the end
+        ("auto", 100_000, 3, 0),
+        ("auto", 4 * MILLION, 0, 0),
+        ("auto", 100 * MILLION, 2, 17),
+        ("auto", 100 * MILLION, 3, 0),  # 1.2 GB
+        (10.0, 100 * MILLION, 3, 41),
+    ],
+)
+def test_a_server_holds_a_gigabyte_of_gradients_in_buckets_at_most_unless_a_job_says_more(
+    buckets: Any, size: int, senders: int, count: int
+) -> None:
+    found = push_parts(served(buckets), size, size - 10, senders)
+    assert len(found) == count
+    assert sorted(i for part in found for i in (part.start, part.stop))[:: 2 * count - 1] == [0, size][: 2 * count]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sharing", "whole_s", "push_s"),
+    [
+        # 16 MB each way in `seconds`, for two learners on nodes of their own, and a server. A gradient takes 1.2 s, its
+        # backward pass 0.8 s, of which 15/16 hide the pushes. In turns, the second learner gets weights, computes and
+        # pushes while the first one already computes again.
+        (0.1, "turns", 0.1, 0.1 / 16),
+        (0.3, "turns", 0.3, 0.3 / 16),
+        (1.0, "turns", 1.0, 1.0 - 0.75),
+        (1.0, "equal", 2.0, 2.0 - 0.75),
+        (0.3, "equal", 0.6, 2 * 0.3 / 16),
+    ],
+)
+def test_virtual_time_hides_pushes_in_the_backward_pass(
+    seconds: float, sharing: str, whole_s: float, push_s: float
+) -> None:
+    table = {"latency_s": 0.0, "bandwidth_bytes_per_s": 16e6 / seconds, "compute_s": 1.2, "gradient_s": 0.0}
+    free = {"message_s": 0.0, "update_s": 0.0, "jitter": 0.0, "tensors": False, "sharing": sharing}
+    step_s = {}
+    for buckets in ("auto", "off"):
+        job = served(
+            buckets,
+            learners=2,
+            simulation={"nodes": 2, **table, **free},
+            model={"name": "mlp", "options": {"hidden": [2000, 1930]}},
+            training={"epochs": 1, "minibatch_size": 8, "evaluate": False},
+        )
+        with (
+            tempfile.TemporaryDirectory() as name,
+            rudra.simulate(job, output=Path(name, "run.h5"), progress="quiet") as results,
+        ):
+            time_s = results.updates["time_s"]
+        step_s[buckets] = time_s[-1] - time_s[-2]
+    rest_s = 1.2 + 2 * seconds
+    assert step_s == pytest.approx({"auto": rest_s + push_s, "off": rest_s + whole_s}, rel=0.02)
 
 
 @pytest.mark.parametrize("value", [-1, 0, 1e300, float("nan"), True, "huge"])

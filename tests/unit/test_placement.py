@@ -60,7 +60,10 @@ def test_table_2(name: str, size: float, ring: float, placed: float) -> None:
 
 
 def step_s(layers: Sequence[Layer], cluster: PlacementHardware, cut: int | None) -> float:
-    """Seconds of a synchronous step in virtual time, through one parameter server; `cut`: in front of which layer."""
+    """Seconds of a synchronous step in virtual time, through one parameter server; `cut`: in front of which layer.
+
+    Gradients are pushed as a whole, as the times that a cut is chosen by have it.
+    """
     size, whole_s = sum(layer.parameters_bytes for layer in layers), sum(layer.seconds for layer in layers)
     placed = None
     if cut is not None:
@@ -74,7 +77,7 @@ def step_s(layers: Sequence[Layer], cluster: PlacementHardware, cut: int | None)
         training={"minibatch_size": cluster.minibatch_size},
         protocol={"name": "hardsync"},
         placement={"cut": 1, "rule": "synchronous"} if cut else {},
-        cluster={"learners": cluster.learners},
+        cluster={"learners": cluster.learners, "buckets": "off"},
         simulation={"compute_s": whole_s, "jitter": 0.0, **link, "tensors": False},
     )
     images = cluster.learners * cluster.minibatch_size

@@ -40,7 +40,7 @@ def job(protocol: str = "async", learners: int = 1, **costs: Any) -> Job:
 
 
 def test_one_learner_takes_the_sum_of_all_parts() -> None:
-    found = predict(job(), known=KNOWN)
+    found = predict(job().with_(cluster={"buckets": "off"}), known=KNOWN)
     step_s = 0.01 + 2 * TRANSFER_S + 2e-4 + 5e-4 + 2 * 1e-5
     assert found.epoch_s == pytest.approx(SAMPLES / 10 * step_s, rel=1e-3)
     assert found.samples_per_s == pytest.approx(10 / step_s, rel=1e-3)
@@ -49,6 +49,8 @@ def test_one_learner_takes_the_sum_of_all_parts() -> None:
     assert sum(found.shares.values()) == pytest.approx(1)
     assert found.shares["compute"] == pytest.approx(0.01 / step_s, rel=1e-3)
     assert found.shares["push"] == pytest.approx((TRANSFER_S + 1e-5) / step_s, rel=1e-2)
+    in_buckets = predict(job(), known=KNOWN)
+    assert in_buckets.epoch_s == pytest.approx(SAMPLES / 10 * (step_s - TRANSFER_S / 2), rel=1e-3), "a half"
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_an_update_of_hardsync_takes_what_its_messages_and_the_work_take(
         data={**DATA[model], "train_limit": 4 * learners * minibatch_size},
         training={"epochs": 1, "minibatch_size": minibatch_size, "evaluate": False},
         protocol={"name": "hardsync"},
-        cluster={"learners": learners, **tables.get("cluster", {})},
+        cluster={"learners": learners, "buckets": "off", **tables.get("cluster", {})},
         simulation={"costs": "p775", "jitter": 0.0, "tensors": False, **tables.get("simulation", {})},
     )
     with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
