@@ -1,10 +1,10 @@
 """Pushes in buckets: gradients that leave for a server of another node while they are still computed.
 
 A backward pass finishes the layers one after the other. A learner sends each part of its gradient as soon as it is
-final, and after all parts the message that belongs to the gradient. The server's rank receives the parts into a buffer that it
-keeps for this learner. Only the complete gradient, with its message, is given to the role, by exchanging two buffers.
-So roles, messages and the order of addition are the same as for whole gradients, and a learner that dies in between
-leaves nothing behind.
+final, and after all parts the message that belongs to the gradient. The server's rank receives the parts into a buffer
+that it keeps for this learner. Only the complete gradient, with its message, is given to the role, by exchanging two
+buffers. So roles, messages and the order of addition are the same as for whole gradients, and a learner that dies in
+between leaves nothing behind.
 
 The receives of a gradient are posted in advance, one for each part. They match only this learner's parts. A learner
 that ends while a server may still wait for the rest of a gradient reports which parts it has sent.

@@ -76,6 +76,7 @@ WAYS = {
     "memory": [],
     "messages": ["cluster.node_memory=false", "cluster.buckets=off"],
     "buckets": ["cluster.node_memory=false", "cluster.buckets=0.001"],
+    "buckets in memory": ["cluster.buckets=0.001"],
 }
 
 
