@@ -1,0 +1,150 @@
+"""Averages in buckets under random interleavings and deaths: what living members get is the average, bit for bit."""
+
+import random
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_mpi import fake_mpi
+from fuzzing import cases
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from simulated_mpi import Group, RankOfMpi, World, which_are_over
+
+from rudra.compute.averaging import average
+from rudra.compute.executor import Executor
+from rudra.core.buckets import MOST, parts
+from rudra.core.events import GRADIENT, Reduce
+from rudra.core.messages import GroupFlags
+from rudra.core.records import Gradient
+from rudra.mpi.group_reduction import GroupReduction
+
+RANKS, STEPS, PARAMETERS, SIZE, BUCKET = 4, 3, 150, 166, 48
+SAMPLES = (4, 4, 7, 4, 5)  # of the members
+
+pytestmark = pytest.mark.usefixtures("_mpi")
+
+
+@pytest.fixture
+def _mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_mpi(monkeypatch, which_are_over, Group=Group)
+    monkeypatch.setattr("rudra.mpi.group_reduction.MPI", SimpleNamespace(Query_thread=lambda: 0, THREAD_MULTIPLE=3))
+
+
+def gradient_of(role: int, step: int) -> torch.Tensor:
+    return torch.randn(SIZE, generator=torch.Generator().manual_seed(97 * step + role))
+
+
+def mean_of(members: dict[int, int], step: int, sums: list[list[int]]) -> torch.Tensor:
+    found = torch.empty(SIZE)
+    average(found, [gradient_of(role, step) for role in members], [SAMPLES[role] for role in members], sums=sums)
+    return found
+
+
+class Rank:
+    """A rank with one or two members, which compute gradients piece by piece, in any order."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.comm: Any = RankOfMpi(world, rank)
+        self.executors: dict[int, Executor] = {}
+        self.reduction: GroupReduction
+        self.step = 0
+
+    def join(self, members: dict[int, int], generation: int, sums: list[list[int]], step: int) -> None:
+        """Begins to reduce with these members, from a step on."""
+        self.members, self.sums, self.step = members, sums, step
+        tag = generation * MOST
+        its = parts(SIZE, PARAMETERS, BUCKET)
+        self.reduction = GroupReduction(self.comm, members, tag, its, lambda: None, None, None, sums)
+        self.executors = {
+            role: self.executors.get(role) or Executor((), SIZE, PARAMETERS, 1)
+            for role, rank in members.items()
+            if rank == self.rank
+        }
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.pieces: dict[int, list[slice]] = {}
+        self.ready: dict[int, Any] = {}
+        for role, executor in self.executors.items():
+            executor.renew(GRADIENT).vector.fill_(torch.nan)
+            cuts = sorted(self.world.chance.sample(range(1, PARAMETERS), 4))
+            self.pieces[role] = [slice(*ends) for ends in pairwise([0, *cuts, PARAMETERS])]
+            self.world.chance.shuffle(self.pieces[role])
+
+    def act(self) -> None:
+        """Computes a piece, begins a reduction, or advances one."""
+        self.comm.progress()
+        if self.step == STEPS or (self.pieces and self.world.chance.random() < 0.3):
+            self._advance()
+        elif self.pieces:
+            self._compute(self.world.chance.choice(sorted(self.pieces)))
+        else:
+            self._advance()
+
+    def _compute(self, role: int) -> None:
+        executor, place = self.executors[role], list(self.members).index(role)
+        buffer, own = executor.buffer(GRADIENT), gradient_of(role, self.step)
+        if role not in self.ready:
+            self.ready[role] = self.reduction.expect(role, buffer, GRADIENT, SAMPLES[role])
+        elif self.pieces[role]:
+            piece = self.pieces[role].pop()
+            buffer.vector[piece] = own[piece]
+            if self.ready[role] is not None:
+                self.ready[role](piece)
+        else:
+            buffer.vector[PARAMETERS:] = own[PARAMETERS:]
+            made = Gradient(-1, place, SAMPLES[role], self.step, 0, 0, 0, 1.0, 0.0, 0.0, 0)
+            self.reduction.begin(role, Reduce(GRADIENT, 0, self.step, made, True, GroupFlags(role)), executor)
+            del self.pieces[role]
+
+    def _advance(self) -> None:
+        if not self.reduction.busy or (reduced := self.reduction.test()) is None:
+            return
+        assert [word.digest for word in reduced.words] == list(self.members)
+        expected = mean_of(self.members, self.step, self.sums)
+        assert all(torch.equal(each.buffer(GRADIENT).vector, expected) for each in self.executors.values())
+        self.step += 1
+        if self.step < STEPS:
+            self._begin_step()
+
+
+@settings(parent=cases(200), phases=[Phase.generate])
+@given(st.integers(0, 2**32), st.integers(0, 2), st.integers(5, 200), st.booleans())
+def test_averages_are_those_of_the_living_whoever_dies_between_buckets(
+    seed: int, deaths: int, soon: int, nodes: bool
+) -> None:
+    chance = random.Random(seed)
+    world = World(chance, False, RANKS)
+    members = {role: role % RANKS for role in range(len(SAMPLES))}
+    members = dict(sorted(members.items(), key=lambda pair: pair[1]))
+    fates = {chance.randrange(RANKS): chance.randrange(soon) for _ in range(deaths)}
+    ranks = [Rank(world, rank) for rank in range(RANKS)]
+    known = set[int]()
+    for generation in range(1 + deaths):
+        members = {role: rank for role, rank in members.items() if rank not in known}
+        living = [rank for rank in ranks if rank.rank not in known]
+        places = [[i for i, rank in enumerate(members.values()) if rank % 2 == node] for node in (0, 1)]
+        sums = [each for each in places if each] if nodes else []
+        for rank in living:
+            rank.join(members, generation, sums, min(each.step for each in living))
+        for time in range(20_000):
+            world.dead |= {rank for rank, at in fates.items() if at <= time}
+            left = [rank for rank in living if rank.rank not in world.dead]
+            chance.choice(left).act()
+            learnt = {dead for rank in left for dead in rank.comm.failed} - known
+            if learnt or all(rank.step == STEPS for rank in left):
+                break
+        assert learnt or all(rank.step == STEPS for rank in left), "members wait for ever"
+        if not learnt:
+            break
+        known = set(world.dead)
+        for rank in left:
+            rank.reduction.abandon()
+        for rank in 1_000 * left:
+            rank.comm.progress()
+        assert all(rank.reduction.quiet for rank in left)
+    assert all(rank.step == STEPS for rank in ranks if rank.rank not in world.dead)
