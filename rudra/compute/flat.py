@@ -182,17 +182,22 @@ class FlatModel:
         self._buffers.collect(behind, views)
         return output
 
-    def backward(self, output: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor) -> None:
+    def backward(
+        self, output: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, ready: Ready | None = None
+    ) -> None:
         """Computes the parameter gradient for an output of `forward`. The caller must bind the same weights again.
 
         Args:
             output: Output of `forward`.
             gradient: Gradient of the loss with respect to the output.
             out: As for `gradient`, but the buffers in it do not change.
+            ready: As for `gradient`.
         """
         self._release()
-        torch.autograd.backward(output, gradient)
-        self._copy(self._taken(), self._views.of(out))
+        views = self._views.of(out)
+        with self._reported(ready, views):
+            torch.autograd.backward(output, gradient)
+        self._copy(self._taken(), views)
 
     @property
     def does_without_autograd(self) -> bool:

@@ -183,7 +183,7 @@ class FirstStageExecutor(LearnerExecutor):
         model.bind(self.buffer(action.weights).vector)  # others may have computed with this module in between
         gradient = self.buffer(action.returned).vector[: self.activations].view(output.shape)
         into = self.buffer(action.gradient).vector
-        model.backward(output, gradient, into)
+        model.backward(output, gradient, into, self.ready)
         into[self.parameters :] = self._buffer_tail
         yield self.computed(action, BatchResult(action.loss, action.errors, action.samples))
 

@@ -21,6 +21,7 @@ from rudra.compute.learners import LearnerExecutor
 from rudra.core.events import (
     COMPUTATIONS,
     Action,
+    BackpropFirstStage,
     CancelReceive,
     Commit,
     Compute,
@@ -380,8 +381,9 @@ class Rank:
         if isinstance(action, COMPUTATIONS):  # in this thread only
             for field in action.changes:
                 executor.renew(getattr(action, field))
-        if isinstance(action, Compute) and isinstance(executor, LearnerExecutor):
-            executor.ready = self._reductions.expect(role, action) or self._traffic.expect(role, action)
+        if isinstance(action, Compute | BackpropFirstStage) and isinstance(executor, LearnerExecutor):
+            name, samples = action.gradient, action.work.count if isinstance(action, Compute) else action.samples
+            executor.ready = self._reductions.expect(role, name, samples) or self._traffic.expect(role, name)
         work = executor.perform(action)
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))

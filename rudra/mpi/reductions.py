@@ -7,7 +7,7 @@ from mpi4py import MPI
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
 from rudra.core.buckets import bucket_size, in_buckets, parts
-from rudra.core.events import Compute, Event, Reduce
+from rudra.core.events import Event, Reduce
 from rudra.job.job import Job
 from rudra.mpi.arena import Arena
 from rudra.mpi.doorbell import Doorbell
@@ -76,16 +76,20 @@ class Reductions:
             to_all=not plan.served,
         )
 
-    def expect(self, role: int, action: Compute) -> Ready | None:
+    def expect(self, role: int, gradient: str, samples: int) -> Ready | None:
         """Prepares for the gradient that a role now computes.
+
+        Args:
+            role: id of the role.
+            gradient: name of the gradient's buffer.
+            samples: number of samples of the gradient.
 
         Returns:
             Function to call with each part of the gradient that is final, or None if it is not reduced in buckets.
         """
         for reduction in self._of_groups.values():
             if role in reduction.roles and reduction.buckets:
-                buffer = self._executors[role].buffer(action.gradient)
-                return reduction.expect(role, buffer, action.gradient, action.work.count)
+                return reduction.expect(role, self._executors[role].buffer(gradient), gradient, samples)
         return None
 
     def begin(self, role: int, action: Reduce) -> None:

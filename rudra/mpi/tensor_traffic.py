@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
-from rudra.core.events import GRADIENT, Compute, Event, Receive, ReceiveCancelled, Received, Send, Sent
+from rudra.core.events import GRADIENT, Event, Receive, ReceiveCancelled, Received, Send, Sent
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import GradientPart, Message, WeightsPart
 from rudra.mpi.arena import Arena
@@ -122,15 +122,19 @@ class TensorTraffic:
         if self._outgoing and self._pusher is None and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
             self._pusher = self._threads.get(GRADIENTS) or CommThread("push", self._post, self._wait)
 
-    def expect(self, role: int, action: Compute) -> Ready | None:
+    def expect(self, role: int, gradient: str) -> Ready | None:
         """Prepares for the gradient that a role now computes.
+
+        Args:
+            role: id of the role.
+            gradient: name of the gradient's buffer.
 
         Returns:
             Function to call while parts of the gradient become final, or None if it is not pushed in buckets.
         """
         if not self._outgoing:
             return None
-        ready = self._outgoing.expect(role, action.gradient, self._executors[role].buffer(action.gradient).array)
+        ready = self._outgoing.expect(role, gradient, self._executors[role].buffer(gradient).array)
         if ready is None or not self._threads:
             return ready
         ready, post = self._in_time(ready), self._post  # another thread computes

@@ -54,7 +54,7 @@ def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> 
         if at_epoch not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
             about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
-            about["buckets"] = partial(count_of, job, plan, size_bytes // 4)
+            about["buckets"] = lambda members, part: count_of(job, plan, round(size_bytes * part) // 4, members)
             about["pushes"] = partial(push_count, job, plan, size_bytes // 4)
             known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
         return known[at_epoch]

@@ -42,8 +42,8 @@ from topologies import Plan
 from topologies.kinds import ELSEWHERE
 
 BACKWARD = 2 / 3
-"""Fraction of a gradient's time in which the backward pass finishes buckets. It has twice the operations of a forward
-pass."""
+"""Fraction of a gradient's time that the backward pass takes, which finishes buckets. It has twice the operations of a
+forward pass."""
 
 Pushes = Callable[[Sequence[int], int, float], tuple[Collection[int], int]]
 """Returns, from the node of each role, a role and the fraction of a gradient that it takes, the learners that push to
@@ -111,7 +111,8 @@ class CostModel:
         size_bytes: Size of the weights, and of a gradient, in memory.
         placed: How the model is divided between learners and a stage server.
         paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
-        buckets: Returns the number of buckets of a group's gradients (`rudra.core.buckets`).
+        buckets: Returns, from the members of a group and the fraction of a gradient that they average, the number of
+            buckets (`rudra.core.buckets`).
         pushes: Returns the learners that push to a role in buckets, and the number of buckets.
 
     Attributes:
@@ -120,6 +121,7 @@ class CostModel:
         compute_s: Mean duration of a mini-batch, for every learner's role.
         guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them. Empty if it lists all.
         pieces: Fraction of that duration that each kind of a learner's computation takes.
+        backward: Fraction of that duration in which a learner's gradient becomes final, part by part.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class CostModel:
         size_bytes: int = 0,
         placed: Placed | None = None,
         paces: Mapping[int, Pace] | None = None,
-        buckets: Callable[[Sequence[int]], int] = lambda members: 1,
+        buckets: Callable[[Sequence[int], float], int] = lambda members, part: 1,
         pushes: Pushes = lambda node, owner, part: ((), 1),
     ) -> None:
         self.paces, self._buckets, self._pushes = paces or {}, buckets, pushes
@@ -144,6 +146,7 @@ class CostModel:
             RunFirstStage: (1 - placed.back) / 3,
             BackpropFirstStage: (1 - placed.back) * 2 / 3,
         }
+        self.backward = BACKWARD if plan.stage is None else self.pieces[BackpropFirstStage]
         self.pieces[ComputeEvaluationPart] = 1 / 3  # first batch of a worker, with the training clock stopped
         self._conclude_s = placed.back * at(table.compute_s, minibatch_size) if plan.stage is not None else 0.0
         node = list(plan.nodes(near=table.servers_on_first_node))
@@ -252,13 +255,13 @@ class CostModel:
     def reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Returns the time of a compute group's all-reduce after the last gradient is complete.
 
-        Buckets begin in the backward pass, which takes two thirds of a gradient's time and finishes them at a constant
-        rate. The last bucket is reduced after the pass.
+        Buckets begin in the backward pass, which finishes them at a constant rate. The last bucket is reduced after the
+        pass.
         """
         key = members[0], len(members), size_bytes
         if key not in self._reductions_s:
-            seconds, count = self._whole_reduction_s(members, size_bytes), self._buckets(members)
-            backward_s = max(self.compute_s[role] for role in members) * BACKWARD
+            seconds, count = self._whole_reduction_s(members, size_bytes), self._buckets(members, self.part(members[0]))
+            backward_s = max(self.compute_s[role] for role in members) * self.backward
             seconds = max(seconds - backward_s * (1 - 1 / count), seconds / count)
             self._reductions_s[key] = seconds
         return self._reductions_s[key]

@@ -13,7 +13,7 @@ from typing import Any
 from rudra.core.events import CancelReceive, Receive, ReceiveCancelled, Received, Reduce, Reduced, Send, Sent
 from rudra.core.messages import GRADIENTS, MESSAGES, ROWS
 from rudra.simulation.actor import Actor, Offer, Route
-from rudra.simulation.costs import BACKWARD, CostModel
+from rudra.simulation.costs import CostModel
 from rudra.simulation.links import Ports, SharedLinks
 from rudra.simulation.queue import Call, EventQueue, Scheduled
 from rudra.simulation.timing_only import Tensors
@@ -219,18 +219,19 @@ class Network:
             owners = plan.front_owners if plan.sharded else () if parent is None else (parent,)
             actor.early = [route for route in (self._route(actor, owner) for owner in owners) if route.early]
 
-    def push_early(self, actor: Actor, time: float, seconds: float) -> None:
+    def push_early(self, actor: Actor, time: float, seconds: float, backward: float) -> None:
         """Sends the buckets of a gradient across shared links while it is computed.
 
         Args:
             actor: Learner.
             time: Time when the computation begins.
             seconds: Duration of the computation.
+            backward: Fraction of it in which the backward pass finishes buckets.
         """
         assert self.links is not None
         for route in actor.early:
             size_bytes = route.early * route.transfer_s * self._gradient_share * route.bytes_per_s
-            begins = time + seconds * (1 - BACKWARD * route.early)
+            begins = time + seconds * (1 - backward * route.early)
             self.links.send(begins, (route.out, route.into), size_bytes, (self._pushed_early, route, None))
 
     def _pushed_early(self, route: Route, _: None) -> None:
@@ -254,7 +255,7 @@ class Network:
             self.links.send(time, ends, last_s * route.bytes_per_s, about)
             return
         ports = [route.out, route.into, *route.blocking]
-        early_s = self._costs.compute_s[route.sender.role] * BACKWARD * route.early
+        early_s = self._costs.compute_s[route.sender.role] * self._costs.backward * route.early
         sent_at = max(time - early_s, *(port.free_at for port in ports)) + transfer_s
         for port in ports:
             port.free_at = sent_at

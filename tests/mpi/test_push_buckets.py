@@ -19,6 +19,8 @@ CASES = {
     "hardsync, base": ({"name": "hardsync"}, {"name": "base"}, {}),
     "hardsync, shards": ({"name": "hardsync"}, {"name": "sharded", "options": {"shards": 2}}, {}),
     "hardsync, ranks of two": ({"name": "hardsync"}, {"name": "base"}, {"learners_per_rank": 2}),
+    "hardsync, base, placed": ({"name": "hardsync"}, {"name": "base"}, {}),
+    "hardsync, groups, placed": ({"name": "hardsync"}, {"name": "groups"}, {}),
     "softsync, base": ({"name": "softsync"}, {"name": "base"}, {}),
     "async, base": ({"name": "async"}, {"name": "base"}, {}),
     "async, shards": ({"name": "async"}, {"name": "sharded", "options": {"shards": 2}}, {}),
@@ -39,8 +41,9 @@ def test_gradients_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path)
                 protocol=protocol,
                 topology=topology,
                 cluster={"threads_per_rank": 1, "buckets": buckets, **cluster},
+                placement={"cut": 3, "rule": "synchronous"} if "placed" in case else {},
             )
-            servers = 2 + ("shards" in case) + 2 * ("overlapped" in case)
+            servers = 2 + ("shards" in case) + 2 * ("overlapped" in case) + ("base, placed" in case)
             job = job.with_(cluster={"learners": (len(NODES) - servers) * cluster.get("learners_per_rank", 1)})
             jobs[str(tmp_path / f"{case}-{buckets}.h5")] = NODES, job
     on_ranks(user_code.train_on_nodes, len(NODES) - 2, jobs=jobs)
