@@ -224,7 +224,7 @@ def deaf() -> nn.Module:
 
     idleness.LEFT_S = 2.0
     for state in ServerState:
-        ParameterServer._ROWS.pop((state, Lost), None)
+        ParameterServer._METHODS[state].pop(Lost, None)
     return dying_3()
 
 
