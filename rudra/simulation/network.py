@@ -212,7 +212,7 @@ class Network:
         heappush(self._heap, (time, next(self._first), self._over, route, (send, receive)))
 
     def prepare(self) -> None:
-        """Notes on which routes learners send parts of their gradients early, if links are shared."""
+        """Notes the routes that learners send parts of their gradients on early, if links are shared."""
         plan = self.plan
         for learner in plan.learners if self.links is not None else ():
             parent, actor = plan.roles[learner].parent, self._actors[learner]
@@ -226,7 +226,7 @@ class Network:
             actor: Learner.
             time: Time when the computation begins.
             seconds: Duration of the computation.
-            backward: Fraction of it in which the backward pass finishes buckets.
+            backward: Fraction of it that the backward pass takes, which finishes buckets.
         """
         assert self.links is not None
         for route in actor.early:
