@@ -173,5 +173,5 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
     if not averaged and not pushed:
         return ""
     least = AUTO_BYTES / 1e6 if job.cluster.buckets == "auto" else job.cluster.buckets
-    how = "averaged" if averaged else "pushed to servers of other nodes"
+    how = "averaged" if averaged else "pushed to servers"
     return f"{how} during the backward pass, in buckets of at least {least:g} MB"
