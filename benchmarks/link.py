@@ -184,6 +184,7 @@ class DDPLoop:
     """Trains a job's model by DDP, on the job's first samples.
 
     Args:
+        job: the job.
         megabytes: size of a bucket.
     """
 

@@ -84,6 +84,8 @@ class Hosts:
         If the command is an Open MPI mpirun on the first host, it starts ranks on both hosts.
 
         Args:
+            argv: the command.
+            host: number of the host.
             streams: `stdout` and `stderr` of the command.
         """
         env = {
@@ -254,6 +256,7 @@ def behind_a_link(
     Args:
         measure: function of a module that the hosts can import.
         gbit_s: bandwidth of the link, each way.
+        learners: number of learners. The two additional ranks are on the first host.
         turns: how often each rank will call `turn_is_over`.
         away: number of learners on the second host, which are the last ones. None: half of the learners.
         arguments: keyword arguments that fit into JSON.
@@ -415,6 +418,8 @@ def add_ways(
     computing without communication.
 
     Args:
+        report: report that gets the rows.
+        name: name of the model.
         found: figures of the model.
         ways: names of the ways in the report.
         crossing: models that must cross the link in each direction in a step, by way.

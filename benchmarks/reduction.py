@@ -114,6 +114,7 @@ def _exchange_s(learners: "MPI.Comm", size: int, *, leader: bool, times: int) ->
         size: size of the vector, in bytes.
         leader: the first learner of each host sends everything. Otherwise each learner sends its part to one learner of
             the other host.
+        times: number of exchanges.
     """
     from mpi4py import MPI
 

@@ -74,6 +74,7 @@ def measure(name: str, *, quick: bool, as_json: bool, **more: Any) -> None:
     """Runs a benchmark and prints its results, whether it reaches its goals or not.
 
     Args:
+        name: name of the benchmark.
         quick: whether to use the smallest sizes.
         as_json: whether to print one JSON object.
         more: keyword arguments that only this benchmark accepts.

@@ -76,6 +76,7 @@ def add(
 
     Args:
         report: report to extend.
+        where: name of the rows.
         ranks: results of `measure` on each rank.
         overlap: goal for adv*. None: no goal.
         rates: topology -> goal for steps/s relative to computing without communication.
@@ -130,8 +131,10 @@ def measure(
     Args:
         comm: communicator of the servers' ranks, followed by the learners' ranks.
         directory: directory for files.
+        count: number of learners.
         size: number of samples per mini-batch.
         steps: number of steps per run.
+        rounds: number of turns.
         options: options of the model.
         over: function that all ranks call at the end of each turn, and that waits for all of them.
     """

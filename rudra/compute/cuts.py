@@ -373,7 +373,9 @@ def _graph_module(
     """Builds a module that computes some nodes of a module's graph.
 
     Args:
+        module: Module of the graph.
         graph: The whole graph.
+        part: Nodes to compute.
         given: Node that supplies the input. None: the nodes take the graph's inputs.
         result: Node that supplies the output. None: the nodes give the graph's output.
     """

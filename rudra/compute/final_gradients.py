@@ -1,7 +1,7 @@
 """Reports, during a backward pass of torch.autograd, which gradients are final.
 
-A backward pass finishes the parameters one after the other, usually those of the last layers first. Gradients that are
-final can be sent while the pass computes the others.
+A backward pass finishes the parameters one after the other, usually the last layers first. Final gradients can be sent
+while the pass computes the others.
 """
 
 from collections.abc import Callable, Sequence

@@ -232,7 +232,7 @@ class FlatModel:
             seed: Seed of the device's default generator, for dropout and similar layers, or a generator state to
                 continue from.
             ready: Called while the gradient is computed, with each part of `out` that is final. It is not called if
-            only the whole gradient becomes final, as with compiled code, rows, or the scaled loss of float16.
+                only the whole gradient becomes final, as with compiled code, rows, or the scaled loss of float16.
 
         Returns:
             Mean loss and number of wrong samples; NaN if the task defines no error.

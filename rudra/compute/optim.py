@@ -191,6 +191,7 @@ class UpdateRule:
         Args:
             gradient: Returns a slice of the gradient, read-only and valid until the next call. Slices are requested in
                 ascending order. The weights of a slice are not read or changed before its request.
+            learning_rate: Rate of this step.
             most: Largest number of elements in a slice.
             after: Called with each slice after its step, while the slice is in the cache.
         """

@@ -117,6 +117,7 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> ModelCut:
 
     Args:
         job: Resolved job.
+        module: Model to cut.
         info: Description of a sample.
 
     Raises:

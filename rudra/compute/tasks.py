@@ -86,6 +86,7 @@ class Classification(Task):
     """Cross-entropy. The error is the share of samples whose most probable class is wrong.
 
     Args:
+        classes: Number of classes.
         label_smoothing: Share of the target's probability that is spread over all classes, 0 … 1.
         weight: Weight of each class in the loss, (classes,) numbers > 0. As in torch, the mean loss of a batch is
             divided by the weights of its samples.
@@ -144,6 +145,7 @@ class MultiLabel(Task):
     """Binary cross-entropy, averaged over the labels. The error is whether the most probable label is not a target.
 
     Args:
+        classes: Number of labels.
         k: Values of k for precision@k, the share of the k most probable labels that are right.
     """
 
@@ -285,6 +287,7 @@ def measured(task: Task, output: Any, target: Any) -> list[str]:
     """Returns the names of all evaluation metrics: the loss, an error if the task defines one, and others.
 
     Args:
+        task: Task that defines the metrics.
         output: Model output for one or more samples, after `compared`.
         target: Targets of these samples.
     """

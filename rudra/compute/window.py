@@ -145,6 +145,7 @@ class Window:
 
     Args:
         memory: `shape.bytes` bytes, aligned to 64 bytes and initially zero. The same for all processes.
+        shape: Layout of the window.
         lock: Returns the lock for reads and writes of a locked window. It must exclude every thread of every process
             that shares the memory.
 
@@ -197,6 +198,7 @@ class Window:
         """Returns the complete updates of a worker after the first `after`, in order.
 
         Args:
+            worker: Number of the worker, which makes no more updates.
             after: Number of updates to skip: in a locked window among all workers' updates, else among this worker's.
 
         Raises:

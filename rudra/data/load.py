@@ -104,6 +104,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
     """Loads a job's data.
 
     Args:
+        table: Data table of the job.
         train: Whether to load the training split. If not, it is read only for the description, the
             mean for the test set, or a held-out part.
         test: Whether to load the test split, and the validation split.

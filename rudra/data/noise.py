@@ -10,6 +10,8 @@ class Noise(Dataset[tuple[torch.Tensor, int]]):
     """Data set of noise with 10 classes, of any length, in the memory of a few samples.
 
     Args:
+        shape: Shape of one sample.
+        samples: Length of the data set.
         pool: Number of different samples, which repeat.
     """
 

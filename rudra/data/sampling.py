@@ -74,6 +74,7 @@ class Sampler:
 
     Args:
         seed: Seed of the job.
+        stream: Number of the learner.
         population: Number of samples in the training set, below 2**31.
 
     Raises:

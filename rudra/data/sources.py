@@ -164,6 +164,7 @@ class Stored:
     once per batch, and the latest decoded chunks are kept.
 
     Args:
+        path: Path of the file.
         name: Name of the data set within the file.
         sample_shape: Shape of one row, if it differs from the file's. It must have as many elements.
         cache_bytes: Maximum bytes of decoded chunks to keep. The latest one is always kept.

@@ -22,6 +22,7 @@ def rows_of(
         starts: (count + 1,) int32: row i has the elements starts[i] … starts[i + 1] - 1.
         columns: (stored,) int32, each at most once in a row.
         values: (stored,) float32.
+        width: Number of columns.
     """
     return _made(torch.from_numpy(starts), torch.from_numpy(columns), torch.from_numpy(values), width)
 

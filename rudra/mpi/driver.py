@@ -197,7 +197,7 @@ class Rank:
 
     @property
     def _pushing(self) -> Pushing:
-        return Pushing(self._job, self.plan, [self._places[role.world_rank] for role in self.plan.roles])
+        return Pushing.on(self._places, self._job, self.plan)
 
     @property
     def lost(self) -> set[int]:

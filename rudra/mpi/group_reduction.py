@@ -41,8 +41,8 @@ class GroupReduction:
         comm: communicator of all ranks of the job.
         members: role -> rank, of the group's members, in group_rank order.
         tag: tag of all messages about the first part. The next part has the next tag.
-        parts: parts of the vector, usually in the order in which they become final. The last one begins with the whole
-            gradient, because it brings the facts about the gradient.
+        parts: parts of the vector. The last one begins with the whole gradient, because it brings the facts about the
+            gradient.
         ring: wakes up the other members' ranks if they sleep.
         library, arena, sums: arguments of `PartReduction`.
         to_all: whether all members need the result of gradients that come in buckets.

@@ -55,6 +55,11 @@ class Pushing:
     plan: Plan
     node: Sequence[int]
 
+    @classmethod
+    def on(cls, places: Sequence[int], job: Job, plan: Plan) -> "Pushing":
+        """Returns the rule for ranks whose nodes are `places`."""
+        return cls(job, plan, [places[role.world_rank] for role in plan.roles])
+
     def senders(self, owner: int) -> tuple[int, ...]:
         """Returns the learners that push large gradients to a role in buckets."""
         return pushing(self.job, self.plan, self.node, owner)

@@ -241,7 +241,7 @@ class RankSetup:
 
     def _gradients_in_buckets(self, role: int, executor: Executor) -> int:
         """Returns the number of learners whose gradients come in buckets to a role."""
-        rule = Pushing(self.job, self.plan, [self.places[role.world_rank] for role in self.plan.roles])
+        rule = Pushing.on(self.places, self.job, self.plan)
         return len(rule.senders(role)) if rule.parts(role, executor.size, executor.parameters) else 0
 
     def _share_window(self) -> None:

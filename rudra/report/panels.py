@@ -76,6 +76,7 @@ def lines_of(runs: Sequence[Run], *, overlaid: bool = False) -> list[Line]:
     Many lines share one look for each λ, if that distinguishes the lines of a panel.
 
     Args:
+        runs: runs of the study.
         overlaid: whether one panel shows all lines, so that each line needs its own look.
     """
     alike = together([(run.job, (run.summary["driver"], run.learners)) for run in runs])

@@ -29,6 +29,8 @@ def inline(figure: Figure, prefix: str, *, narrow: bool) -> str:
     """Returns the figure as an `<svg>` element. Its colours are variables of the page, and its ids are unique.
 
     Args:
+        figure: figure to draw.
+        prefix: prefix of all ids.
         narrow: whether the figure is for a phone.
     """
     file = io.StringIO()

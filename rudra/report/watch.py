@@ -126,6 +126,7 @@ def watch(path: Path, *, once: bool = False, wait: bool = False, out: TextIO | N
     """Shows a run until it ends. If the output is no terminal, shows it once.
 
     Args:
+        path: result file.
         once: only show the current state.
         wait: wait for the file to appear.
         out: output stream, by default stdout.
@@ -193,6 +194,7 @@ def plotted(curve: Curve, width: int, height: int) -> list[str]:
 
     Args:
         curve: curve to draw. Points that are not finite are left out.
+        width: width of every line, in characters.
         height: height of the picture without title and scale, in characters.
     """
     finite = np.isfinite(curve.x) & np.isfinite(curve.y)

@@ -42,6 +42,8 @@ def moved(before: Plan, job: Job, plan: Plan) -> str:
 
     Args:
         before: Plan of the earlier part.
+        job: Resolved job.
+        plan: Current plan.
     """
     nodes = ([of.roles[i].node for i in of.learners] for of in (before, plan))
     then, now = ([each.index(node) for node in each] for each in nodes)
@@ -55,6 +57,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
 
     Args:
         results: Results of the run, which must stay open until all rows are read.
+        position: Training state of the checkpoint.
         replanned: Reason why the run cannot be replayed, or an empty string.
         branched: Whether another run continues from the rows.
 

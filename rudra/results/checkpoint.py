@@ -141,6 +141,7 @@ class CheckpointWriter:
     """Writer of one run's checkpoints. A background thread may call its methods.
 
     Args:
+        path: Path of the checkpoint.
         job: Resolved job: table -> key -> value.
         attributes: Attributes of the result file that outlive a restart.
     """
@@ -155,6 +156,7 @@ class CheckpointWriter:
         """Writes a checkpoint next to the current one.
 
         Args:
+            position: Training state of the checkpoint.
             tensors: One-dimensional, contiguous float32 tensors, which must not change during the call.
 
         Raises:

@@ -114,6 +114,7 @@ def compare(then: Tables, now: Tables) -> JobComparison:
 
     Args:
         then: Tables of the checkpoint's job.
+        now: Tables of the job to run.
     """
     ran = decisive(then)
     decided = _decided(ran, now)

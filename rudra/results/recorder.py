@@ -93,9 +93,11 @@ class Recorder:
 
     Args:
         writer: Writer of the result file.
+        progress: Progress display.
         weights: Function that returns the floats of a role's buffer, for weights to write, or None without tensors.
         wall_clock: Whether events carry the time of day, unlike a simulation's events.
         before: Learners' totals of an earlier part of the run, `records.LEARNER`.
+        hooks: Hooks of the statistics server.
     """
 
     def __init__(
@@ -176,6 +178,9 @@ def make_writer(
     """Creates the result file of a resolved job, with everything that is known before the first gradient.
 
     Args:
+        path: Path of the file.
+        job: Resolved job.
+        layout: Layout of the flat vector.
         size: Number of elements of the flat vector.
         initial_sha256: Hash of the weights that all learners start from.
         overwrite: Whether an existing file may be replaced.
@@ -218,6 +223,7 @@ def attributes(
     """Returns the attributes that describe the run as a whole.
 
     Args:
+        job: Resolved job.
         plan: Roles and their ranks.
         driver: "mpi" or "simulation".
         training_samples: Size of the training set.
@@ -269,6 +275,7 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
     """Returns why a record of this job's gradients does not determine the weights bit for bit, or None if it does.
 
     Args:
+        job: Resolved job.
         plan: Roles and their ranks.
         driver: "mpi" or "simulation".
     """

@@ -175,6 +175,7 @@ def tests(results: RunTables, split: str, epochs: int | None) -> dict[int, dict[
     Values that were not measured are None. Epochs that were not evaluated are missing.
 
     Args:
+        results: Results of the run.
         split: "test" or "validation".
         epochs: Number of first epochs to return. None: all.
     """

@@ -141,6 +141,7 @@ class _Thread:
         the last digits of floats, or the clocks of two nodes, may disagree.
 
         Args:
+            names: Names of the spans.
             marks: Starts of all spans, and the end of the last one, in nanoseconds.
             about: Arguments to show with the spans.
         """

@@ -23,6 +23,7 @@ def final_weights(path: Path, layout: Sequence[Entry]) -> npt.NDArray[np.float32
 
     Args:
         path: Result file or checkpoint of the other run.
+        layout: Layout of the model for the weights.
 
     Raises:
         ConfigError: The weights belong to another model, or do not exist.

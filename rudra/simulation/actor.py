@@ -40,7 +40,7 @@ class Actor:
         posted: Posted receives, in order.
         offered: Tensors without a buffer, by sender, in order of arrival: weights, gradients.
         routes: Routes to other roles, by role.
-        early: Routes on which the actor sends parts of its gradients while it computes them, if links are shared.
+        early: Routes for parts of gradients that the actor sends while it computes the gradients, if links are shared.
         turns: Mini-batches that learners on this rank requested, the current one first. The learners share this deque.
     """
 

@@ -190,6 +190,7 @@ def check_resumed(run: Job, whole: TrialRows, middle: TrainingState, samples: in
     """Checks that a resumed run loses no gradient, applies none twice, and makes updates of the same sizes.
 
     Args:
+        run: Job that was run.
         whole: Rows of the run that was not stopped.
         middle: State of one of its checkpoints.
         samples: Number of training samples per epoch.

@@ -121,7 +121,7 @@ class CostModel:
         compute_s: Mean duration of a mini-batch, for every learner's role.
         guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them. Empty if it lists all.
         pieces: Fraction of that duration that each kind of a learner's computation takes.
-        backward: Fraction of that duration in which a learner's gradient becomes final, part by part.
+        backward: Fraction of that duration that the backward pass takes. It finishes the gradient part by part.
     """
 
     def __init__(

@@ -66,6 +66,7 @@ def merged(model: CostModel, size_bytes: int) -> Times:
     other. Then the last one is sent back.
 
     Args:
+        model: Cost model of the job.
         size_bytes: Size of a gradient on the wire.
     """
     plan, stage = model.plan, model.plan.stage
@@ -172,6 +173,7 @@ def efficiency(job: Job, model: CostModel, size_bytes: int, samples_per_s: float
 
     Args:
         job: Resolved job with its cost file read.
+        model: Cost model of the job.
         size_bytes: Size of a gradient on the wire.
         samples_per_s: Rate in virtual time.
 

@@ -227,6 +227,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
 
     Args:
         job: resolved job.
+        sizes: values of μ.
     """
     from rudra.compute.devices import placing, virtual
     from rudra.compute.executor import torch_as_in
@@ -363,6 +364,7 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: st
 
     Args:
         job: measured job, resolved.
+        found: costs of the job.
         size_bytes: size of its model on the wire.
         learners: largest number of learners that were busy at once.
         layers: costs of the model's layers, as TOML.

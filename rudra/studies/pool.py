@@ -47,6 +47,7 @@ def run(sweep: Sweep, directory: Path, done: set[str], *, workers: int, mode: Mo
     """Runs the points whose files are not in `done`.
 
     Args:
+        sweep: points to run.
         directory: directory of the result files, which the caller has locked.
         done: files of finished points.
         workers: number of points that run at a time.
