@@ -42,8 +42,7 @@ def remove_leftovers(results: Path) -> None:
             _remove(path)
     for path in _named(Path(tempfile.gettempdir()), _SESSION):
         owner = int(path.name.partition(".")[2])
-        files = [each for each in path.rglob("*") if each.is_file()]
-        if not lives(owner) and all(map(is_unused, files)):
+        if not lives(owner) and all(map(is_unused, _files(path))):
             shutil.rmtree(path, ignore_errors=True)
     for process in _orphans():
         with suppress(OSError):
@@ -76,6 +75,11 @@ def _named(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
             with suppress(OSError):
                 if name.fullmatch(path.name) and path.lstat().st_uid == os.geteuid():
                     yield path
+
+
+def _files(directory: Path) -> list[Path]:
+    """Returns the files in a directory and below, of which another process may remove any at the same time."""
+    return [Path(place) / name for place, _, names in os.walk(directory) for name in names]
 
 
 def _remove(path: Path) -> None:
