@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import pwd
+import re
 import shutil
 import signal
 import subprocess
@@ -29,7 +30,7 @@ from rudra.mpi.failures import ULFM, known, named_ranks
 from rudra.mpi.forkserver import WORKER, fork_server
 from rudra.mpi.leftovers import remove_leftovers
 from rudra.mpi.mpirun import Mpirun
-from rudra.mpi.relay import DIED, explain, signal_name
+from rudra.mpi.relay import DIED
 from rudra.results.checkpoint import how_to_resume, path_of
 
 
@@ -53,6 +54,10 @@ STARTS = 3
 
 ANSWERS_S = 120.0
 """Time that mpirun may take to print its version, because a busy machine is slow."""
+
+_SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
+_EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
+_ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
 
 _RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
@@ -191,35 +196,34 @@ def launch(
     open_mpi = is_open_mpi(mpirun)
     before, tolerance = _stamp(output), job.fault_tolerance
     remove_leftovers(output.absolute().parent)
-    with known(roles), _payload_file(output, payload) as file:
-        about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": survivable and open_mpi and has_ulfm(mpirun)}
-        # MPICH's mpirun talks to a rank through a descriptor that only its own child process has.
-        with fork_server() if open_mpi else nullcontext(WORKER) as start:
-            command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
-            for _ in range(STARTS):
-                run = Mpirun(
-                    command,
-                    len(roles),
-                    _write_stderr,
-                    env=environment(),
-                    name=job.name,
-                    stall_warning_s=tolerance.stall_warning_s,
-                    stall_limit_s=tolerance.stall_limit_s,
-                )
-                code = run.wait()
-                if not (code and _COLLISION in b"".join(run.relay.withheld)):
-                    break
-    complete = _stamp(output) != before and _is_finished(output) if code else False
     with known(roles):
-        outcome = _outcome(run, code, job, output, roles, complete=complete)
+        with _payload_file(output, payload) as file:
+            ulfm = survivable and open_mpi and has_ulfm(mpirun)
+            about = {"open_mpi": open_mpi, "root": os.geteuid() == 0, "ulfm": ulfm}
+            # MPICH's mpirun talks to a rank through a descriptor that only its own child process has.
+            with fork_server() if open_mpi else nullcontext(WORKER) as start:
+                command = mpirun_command(mpirun, len(roles), [*start, str(file)], **about)
+                for _ in range(STARTS):
+                    run = Mpirun(
+                        command,
+                        len(roles),
+                        _write_stderr,
+                        env=environment(),
+                        name=job.name,
+                        stall_warning_s=tolerance.stall_warning_s,
+                        stall_limit_s=tolerance.stall_limit_s,
+                    )
+                    code = run.wait()
+                    if not (code and _COLLISION in b"".join(run.relay.withheld)):
+                        break
+        complete = _stamp(output) != before and _is_finished(output) if code else False
+        outcome = _outcome(run, code, job, output, complete=complete)
     if outcome.code and verbose:
         _write_stderr(b"".join(run.relay.withheld))
     return outcome
 
 
-def _outcome(
-    run: Mpirun, status: int, job: Job, output: Path, roles: Sequence[str], *, complete: bool = False
-) -> LaunchOutcome:
+def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool) -> LaunchOutcome:
     """Turns mpirun's exit status and the observed output into an outcome, and reports the cause if no rank did.
 
     Args:
@@ -227,14 +231,13 @@ def _outcome(
         status: mpirun's exit status.
         job: job whose name appears in messages.
         output: result file of the run.
-        roles: role names of each world rank.
         complete: whether this run finished its result file, so that only a step after training can have failed.
     """
     relay, code = run.relay, _code(run, status)
     if code in {0, EXIT_STOPPED}:
         return LaunchOutcome(code)
     if complete and relay.code is None and not any(relay.ends):
-        how = run.stalled or _stopped(run, status, known=False) or explain(relay.banners, roles) or _cause(run, status)
+        how = run.stalled or _stopped(run, status, known=False) or explain(relay.banners) or _cause(run, status)
         log.warning(f"{job.name}: after training, {how or 'mpirun failed'}; the results are complete: {output}")
         return LaunchOutcome(0)
     if run.stalled:
@@ -242,7 +245,7 @@ def _outcome(
         if path_of(output).is_file():
             log.error(f"{job.name}: {how_to_resume(output)}")
         return LaunchOutcome(EXIT_FAILED)
-    cause, said = explain(relay.banners, roles), relay.reported
+    cause, said = explain(relay.banners), relay.reported
     if relay.died or relay.killed_early or (run.ended_it and run.dead) or (cause is None and not relay.explained):
         cause, said = _cause(run, status), False
     if stopped := _stopped(run, status, known=bool(cause) or relay.explained):
@@ -257,6 +260,27 @@ def _outcome(
         log.error(f"{job.name}: {how_to_resume(output)}")
     lost = bool(relay.lost) or "was killed by signal" in (cause or "")
     return LaunchOutcome(EXIT_MISTAKE if code == EXIT_MISTAKE else EXIT_FAILED, lost)
+
+
+def explain(banners: Sequence[str]) -> str | None:
+    """Returns a line about which rank ended the job and how, from mpirun's banners, or None if they name no rank."""
+    text = " ".join(" ".join(banners).split())
+    if found := _SIGNALLED.search(text):
+        number = int(found[2])
+        hint = "; is there enough memory?" if number == signal.SIGKILL else ""
+        return f"{named_ranks([int(found[1])])} was killed by signal {number} ({_signal_name(number)}){hint}"
+    if found := _ABORTED.search(text):
+        return f"{named_ranks([int(found[1])])} ended the run"
+    if found := _EXITED.search(text):
+        return f"{named_ranks([int(found[1])])} exited with code {found[2]}"
+    return None
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"
 
 
 def _stamp(output: Path) -> tuple[int, int] | None:
@@ -290,7 +314,7 @@ def _stopped(run: Mpirun, status: int, *, known: bool) -> str | None:
     if run.stopped_at is not None:
         return "interrupted"
     if status < 0 and not run.ended_it:
-        return f"mpirun was killed by signal {-status} ({signal_name(-status)})"
+        return f"mpirun was killed by signal {-status} ({_signal_name(-status)})"
     if not known and not run.relay.banners and (run.relay.started or run.roll.seen):
         return "mpirun was ended from outside"
     return None
@@ -314,7 +338,7 @@ def _cause(run: Mpirun, status: int) -> str | None:
         return "mpirun ended the run: " + " ".join(" ".join(relay.banners).split())
     if all_died and relay.started and 0 < len(relay.killed) < run.ranks:
         rank, number = next(iter(relay.killed.items()))
-        return f"{named_ranks([rank])} was killed by signal {number} ({signal_name(number)}), and the others ended"
+        return f"{named_ranks([rank])} was killed by signal {number} ({_signal_name(number)}), and the others ended"
     if all_died:
         return "all ranks died" if relay.started else f"all ranks {DIED}"
     return None

@@ -3,7 +3,7 @@
 import re
 import signal
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 UNENDED = b"\x1e\n"
 """Ends a piece of a rank's output that does not end its line. The relay removes it again.
@@ -37,9 +37,6 @@ _PARAGRAPH = re.compile(rb"It looks like MPI_INIT ")
 _DEATH = re.compile(
     r"rudra: (rank \d+(?: \([^()]*\))?(?:, rank \d+(?: \([^()]*\))?)*|\d+ of the \d+ ranks on \S+) " + DIED
 )
-_SIGNALLED = re.compile(r"process rank (\d+) .*exited on signal (\d+)")
-_EXITED = re.compile(r"Process name: \[[^\]]*,(\d+)\] Exit code: (\d+)")
-_ABORTED = re.compile(r"MPI_ABORT was invoked on rank (\d+)")
 
 
 def end_line(code: int) -> bytes:
@@ -197,28 +194,3 @@ class OutputRelay:
     def _withhold(self, line: bytes) -> bytes:
         self.withheld.append(line + b"\n")
         return b""
-
-
-def explain(banners: Sequence[str], roles: Sequence[str]) -> str | None:
-    """Returns a line about which rank ended the job and how, from mpirun's banners, or None if they name no rank."""
-    text = " ".join(" ".join(banners).split())
-
-    def named(rank: str) -> str:
-        return f"rank {rank} ({roles[int(rank)]})" if int(rank) < len(roles) else f"rank {rank}"
-
-    if found := _SIGNALLED.search(text):
-        number = int(found[2])
-        hint = "; is there enough memory?" if number == signal.SIGKILL else ""
-        return f"{named(found[1])} was killed by signal {number} ({signal_name(number)}){hint}"
-    if found := _ABORTED.search(text):
-        return f"{named(found[1])} ended the run"
-    if found := _EXITED.search(text):
-        return f"{named(found[1])} exited with code {found[2]}"
-    return None
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
