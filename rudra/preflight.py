@@ -12,7 +12,6 @@ from rudra.data.readers import READERS
 from rudra.data.readers.common import path_of
 from rudra.errors import ConfigError, DataError
 from rudra.job.job import Job
-from rudra.job.samples import check_minibatch
 from rudra.log import log
 from rudra.machine import RANK_BYTES, cores, free_memory
 from topologies import Plan
@@ -58,7 +57,7 @@ def _check_data(job: Job) -> None:
         return
     training = READERS[table.name](table, ()).counts["train"]
     if table.test_split is None and table.validation_split is None:  # otherwise only the ranks know the count
-        check_minibatch(job, min(training, table.train_limit or training))
+        job.check_samples(min(training, table.train_limit or training))
 
 
 def _is_small(path: Path) -> bool:

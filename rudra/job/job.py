@@ -225,6 +225,26 @@ class Job(JobFields):
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
+    def check_samples(self, training_samples: int) -> None:
+        """Checks that the training set has enough samples for a mini-batch, at any epoch.
+
+        Workers of Hogbatch get at most the samples that are left in the epoch, so their batches are never too large.
+
+        Args:
+            training_samples: size of the training set.
+
+        Raises:
+            ConfigError: a mini-batch has more samples than the training set.
+        """
+        if self.scheduled:
+            return
+        for start in (0, *(change.at_epoch for change in self.changes)):
+            size = self.at(start).training.minibatch_size
+            if size > training_samples:
+                raise ConfigError(
+                    f"[training] minibatch_size = {size} (μ) exceeds the training set; use 1 to {training_samples:,}"
+                )
+
     def parts(self, plan: topologies.Plan) -> Iterator[tuple[int, Job, topologies.Plan]]:
         """Yields the parts of a run, between its `changes`: complete epochs at the beginning, job, and plan.
 

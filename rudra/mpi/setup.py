@@ -24,7 +24,6 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
 from rudra.errors import CheckpointError, ConfigError
-from rudra.job.samples import check_minibatch
 from rudra.log import log
 from rudra.mpi.arena import Arena
 from rudra.mpi.job_ranks import JobRanks
@@ -171,7 +170,7 @@ class RankSetup:
     def _build(self) -> None:
         source, data = self.plan.roles[self.plan.statistics].world_rank, self._data.data
         self._info: DataInfo = self._ranks.comm.bcast(None if data is None else data.info, source)
-        check_minibatch(self.job, self._info.training_samples)
+        self.job.check_samples(self._info.training_samples)
         self.phases = phases_of(self.job, self.plan, self._info.training_samples)
         self.machines = {i: self._machine(i, self.plan, self._start.position) for i in self.roles}
         self._near = self.job.cluster.node_memory and self._node.size > 1

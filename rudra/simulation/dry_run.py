@@ -42,7 +42,6 @@ from rudra.data.fingerprint import fingerprints, unrepeatable
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.job.samples import check_minibatch
 from rudra.prepare.resolve import settle
 from rudra.results.warm_start import final_weights
 from rudra.simulation.assembly import assemble
@@ -127,7 +126,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         alone = memory_bytes("VmRSS")
         loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
         with_data = memory_bytes("VmRSS")
-        check_minibatch(job, loaded.info.training_samples)
+        job.check_samples(loaded.info.training_samples)
         with suppress(OSError):  # restarts the peak
             Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")
         job = settle(job, gradients=try_first_gradient(job, plan, loaded))

@@ -17,7 +17,6 @@ from rudra.core.wire import tail_bytes
 from rudra.data.fingerprint import REPEATABLE, Fingerprint, plain, unrepeatable
 from rudra.data.load import load
 from rudra.errors import Interrupted
-from rudra.job.samples import check_minibatch
 from rudra.job.simulation import DEFAULTS
 from rudra.log import log
 from rudra.prepare.resolve import ResolvedJob, settle
@@ -56,7 +55,7 @@ def simulate(
             job = settle(job, gradients=job.training.gradients, shares=shares)
             cluster = without_tensors(job)
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
-        check_minibatch(job, samples)
+        job.check_samples(samples)
         for executor in cluster.executors.values():
             if executor.hooks is not None:
                 executor.hooks.output = path.stem
