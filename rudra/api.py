@@ -11,7 +11,6 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.machine import cores
 from rudra.prepare import cost_files
-from rudra.prepare.cut import with_cut
 from rudra.prepare.resolve import resolve, resolve_virtual
 from rudra.prepare.start import StartRequest, decide
 from rudra.results import checkpoint
@@ -104,8 +103,7 @@ def _launched(written: Job, asked: StartRequest, progress: dict[str, Any], *, ve
         if start.finished:
             return 0, path
         check_output(path, start.overwrite or start.checkpoint is not None)
-        decided = with_cut(written, start.decided, cores=cores())
-        job, plan = resolve(written, decided, cores=cores())
+        job, plan = resolve(written, start.decided, cores=cores())
         check(job, plan, begins=start.checkpoint is None)
         names = [", ".join(plan.roles[i].name for i in plan.on_rank(rank)) for rank in range(plan.ranks)]
         if progress["mode"] != "quiet":  # each rank imports torch: this takes seconds if there are few cores for them
@@ -164,14 +162,13 @@ def _simulate(written: Job, path: Path, force: bool, progress: dict[str, Any]) -
 
     check_output(path, force)
     measured, job = cost_files.source(written), cost_files.load(written)
-    decided = dict(with_cut(job, {}, cores=cores()))
     if job.simulation.tensors:
         device = virtual(job.cluster.device, window=job.hogbatch.shares_weights).type
     elif job.hooks:
         raise ConfigError("[hooks]: [simulation] tensors = false trains nothing, so no hook is called; valid: no hooks")
     else:
         job, device = job.without_tests(), "cpu"
-    resolved = resolve_virtual(job, {**decided, "cluster": {"device": device}}, cores=cores())
+    resolved = resolve_virtual(job, device=device, cores=cores())
     simulate(resolved, path, overwrite=force, measured=measured, progress=progress)
 
 

@@ -37,13 +37,15 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.compute.schedule import planned
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
-    from rudra.prepare.cut import with_cut
     from rudra.prepare.resolve import resolve
     from rudra.report.topology import message, roles
 
     written = job_of(arguments)
-    decided = {} if arguments.syntax else with_cut(written, {}, cores=cores())
-    job, plan = resolve(written, decided, cores=cores())
+    if arguments.syntax:
+        job = written.resolved(cores=cores())
+        plan = job.plan()
+    else:
+        job, plan = resolve(written, {}, cores=cores())
     topology = job.make_topology()
     protocol = job.make_protocol(plan)
     factor = protocol.modulation.rate_factor(0.0)

@@ -157,7 +157,7 @@ def _start(written: Job, asked: StartRequest | StartDecision, ranks: int) -> Sta
     start = decide(written, asked)
     if start.text:
         log.info(start.text)
-    return start if start.finished else start._replace(decided=with_cut(written, start.decided, ranks=ranks))
+    return start if start.finished else start._replace(decided=with_cut(written, start.decided, ranks))
 
 
 class _Session:

@@ -16,32 +16,36 @@ from rudra.prepare.profile import profile, sizes
 from rudra.prepare.start import Decided
 
 
-def with_cut(job: Job, decided: Decided, *, ranks: int | None = None, cores: int = 1) -> Decided:
+def with_cut(job: Job, decided: Decided, ranks: int) -> Decided:
     """Returns the decided keys with the layer that the rule in `[placement] cut` chooses, unless it is known.
 
     Args:
         job: Written job.
         decided: Keys that are already decided.
-        ranks: Number of ranks, if it decides the number of learners.
-        cores: Number of cores that the learners share.
+        ranks: Number of ranks. It decides the number of learners if the job does not.
 
     Raises:
         RudraError: The job has a mistake, or its model cannot be cut.
     """
-    if not job.placement.by_rule or "placement" in decided:
+    job = job.with_(**decided)
+    if not job.placement.by_rule:
         return decided
-    return {**decided, "placement": {"cut": choose_cut(job, ranks=ranks, cores=cores)}}
+    learners = job.cluster.learners
+    if learners is None:
+        try:
+            learners = len(job.make_topology().fit([0] * ranks, None).learners)
+        except ValueError as error:
+            raise TopologyError(str(error)) from None
+    return {**decided, "placement": {"cut": choose_cut(job.resolved(learners=learners))}}
 
 
-def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | None:
+def choose_cut(job: Job) -> str | None:
     """Chooses a cut by the rule in `[placement] cut`, and logs the reason in one line.
 
     Rule "ralp" depends only on the job. Rule "auto" needs times: the job's costs, or measurements.
 
     Args:
-        job: Job with a rule. Its number of learners may be open.
-        ranks: Number of ranks, if it decides the number of learners.
-        cores: Number of cores that the learners share.
+        job: Job with a rule. Its numbers of learners and threads are known.
 
     Returns:
         Name of the first layer at the stage server. None: placing layers does not pay.
@@ -49,13 +53,7 @@ def choose_cut(job: Job, *, ranks: int | None = None, cores: int = 1) -> str | N
     Raises:
         RudraError: The job has a mistake, or its model cannot be cut.
     """
-    costs, rule, learners = cost_files.load(job).simulation, job.placement.cut, job.cluster.learners
-    if learners is None and ranks is not None:
-        try:
-            learners = len(job.make_topology().fit([0] * ranks, None).learners)
-        except ValueError as error:
-            raise TopologyError(str(error)) from None
-    job = job.resolved(learners=learners, cores=cores)
+    costs, rule = cost_files.load(job).simulation, job.placement.cut
     layers = sizes(job)
     if rule == "auto":
         layers = _timed(layers, known(costs, job.training.minibatch_size) or profile(job).with_loss, rule)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
+from rudra.prepare.cut import choose_cut
 from rudra.prepare.start import Decided
 from topologies import Plan
 
@@ -59,9 +60,11 @@ def resolve(job: Job, decided: Decided, *, cores: int) -> ResolvedJob:
         cores: Number of cores that the learners share.
 
     Raises:
-        ConfigError: The job does not allow these values.
+        RudraError: The job does not allow these values, or its model cannot be cut.
     """
     job = job.with_(**decided).resolved(cores=cores)
+    if job.placement.by_rule:
+        job = job.with_(placement={"cut": choose_cut(job)})
     return ResolvedJob(job, job.plan())
 
 
@@ -70,7 +73,7 @@ def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
 
     Args:
         job: Written job.
-        decided: Keys that are already decided.
+        decided: Keys that are already decided, with the layer that a rule chooses: `rudra.prepare.cut.with_cut`.
         ranks: Facts of all ranks, in the order of their numbers.
 
     Raises:
@@ -142,19 +145,23 @@ def choose_devices(
     return ResolvedJob(job.with_(cluster={"device": kind}), plan), device
 
 
-def resolve_virtual(job: Job, decided: Decided, *, cores: int = 1) -> ResolvedJob:
+def resolve_virtual(job: Job, *, device: str | None = None, cores: int = 1) -> ResolvedJob:
     """Resolves a job for virtual time, on the nodes of its table `[simulation]`.
 
     Args:
         job: Written job with the keys of its cost file.
-        decided: Keys that are already decided.
+        device: Kind of device that computes in virtual time. None: as in the job.
         cores: Number of cores that the learners share.
 
     Raises:
-        ConfigError: The job does not allow these values, or does not work on its nodes.
+        RudraError: The job does not allow these values or does not work on its nodes, or its model cannot be cut.
         ValueError: Options of the topology do not fit these learners.
     """
-    job = job.with_(**decided).resolved(cores=cores)
+    job = job.resolved(cores=cores)
+    if job.placement.by_rule:
+        job = job.with_(placement={"cut": choose_cut(job)})
+    if device is not None:
+        job = job.with_(cluster={"device": device})
     return ResolvedJob(job, job.plan(nodes_of(job)))
 
 

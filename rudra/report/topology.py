@@ -70,8 +70,8 @@ def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cas
         raise ConfigError(f"--nodes {','.join(map(str, sizes))}: has {sum(sizes)} ranks, but -n is {ranks}")
     places = [node for node, size in enumerate(sizes or [ranks or 0]) for _ in range(size)]
     try:
-        decided = with_cut(job, {}, ranks=len(places) or None)
         if places:
+            decided = with_cut(job, {}, len(places))
             job, plan = fit(job, decided, [RankFacts(node, "", cores()) for node in places])
             idle = set(range(len(places))) - {role.world_rank for role in plan.roles}
             nodes = tuple(places[role.world_rank] for role in plan.roles)
@@ -79,9 +79,9 @@ def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cas
             return replace(_cast(job, plan, near=True), nodes=nodes, idle=tuple(sorted(idle)), gradients=form)
         simulated = job.simulation.nodes is not None or job.simulation.costs is not None
         if simulated:
-            job, plan = resolve_virtual(cost_files.load(job), decided, cores=cores())
+            job, plan = resolve_virtual(cost_files.load(job), cores=cores())
         else:
-            job, _ = resolve(job, decided, cores=cores())
+            job, _ = resolve(job, {}, cores=cores())
             plan = job.plan([0] * job.learners)
     except ValueError as error:
         raise TopologyError(str(error)) from None

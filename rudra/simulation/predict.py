@@ -33,7 +33,6 @@ from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.prepare import cost_files
-from rudra.prepare.cut import with_cut
 from rudra.prepare.resolve import resolve_virtual, settle
 from rudra.simulation.assembly import assemble
 from rudra.simulation.cluster import without_tensors
@@ -146,7 +145,7 @@ def predict(
         raise ConfigError("--updates: under protocol hogbatch whole epochs are simulated; valid: none")
     measured = cost_files.source(job)
     job = cost_files.load(job)
-    resolved = resolve_virtual(_timed(job), with_cut(job, {}))
+    resolved = resolve_virtual(_timed(job))
     job, plan = resolved.job, resolved.plan
     known = known or outline(job)
     training_samples = known.training_samples if samples is None else samples

@@ -67,10 +67,10 @@ def job(model: str | Callable[[], nn.Module], rule: str, **tables: Any) -> Job:
 )
 def test_what_a_rule_chooses(given: Job, cut: str | None, why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert given.placement.by_rule
-    found = with_cut(given, {})
+    found = with_cut(given, {}, 0)
     assert found == {"placement": {"cut": cut}}
-    assert with_cut(given, found) is found, "a rule is asked once"
-    assert with_cut(given.with_(placement={"cut": "4"}), {}) == {}
+    assert with_cut(given, found, 0) is found, "a rule is asked once"
+    assert with_cut(given.with_(placement={"cut": "4"}), {}, 0) == {}
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(rf"\[placement\] cut = '{given.placement.cut}' {why}", line)
 
@@ -85,7 +85,7 @@ def test_ranks_tell_how_many_learners_there_are(capsys: pytest.CaptureFixture[st
     open_ = job("lenet", "auto", cluster={"threads_per_rank": 1}, simulation=costs)
     said = []
     for ranks in (6, 7, 20):
-        choose_cut(open_, ranks=ranks)
+        with_cut(open_, {}, ranks)
         choose_cut(open_.with_(cluster={"learners": ranks - 3}))
         one, other = capsys.readouterr().err.splitlines()
         assert one == other
@@ -115,7 +115,7 @@ def test_what_no_rule_can_place(given: Job, said: str) -> None:
 
 def test_too_few_ranks_are_refused_as_without_a_rule() -> None:
     with pytest.raises(RudraError, match="2 ranks are too few for topology base"):
-        choose_cut(job("lenet", "ralp", cluster={}), ranks=2)
+        with_cut(job("lenet", "ralp", cluster={}), {}, 2)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_choose_devices_a_library_that_knows_no_gpus_is_named() -> None:
 
 
 def test_resolve_virtual_learners_are_on_the_nodes_of_the_costs() -> None:
-    job, plan = resolve_virtual(Job(cluster={"learners": 5}, simulation={"nodes": 2}), {"cluster": {"device": "cpu"}})
+    job, plan = resolve_virtual(Job(cluster={"learners": 5}, simulation={"nodes": 2}), device="cpu")
     assert nodes_of(job) == [plan.roles[role].node for role in plan.learners] == [0, 0, 0, 1, 1]
     assert job.cluster.device == "cpu"
 
