@@ -31,16 +31,16 @@ from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import PARTS, Message
 from rudra.core.wire import tail_bytes
-from rudra.job.job import Job
+from rudra.job.tables import ClusterTable
 from rudra.probe import probed
 
 
 @contextmanager
-def torch_as_in(job: Job) -> Iterator[None]:
-    """Sets threads and denormals as the job asks, and restores the previous settings afterwards."""
+def torch_as_in(cluster: ClusterTable) -> Iterator[None]:
+    """Sets threads and denormals as a job asks, and restores the previous settings afterwards."""
     restore = arithmetic_of_thread()
-    torch.set_num_threads(job.cluster.threads_per_rank or 1)
-    torch.set_flush_denormal(job.cluster.flush_denormals)
+    torch.set_num_threads(cluster.threads_per_rank or 1)
+    torch.set_flush_denormal(cluster.flush_denormals)
     try:
         yield
     finally:

@@ -87,7 +87,7 @@ def sizes(job: Job) -> tuple[Layer, ...]:
     from rudra.data.load import load
 
     info = load(job.data, train=False, test=False, seed=job.training.seed, ignored=job.task.ignored).info
-    with torch_as_in(job):
+    with torch_as_in(job.cluster):
         model = models.build(job.model, info, job.training.seed)
         model.eval()  # BatchNorm cannot do with one sample
         found = chain(model, info.sample[0])
@@ -123,7 +123,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
         raise ConfigError(f"{job.name}: [training] compile = true leaves no layers to time; use compile = false")
     job, size = job.resolved(cores=cores()), job.training.minibatch_size
     device = devices.virtual(job.cluster.device, window=False)
-    with torch_as_in(job):
+    with torch_as_in(job.cluster):
         data = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
         assert data.training is not None
         task = tasks.make(job.task, data.info.classes)

@@ -122,7 +122,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
     taking = dict.fromkeys((*plan.owners, plan.statistics, plan.learners[0]))
     for hook in job.hooks:
         taking |= dict.fromkeys(hook.roles(plan)[:1])
-    with torch_as_in(job):
+    with torch_as_in(job.cluster):
         alone = memory_bytes("VmRSS")
         loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
         with_data = memory_bytes("VmRSS")

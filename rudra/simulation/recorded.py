@@ -45,7 +45,7 @@ def simulate(
     """
     job, plan = resolved.job, resolved.plan
     shares = expected_shares(job, plan) if job.cluster.shares == "auto" else None
-    with torch_as_in(job):
+    with torch_as_in(job.cluster):
         if job.simulation.tensors:
             device = devices.virtual(job.cluster.device, window=plan.window)
             data = load(job.data, seed=job.training.seed, ignored=job.task.ignored)

@@ -29,6 +29,7 @@ from rudra.data.load import Data, DataInfo, load
 from rudra.errors import ConfigError, ReplayError, printable
 from rudra.files import check_output
 from rudra.job.job import Job
+from rudra.job.tables import ClusterTable
 from rudra.log import log
 from rudra.machine import cores
 from rudra.prepare.phases import phases_of
@@ -133,7 +134,7 @@ def replay(
             check_output(target, force)
         for line in surroundings(results):
             log.warning(f"{path}: {line}")
-    with torch_as_in(job):
+    with torch_as_in(job.cluster):
         return _repeat(job, plan, record, until, target, quiet)
 
 
@@ -148,7 +149,7 @@ def surroundings(results: Results) -> list[str]:
     ]
     if then["threads_per_rank"] > cores():
         lines.append(f"computed with {then['threads_per_rank']} threads; they share {cores()} cores here")
-    with torch_as_in(Job(cluster={"flush_denormals": False})):
+    with torch_as_in(ClusterTable(flush_denormals=False)):
         flushable = torch.set_flush_denormal(True)
     if then["flush_denormals"] and not flushable:
         lines.append("denormal numbers were flushed to zero, which this processor cannot do; the weights may differ")

@@ -240,7 +240,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     device = virtual(job.cluster.device, window=job.hogbatch.shares_weights)
     plan = job.with_(topology={"name": "base", "options": {}}, cluster={"learners": 1}).plan()
     compute_s = {}
-    with torch_as_in(job):
+    with torch_as_in(job.cluster):
         loaded = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
         info = loaded.info
         for size in sizes:

@@ -169,7 +169,7 @@ def _train(job: Job) -> tuple[npt.NDArray[Any], npt.NDArray[Any], float]:
     """Steps V(1) … V(T), gradients ∇ℓ(W(0)) … ∇ℓ(W(T-1)), both (T, parameters) float64, and the mean staleness."""
     plan, updates = job.plan(), 8 * job.learners + 12
     per_update = job.make_protocol(plan).gradients_per_update
-    with torch_as_in(job):
+    with torch_as_in(job.cluster):
         loaded = load(job.data, seed=job.training.seed)
         train, info = loaded.training, loaded.info
         executors: dict[int, Executor] = make_executors(

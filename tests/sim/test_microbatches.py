@@ -152,7 +152,7 @@ def test_weights_are_those_of_gradients_added_up_by_hand_and_a_replay_repeats_th
     parts, tables, of, tolerance = CASES[name]
     job = made(parts, **tables)
     before = initial(job)
-    with torch_as_in(job):
+    with torch_as_in(job.cluster):
         wanted = of(before, [flattened(gradient) for gradient in first_gradients(job, parts)])
     with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
         assert results.updates["learning_rate"].tolist() == [RATE]
