@@ -26,11 +26,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.job.job import Job
+    from rudra.machine import cores
     from rudra.prepare import profile
 
     start_plainly("profile")
     search_beside(arguments.job)
-    job = Job.load(arguments.job, arguments.overrides)
+    job = Job.load(arguments.job, arguments.overrides).resolved(cores=cores())
     if arguments.output is not None:
         from rudra.report import layers, svg
 

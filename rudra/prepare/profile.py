@@ -15,7 +15,6 @@ from rudra.benchmark_report import Report
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.machine import cores
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +120,7 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
 
     if job.training.compile:
         raise ConfigError(f"{job.name}: [training] compile = true leaves no layers to time; use compile = false")
-    job, size = job.resolved(cores=cores()), job.training.minibatch_size
-    device = devices.virtual(job.cluster.device, window=False)
+    size, device = job.training.minibatch_size, devices.virtual(job.cluster.device, window=False)
     with torch_as_in(job.cluster):
         data = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
         assert data.training is not None

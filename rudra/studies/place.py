@@ -7,6 +7,7 @@ from typing import Any
 from rudra.benchmark_report import Report
 from rudra.core.placement import THRESHOLD, CutEstimate, Layer, PlacementDecision, PlacementHardware, Rule, choose
 from rudra.job.job import Job
+from rudra.machine import cores
 from rudra.prepare import cost_files
 from rudra.prepare.cut import cluster_of, known
 from rudra.prepare.profile import profile
@@ -55,9 +56,10 @@ def place(
     Raises:
         RudraError: a mistake in the job, or its model is no chain of layers.
     """
+    job = job.resolved(cores=cores())
     table = cost_files.load(job).simulation
     layers = known(table, job.training.minibatch_size) or profile(job, seconds=seconds).with_loss
-    cluster = cluster_of(job.resolved(), table, back_speed)
+    cluster = cluster_of(job, table, back_speed)
     decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}
     return Placement(job.name, layers, cluster, threshold, decisions)
 
