@@ -318,7 +318,7 @@ class Plan:
         Args:
             role: Id of the role.
         """
-        own = self.roles[role].kind_traits
+        own = KINDS[self.roles[role].kind]
         if own.trains:
             return self._learner_kind
         if own.updates and not own.concludes:

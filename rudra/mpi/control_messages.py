@@ -21,11 +21,14 @@ class ControlMessages:
 
     Attributes:
         doorbell: doorbell that wakes up ranks of this node.
+        delivered: ranks whose tensors have arrived here. They wake up when this rank has nothing else to do, because
+            most of them wait for an answer, which wakes them up.
     """
 
     def __init__(self, comm: MPI.Comm, roles: Collection[int]) -> None:
         self.doorbell = make_doorbell(comm)
         self._comm = comm
+        self.delivered: set[int] = set()
         self._to_ring: set[int] = set()
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._rings = {role: ControlRing(comm, role) for role in roles}
@@ -42,7 +45,14 @@ class ControlMessages:
     def ring(self) -> None:
         """Wakes up all ranks that were sent a message or marked."""
         while self._to_ring:
-            self.doorbell.ring(self._to_ring.pop())
+            rank = self._to_ring.pop()
+            self.delivered.discard(rank)
+            self.doorbell.ring(rank)
+
+    def ring_delivered(self) -> None:
+        """Wakes up the ranks whose tensors have arrived."""
+        while self.delivered:
+            self.doorbell.ring(self.delivered.pop())
 
     def heard(self) -> Iterator[tuple[int, int, Message]]:
         """Yields the messages that have arrived: receiver, sender's generation, message."""

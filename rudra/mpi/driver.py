@@ -170,6 +170,7 @@ class Rank:
             announce=self.announce,
             post=self._work.post,
             wake=self._control.wake,
+            delivered=self._control.delivered.add,
             in_time=self._regrouping.in_time,
         )
         self._state_tag = partial(tags.tag, channel=STATES)
@@ -243,11 +244,16 @@ class Rank:
             RunError: a role failed, here or (on the statistics server's rank) anywhere.
             Ended: the launcher asked this rank to end.
         """
+        idle, signalled = False, self.signalled
         while self._roles.running:
-            self._heed_signals()
+            if signalled.stop or signalled.ended or signalled.urgent is not None:
+                self._heed_signals()
             if self._step():
-                self._idleness.end()
+                if idle:
+                    self._idleness.end()
+                    idle = False
                 continue
+            idle = True
             now = time.perf_counter()
             for role in self._roles.ticks(now):
                 self._handle(role, Tick())
@@ -272,9 +278,12 @@ class Rank:
         if self._roles.events:
             role, event = self._roles.events.popleft()
             self._handle(role, event)
-        elif not (self._poll() or self._advance()):
-            return False
-        return True
+            return True
+        if self._poll():
+            return True
+        if self._control.delivered:
+            self._control.ring_delivered()
+        return self._advance()
 
     def _advance(self) -> bool:
         """Does a piece of long work, or returns False if there is none."""
@@ -293,12 +302,14 @@ class Rank:
 
     def _poll(self) -> bool:
         """Turns finished requests into events."""
-        self._work.take_results()
-        self._roles.events.extend(self._reductions.poll())
+        if self._work.results:
+            self._work.take_results()
+        if self._reductions.of_groups:
+            self._roles.events.extend(self._reductions.poll())
         for role, generation, message in self._control.heard():
             self._regrouping.hear(role, generation, message)
         self._traffic.poll()
-        if self.states.busy:
+        if self._saver.states.busy:
             self.states.poll()
         self._control.poll()
         if self._losses.active:

@@ -17,24 +17,25 @@ class LongWork:
 
     Attributes:
         beside: number of computations and checkpoints that run in other threads.
+        results: results that other threads have posted.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.beside = 0
         self._wake = wake
-        self._results: deque[Callable[[], None]] = deque()  # results from other threads
+        self.results: deque[Callable[[], None]] = deque()
         self._pieces: deque[tuple[int, Iterator[Event | None]]] = deque()  # executor actions; one piece of each in turn
         self._computer: WorkerThread | None = None
 
     def post(self, result: Callable[[], None]) -> None:
         """Accepts the result of another thread."""
-        self._results.append(result)
+        self.results.append(result)
         self._wake()
 
     def take_results(self) -> None:
         """Processes the results that other threads have posted."""
-        while self._results:
-            self._results.popleft()()
+        while self.results:
+            self.results.popleft()()
 
     def compute_beside(self) -> None:
         """Lets a thread of its own perform long actions from now on."""

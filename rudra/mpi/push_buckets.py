@@ -268,9 +268,13 @@ class IncomingPushes:
         tag: returns tags.
         losses: ranks that have died.
         executors: role -> executor that holds the buffers.
+
+    Attributes:
+        used: whether gradients have been expected in buckets.
     """
 
     def __init__(self, comm: MPI.Comm, tag: Tag, losses: Losses, executors: Mapping[int, Executor]) -> None:
+        self.used = False
         self._comm, self._tag, self._losses, self._executors = comm, tag, losses, executors
         self._coming: list[_Coming] = []
         self._complete: list[_Coming] = []  # gradients that no role has taken yet, in the order of their completion
@@ -292,6 +296,7 @@ class IncomingPushes:
 
     def _post(self, coming: _Coming) -> None:
         """Begins to receive a gradient."""
+        self.used = True
         array = self._executors[coming.role].renew(coming.name).array
         receive, source = self._comm.Irecv, coming.rank
         coming.requests = [

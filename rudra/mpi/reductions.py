@@ -27,6 +27,9 @@ class Reductions:
         doorbell: doorbell of this rank.
         arena: memory that neighbours read.
         job: job that determines the buckets.
+
+    Attributes:
+        of_groups: group -> part of this rank in the group's reductions.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Reductions:
     ) -> None:
         self._comm, self._executors, self._tag = comm, executors, tag
         self._doorbell, self._arena, self._job = doorbell, arena, job
-        self._of_groups: dict[int, GroupReduction] = {}
+        self.of_groups: dict[int, GroupReduction] = {}
 
     def renew(self, plan: Plan, roles: Collection[int], library: MPI.Comm | None = None) -> None:
         """Creates the reductions for the groups of some roles, from a plan.
@@ -50,7 +53,7 @@ class Reductions:
             roles: ids of this rank's roles.
             library: communicator if the MPI library reduces, else None.
         """
-        made = self._of_groups = {}
+        made = self.of_groups = {}
         for role in roles:
             for group in (plan.roles[role].group, *((EVERYBODY,) if plan.sharing != "nothing" else ())):
                 if group is None or group in made or not plan.traits(role).trains:
@@ -87,32 +90,32 @@ class Reductions:
         Returns:
             Function to call with each part of the gradient that is final, or None if it is not reduced in buckets.
         """
-        for reduction in self._of_groups.values():
+        for reduction in self.of_groups.values():
             if role in reduction.roles and reduction.buckets:
                 return reduction.expect(role, self._executors[role].buffer(gradient), gradient, samples)
         return None
 
     def begin(self, role: int, action: Reduce) -> None:
         """Begins a reduction for a role."""
-        self._of_groups[action.group].begin(role, action, self._executors[role])
+        self.of_groups[action.group].begin(role, action, self._executors[role])
 
     def poll(self) -> Iterator[tuple[int, Event]]:
         """Advances reductions, and yields the event of each complete reduction for each of its roles here."""
-        for reduction in self._of_groups.values():
+        for reduction in self.of_groups.values():
             if reduction.busy and (event := reduction.test()) is not None:
                 yield from ((role, event) for role in reduction.roles)
 
     def abandon(self) -> None:
         """Abandons pending reductions."""
-        for reduction in self._of_groups.values():
+        for reduction in self.of_groups.values():
             reduction.abandon()
 
     @property
     def quiet(self) -> bool:
         """Whether no abandoned reduction can write any more."""
-        return all(reduction.quiet for reduction in self._of_groups.values())
+        return all(reduction.quiet for reduction in self.of_groups.values())
 
     def close(self) -> None:
         """Frees the communicators of the reductions."""
-        for reduction in self._of_groups.values():
+        for reduction in self.of_groups.values():
             reduction.close()

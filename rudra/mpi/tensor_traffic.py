@@ -55,15 +55,14 @@ class TensorTags:
             channel: channel of the tensors.
             sender: id of the sending role. None: the first role of its rank.
         """
-        return self._tag(role, channel, 0 if sender is None else self._places[sender])
+        generation = 0 if role == self._statistics else self._generation()
+        place = 0 if sender is None else self._places[sender]
+        return FIRST_TAG + ((generation * self._roles + role) * self._most + place) * CHANNELS + channel
 
     def any_tag(self, role: int, channel: int) -> list[int]:
         """Returns all tags of tensors for a role, from any sender."""
-        return [self._tag(role, channel, place) for place in range(self._most)]
-
-    def _tag(self, role: int, channel: int, place: int) -> int:
-        generation = 0 if role == self._statistics else self._generation()
-        return FIRST_TAG + ((generation * self._roles + role) * self._most + place) * CHANNELS + channel
+        first = self.tag(role, channel)
+        return [*range(first, first + self._most * CHANNELS, CHANNELS)]
 
 
 class TensorTraffic:
@@ -79,7 +78,8 @@ class TensorTraffic:
         halves: whether gradients travel as float16.
         announce: appends an event for a role of this rank to the queue.
         post: hands a function over to this rank's own thread.
-        wake: wakes up a rank that may now continue.
+        wake: wakes up a rank to which a tensor was sent.
+        delivered: called with the rank whose tensor has arrived here.
         in_time: wraps a callback, so that it does nothing after this rank has regrouped.
     """
 
@@ -96,11 +96,13 @@ class TensorTraffic:
         announce: Callable[[int, Event], None],
         post: Post,
         wake: Callable[[int], None],
+        delivered: Callable[[int], None],
         in_time: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         self._comm, self._plan, self._executors, self._tags = comm, plan, executors, tags
         self._arena, self._halves = arena, halves
-        self._announce, self._post, self._wake, self._in_time = announce, post, wake, in_time
+        self._announce, self._post, self._in_time = announce, post, in_time
+        self._wake, self._delivered = wake, delivered
         self._outgoing = OutgoingPushes(comm, tags.tag, self._carry)
         self._incoming = IncomingPushes(comm, tags.tag, losses, executors)
         take = self._incoming.take
@@ -182,7 +184,7 @@ class TensorTraffic:
             tag, or_tags = self._tags.tag(role, channel, action.source), []
         wanted = Wanted(role, action.buffer, source, tag, halves, or_tags)
         self._look_near(wanted, gradient=action.gradient)
-        if action.gradient:
+        if action.gradient and self._incoming.used:
             senders = self._incoming.senders(role)
             wanted.in_buckets_of = [sender for sender in senders if action.source in {None, sender}]
         if channel in self._threads and not wanted.near:
@@ -229,7 +231,8 @@ class TensorTraffic:
 
     def poll(self) -> None:
         """Advances transfers."""
-        self._incoming.poll()
+        if self._incoming.used:
+            self._incoming.poll()
         self._transfers.poll()
 
     def abandon(self, plan: Plan, roles: Collection[int]) -> None:
@@ -277,5 +280,5 @@ class TensorTraffic:
             message = (GradientPart if gradient else WeightsPart)(wanted.part_of)
         elif message is None:
             message = buffer.read_half() if wanted.halves else buffer.read()
-        self._wake(self._plan.roles[message.sender].world_rank)  # its send is complete now
+        self._delivered(self._plan.roles[message.sender].world_rank)
         self._announce(role, Received(message, name))
