@@ -110,7 +110,7 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
     """
     training, cluster = job.training, job.cluster
     at_once = training.compile or training.microbatches > 1 or training.precision == "float16" or job.data.sparse
-    changed = cluster.gradient_format != "float32" or cluster.device == "cuda" or cluster.gpu_aware_mpi
+    changed = cluster.gradient_format != "float32" or cluster.accelerated or cluster.gpu_aware_mpi
     if cluster.buckets == "off" or at_once or changed or owner in plan.stages:
         return ()
     by_messages = not cluster.node_memory and cluster.buckets != "auto"

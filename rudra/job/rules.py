@@ -515,7 +515,7 @@ def modulation_of_workers(part: JobPart) -> Iterator[str]:
 def small_workers_on_gpus(part: JobPart) -> Iterator[str]:
     table, team = part.job.hogbatch, part.job.hogbatch.team(part.plan.learner_numbers)
     racing = part.plan.window and not table.locking
-    if racing and part.job.cluster.device == "cuda" and any(w.kind == "small" and w.device != "cpu" for w in team):
+    if racing and part.job.cluster.accelerated and any(w.kind == "small" and w.device != "cpu" for w in team):
         yield f"{_SHARED} small workers on GPUs; use device = 'cpu' in their [[hogbatch.workers]], or locking = true"
 
 

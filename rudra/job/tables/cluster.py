@@ -166,6 +166,11 @@ class ClusterTable(Table):
         return value
 
     @property
+    def accelerated(self) -> bool:
+        """Whether learners compute on another device than the CPU. With "auto" this is not known yet."""
+        return self.device not in ("cpu", "auto")
+
+    @property
     def parts(self) -> tuple[float, ...]:
         """The shares as numbers. They are equal until they are measured."""
         return (1.0,) * (self.learners or 0) if self.shares == "auto" else self.shares
