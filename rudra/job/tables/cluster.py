@@ -184,6 +184,8 @@ class ClusterTable(Table):
 class FaultToleranceTable(Table):
     """Reaction of a run to a dead, slow or stalled rank, and to a loss that is not finite."""
 
+    decides_weights = False
+
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="stop the run or only warn if a loss is NaN or infinite"
     )
