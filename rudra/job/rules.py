@@ -21,7 +21,7 @@ from rudra.job.fields import JobFields
 from rudra.job.simulation import PER_BYTE
 from rudra.job.table import named
 from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, ArgumentsTable
-from topologies.kinds import TREE_SERVER
+from topologies.kinds import KINDS, TREE_SERVER
 
 
 class JobPart(NamedTuple):
@@ -605,9 +605,10 @@ def stragglers(part: JobPart) -> Iterator[str]:
 
 @part_rule
 def roles_of_hooks(part: JobPart) -> Iterator[str]:
-    """Checks the roles that hooks name; servers of a tree only if the plan has nodes, because they depend on these."""
+    """Checks the roles that hooks name; relays only if the plan has nodes, because their number may depend on these."""
+    relays = tuple(kind for kind, traits in KINDS.items() if traits.relays)
     for place, hook in enumerate(part.job.hooks):
-        if part.placed or hook.at != "end" or not str(hook.role).startswith(TREE_SERVER):
+        if part.placed or hook.at != "end" or not str(hook.role).startswith(relays):
             try:
                 hook.roles(part.plan)
             except ValueError as error:
