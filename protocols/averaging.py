@@ -34,12 +34,16 @@ class Outer(NamedTuple):
     options: dict[str, Any]
 
 
-USUAL: dict[str, Callable[[int], float]] = {
-    "1/k": lambda k: 1 / k,
-    "1/(k + 1)": lambda k: 1 / (k + 1),
-    "1": lambda k: 1.0,
-}
-"""Default elasticities as functions of the number of averaged replicas."""
+class Elasticity(NamedTuple):
+    """Default of α: a formula as text, and as a function of k, the number of averaged replicas."""
+
+    text: str
+    of: Callable[[int], float]
+
+
+WHOLE = Elasticity("1", lambda k: 1.0)
+SHARED = Elasticity("1/k", lambda k: 1 / k)
+SHARED_WITH_CENTRE = Elasticity("1/(k + 1)", lambda k: 1 / (k + 1))
 
 
 class Averaging(Protocol):
@@ -107,8 +111,9 @@ class Averaging(Protocol):
         self.outer = self._outer(outer or {})
         self.restart = self.RESTART if restart is None else restart
         self.keep_momentum = keep_momentum
-        self._usual = self.usual_elasticity(self.outer.momentum) if elasticity is None else ""
-        self.elasticity = α = USUAL[self._usual](learners) if elasticity is None else elasticity
+        usual = self.usual_elasticity(self.outer.momentum)
+        self._usual = usual.text if elasticity is None else ""
+        self.elasticity = α = usual.of(learners) if elasticity is None else elasticity
         rate = α * self.gradients_per_update if self.early else self.LEARNING_RATE
         self.outer_rate: float = (outer or {}).get("learning_rate", rate)
         self._local, self._blocks = local_elasticity, sorted(set(blocks))
@@ -125,13 +130,15 @@ class Averaging(Protocol):
         return Outer(given.get("name", self.OPTIMIZER), momentum, dict(options))
 
     @classmethod
-    def usual_elasticity(cls, momentum: float | None = None) -> str:
-        """Returns the default of α, as a formula of `USUAL`.
+    def usual_elasticity(cls, momentum: float | None = None) -> Elasticity:
+        """Returns the default of α. A subclass may have a formula of its own.
 
         Args:
             momentum: Momentum of the outer optimiser. None: the rule's own.
         """
-        return ("1/k" if (cls.MOMENTUM if momentum is None else momentum) else "1/(k + 1)") if cls.early else "1"
+        if not cls.early:
+            return WHOLE
+        return SHARED if (cls.MOMENTUM if momentum is None else momentum) else SHARED_WITH_CENTRE
 
     def _check_stable(self) -> None:
         """Raises ValueError if the gap between z and the replicas' mean would grow (crossbow-facts, ambiguity 2)."""
@@ -246,7 +253,7 @@ class Averaging(Protocol):
         beside = "each learner separately with the server" if self.served else "in parallel with the next one"
         towards = f"before the step, {beside}" if self.early else "after the step"
         synchronous = "synchronous" if self.waits else "asynchronous"
-        usual = f"{self._usual} = " if self._usual.startswith("1/") else ""
+        usual = f"{self._usual} = " if self._usual not in ("", WHOLE.text) else ""
         name, momentum, options = self.outer
         more = f", momentum {momentum:g}" if momentum else ""
         more += "".join(f", {key} = {value}" for key, value in options.items())
@@ -317,5 +324,5 @@ def pairs(rules: Mapping[str, type[Protocol]]) -> list[Pair]:
                 made = rule(2, **told)
             except ValueError:
                 continue
-            found.append(Pair(name, shape, made.waits, rule.usual_elasticity()))
+            found.append(Pair(name, shape, made.waits, rule.usual_elasticity().text))
     return found

@@ -131,9 +131,6 @@ def averaging_names(on: str = "replicas") -> str:
 @cache
 def shipped() -> dict[str, type[Protocol]]:
     """Returns name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
-    names = (
-        m.name
-        for m in pkgutil.iter_modules([str(Path(__file__).parent)])
-        if m.name not in {"base", "making", "modulation", "averaging", "probe"}
-    )
-    return {name.rstrip("_"): importlib.import_module(f"protocols.{name}").PROTOCOL for name in sorted(names)}
+    names = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    modules = {name.rstrip("_"): importlib.import_module(f"protocols.{name}") for name in names}
+    return {name: module.PROTOCOL for name, module in modules.items() if hasattr(module, "PROTOCOL")}

@@ -157,13 +157,13 @@ def simulate(
 
 def _simulate(written: Job, path: Path, force: bool, progress: dict[str, Any]) -> None:
     """Simulates a job and writes its result file. `force` replaces an existing file."""
-    from rudra.compute.devices import virtual
+    from rudra.compute.devices import virtual_kind
     from rudra.simulation.recorded import simulate
 
     check_output(path, force)
     measured, job = cost_files.source(written), cost_files.load(written)
     if job.simulation.tensors:
-        device = virtual(job.cluster.device, window=job.hogbatch.shares_weights).type
+        device = virtual_kind(job.cluster.device, window=job.hogbatch.shares_weights)
     elif job.hooks:
         raise ConfigError("[hooks]: [simulation] tensors = false trains nothing, so no hook is called; valid: no hooks")
     else:

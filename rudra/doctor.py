@@ -114,12 +114,10 @@ def _torch() -> Finding:
 def _gpus() -> Finding:
     """Examines the GPUs that learners of this node would use."""
     with suppress(ImportError, OSError):
-        import torch
+        from rudra.compute.devices import seen  # and torch, which may be broken
 
-        if torch.cuda.is_available():
-            about = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
-            sizes = [f"{place}: {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB" for place, gpu in enumerate(about)]
-            return Finding("gpus", "ok", "; ".join(sizes))
+        if found := seen():
+            return Finding("gpus", "ok", "; ".join(found))
     return Finding("gpus", "ok", "torch sees none; learners compute on the CPU")
 
 

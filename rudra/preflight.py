@@ -84,12 +84,13 @@ def _sizes(path: Path) -> Iterator[int]:
 
 def check_devices(job: Job, plan: Plan) -> None:
     """Raises ConfigError if learners need GPUs, and this machine has none."""
-    if job.cluster.device != "cuda":
+    if not job.cluster.accelerated:
         return
     from rudra.compute import devices  # imports torch, which the launching process usually does not need
 
-    gpus, host = devices.gpus_here(), socket.gethostname()
-    devices.agreed("cuda", plan, [gpus] * plan.ranks, [host] * plan.ranks, job.hogbatch.learners_on_cpu(plan))
+    wanted, host = job.cluster.device, socket.gethostname()
+    counts = [devices.here(wanted)] * plan.ranks
+    devices.agreed(wanted, plan, counts, [host] * plan.ranks, job.hogbatch.learners_on_cpu(plan))
 
 
 def _check_size(job: Job, plan: Plan) -> None:

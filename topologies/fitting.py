@@ -276,12 +276,10 @@ def load(
     return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled, window)
 
 
-_NO_TOPOLOGY = {"fitting", "kinds", "plan", "tree"}
-
-
 @cache
 def shipped() -> dict[str, ModuleType]:
     """Returns name -> module of the topologies in this package ("adv*" cannot name a module, so its module is
     adv_star)."""
-    names = (m.name for m in pkgutil.iter_modules([str(Path(__file__).parent)]) if m.name not in _NO_TOPOLOGY)
-    return {name.replace("_star", "*"): importlib.import_module(f"topologies.{name}") for name in sorted(names)}
+    names = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
+    modules = {name.replace("_star", "*"): importlib.import_module(f"topologies.{name}") for name in names}
+    return {name: module for name, module in modules.items() if callable(getattr(module, "plan", None))}

@@ -75,6 +75,8 @@ class RoleTraits(NamedTuple):
         pushes_at_once: Whether its weights are always current, and it pushes a gradient as soon as it is ready.
         overlaps: Whether it pushes and pulls in parallel with computing.
         concludes: Whether it computes the last layers for learners, and so needs the training set.
+        takes_rows: Whether it exchanges the gradient of a sparse first layer as rows, or exchanges no gradient.
+        pushes_in_parts: Whether it may push a large gradient in parts while it computes the rest.
     """
 
     variant: Variant
@@ -86,6 +88,8 @@ class RoleTraits(NamedTuple):
     pushes_at_once: bool = False
     overlaps: bool = False
     concludes: bool = False
+    takes_rows: bool = False
+    pushes_in_parts: bool = False
 
     @property
     def relays(self) -> bool:
@@ -96,20 +100,23 @@ class RoleTraits(NamedTuple):
 _STAGE = RoleTraits(Variant.STAGE_SERVER, serves=True, updates=True, concludes=True)
 
 KINDS = {
-    PARAMETER_SERVER: RoleTraits(Variant.PARAMETER_SERVER, serves=True, updates=True),
-    SHARD: RoleTraits(Variant.PARAMETER_SHARD, serves=True, updates=True, numbered=True),
+    PARAMETER_SERVER: RoleTraits(Variant.PARAMETER_SERVER, serves=True, updates=True, takes_rows=True),
+    SHARD: RoleTraits(Variant.PARAMETER_SHARD, serves=True, updates=True, numbered=True, takes_rows=True),
     STAGE_SERVER: _STAGE,
     STAGE_REPLICA: _STAGE._replace(numbered=True),
-    TREE_SERVER: RoleTraits(Variant.TREE_SERVER, serves=True, numbered=True),
-    STATISTICS_SERVER: RoleTraits(Variant.STATISTICS_SERVER, tests=True),
-    LEARNER: RoleTraits(Variant.LEARNER, numbered=True, trains=True, pushes_at_once=True),
+    TREE_SERVER: RoleTraits(Variant.TREE_SERVER, serves=True, numbered=True, takes_rows=True),
+    STATISTICS_SERVER: RoleTraits(Variant.STATISTICS_SERVER, tests=True, takes_rows=True),
+    LEARNER: RoleTraits(
+        Variant.LEARNER, numbered=True, trains=True, pushes_at_once=True, takes_rows=True, pushes_in_parts=True
+    ),
 }
 """All kinds of roles, by their names in files."""
 
-_TRAINS = KINDS[LEARNER]._replace(pushes_at_once=False)
+_PUSHES = KINDS[LEARNER]._replace(pushes_at_once=False)
+_TRAINS = _PUSHES._replace(takes_rows=False, pushes_in_parts=False)
 _DECIDES = KINDS[PARAMETER_SERVER]
 
-OVERLAPPED = _TRAINS._replace(variant=Variant.OVERLAPPED_LEARNER, overlaps=True)
+OVERLAPPED = _PUSHES._replace(variant=Variant.OVERLAPPED_LEARNER, overlaps=True)
 GROUPED = _TRAINS._replace(variant=Variant.GROUP_LEARNER)
 REPLICA = _TRAINS._replace(variant=Variant.REPLICA, updates=True)
 """Traits of `LEARNER` in plans that overlap, with compute groups, and without a parameter server."""
@@ -120,18 +127,18 @@ AVERAGERS: dict[Sharing, RoleTraits] = {
     "reference": REPLICA._replace(variant=Variant.REFERRER),
 }
 ELASTIC = _TRAINS._replace(variant=Variant.ELASTIC_LEARNER)
-CENTRAL = _DECIDES._replace(variant=Variant.CENTRAL_SERVER)
+CENTRAL = _DECIDES._replace(variant=Variant.CENTRAL_SERVER, takes_rows=False)
 """Traits of `LEARNER` if learners average replicas: without a server, by what the learners of a group share, and with a
 server, together with the traits of that server."""
 
-WORKER = _TRAINS._replace(variant=Variant.WORKER)
+WORKER = _TRAINS._replace(variant=Variant.WORKER, takes_rows=True)
 WINDOW_WORKER = _TRAINS._replace(variant=Variant.WINDOW_WORKER)
 COORDINATOR = _DECIDES._replace(variant=Variant.COORDINATOR)
-WINDOW_COORDINATOR = _DECIDES._replace(variant=Variant.WINDOW_COORDINATOR)
+WINDOW_COORDINATOR = _DECIDES._replace(variant=Variant.WINDOW_COORDINATOR, takes_rows=False)
 """Traits of `LEARNER` and `PARAMETER_SERVER` if the server assigns the samples, and if learners apply their gradients
 in a window."""
 
-SHARDED = _TRAINS._replace(variant=Variant.SHARDED_LEARNER)
+SHARDED = _PUSHES._replace(variant=Variant.SHARDED_LEARNER)
 FIRST_SHARD = _DECIDES._replace(variant=Variant.FIRST_SHARD)
 """Traits of `LEARNER` and `PARAMETER_SERVER` if several servers hold parts of the weights."""
 

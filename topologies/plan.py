@@ -44,8 +44,7 @@ class Role:
     """Role of a run. The role's id, which other roles use, is its place in `Plan.roles`.
 
     Attributes:
-        kind: `"parameter server"`, `"parameter shard"`, `"stage server"`, `"stage replica"`, `"tree server"`,
-            `"statistics server"` or `"learner"`.
+        kind: Kind of the role, a key of `KINDS`.
         index: Number of the role among roles of its kind, from 0. Shards and stage replicas count from 1, because the
             parameter server and the stage server are the first.
         world_rank: MPI rank that hosts the role. One rank may host several roles.

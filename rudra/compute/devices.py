@@ -1,7 +1,11 @@
-"""Devices of ranks, GPUs of their nodes or the CPU, and placement of the vectors that travel."""
+"""Devices that compute: their kinds, the devices of ranks, and placement of the vectors that travel.
 
-from collections.abc import Collection, Sequence
-from typing import Literal
+No other module knows CUDA. A new kind of device is a subclass of `DeviceKind` in `DEVICES`, and a value of
+`cluster.device` in a job.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,71 +22,183 @@ copies on the device (`Staging`). "direct": on the device, where MPI reads and w
 in main memory for others."""
 
 
-def gpus_here() -> int:
-    """Returns the number of GPUs that torch sees in this process."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+class DeviceKind:
+    """Kind of device. The base class is the CPU, whose work is complete when torch returns.
+
+    Attributes:
+        type: Class attribute. Type of torch's devices of this kind.
+        noun: Class attribute. One such device, in messages.
+        page_locks: Class attribute. Whether it copies page-locked main memory at full speed, in parallel with other
+            work.
+    """
+
+    type: ClassVar[str] = "cpu"
+    noun: ClassVar[str] = "CPU"
+    page_locks: ClassVar[bool] = False
+
+    def count(self) -> int:
+        """Returns the number of devices that torch sees in this process."""
+        return 1
+
+    def device(self, place: int) -> torch.device:
+        """Returns one of these devices."""
+        return CPU
+
+    def about(self, place: int) -> str:
+        """Returns name and memory of one of these devices, for people."""
+        return self.noun
+
+    def select(self, device: torch.device) -> None:
+        """Makes a device the default of this thread, for code that names no device."""
+
+    def selected(self) -> torch.device | None:
+        """Returns the default device of this thread. None: nobody has selected one."""
+        return None
+
+    def finish(self, device: torch.device) -> None:
+        """Waits until a device has finished its work."""
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Returns the generator that layers on a device draw from."""
+        return torch.default_generator
 
 
-def agreed(
-    wanted: str, plan: Plan, gpus: Sequence[int], hosts: Sequence[str], on_cpu: Collection[int] = ()
-) -> Literal["cpu", "cuda"]:
-    """Decides whether learners compute on GPUs. Either all do, except those that must use the CPU, or none.
+class Cuda(DeviceKind):
+    """GPUs that torch uses through `torch.cuda`."""
+
+    type = "cuda"
+    noun = "GPU"
+    page_locks = True
+
+    def count(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def device(self, place: int) -> torch.device:
+        return torch.device("cuda", place)
+
+    def about(self, place: int) -> str:
+        gpu = torch.cuda.get_device_properties(place)
+        return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+
+    def select(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    def selected(self) -> torch.device | None:
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return self.device(torch.cuda.current_device()) if is_used else None
+
+    def finish(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        return torch.cuda.default_generators[device.index or 0]
+
+
+DEVICES: dict[str, DeviceKind] = {"cpu": DeviceKind(), "cuda": Cuda()}
+"""Kinds of devices by their names in jobs."""
+
+AUTO = "cuda"
+"""Kind that learners use with `cluster.device = "auto"`, if every learner has such a device."""
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """Returns the kind of a device."""
+    return next((kind for kind in DEVICES.values() if kind.type == device.type), DEVICES["cpu"])
+
+
+def wanted_kind(wanted: str) -> str:
+    """Returns the kind of device that a job wants, if there are enough devices.
+
+    Args:
+        wanted: `cluster.device` of the job.
+    """
+    return AUTO if wanted == "auto" else wanted
+
+
+def here(wanted: str) -> int:
+    """Returns the number of devices in this process of the kind that a job wants. 0: there are none, or it wants none.
+
+    Args:
+        wanted: `cluster.device` of the job.
+    """
+    return 0 if wanted == "cpu" else DEVICES[wanted_kind(wanted)].count()
+
+
+def seen() -> list[str]:
+    """Returns a text about each device that torch sees in this process, except the CPU."""
+    kinds = (kind for name, kind in DEVICES.items() if name != "cpu")
+    return [f"{place}: {kind.about(place)}" for kind in kinds for place in range(kind.count())]
+
+
+def agreed(wanted: str, plan: Plan, counts: Sequence[int], hosts: Sequence[str], on_cpu: Collection[int] = ()) -> str:
+    """Decides the kind of device that learners compute on. All use it, except those that must use the CPU, or none.
 
     Args:
         wanted: `cluster.device` of the job.
         plan: Role assignment.
-        gpus: Number of GPUs that each rank sees.
+        counts: Number of devices of the wanted kind that each rank sees.
         hosts: Host of each rank.
-        on_cpu: Learners that need no GPU.
+        on_cpu: Learners that need no such device.
 
     Raises:
-        ConfigError: A GPU is wanted, and some learner has none.
+        ConfigError: A kind is wanted, and some learner has no such device.
     """
     wanting = [plan.roles[learner] for learner in plan.learners if learner not in on_cpu]
-    without = [role for role in wanting if not gpus[role.world_rank]]
-    if wanted == "cuda" and without:
+    without = [role for role in wanting if not counts[role.world_rank]]
+    if wanted not in ("cpu", "auto") and without:
         rank = without[0].world_rank
         who = f"{without[0].title} on {hosts[rank]}"
-        raise ConfigError(f"[cluster] device = 'cuda': torch sees no GPU for {who}; valid there: cpu")
-    return "cpu" if wanted == "cpu" or without else "cuda"
+        none = f"torch sees no {DEVICES[wanted].noun}"
+        raise ConfigError(f"[cluster] device = '{wanted}': {none} for {who}; valid there: cpu")
+    return "cpu" if without else wanted_kind(wanted)
 
 
-def of_rank(rank: int, plan: Plan, places: Sequence[int], gpus: int, on_cpu: Collection[int] = ()) -> torch.device:
-    """Returns the device of one rank if learners compute on GPUs.
+def of_rank(
+    kind: str, rank: int, plan: Plan, places: Sequence[int], count: int, on_cpu: Collection[int] = ()
+) -> torch.device:
+    """Returns the device of one rank if learners compute on devices of a kind.
 
-    The learners of a node, and then the statistics server, take its GPUs in turn. Other servers compute in main memory.
+    The learners of a node, and then the statistics server, take its devices in turn. Other servers compute in main
+    memory.
 
     Args:
+        kind: Kind of device.
         rank: Rank to place.
         plan: Role assignment.
         places: Node of every rank, any numbers.
-        gpus: Number of GPUs that the rank sees.
-        on_cpu: Learners that need no GPU. If another learner shares their rank, they use its device.
+        count: Number of such devices that the rank sees.
+        on_cpu: Learners that need no such device. If another learner shares their rank, they use its device.
     """
+    if kind == "cpu":
+        return CPU
     wanting = [learner for learner in plan.learners if learner not in on_cpu]
     computing = (plan.roles[role].world_rank for role in (*wanting, plan.statistics))
-    here = list(dict.fromkeys(other for other in computing if places[other] == places[rank]))
-    return torch.device("cuda", here.index(rank) % gpus) if gpus and rank in here else CPU
+    near = list(dict.fromkeys(other for other in computing if places[other] == places[rank]))
+    return DEVICES[kind].device(near.index(rank) % count) if count and rank in near else CPU
 
 
-def virtual(wanted: str, *, window: bool) -> torch.device:
-    """Returns the device of a process that computes for all roles, in virtual time.
+def virtual_kind(wanted: str, *, window: bool) -> str:
+    """Returns the kind of device of a process that computes for all roles, in virtual time.
 
     Args:
         wanted: `cluster.device` of the job.
         window: Whether the weights are in windows.
 
     Raises:
-        ConfigError: A GPU is wanted but missing or not used.
+        ConfigError: A kind is wanted, and no such device is there or is used.
     """
-    there = torch.cuda.is_available()
-    if window:
-        if wanted == "cuda":
-            raise ConfigError("[cluster] device = 'cuda': windows of virtual time are in main memory; valid: cpu, auto")
-        return CPU
-    if wanted == "cuda" and not there:
-        raise ConfigError("[cluster] device = 'cuda': torch sees no GPU here; valid: cpu, auto")
-    return torch.device("cuda", 0) if wanted != "cpu" and there else CPU
+    there, needed = here(wanted), wanted not in ("cpu", "auto")
+    where = f"[cluster] device = '{wanted}'"
+    if needed and window:
+        raise ConfigError(f"{where}: windows of virtual time are in main memory; valid: cpu, auto")
+    if needed and not there:
+        raise ConfigError(f"{where}: torch sees no {DEVICES[wanted].noun} here; valid: cpu, auto")
+    return wanted_kind(wanted) if there and not window else "cpu"
+
+
+def virtual(wanted: str, *, window: bool) -> torch.device:
+    """Returns the device of such a process. Arguments and errors as for `virtual_kind`."""
+    return DEVICES[virtual_kind(wanted, window=window)].device(0)
 
 
 def placing(device: torch.device, *, gpu_aware_mpi: bool) -> Placing:
@@ -92,8 +208,18 @@ def placing(device: torch.device, *, gpu_aware_mpi: bool) -> Placing:
 
 def finish(device: torch.device) -> None:
     """Waits until the device has finished its work: MPI does not know its streams."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    kind_of(device).finish(device)
+
+
+def selection() -> Callable[[], None]:
+    """Returns a function that gives another thread the default devices of this one."""
+    chosen = [(kind, device) for kind in DEVICES.values() if (device := kind.selected()) is not None]
+
+    def select() -> None:
+        for kind, device in chosen:
+            kind.select(device)
+
+    return select
 
 
 def page_locked(length: int) -> npt.NDArray[np.uint8]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CHUNK, slices
-from rudra.compute.devices import CPU
+from rudra.compute.devices import CPU, kind_of, selection
 from rudra.compute.flat import sha256
 from rudra.compute.rows import RowFormat
 from rudra.compute.staging import Staging
@@ -50,13 +50,12 @@ def torch_as_in(cluster: ClusterTable) -> Iterator[None]:
 def arithmetic_of_thread() -> Callable[[], None]:
     """Returns a function that gives another thread the arithmetic settings of this one, which are per thread."""
     threads, flushed = torch.get_num_threads(), not torch.tensor(1e-40).mul(1.0).any()
-    gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    select = selection()
 
     def adopt() -> None:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(flushed)
-        if gpu is not None:
-            torch.cuda.set_device(gpu)
+        select()
 
     return adopt
 
@@ -140,7 +139,7 @@ class Executor:
         self.device = device
         self._stage = stage
         self.direct = direct
-        self._pinned = stage is not None and stage.device.type == "cuda"
+        self._pinned = stage is not None and kind_of(stage.device).page_locks
         self.tail = tail_bytes(gradients)
         self._buffers: dict[str, Buffer] = {}
         self._deferred: dict[str, Deferred] = {}

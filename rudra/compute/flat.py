@@ -18,6 +18,7 @@ from torch import nn
 
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
+from rudra.compute.devices import kind_of
 from rudra.compute.direct import LARGE, DirectLinear, direct_layers
 from rudra.compute.final_gradients import FinalGradients, Ready
 from rudra.compute.flat_buffers import FlatBuffers
@@ -105,9 +106,7 @@ class FlatModel:
         layers = [layer for layer in module.modules() if isinstance(layer, SparseLinear)]
         sparse = (places[id(each.weight)] for each in layers if id(each.weight) in places)
         self._rows = min(sparse, default=None)  # index of the sparse layer's weight
-        self._generator = torch.default_generator
-        if self.device.type == "cuda":
-            self._generator = torch.cuda.default_generators[self.device.index or 0]
+        self._generator = kind_of(self.device).generator(self.device)
         mixed = precision != "float32"
         self._autocast = torch.autocast(self.device.type, getattr(torch, precision)) if mixed else None
         self._scale = _SCALE if precision == "float16" else 1.0

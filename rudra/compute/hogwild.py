@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rudra.compute.devices import kind_of
 from rudra.compute.executor import Executor, arithmetic_of_thread, performs
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor
@@ -47,10 +48,11 @@ class _Thread:
 
     def __init__(self, source: GradientSource, size: int, *, copies: bool) -> None:
         self.source = source
-        on_gpu = source.model.device.type == "cuda"
-        self.gradient = torch.zeros(size, pin_memory=on_gpu)
-        self.own = torch.zeros(size, pin_memory=on_gpu) if copies else None
-        self._stage = Staging(size, source.model.device) if on_gpu else None
+        device = source.model.device
+        pins = kind_of(device).page_locks
+        self.gradient = torch.zeros(size, pin_memory=pins)
+        self.own = torch.zeros(size, pin_memory=pins) if copies else None
+        self._stage = None if device.type == "cpu" else Staging(size, device)
 
     def compute(self, step: int, work: Work, batch: Batch, weights: torch.Tensor) -> BatchResult:
         """Computes a gradient at weights in main memory, and returns it in main memory."""

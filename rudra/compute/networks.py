@@ -361,7 +361,7 @@ class _Hidden(nn.LSTM):
     """LSTM that returns only the hidden states of all steps."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        if not inputs.is_cuda:
+        if inputs.device.type == "cpu":
             return super().forward(inputs)[0]
         with warnings.catch_warnings():  # cuDNN copies weights of a larger vector together, and warns of it
             warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")

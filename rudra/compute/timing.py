@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rudra.compute.cuts import LayerChain
+from rudra.compute.devices import finish
 from rudra.core.placement import Layer
 
 
@@ -32,8 +33,8 @@ class TimedChain(nn.Module):
     def __init__(self, chain: LayerChain, device: torch.device) -> None:
         super().__init__()
         self.model = chain.model
-        self._layers, self._cuda = chain.layers, device.type == "cuda"
-        self._alone = not self._cuda and torch.get_num_threads() == 1
+        self._layers, self._device = chain.layers, device
+        self._alone = device.type == "cpu" and torch.get_num_threads() == 1
         self._forward: list[float] = []  # before each layer, and after the last
         self._backward: dict[int, float] = {}  # when the gradient of a layer's output was ready
         self._over = 0.0  # when the gradient of the first parameter was ready
@@ -64,8 +65,7 @@ class TimedChain(nn.Module):
 
         CPU time excludes the work of other processes on a shared machine.
         """
-        if self._cuda:
-            torch.cuda.synchronize()
+        finish(self._device)
         return time.thread_time() if self._alone else time.perf_counter()
 
     def parts(self, began: float, ended: float) -> list[float]:

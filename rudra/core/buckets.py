@@ -6,7 +6,6 @@ from itertools import pairwise
 
 from rudra.job.job import Job
 from topologies import Plan
-from topologies.kinds import Variant
 
 ALIGNED = 16
 """Number of elements in a cache line. Buckets begin at multiples of it."""
@@ -19,12 +18,6 @@ AUTO_BYTES, AUTO_COUNT = 500_000, 16
 
 AUTO_HELD_BYTES = 1_000_000_000
 """Largest memory of one server for gradients that come in buckets, if the job does not say the size of a bucket."""
-
-_PUSHING = {
-    *(Variant.LEARNER, Variant.OVERLAPPED_LEARNER, Variant.SHARDED_LEARNER),
-    *(Variant.FIRST_STAGE_LEARNER, Variant.FIRST_STAGE_OVERLAPPED_LEARNER, Variant.FIRST_STAGE_SHARDED_LEARNER),
-}
-"""Kinds of learners that push a gradient as they computed it."""
 
 
 def bucket_size(job: Job, size: int) -> int:
@@ -110,7 +103,7 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
     """
     training, cluster = job.training, job.cluster
     at_once = training.compile or training.microbatches > 1 or training.precision == "float16" or job.data.sparse
-    changed = cluster.gradient_format != "float32" or cluster.device == "cuda" or cluster.gpu_aware_mpi
+    changed = cluster.gradient_format != "float32" or cluster.accelerated or cluster.gpu_aware_mpi
     if cluster.buckets == "off" or at_once or changed or owner in plan.stages:
         return ()
     by_messages = not cluster.node_memory and cluster.buckets != "auto"
@@ -118,7 +111,7 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
     return tuple(
         learner
         for learner in (plan.learners if several else plan.children[owner])
-        if plan.traits(learner).variant in _PUSHING
+        if plan.traits(learner).pushes_in_parts
         and plan.roles[learner].world_rank != plan.roles[owner].world_rank
         and (by_messages or node[learner] != node[owner])
     )

@@ -5,14 +5,6 @@ from collections.abc import Sequence
 from rudra.core import buckets
 from rudra.job.job import Job
 from topologies import Plan
-from topologies.kinds import Variant
-
-_CARRIERS = {
-    *(Variant.PARAMETER_SERVER, Variant.PARAMETER_SHARD, Variant.FIRST_SHARD, Variant.COORDINATOR),
-    *(Variant.TREE_SERVER, Variant.STATISTICS_SERVER),
-    *(Variant.LEARNER, Variant.OVERLAPPED_LEARNER, Variant.SHARDED_LEARNER, Variant.WORKER),
-}
-"""Kinds of roles that transfer gradients as rows, or transfer no gradients."""
 
 
 def form_of_gradients(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
@@ -59,6 +51,7 @@ def dense_because(job: Job, plan: Plan) -> str:
         return "[hogbatch] weights = 'shared' adds whole vectors"
     if plan.parted or plan.stage is not None:
         return f"topology {job.make_topology().name} sends parts of gradients"
-    if plan.groups or any(plan.traits(role).variant not in _CARRIERS for role in range(len(plan.roles))):
+    if plan.groups or plan.averaging:
         return f"topology {job.make_topology().name} adds gradients among learners"
-    return ""
+    whole = next((role.kind for i, role in enumerate(plan.roles) if not plan.traits(i).takes_rows), "")
+    return f"a {whole} takes whole vectors" if whole else ""

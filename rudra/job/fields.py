@@ -11,25 +11,13 @@ from rudra.errors import ConfigError
 from rudra.job.changes import JobChange
 from rudra.job.simulation import SimulationTable
 from rudra.job.table import Table
-from rudra.job.tables import (
-    ArgumentsTable,
-    AugmentTable,
-    AveragingTable,
-    ClusterTable,
-    DataTable,
-    FaultToleranceTable,
-    HogbatchTable,
-    Hook,
-    ModelTable,
-    OptimizerTable,
-    PlacementTable,
-    ProtocolTable,
-    ResultsTable,
-    StudyTable,
-    TaskTable,
-    TopologyTable,
-    TrainingTable,
-)
+from rudra.job.tables.averaging import AveragingTable
+from rudra.job.tables.cluster import ClusterTable, FaultToleranceTable, PlacementTable, TopologyTable
+from rudra.job.tables.hogbatch import HogbatchTable
+from rudra.job.tables.optimizer import OptimizerTable
+from rudra.job.tables.protocol import ArgumentsTable, ProtocolTable
+from rudra.job.tables.results import Hook, ResultsTable, StudyTable
+from rudra.job.tables.training import AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
 
 
 class JobFields(Table):

@@ -21,7 +21,7 @@ from rudra.job.fields import JobFields
 from rudra.job.simulation import PER_BYTE
 from rudra.job.table import named
 from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, ArgumentsTable
-from topologies.kinds import TREE_SERVER
+from topologies.kinds import KINDS, TREE_SERVER
 
 
 class JobPart(NamedTuple):
@@ -515,7 +515,7 @@ def modulation_of_workers(part: JobPart) -> Iterator[str]:
 def small_workers_on_gpus(part: JobPart) -> Iterator[str]:
     table, team = part.job.hogbatch, part.job.hogbatch.team(part.plan.learner_numbers)
     racing = part.plan.window and not table.locking
-    if racing and part.job.cluster.device == "cuda" and any(w.kind == "small" and w.device != "cpu" for w in team):
+    if racing and part.job.cluster.accelerated and any(w.kind == "small" and w.device != "cpu" for w in team):
         yield f"{_SHARED} small workers on GPUs; use device = 'cpu' in their [[hogbatch.workers]], or locking = true"
 
 
@@ -605,9 +605,10 @@ def stragglers(part: JobPart) -> Iterator[str]:
 
 @part_rule
 def roles_of_hooks(part: JobPart) -> Iterator[str]:
-    """Checks the roles that hooks name; servers of a tree only if the plan has nodes, because they depend on these."""
+    """Checks the roles that hooks name; relays only if the plan has nodes, because their number may depend on these."""
+    relays = tuple(kind for kind, traits in KINDS.items() if traits.relays)
     for place, hook in enumerate(part.job.hooks):
-        if part.placed or hook.at != "end" or not str(hook.role).startswith(TREE_SERVER):
+        if part.placed or hook.at != "end" or not str(hook.role).startswith(relays):
             try:
                 hook.roles(part.plan)
             except ValueError as error:

@@ -98,6 +98,8 @@ PER_BYTE = {"gradient_s": "gradient_s_per_byte", "update_s": "update_s_per_byte"
 class SimulationTable(Table):
     """Durations and faults in virtual time, for `rudra simulate` and `rudra predict`."""
 
+    decides_weights = False
+
     costs: str | None = Field(
         None,
         description="source of times that the job does not set: a preset (crossbow, p775, ralp, wan), a file of "

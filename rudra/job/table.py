@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import ErrorDetails
@@ -16,7 +16,14 @@ Named = str | Callable[..., Any]
 
 
 class Table(BaseModel):
-    """Immutable table of a job, which refuses unknown keys and silent conversions."""
+    """Immutable table of a job, which refuses unknown keys and silent conversions.
+
+    Attributes:
+        decides_weights: Class attribute. Whether a run's weights may depend on the keys. If they do, a resumed run and
+            a replay need the same values.
+    """
+
+    decides_weights: ClassVar[bool] = True
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
@@ -46,6 +53,14 @@ class Table(BaseModel):
 
 
 AnyTable = TypeVar("AnyTable", bound=Table)
+
+
+def tables_in(kind: type[Table]) -> Iterator[tuple[str, type[Table], bool]]:
+    """Yields the tables in a table: key, class of the table, and whether the key is a list of tables."""
+    for key, field in kind.model_fields.items():
+        for inner in (field.annotation, *get_args(field.annotation)[:1]):
+            if isinstance(inner, type) and issubclass(inner, Table):
+                yield key, inner, inner is not field.annotation
 
 
 def explain(error: ErrorDetails, model: type[BaseModel]) -> str:

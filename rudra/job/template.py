@@ -4,10 +4,10 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from rudra.job.job import Job
-from rudra.job.table import Table
+from rudra.job.table import Table, tables_in
 
 WIDTH, COLUMN = 120, 32
 """Length of lines, and column of the descriptions, unless the value of a key reaches beyond it."""
@@ -37,18 +37,10 @@ def commented(tables: Mapping[str, Any], about: str) -> str:
         about: description of the job.
     """
     lines = [*_wrapped(about), HEAD, *_line("name", Job.model_fields["name"], tables, set())]
-    for name, kind, several in _tables(Job):
+    for name, kind, several in tables_in(Job):
         given = tables.get(name, [] if several else {})
         lines += _several(name, kind, given) if several else _section(name, kind, given, COMMON.get(name, set()))
     return "\n".join(lines) + "\n"
-
-
-def _tables(kind: type[Table]) -> Iterator[tuple[str, type[Table], bool]]:
-    """Yields the tables in a table: key, class of the table, and whether the key is a list of tables."""
-    for key, field in kind.model_fields.items():
-        for inner in (field.annotation, *get_args(field.annotation)[:1]):
-            if isinstance(inner, type) and issubclass(inner, Table):
-                yield key, inner, inner is not field.annotation
 
 
 def _section(name: str, kind: type[Table], given: Mapping[str, Any], common: set[str]) -> Iterator[str]:
@@ -56,7 +48,7 @@ def _section(name: str, kind: type[Table], given: Mapping[str, Any], common: set
     yield from ("", *_wrapped((kind.__doc__ or "").partition("\n")[0]))
     yield f"{'' if given or '.' not in name else '#'}[{name}]"
     yield from _keys(kind, given, common)
-    for key, inner, several in _tables(kind):
+    for key, inner, several in tables_in(kind):
         if several:
             yield from _several(f"{name}.{key}", inner, given.get(key, []))
         else:
@@ -73,7 +65,7 @@ def _several(name: str, kind: type[Table], given: Sequence[Mapping[str, Any]]) -
 
 def _keys(kind: type[Table], given: Mapping[str, Any], common: set[str]) -> Iterator[str]:
     """Yields the lines of the keys of a table, except inner tables: first keys with a value, then the others."""
-    tables = {key for key, _, _ in _tables(kind)}
+    tables = {key for key, _, _ in tables_in(kind)}
     keys = {key: field for key, field in kind.model_fields.items() if key not in tables}
     for key, field in sorted(keys.items(), key=lambda each: each[0] not in given.keys() | common):
         yield from _line(key, field, given, common)

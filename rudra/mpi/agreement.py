@@ -69,7 +69,7 @@ def facts_of_ranks(comm: MPI.Comm, cluster: ClusterTable) -> list[RankFacts]:
         place,
         socket.gethostname(),
         cores(),
-        0 if cluster.device == "cpu" else devices.gpus_here(),
+        devices.here(cluster.device),
         gpu_aware=cluster.gpu_aware_mpi and bool(gpu_aware()),
         threaded=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
     )

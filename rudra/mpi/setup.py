@@ -116,8 +116,7 @@ class RankSetup:
         serves = any(kind.serves for kind in kinds)
         torch.set_num_threads(self.job.cluster.threads_per_rank or 1 if learns or serves else 1)
         torch.set_flush_denormal(self.job.cluster.flush_denormals)
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # for code that names no device: the user's model, pinned memory
+        devices.kind_of(self._device).select(self._device)  # for the user's model and pinned memory
         if learns:
             keep_freed_memory()
         if self.keeps_results and not learns:

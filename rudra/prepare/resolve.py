@@ -38,7 +38,7 @@ class RankFacts(NamedTuple):
         node: Number that all ranks of a node share.
         host: Name of the machine.
         cores: Number of cores that the ranks of the node share.
-        gpus: Number of GPUs that torch sees. 0: there are none, or the job needs none.
+        gpus: Number of devices that torch sees, of the kind that the job wants. 0: there are none, or it wants none.
         gpu_aware: Whether the MPI library accepts GPU memory.
         threaded: Whether MPI grants `MPI_THREAD_MULTIPLE`.
     """
@@ -136,12 +136,12 @@ def choose_devices(
         job.hogbatch.learners_on_cpu(plan),
     )
     kind = devices.agreed(job.cluster.device, plan, gpus, hosts, on_cpu)
-    if job.cluster.gpu_aware_mpi and kind == "cuda" and not all(rank.gpu_aware for rank in ranks):
+    if job.cluster.gpu_aware_mpi and kind != "cpu" and not all(rank.gpu_aware for rank in ranks):
         other = [rank.gpu_aware for rank in ranks].index(False)
         who = f"the MPI library of rank {other} on {hosts[other]}, which reports no GPU support"
         raise ConfigError(f"[cluster] gpu_aware_mpi = true is not supported by {who}; use gpu_aware_mpi = false")
     places = [rank.node for rank in ranks]
-    device = devices.CPU if kind == "cpu" else devices.of_rank(number, plan, places, gpus[number], on_cpu)
+    device = devices.of_rank(kind, number, plan, places, gpus[number], on_cpu)
     return ResolvedJob(job.with_(cluster={"device": kind}), plan), device
 
 

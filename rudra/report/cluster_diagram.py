@@ -11,7 +11,7 @@ from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.report.runs import Run, Study
 from rudra.report.tables import MOST_ROWS, ReportTable
 from rudra.report.topology import Cast, ShownNode, counted, name_of, placed, roles, spans
-from topologies.kinds import ELSEWHERE, LEARNER, PARAMETER_SERVER, SHARD, STATISTICS_SERVER, TREE_SERVER
+from topologies.kinds import ELSEWHERE, KINDS
 
 _MOST_DRAWN = 6
 _MOST_LINES = 18
@@ -22,14 +22,6 @@ _ROW = 0.235  # inches
 _INDENT = 15  # points, like all following sizes
 _BESIDE = 9
 _LETTER = 5.7
-_KINDS = {
-    PARAMETER_SERVER: ("s", COLOURS[4]),
-    SHARD: ("s", COLOURS[4]),
-    TREE_SERVER: ("D", COLOURS[0]),
-    STATISTICS_SERVER: ("^", MUTED),
-    LEARNER: ("o", COLOURS[2]),
-}
-"""Marker and colour of a role."""
 
 
 class _Mark(NamedTuple):
@@ -144,7 +136,7 @@ def _tree(cast: Cast, title: str, marks: Sequence[_Mark], rows: tuple[float, flo
             _note(axis, x + 2 * _BESIDE + _LETTER * len(mark.text), mark.row, mark.beside)
             _note(axis, x + _BESIDE, mark.row + 1, mark.under)
         for kind in dict.fromkeys(role.kind for role in cast.plan.roles):  # for the legend
-            marker, colour = _KINDS.get(kind, ("o", INK))
+            marker, colour = _mark_of(kind)
             axis.plot([], [], marker=marker, color=colour, linestyle="none", label=kind)
 
     return draw
@@ -185,9 +177,21 @@ def _box(axis: Any, x: float, y: float, height: float) -> None:
 
 def _dot(axis: Any, cast: Cast, role: int, at: tuple[float, float], *, many: bool = False) -> None:
     """Draws a role's marker, which is hollow if it represents several roles."""
-    marker, colour = _KINDS.get(cast.plan.roles[role].kind, ("o", INK))
+    marker, colour = _mark_of(cast.plan.roles[role].kind)
     fill = "none" if many else colour
     axis.plot(*at, marker=marker, markersize=6, color=colour, markerfacecolor=fill, linestyle="none", zorder=2)
+
+
+def _mark_of(kind: str) -> tuple[str, str]:
+    """Returns marker and colour of a kind of roles, by what they do."""
+    traits = KINDS[kind]
+    if traits.trains:
+        return "o", COLOURS[2]
+    if traits.tests:
+        return "^", MUTED
+    if traits.relays:
+        return "D", COLOURS[0]
+    return ("o", INK) if traits.concludes else ("s", COLOURS[4])
 
 
 def _note(axis: Any, x: float, row: float, text: str) -> None:

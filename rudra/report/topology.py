@@ -20,7 +20,7 @@ from rudra.report.plan_tree import Branch, by_gradients, by_weights
 from rudra.results.reader import Results, open_results
 from rudra.results.summary import protocol_label
 from topologies import Plan
-from topologies.kinds import ELSEWHERE, TREE_SERVER, Reduction
+from topologies.kinds import ELSEWHERE, Reduction
 
 _MOST_LINES = 40
 _MOST_NODES = 12
@@ -370,8 +370,8 @@ def _of_gradients(plan: Plan, per_update: int) -> str:
     if plan.window:
         each = "; at each epoch's end every node's weights, and their mean" if plan.window_leaders else ""
         return f"no gradient is sent: workers report the gradients that they have applied{each}"
-    relays = [i for i, role in enumerate(plan.roles) if role.kind == TREE_SERVER and role.parent == plan.server]
-    if not relays:
+    relays = [i for i, role in enumerate(plan.roles) if role.kind_traits.relays and role.parent == plan.server]
+    if not relays or plan.max_gradients_per_message == 1:
         return "a message carries 1 gradient"
     stands_for = {min(per_update, plan.learners_below(role)) for role in relays}
     gradients = f"{_either(stands_for)} gradient{_s(max(stands_for))}"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rudra.core.digest import digest_of, sample
 from rudra.errors import CheckpointError, ResultsError
 from rudra.job.job import Job
+from rudra.job.table import tables_in
 from rudra.job.tables import PLACEMENT_RULES
 from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
@@ -22,13 +23,10 @@ from rudra.results.reader import Results, open_results
 Tables = Mapping[str, Any]
 """Job as plain values: table -> key -> value."""
 
-_INDIFFERENT = ("name", "simulation", "fault_tolerance", "results", "hooks", "study")
-"""Tables and keys of a job that do not change the weights."""
-
-DECISIVE_LISTS = ("changes",)
+DECISIVE_LISTS = tuple(name for name, kind, several in tables_in(Job) if kind.decides_weights and several)
 """Lists of tables that change the weights. Each list is compared as a whole."""
 
-DECISIVE = tuple(name for name in Job.model_fields if name not in (*_INDIFFERENT, *DECISIVE_LISTS))
+DECISIVE = tuple(name for name, kind, several in tables_in(Job) if kind.decides_weights and not several)
 """Tables that change the weights, except the keys of `RESUME_MAY_CHANGE`."""
 
 RESUME_MAY_CHANGE = (

@@ -24,7 +24,6 @@ from rudra.job.job import Job
 from rudra.prepare.resolve import nodes_of
 from rudra.simulation.checked_run import TrialRows, timing, train
 from topologies import Plan
-from topologies.kinds import LEARNER
 
 SAMPLES = 4
 TRAINING_SAMPLES = 90
@@ -99,7 +98,7 @@ def check_epochs(rows: TrialRows) -> None:
 
 def carried(plan: Plan, role: int, c: int) -> int:
     """Returns the largest number of gradients in one message. A role waits until it has enough, then may have more."""
-    if plan.roles[role].kind == LEARNER:
+    if plan.roles[role].kind_traits.trains:
         return 1
     return min(plan.learners_below(role), c) - 1 + max(carried(plan, child, c) for child in plan.children[role])
 

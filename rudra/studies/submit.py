@@ -90,8 +90,8 @@ def plan(arguments: argparse.Namespace, overrides: Sequence[str]) -> tuple[Batch
     asked = bool(arguments.gpus) or any("gpu" in option for option in arguments.sbatch)
     if asked and job.cluster.device == "cpu":
         notes.append("GPUs are requested, but cluster.device is 'cpu'")
-    if not asked and job.cluster.device == "cuda":
-        notes.append("cluster.device is 'cuda', but no GPUs are requested; set --gpus")
+    if not asked and job.cluster.accelerated:
+        notes.append(f"cluster.device is '{job.cluster.device}', but no GPUs are requested; set --gpus")
     batch = BatchJob(
         about=f"{arguments.job} by {launcher}: {about}",
         command=("rudra", *argv),

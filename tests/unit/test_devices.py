@@ -3,14 +3,14 @@
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from rudra.compute.devices import CPU, agreed, of_rank
+from rudra.compute.devices import CPU, DEVICES, DeviceKind, agreed, here, of_rank, virtual_kind
 from rudra.compute.making import make_executors
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
@@ -18,6 +18,7 @@ from rudra.core.messages import Weights
 from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.job.tables import ClusterTable
 from rudra.simulation import checked_run
 from topologies import Plan
 from topologies import load as load_topology
@@ -47,6 +48,33 @@ def test_all_learners_compute_on_gpus_or_none(wanted: str, gpus: list[int], foun
     assert agreed(wanted, fitted([0, 0, 0, 0]), gpus, ["here"] * 4) == found
 
 
+def test_every_kind_of_device_has_a_name_in_jobs() -> None:
+    named = get_args(ClusterTable.model_fields["device"].annotation)
+    assert {*named} == {*DEVICES, "auto"}
+
+
+class Fpga(DeviceKind):
+    """A kind of device that only its entry in `DEVICES` makes known."""
+
+    noun = "FPGA"
+
+    def count(self) -> int:
+        return 2
+
+
+def test_a_kind_of_device_needs_only_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, places = fitted([0, 0, 0, 0]), [0, 0, 0, 0]
+    monkeypatch.setitem(DEVICES, "fpga", Fpga())
+    assert [here(wanted) for wanted in ("fpga", "cpu")] == [2, 0]
+    assert agreed("fpga", plan, [2] * 4, ["a"] * 4) == virtual_kind("fpga", window=False) == "fpga"
+    assert of_rank("fpga", 2, plan, places, 2) == CPU, "the device that it gives out"
+    with pytest.raises(ConfigError, match=r"device = 'fpga': torch sees no FPGA for learner 0 \(rank 2\) on a; "):
+        agreed("fpga", plan, [0] * 4, ["a"] * 4)
+    monkeypatch.setattr(Fpga, "count", lambda kind: 0)
+    with pytest.raises(ConfigError, match=r"device = 'fpga': torch sees no FPGA here; valid: cpu, auto"):
+        virtual_kind("fpga", window=False)
+
+
 def test_a_learner_without_a_gpu_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         agreed("cuda", fitted([0, 0, 1, 1]), [2, 2, 2, 0], ["a", "a", "b", "c"])
@@ -63,7 +91,7 @@ def test_workers_that_stay_on_the_cpu_need_no_gpu_and_take_none() -> None:
     assert agreed("cuda", plan, [0, 0, 0, 1, 0], ["a"] * 5, on_cpu) == "cuda"
     with pytest.raises(ConfigError, match="torch sees no GPU for learner 1 "):
         agreed("cuda", plan, [1, 1, 1, 0, 1], ["a"] * 5, on_cpu)
-    found = [of_rank(rank, plan, places, 2, on_cpu).type for rank in range(5)]
+    found = [of_rank("cuda", rank, plan, places, 2, on_cpu).type for rank in range(5)]
     assert found == ["cpu", "cuda", "cpu", "cuda", "cpu"]  # the statistics server tests on one
     plain = Job(cluster={"learners": 2})
     assert not plain.hogbatch.learners_on_cpu(plain.plan())
@@ -87,7 +115,7 @@ def test_learners_of_a_node_take_its_gpus_in_turn(
 ) -> None:
     plan = fitted(places, topology, TREE if topology == "adv" else None)
     kinds = [",".join(plan.roles[role].kind for role in plan.on_rank(rank)) for rank in range(len(places))]
-    found = [of_rank(rank, plan, places, gpus[rank]) for rank in range(len(places))]
+    found = [of_rank("cuda", rank, plan, places, gpus[rank]) for rank in range(len(places))]
     assert [device.index if device.type == "cuda" else None for device in found] == devices, kinds
 
 

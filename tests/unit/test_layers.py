@@ -91,6 +91,20 @@ def test_each_variant_of_a_role_has_a_state_machine_and_an_executor() -> None:
     assert MACHINES.keys() == EXECUTORS.keys() == {*Variant}
 
 
+def test_only_the_module_of_devices_knows_cuda() -> None:
+    knows = {
+        str(file.relative_to(ROOT))
+        for file in SOURCES
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
+        or (
+            isinstance(node, ast.Compare)
+            and any(isinstance(n, ast.Constant) and n.value == "cuda" for n in ast.walk(node))
+        )
+    }
+    assert knows == {"rudra/compute/devices.py"}
+
+
 def test_protocols_and_topologies_name_nothing_of_rudra_in_a_string() -> None:
     for file in (file for file in SOURCES if file.relative_to(ROOT).parts[0] in ("protocols", "topologies")):
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))

@@ -7,6 +7,8 @@ import pytest
 
 import protocols
 from protocols import Clock, Protocol
+from protocols.averaging import Elasticity
+from protocols.easgd import EASGD
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 
@@ -24,6 +26,20 @@ class Bounded(Protocol):
 
     def pull_granted(self, learner: int, timestamp: int, clock: Clock) -> bool:
         return clock.pushed[learner] - min(clock.pushed) <= self.ahead
+
+
+class Half(EASGD):
+    """An averaging rule whose default elasticity has a formula of its own."""
+
+    @classmethod
+    def usual_elasticity(cls, momentum: float | None = None) -> Elasticity:
+        return Elasticity("1/(2k)", lambda k: 1 / (2 * k))
+
+
+def test_an_averaging_rule_may_have_a_formula_of_its_own() -> None:
+    assert Half(4).elasticity == 1 / 8
+    assert "α = 1/(2k) = 0.125, before the step" in Half(4).text
+    assert {pair.elasticity for pair in protocols.pairs({"half": Half})} == {"1/(2k)"}
 
 
 def test_every_shipped_protocol_is_known() -> None:

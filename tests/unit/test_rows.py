@@ -23,6 +23,7 @@ from rudra.core.rows import dense_because
 from rudra.job.tables import OptimizerTable
 from rudra.report import topology
 from tests.unit.sparse_samples import WIDTH, Twice, compressed, job, matrix, write_samples
+from topologies.kinds import KINDS, TREE_SERVER
 
 FORM = RowFormat(5, 12, 3, 50)
 """5 floats before 12 rows of 3, 9 behind."""
@@ -153,6 +154,13 @@ def test_a_run_has_the_bits_of_one_with_flat_gradients(tables: dict[str, Any], t
             states.append(results.state_dict())
         assert rudra.replay(output).identical
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_kind_of_role_that_takes_no_rows_gets_whole_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = job(write_samples(tmp_path), True, topology={"name": "adv", "options": {"fan_out": 2}}).resolved(learners=3)
+    assert dense_because(run, run.plan()) == ""
+    monkeypatch.setitem(KINDS, TREE_SERVER, KINDS[TREE_SERVER]._replace(takes_rows=False))
+    assert dense_because(run, run.plan()) == "a tree server takes whole vectors"
 
 
 @pytest.mark.parametrize(

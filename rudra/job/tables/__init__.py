@@ -1,14 +1,15 @@
 """Tables of a job. They declare the description, the valid values and the default of every key.
 
-Unknown keys are refused with a list of the valid ones. `rudra.job.rules` has the rules for combinations of tables.
+Unknown keys are refused with a list of the valid ones. `rudra.job.fields` has the table of each name, and
+`rudra.job.rules` the rules for combinations of tables. Here are the names that other packages import.
 """
 
-from rudra.job.tables.averaging import AveragingTable, OuterTable
-from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable, PlacementTable, TopologyTable
-from rudra.job.tables.hogbatch import HogbatchTable, WorkersTable, kinds_of
+from rudra.job.tables.averaging import AveragingTable
+from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable
+from rudra.job.tables.hogbatch import HogbatchTable, kinds_of
 from rudra.job.tables.optimizer import OPTIMIZERS, WITH_MOMENTUM, OptimizerTable, ParameterGroup
-from rudra.job.tables.protocol import ArgumentsTable, ProtocolTable
-from rudra.job.tables.results import Hook, ResultsTable, StudyTable
+from rudra.job.tables.protocol import ArgumentsTable
+from rudra.job.tables.results import Hook
 from rudra.job.tables.training import AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
 
 __all__ = [
@@ -25,15 +26,8 @@ __all__ = [
     "Hook",
     "ModelTable",
     "OptimizerTable",
-    "OuterTable",
     "ParameterGroup",
-    "PlacementTable",
-    "ProtocolTable",
-    "ResultsTable",
-    "StudyTable",
     "TaskTable",
-    "TopologyTable",
     "TrainingTable",
-    "WorkersTable",
     "kinds_of",
 ]

@@ -166,6 +166,11 @@ class ClusterTable(Table):
         return value
 
     @property
+    def accelerated(self) -> bool:
+        """Whether learners compute on another device than the CPU. With "auto" this is not known yet."""
+        return self.device not in ("cpu", "auto")
+
+    @property
     def parts(self) -> tuple[float, ...]:
         """The shares as numbers. They are equal until they are measured."""
         return (1.0,) * (self.learners or 0) if self.shares == "auto" else self.shares
@@ -178,6 +183,8 @@ class ClusterTable(Table):
 
 class FaultToleranceTable(Table):
     """Reaction of a run to a dead, slow or stalled rank, and to a loss that is not finite."""
+
+    decides_weights = False
 
     non_finite_loss: Literal["stop", "warn"] = Field(
         "stop", description="stop the run or only warn if a loss is NaN or infinite"

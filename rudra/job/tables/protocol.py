@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocols import MODULATIONS
+from protocols import MODULATIONS, shipped
 from rudra.errors import unknown
 from rudra.job.table import Named, Table
 from rudra.plugins import CALLABLE
 from topologies import Plan
+
+_AVERAGE = [name for name, rule in shipped().items() if rule.averages]
 
 
 class ArgumentsTable(Table):
@@ -26,8 +28,9 @@ class ProtocolTable(Table):
 
     name: Named = Field(
         "softsync",
-        description="hardsync, softsync or async. hogbatch assigns samples to heterogeneous workers. average, diloco, "
-        "easgd and sma average replicas of the learners. Or your own, package.module:class",
+        description="hardsync, softsync or async. hogbatch assigns samples to heterogeneous workers. "
+        f"{', '.join(_AVERAGE[:-1])} and {_AVERAGE[-1]} average replicas of the learners. Or your own, "
+        "package.module:class",
     )
     n: int | None = Field(
         None,

@@ -20,6 +20,8 @@ _INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
 class ResultsTable(Table):
     """Contents of the result file, and interval of checkpoints."""
 
+    decides_weights = False
+
     minibatches: bool = Field(True, description="record the loss, error and times of every mini-batch")
     flush_s: float = Field(1.0, gt=0, description="seconds between flushes of the result file during the run")
     swmr: Literal["auto", "on", "off"] = Field(
@@ -85,6 +87,7 @@ class ResultsTable(Table):
 class Hook(Table):
     """Your own code, which a role calls at updates, at epochs or at the end (`rudra.core.hooks`)."""
 
+    decides_weights = False
     SHIPPED: ClassVar[dict[str, str]] = {name: f"rudra.results.logging_hooks:{name}" for name in ("csv", "tensorboard")}
 
     at: Literal["update", "epoch", "end"] = Field(description="moment of the call: update, epoch or end")
@@ -138,6 +141,8 @@ class Hook(Table):
 
 class StudyTable(Table):
     """Variants of the job that `rudra sweep` runs, and figure that `rudra report` draws from them."""
+
+    decides_weights = False
 
     title: str = Field("", description="heading of the report")
     figure: Literal["staleness", "test-error", "target", "tradeoff", "speed-up", "penalties", "workers", "table"] = (
