@@ -118,6 +118,7 @@ class Rank:
         arena: shared memory that holds the executors' buffers and that neighbours read.
         job: job that determines the buckets of gradients.
         places: node of every rank. By default all are on one node.
+        auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
 
     Attributes:
         comm: communicator of all ranks.
@@ -145,8 +146,9 @@ class Rank:
         arena: Arena | None = None,
         job: Job,
         places: Sequence[int] = (),
+        auto: int = 0,
     ) -> None:
-        self._job, self._places = job, places or [0] * comm.size
+        self._job, self._places, self._auto = job, places or [0] * comm.size, auto
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
         self.apart = False
@@ -176,7 +178,7 @@ class Rank:
         self._state_tag = partial(tags.tag, channel=STATES)
         self._saver = CheckpointThread(checkpoints, self._work, StateTransfer(comm, plan, self._state_tag))
         library = library_comm(comm, plan, machines)
-        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job)
+        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job, auto)
         self._reductions.renew(plan, machines, library)
         if any(plan.traits(role).overlaps for role in machines):  # transfers run in parallel with computation
             self._traffic.start_threads()
@@ -198,7 +200,7 @@ class Rank:
 
     @property
     def _pushing(self) -> Pushing:
-        return Pushing.on(self._places, self._job, self.plan)
+        return Pushing.on(self._places, self._job, self.plan, self._auto)
 
     @property
     def lost(self) -> set[int]:

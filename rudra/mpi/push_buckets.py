@@ -49,16 +49,18 @@ class Pushing:
         job: job that determines the buckets.
         plan: role assignment.
         node: node of every role.
+        auto: number of elements of a bucket that the ranks chose.
     """
 
     job: Job
     plan: Plan
     node: Sequence[int]
+    auto: int
 
     @classmethod
-    def on(cls, places: Sequence[int], job: Job, plan: Plan) -> "Pushing":
+    def on(cls, places: Sequence[int], job: Job, plan: Plan, auto: int) -> "Pushing":
         """Returns the rule for ranks whose nodes are `places`."""
-        return cls(job, plan, [places[role.world_rank] for role in plan.roles])
+        return cls(job, plan, [places[role.world_rank] for role in plan.roles], auto)
 
     def senders(self, owner: int) -> tuple[int, ...]:
         """Returns the learners that push large gradients to a role in buckets."""
@@ -72,7 +74,7 @@ class Pushing:
             size: number of elements that it takes of a gradient.
             parameters: number of parameters among them.
         """
-        return push_parts(self.job, size, parameters, len(self.senders(owner)))
+        return push_parts(self.job, size, parameters, self.auto, len(self.senders(owner)))
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ class Reductions:
         doorbell: doorbell of this rank.
         arena: memory that neighbours read.
         job: job that determines the buckets.
+        auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
 
     Attributes:
         of_groups: group -> part of this rank in the group's reductions.
@@ -40,9 +41,10 @@ class Reductions:
         doorbell: Doorbell,
         arena: Arena,
         job: Job,
+        auto: int,
     ) -> None:
         self._comm, self._executors, self._tag = comm, executors, tag
-        self._doorbell, self._arena, self._job = doorbell, arena, job
+        self._doorbell, self._arena, self._job, self._auto = doorbell, arena, job, auto
         self.of_groups: dict[int, GroupReduction] = {}
 
     def renew(self, plan: Plan, roles: Collection[int], library: MPI.Comm | None = None) -> None:
@@ -66,7 +68,7 @@ class Reductions:
         self, plan: Plan, members: Sequence[int], tag: int, executor: Executor, library: MPI.Comm | None
     ) -> GroupReduction:
         ranks = {i: plan.roles[i].world_rank for i in members}
-        bucket = bucket_size(self._job, executor.size) if in_buckets(self._job, plan, members) else 0
+        bucket = bucket_size(self._job, executor.size, self._auto) if in_buckets(self._job, plan, members) else 0
         return GroupReduction(
             self._comm,
             ranks,

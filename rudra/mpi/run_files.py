@@ -65,6 +65,7 @@ class RunFiles:
         statistics: Machine | None,
         info: DataInfo,
         data: NodeData,
+        buckets: Mapping[str, Any],
         progress: dict[str, Any],
     ) -> None:
         """Creates the files. All ranks call this together.
@@ -76,6 +77,7 @@ class RunFiles:
             statistics: machine of the statistics server, on its rank, or None on other ranks.
             info: description of the data.
             data: data of this rank.
+            buckets: attributes of the result file about buckets of gradients.
             progress: keyword arguments `mode` and `columns` of the progress bar.
         """
         (written, plan), comm = resolved, ranks.comm
@@ -100,7 +102,7 @@ class RunFiles:
             return
         machines = {name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]}
         why = {"replayable": False, "not_replayable": data.unrepeatable} if data.unrepeatable else {}
-        found = {"hosts": hosts, **machines, "data_fingerprints": json.dumps(data.plain_prints), **why}
+        found = {"hosts": hosts, **machines, **buckets, "data_fingerprints": json.dumps(data.plain_prints), **why}
         with self._carried(statistics, written, plan) as before:
             self._create(resolved, executors[plan.statistics], info, before, digest, signature, found)
         self._before = None if before is None else before.learners

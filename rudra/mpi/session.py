@@ -214,6 +214,7 @@ class _Session:
             arena=setup.arena,
             job=setup.job,
             places=setup.places,
+            auto=setup.auto,
         )
 
     def _serve(self, rank: Rank) -> int:

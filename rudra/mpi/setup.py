@@ -19,6 +19,7 @@ from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
+from rudra.core.buckets import Network, auto_size, pairs_of_nodes
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
@@ -28,6 +29,7 @@ from rudra.log import log
 from rudra.mpi.arena import Arena
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.malloc import give_back_freed_memory, keep_freed_memory
+from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.mpi.node_data import NodeData
 from rudra.mpi.push_buckets import Pushing
 from rudra.mpi.run_files import RunFiles
@@ -38,6 +40,7 @@ from rudra.prepare.phases import phases_of
 from rudra.prepare.resolve import ResolvedJob, settle
 from rudra.prepare.start import StartDecision
 from rudra.results import checkpoint
+from rudra.results.recorder import about_buckets
 from rudra.results.warm_start import final_weights
 from rudra.roles import Machine, make_in_phase
 from topologies import Plan
@@ -66,6 +69,7 @@ class RankSetup:
         arena: shared memory that holds the executors' buffers and that neighbours read.
         files: files of the run.
         places: node of every rank.
+        auto: number of elements of a bucket that the ranks chose. 0: none.
     """
 
     phases: Phases
@@ -85,6 +89,8 @@ class RankSetup:
         self.executors: dict[int, Executor] = {}
         self.arena = Arena()
         self.files = RunFiles(start)
+        self.auto = 0
+        self._network: Network | None = None
         self._ranks, self._start, self._device = ranks, start, device
 
     @property
@@ -103,7 +109,8 @@ class RankSetup:
         """
         measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
         data = (self._load, lambda: self._data.share(), self._compare_data, self._settle, self._take_settled)
-        ready = (self._build, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
+        network = (self._build, self._test_network, self._choose_buckets)
+        ready = (*network, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
         for step in (*data, *measured, *ready):
             error = self._ranks.agree(step)
             if error is not None:
@@ -195,6 +202,30 @@ class RankSetup:
             alone = self.job.cluster.threads_per_rank == 1
             executor.lazy_average = executor.row_format is None and executor.size > CHUNK and alone
 
+    def _test_network(self) -> None:
+        """Measures the network between the nodes that exchange gradients, if this decides the size of buckets."""
+        pairs = {
+            pair
+            for phase in self.phases
+            for pair in pairs_of_nodes(
+                phase.job, phase.plan, [self.places[role.world_rank] for role in phase.plan.roles]
+            )
+        }
+        self._pairs = in_turns(pairs, self.places)
+        self._network = measure(self._ranks, self._pairs)
+
+    def _choose_buckets(self) -> None:
+        """Adopts the size of buckets that rank 0 chooses for the slowest network."""
+        if not self._pairs:
+            return
+        learning = (executor for role, executor in self.executors.items() if self.plan.traits(role).trains)
+        mine = self._network, max((executor.size for executor in learning), default=0)
+        found, chosen = self._ranks.comm.gather(mine), None
+        if found is not None:
+            network = worst([its for its, _ in found if its is not None])
+            chosen = network, auto_size(network, max(size for _, size in found))
+        self._network, self.auto = self._ranks.comm.bcast(chosen)
+
     def _restore(self) -> None:
         """Allocates the memory for training, and restores the state from a checkpoint if there is one."""
         give_back_freed_memory()  # memory from building the model
@@ -239,7 +270,7 @@ class RankSetup:
 
     def _gradients_in_buckets(self, role: int, executor: Executor) -> int:
         """Returns the number of learners whose gradients come in buckets to a role."""
-        rule = Pushing.on(self.places, self.job, self.plan)
+        rule = Pushing.on(self.places, self.job, self.plan, self.auto)
         return len(rule.senders(role)) if rule.parts(role, executor.size, executor.parameters) else 0
 
     def _share_window(self) -> None:
@@ -271,7 +302,8 @@ class RankSetup:
     def _open(self, progress: dict[str, Any]) -> None:
         """Creates the files."""
         settled, statistics = ResolvedJob(self.job, self.plan), self.machines.get(self.plan.statistics)
-        self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, progress)
+        buckets = about_buckets(self._network, self.auto)
+        self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, buckets, progress)
 
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """Creates a role for a restart. A role that updates weights restores the checkpoint just written."""

@@ -2,8 +2,9 @@
 
 from rudra.core.buckets import MOST
 
-FAILURE_TAG, CLOCK_TAG, REGROUP_TAG, STANDSTILL_TAG, FIRST_TAG = range(5)
-"""Tags of failures, clock readings, regrouping (dead ranks and new position) and waits, and the first tag of roles."""
+FAILURE_TAG, CLOCK_TAG, REGROUP_TAG, STANDSTILL_TAG, NETWORK_TAG, FIRST_TAG = range(6)
+"""Tags of failures, clock readings, regrouping (dead ranks and new position), waits and measurements of the network,
+and the first tag of roles."""
 
 CONTROL, GRADIENTS, WEIGHTS, AVERAGES, STATES, PUSHES, REDUCTIONS = range(7)
 """Channels of each role. Their tags begin at `FIRST_TAG`. A tensor's tag also depends on how often the roles have

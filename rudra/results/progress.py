@@ -225,6 +225,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("updates", f"{summary['updates']:,}"),
         ("gradients", ", ".join([f"{summary['gradients']:,} applied", *unused])),
         ("staleness", staleness),
+        ("buckets", f"{size / 1e6:.3g} MB" if (size := summary["bucket_bytes"]) else ""),
         ("weights", (summary["weights_sha256"] or "")[:16]),
     ]
 

@@ -17,6 +17,7 @@ import torch
 from rudra import plugins
 from rudra.compute.flat import sha256
 from rudra.compute.statedict import StateEntry
+from rudra.core.buckets import Network
 from rudra.core.events import Finish, Record, StoreEpochWeights, TableName
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
@@ -79,6 +80,9 @@ ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs
     "classes": "number of classes of the data",
     "started": "when the run started, in UTC",
     "hosts": "host of each rank",
+    "bucket_bytes": 'size of a bucket of gradients that `cluster.buckets = "auto"` chose; 0: none',
+    "network_latency_s": "time of a small message between nodes, from which it was chosen; missing if not measured",
+    "network_bytes_per_s": "bandwidth between nodes, from which it was chosen; missing if not measured",
     "initial_weights_sha256": "SHA-256 of the initial weights",
     "processor": "processor of the ranks",
     "cpu_capability": "vector instructions that torch used",
@@ -263,6 +267,19 @@ def attributes(
         **arithmetic(),
         **extra,
     }
+
+
+def about_buckets(network: Network | None, auto: int) -> dict[str, Any]:
+    """Returns the attributes about buckets.
+
+    Args:
+        network: Network between nodes. None: it was not needed.
+        auto: Number of elements of a bucket that was chosen. 0: none.
+    """
+    found: dict[str, Any] = {"bucket_bytes": 4 * auto}
+    if network is not None:
+        found |= {"network_latency_s": network.latency_s, "network_bytes_per_s": network.bytes_per_s}
+    return found
 
 
 def arithmetic() -> dict[str, str]:

@@ -46,6 +46,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "learners": attributes.get("learners"),
         **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, updates, epochs),
         "minibatch_size": attributes.get("minibatch_size"),
+        "bucket_bytes": attributes.get("bucket_bytes"),  # missing in older files
         "changes": _changes(results),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),

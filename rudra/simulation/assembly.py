@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from rudra import roles
-from rudra.core.buckets import count_of, push_count
+from rudra.core.buckets import Network, auto_size, count_of, push_count
 from rudra.core.events import Save
 from rudra.core.layout import Placed
 from rudra.core.phases import Phases, phase_at
@@ -54,12 +54,31 @@ def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> 
         if at_epoch not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
             about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
-            about["buckets"] = lambda members, part: count_of(job, plan, round(size_bytes * part) // 4, members)
-            about["pushes"] = partial(push_count, job, plan, size_bytes // 4)
+            auto = auto_of(job, plan, size_bytes // 4, placed)
+            about["buckets"] = lambda members, part: count_of(job, plan, round(size_bytes * part) // 4, auto, members)
+            about["pushes"] = partial(push_count, job, plan, size_bytes // 4, auto)
             known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
         return known[at_epoch]
 
     return price
+
+
+def network_of(job: Job) -> Network:
+    """Returns the network between nodes in virtual time."""
+    return Network(job.simulation.latency_s, job.simulation.bandwidth_bytes_per_s)
+
+
+def auto_of(job: Job, plan: Plan, size: int, placed: Placed | None) -> int:
+    """Returns the number of elements of a bucket that ranks would choose on the job's network.
+
+    Args:
+        job: Resolved job with its cost file read.
+        plan: Role assignment.
+        size: Number of elements of the weights.
+        placed: How the model is divided between learners and a stage server.
+    """
+    front = 1.0 if plan.stage is None or placed is None else placed.front
+    return auto_size(network_of(job), round(size * front))
 
 
 def assemble(

@@ -13,19 +13,22 @@ from typing import Any
 from rudra.compute import devices
 from rudra.compute.executor import torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
+from rudra.core.buckets import pairs_of_nodes
 from rudra.core.wire import tail_bytes
 from rudra.data.fingerprint import REPEATABLE, Fingerprint, plain, unrepeatable
 from rudra.data.load import load
 from rudra.errors import Interrupted
+from rudra.job.job import Job
 from rudra.job.simulation import DEFAULTS
 from rudra.log import log
 from rudra.prepare.resolve import ResolvedJob, settle
 from rudra.results import checkpoint
 from rudra.results.progress import Progress
-from rudra.results.recorder import Recorder, make_writer
-from rudra.simulation.assembly import assemble
-from rudra.simulation.cluster import make_cluster, without_tensors
+from rudra.results.recorder import Recorder, about_buckets, make_writer
+from rudra.simulation.assembly import assemble, auto_of, network_of
+from rudra.simulation.cluster import SimulatedCluster, make_cluster, without_tensors
 from rudra.simulation.costs import expected_shares
+from topologies import Plan
 
 
 def simulate(
@@ -75,6 +78,7 @@ def simulate(
             **_of_data(cluster.fingerprints),
             classes=cluster.info.classes,
             hosts=[socket.gethostname()],
+            **_of_buckets(job, plan, cluster),
         )
         checkpoint.discard(checkpoint.path_of(path), kept=True)  # checkpoint of a run that this one replaces
         with writer:
@@ -97,6 +101,13 @@ def simulate(
                         executor.close()
             finally:
                 shown.close()
+
+
+def _of_buckets(job: Job, plan: Plan, cluster: SimulatedCluster) -> dict[str, Any]:
+    """Returns attributes of the result file about buckets of gradients."""
+    nodes = plan.nodes(near=job.simulation.servers_on_first_node)
+    needed = pairs_of_nodes(job, plan, nodes)
+    return about_buckets(network_of(job), auto_of(job, plan, cluster.size, cluster.placed) if needed else 0)
 
 
 def _of_data(found: Mapping[str, Fingerprint]) -> dict[str, Any]:

@@ -309,6 +309,36 @@ def train_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], 
     return {}
 
 
+def slow_network(ranks: list[int]) -> Any:
+    """The slowest network that one of these ranks says that it has."""
+    from rudra.core.buckets import Network
+
+    return Network(1e-6 * (1 + max(ranks)), 1e6 / (1 + max(ranks)))
+
+
+def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
+    """As `train_on_nodes`; where a path says so, ranks say that their network is slow. Returns what each chose."""
+    from rudra.bench.ranks import rest, train
+    from rudra.mpi import session, setup
+
+    chosen, plain, measure = [], session.Rank, setup.measure
+
+    def made(*about: Any, auto: int, **more: Any) -> Any:
+        chosen.append(auto)
+        return plain(*about, auto=auto, **more)
+
+    def slow(ranks: Any, pairs: Any) -> Any:
+        measure(ranks, pairs)
+        return slow_network([ranks.comm.rank]) if any(ranks.comm.rank in pair for pair in pairs) else None
+
+    session.Rank = made  # type: ignore[misc, assignment]
+    for path, (nodes, job) in jobs.items():
+        setup.measure = slow if "slow" in path else measure
+        train(job, Path(path), on_nodes(comm, nodes)).close()
+        rest(comm)
+    return dict(zip(jobs, chosen, strict=True))
+
+
 def on_nodes(comm: Any, nodes: list[int]) -> Any:
     """The communicator, as if its ranks were on these nodes."""
     from mpi4py import MPI
@@ -320,23 +350,26 @@ def on_nodes(comm: Any, nodes: list[int]) -> Any:
     return OnNodes(comm)
 
 
-def launch_on_nodes(nodes: list[int]) -> None:
-    """Lets the ranks that this process launches be as if on these nodes."""
+def launch_on_nodes(nodes: list[int], dies: int | None = None) -> None:
+    """Lets the ranks that this process launches be as if on these nodes. One may die while it measures the network."""
     from rudra.mpi import launch
 
     plain = launch.launch
 
     def launched(*about: Any, payload: dict[str, Any], **more: Any) -> Any:
-        return plain(*about, payload=partial(run_on_nodes, nodes, payload), **more)
+        return plain(*about, payload=partial(run_on_nodes, nodes, payload, dies), **more)
 
     launch.launch = launched
 
 
-def run_on_nodes(nodes: list[int], payload: dict[str, Any]) -> int:
+def run_on_nodes(nodes: list[int], payload: dict[str, Any], dies: int | None = None) -> int:
     from mpi4py import MPI
 
+    from rudra.mpi import network_test
     from rudra.mpi.session import run_ranks
 
+    if MPI.COMM_WORLD.rank == dies:
+        network_test._answer = network_test._round_trip_s = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     return run_ranks(**payload, comm=on_nodes(MPI.COMM_WORLD, nodes))[0]
 
 

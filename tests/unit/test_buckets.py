@@ -1,5 +1,7 @@
 """Buckets of a gradient: their sizes, when a model reports them, what virtual time makes of them, and refusals."""
 
+import itertools
+import math
 import random
 import tempfile
 from itertools import pairwise
@@ -8,12 +10,30 @@ from typing import Any
 
 import pytest
 import torch
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rudra
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import ALIGNED, MOST, FinalParts, bucket_size, count_of, parts, push_parts, pushing, text_of
+from rudra.core.buckets import (
+    ALIGNED,
+    LEAST,
+    MOST,
+    FinalParts,
+    Network,
+    auto_size,
+    bucket_size,
+    count_of,
+    pairs_of_nodes,
+    parts,
+    push_count,
+    push_parts,
+    pushing,
+    text_of,
+)
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
@@ -34,9 +54,9 @@ def groups(buckets: Any = "auto", nodes: int = 4, **tables: Any) -> Job:
 @pytest.mark.parametrize(
     ("buckets", "size", "elements"),
     [
-        ("auto", 125_000, 0),  # no more than one
-        ("auto", 125_024, 125_008),
-        ("auto", 4 * MILLION, 250_000),  # a 16th
+        ("auto", 65_535, 65_535),  # of a server that takes a part of a gradient
+        ("auto", 65_537, 65_536),
+        ("auto", 100 * MILLION, 65_536),
         ("off", 100 * MILLION, 0),
         (1.0, 4 * MILLION, 250_000),
         (0.001, 2000, 256),
@@ -45,7 +65,66 @@ def groups(buckets: Any = "auto", nodes: int = 4, **tables: Any) -> Job:
     ],
 )
 def test_size_of_a_bucket(buckets: Any, size: int, elements: int) -> None:
-    assert bucket_size(groups(buckets), size) == elements
+    assert bucket_size(groups(buckets), size, 65_536) == elements
+
+
+GBIT = 1.2e8
+"""Bytes per second of a link of 1 Gbit/s."""
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "megabytes", "bucket_mb", "count"),
+    [
+        # A bucket has a fixed time of 0.2 ms, in which 24 kB cross the link. Ten times this is the smallest bucket.
+        (1e-4, GBIT, 0.48, 0, 0),
+        (1e-4, GBIT, 0.4805, 0.24, 3),
+        (1e-4, GBIT, 1.9, 0.24, 8),
+        (1e-4, GBIT, 4.32, 0.322, 14),  # √(0.024 · 4.32)
+        (1e-4, GBIT, 21.6, 0.72, 30),
+        (1e-4, GBIT, 216, 216 / 62, 62),  # not more than MOST
+        # At ten times the bandwidth 0.24 MB cross the link in this time.
+        (1e-4, 10 * GBIT, 4.8, 0, 0),
+        (1e-4, 10 * GBIT, 21.6, 2.4, 9),
+        (1e-4, 10 * GBIT, 216, 7.2, 30),
+        # Without latency only the rank's own time counts.
+        (0.0, GBIT, 21.6, 0.509, 43),
+        (0.0, 100 * GBIT, 21.6, 0, 0),
+        (1e-5, 1e10, 100, 11, 10),
+        # A slow network: small models gain, too. A distant one: its latency costs more than it hides.
+        (1e-3, GBIT / 100, 0.4, 0.023, 18),
+        (5e-2, GBIT, 21.6, 0, 0),
+        (0.0, 1e300, 21.6, 0, 0),
+    ],
+)
+def test_the_size_that_suits_a_network(
+    latency_s: float, bytes_per_s: float, megabytes: float, bucket_mb: float, count: int
+) -> None:
+    size = round(megabytes * 1e6 / 4)
+    found = auto_size(Network(latency_s, bytes_per_s), size)
+    assert 4e-6 * found == pytest.approx(bucket_mb, rel=0.01)
+    assert found % ALIGNED == 0
+    assert (math.ceil(size / found) if found else 0) == count
+
+
+NETWORKS = st.builds(Network, st.floats(0, 1), st.floats(1e3, 1e12))
+SIZES = st.integers(1, 10**9)
+
+
+@cases(400)
+@given(network=NETWORKS, size=SIZES, factor=st.floats(1, 100))
+def test_a_bucket_grows_with_latency_and_bandwidth_and_with_the_gradient_until_there_are_none(
+    network: Network, size: int, factor: float
+) -> None:
+    found = auto_size(network, size)
+    if found:
+        assert LEAST <= len(parts(size, size, found)) < MOST
+        assert auto_size(network, round(size * factor)) >= found
+        assert auto_size(network, max(1, round(size / factor))) <= found
+    for other in (
+        network._replace(latency_s=network.latency_s * factor),
+        network._replace(bytes_per_s=network.bytes_per_s * factor),
+    ):
+        assert not (its := auto_size(other, size)) or its >= found > 0
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -53,7 +132,7 @@ def test_parts_are_the_vector_and_the_last_parameters_come_first(seed: int) -> N
     chance = random.Random(seed)
     parameters = chance.randint(1, 10_000)
     size = parameters + chance.choice([0, 1, 700])
-    bucket = bucket_size(groups(chance.uniform(0.001, 0.05)), size)
+    bucket = bucket_size(groups(chance.uniform(0.001, 0.05)), size, 0)
     found = parts(size, parameters, bucket)
     assert sorted(i for part in found for i in range(part.start, part.stop)) == list(range(size))
     assert len(found) <= MOST
@@ -155,10 +234,11 @@ def test_a_gradient_that_grows_after_it_was_final_is_refused() -> None:
 @pytest.mark.parametrize(
     ("bandwidth", "compute_s", "seconds"),
     [
-        # 4 members, 16 MB: each sends 3/4 twice. The backward pass is 2/3 of a gradient, and 1/16 comes after it.
-        (12e6, 1.2, 2.0 - 0.8 * 15 / 16),
-        (12e6, 12.0, 2.0 / 16),  # only the last bucket is left
-        (12e9, 1.2, 0.002 / 16),
+        # 4 members, 16 MB: each sends 3/4 twice. The backward pass is 2/3 of a gradient, and 1/62 comes after it.
+        (12e6, 1.2, 2.0 - 0.8 * 61 / 62),
+        (12e6, 12.0, 2.0 / 62),  # only the last bucket is left
+        (12e8, 1.2, 0.02 / 12),
+        (12e9, 1.2, 0.002),  # without buckets
     ],
 )
 def test_virtual_time_hides_the_reduction_in_the_backward_pass(
@@ -176,20 +256,20 @@ def test_virtual_time_hides_the_reduction_in_the_backward_pass(
 @pytest.mark.parametrize(
     ("job", "count"),
     [
-        (groups(), 16),
+        (groups(), 20),
         (groups("off"), 1),
         (groups(nodes=1), 1),
         (groups(nodes=1, cluster={"node_memory": False}), 1),
         (groups(1.0, nodes=1, cluster={"node_memory": False}), 16),
         (groups(1.0, nodes=1), 16),
-        (groups(topology={"name": "groups", "options": {"reduction": "nodes"}}, nodes=2), 16),
-        (groups(topology={"name": "groups", "options": {"reduction": "mpi"}}), 16),
+        (groups(topology={"name": "groups", "options": {"reduction": "nodes"}}, nodes=2), 20),
+        (groups(topology={"name": "groups", "options": {"reduction": "mpi"}}), 20),
         (groups(protocol={"name": "average"}, topology={"name": "replicas"}), 1),
     ],
 )
 def test_buckets_are_for_gradients_that_cross_a_network(job: Job, count: int) -> None:
     plan = job.plan(nodes_of(job))
-    assert count_of(job, plan, 4 * MILLION, plan.learners) == count
+    assert count_of(job, plan, 4 * MILLION, 200_000, plan.learners) == count
     assert bool(text_of(job, plan)) == (count > 1)
 
 
@@ -235,12 +315,31 @@ def test_learners_of_other_nodes_push_in_buckets_what_becomes_final_in_parts(job
 
 
 @pytest.mark.parametrize(
+    ("job", "pairs"),
+    [
+        (groups(nodes=3), {(0, 1), (0, 2), (1, 2)}),
+        (groups(nodes=1), set()),
+        (groups(1.0, nodes=3), set()),
+        (groups("off", nodes=3), set()),
+        (served(), {(0, 1), (0, 2)}),
+        (served(topology=SHARDS), {(0, 1), (0, 2), (1, 2)}),  # the second server is on node 1
+        (served(4.0), set()),
+    ],
+)
+def test_the_network_between_nodes_that_exchange_gradients_decides_the_size(
+    job: Job, pairs: set[tuple[int, int]]
+) -> None:
+    plan = job.plan(nodes_of(job))
+    assert pairs_of_nodes(job, plan, plan.nodes(near=True)) == pairs
+
+
+@pytest.mark.parametrize(
     ("buckets", "size", "senders", "count"),
     [
-        ("auto", 4 * MILLION, 3, 17),  # and the last elements, which become final at the end
-        ("auto", 100_000, 3, 0),
+        ("auto", 4 * MILLION, 3, 3),  # and the last elements, which become final at the end
+        ("auto", 100_000, 3, 2),
         ("auto", 4 * MILLION, 0, 0),
-        ("auto", 100 * MILLION, 2, 17),
+        ("auto", 100 * MILLION, 2, 51),
         ("auto", 100 * MILLION, 3, 0),  # 1.2 GB
         (10.0, 100 * MILLION, 3, 41),
     ],
@@ -248,22 +347,37 @@ def test_learners_of_other_nodes_push_in_buckets_what_becomes_final_in_parts(job
 def test_a_server_holds_a_gigabyte_of_gradients_in_buckets_at_most_unless_a_job_says_more(
     buckets: Any, size: int, senders: int, count: int
 ) -> None:
-    found = push_parts(served(buckets), size, size - 10, senders)
+    found = push_parts(served(buckets), size, size - 10, 2 * MILLION, senders)
     assert len(found) == count
     assert sorted(i for part in found for i in (part.start, part.stop))[:: 2 * count - 1] == [0, size][: 2 * count]
+
+
+def test_the_count_is_that_of_whole_gradients_where_servers_take_parts() -> None:
+    """Of all buckets only the last one is pushed after the backward pass."""
+    for shards, more in itertools.product((1, 2, 40), ({}, {"placement": {"cut": 1}})):
+        topology = {"name": "sharded", "options": {"shards": shards}} if shards > 1 else {"name": "base"}
+        job = served(topology=topology, **more)
+        plan = job.plan(nodes_of(job))
+        owners, front = plan.front_owners if shards > 1 else [plan.server], 0.5 if more else 1.0
+        counts = [
+            push_count(job, plan, 4 * MILLION, 200_000, plan.nodes(near=True), owner, front / len(owners))[1]
+            for owner in owners
+        ]
+        assert counts == [max(round(20 * front), shards)] * len(owners)
+    assert push_count(job, plan, 4 * MILLION, 0, plan.nodes(near=True), plan.server, 1.0) == ((), 1)
 
 
 @pytest.mark.parametrize(
     ("seconds", "sharing", "whole_s", "push_s"),
     [
         # 16 MB each way in `seconds`, for two learners on nodes of their own, and a server. A gradient takes 1.2 s, its
-        # backward pass 0.8 s, of which 15/16 hide the pushes. In turns, the second learner gets weights, computes and
-        # pushes while the first one already computes again.
-        (0.1, "turns", 0.1, 0.1 / 16),
-        (0.3, "turns", 0.3, 0.3 / 16),
-        (1.0, "turns", 1.0, 1.0 - 0.75),
-        (1.0, "equal", 2.0, 2.0 - 0.75),
-        (0.3, "equal", 0.6, 2 * 0.3 / 16),
+        # backward pass 0.8 s, which hides the pushes of all 32, 55 or 62 buckets except the last. In turns, the second
+        # learner gets weights, computes and pushes while the first one already computes again.
+        (0.1, "turns", 0.1, 0.1 / 32),
+        (0.3, "turns", 0.3, 0.3 / 55),
+        (1.0, "turns", 1.0, 1.0 - 0.8 * 61 / 62),
+        (1.0, "equal", 2.0, 2.0 - 0.8 * 61 / 62),
+        (0.3, "equal", 0.6, 2 * 0.3 / 55),
     ],
 )
 def test_virtual_time_hides_pushes_in_the_backward_pass(
@@ -284,7 +398,11 @@ def test_virtual_time_hides_pushes_in_the_backward_pass(
             tempfile.TemporaryDirectory() as name,
             rudra.simulate(job, output=Path(name, "run.h5"), progress="quiet") as results,
         ):
-            time_s = results.updates["time_s"]
+            time_s, its = results.updates["time_s"], results.attributes
+        network = Network(its["network_latency_s"], its["network_bytes_per_s"])
+        assert network == (0.0, 16e6 / seconds)
+        chosen = auto_size(network, 4 * MILLION) if buckets == "auto" else 0
+        assert its["bucket_bytes"] == pytest.approx(4 * chosen, rel=0.01)
         step_s[buckets] = time_s[-1] - time_s[-2]
     rest_s = 1.2 + 2 * seconds
     assert step_s == pytest.approx({"auto": rest_s + push_s, "off": rest_s + whole_s}, rel=0.02)

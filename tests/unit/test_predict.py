@@ -49,7 +49,8 @@ def test_one_learner_takes_the_sum_of_all_parts() -> None:
     assert sum(found.shares.values()) == pytest.approx(1)
     assert found.shares["compute"] == pytest.approx(0.01 / step_s, rel=1e-3)
     assert found.shares["push"] == pytest.approx((TRANSFER_S + 1e-5) / step_s, rel=1e-2)
-    in_buckets = predict(job(), known=KNOWN)
+    assert predict(job(), known=KNOWN).epoch_s == found.epoch_s, "too small for buckets on this network"
+    in_buckets = predict(job().with_(cluster={"buckets": 0.5}), known=KNOWN)
     assert in_buckets.epoch_s == pytest.approx(SAMPLES / 10 * (step_s - TRANSFER_S / 2), rel=1e-3), "a half"
 
 

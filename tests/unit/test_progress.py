@@ -173,6 +173,15 @@ def test_summary_table_of_a_running_run(tmp_path):
     assert re.search(r"running \(or killed; last written 2:0\d min ago\)$", title)
 
 
+@pytest.mark.parametrize(("size_bytes", "line"), [(721_664, "  buckets        0.722 MB"), (0, None)])
+def test_summary_table_has_the_chosen_size_of_buckets(tmp_path, size_bytes, line):
+    write_run(tmp_path / "run.h5", updates=3, epochs=1, staleness=0, bucket_bytes=size_bytes)
+    with open_results(tmp_path / "run.h5") as results:
+        assert results.summary()["bucket_bytes"] == size_bytes
+        lines = summary_table(results.summary()).splitlines()
+    assert [found for found in lines if "buckets" in found] == [line] * (line is not None)
+
+
 def test_metrics_that_are_shares_are_written_as_errors_are(tmp_path):
     write_run(tmp_path / "run.h5", updates=20, epochs=2, staleness=1)
     with open_results(tmp_path / "run.h5") as results:

@@ -88,7 +88,8 @@ nodes:
 7 ranks: 1 parameter server, 1 statistics server, 5 learners (λ); 2 workers of the protocol, \
 groups of 2 to 3 learners (k)
 1 gradient per update (c); a message carries the mean over a group's 2 to 3 gradients
-gradients: averaged during the backward pass, in buckets of at least 0.5 MB
+gradients: averaged during the backward pass unless they are small, in buckets chosen at the start of the run from \
+the network's latency and bandwidth
 shared memory: ranks 0, 1 on a node of its own; ranks 2 to 4 on node 0; ranks 5, 6 on node 1"""
 
 ALLREDUCE = """\
