@@ -4,7 +4,7 @@ The network between two nodes is measured for at most 50 ms or so, on a link of 
 """
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 import numpy as np
@@ -18,8 +18,9 @@ from rudra.mpi.tags import NETWORK_TAG
 ROUND_TRIPS = 20
 """Number of small messages each way. The median counts, because other processes may delay some of them."""
 
-SIZES = (64 << 10, 512 << 10, 4 << 20)
-"""Sizes of large messages in bytes. The first ones prepare the connection."""
+SIZES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)
+"""Sizes of large messages in bytes. The first ones prepare the connection. The last one is for fast links. Some of these
+carry the first megabytes even faster."""
 
 LONG_S = 0.01
 """Time of a large message that is long enough, so that no larger one follows."""
@@ -37,7 +38,7 @@ def in_turns(pairs: Collection[tuple[int, int]], places: Sequence[int]) -> list[
     return [(places.index(first), places.index(second)) for first, second in ordered]
 
 
-def measure(ranks: JobRanks, pairs: Iterable[tuple[int, int]]) -> Network | None:
+def measure(ranks: JobRanks, pairs: Sequence[tuple[int, int]]) -> Network | None:
     """Measures the network between this rank and others.
 
     Args:
@@ -50,14 +51,14 @@ def measure(ranks: JobRanks, pairs: Iterable[tuple[int, int]]) -> Network | None
     Raises:
         RunError: another rank did not start within the job's limit.
     """
-    found = list[Network]()
+    found, memory = list[Network](), np.ones(SIZES[-1] if pairs else 0, np.uint8)
     for first, second in pairs:
         if ranks.comm.rank == first:
             _meet(ranks, second)
-            found.append(_network_to(ranks.comm, second))
+            found.append(_network_to(ranks.comm, second, memory))
         elif ranks.comm.rank == second:
             _meet(ranks, first)
-            _serve(ranks.comm, first)
+            _serve(ranks.comm, first, memory)
     return worst(found) if found else None
 
 
@@ -73,9 +74,8 @@ def _meet(ranks: JobRanks, other: int) -> None:
     ranks.wait(lambda: MPI.Request.Testall(begun), "to measure the network")
 
 
-def _network_to(comm: MPI.Comm, other: int) -> Network:
+def _network_to(comm: MPI.Comm, other: int, memory: npt.NDArray[np.uint8]) -> Network:
     """Measures the network to a rank that serves this one."""
-    memory = np.ones(SIZES[-1], np.uint8)
     latency_s = median(_round_trip_s(comm, other, memory[:0]) for _ in range(ROUND_TRIPS)) / 2
     for size in SIZES:
         comm.send(size, other, NETWORK_TAG)
@@ -86,9 +86,8 @@ def _network_to(comm: MPI.Comm, other: int) -> Network:
     return Network(latency_s, size / max(taken_s - 2 * latency_s, taken_s / 2))
 
 
-def _serve(comm: MPI.Comm, other: int) -> None:
+def _serve(comm: MPI.Comm, other: int, memory: npt.NDArray[np.uint8]) -> None:
     """Answers the messages of a rank that measures the network to this one."""
-    memory = np.ones(SIZES[-1], np.uint8)
     for _ in range(ROUND_TRIPS):
         _answer(comm, other, memory[:0])
     while size := comm.recv(None, other, NETWORK_TAG):
