@@ -90,10 +90,24 @@ class FinalParts:
                 yield self._ordered[place]
 
 
-def count_of(job: Job, plan: Plan, size: int, members: Sequence[int]) -> int:
-    """Returns the number of buckets of a group's gradients of `size` elements. 1: they are averaged as a whole."""
-    bucket = bucket_size(job, size) if in_buckets(job, plan, members) else 0
-    return -(-size // bucket) if bucket else 1
+def at_once(job: Job) -> bool:
+    """Returns whether all parts of a gradient become final at the same time, at the end of its computation."""
+    training = job.training
+    several = training.compile or training.microbatches > 1 or training.precision == "float16"
+    return several or job.cluster.device == "cuda"
+
+
+def group_parts(job: Job, plan: Plan, size: int, parameters: int, members: Sequence[int]) -> list[slice]:
+    """Returns the buckets of a group's gradients. They are averaged as a whole if there is only one.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        size: Number of elements of a gradient.
+        parameters: Number of parameters among them.
+        members: Members of the group.
+    """
+    return parts(size, parameters, bucket_size(job, size) if in_buckets(job, plan, members) else 0)
 
 
 def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int, ...]:
@@ -108,10 +122,9 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
         node: Node of every role.
         owner: Id of the role that takes the gradients.
     """
-    training, cluster = job.training, job.cluster
-    at_once = training.compile or training.microbatches > 1 or training.precision == "float16" or job.data.sparse
-    changed = cluster.gradient_format != "float32" or cluster.device == "cuda" or cluster.gpu_aware_mpi
-    if cluster.buckets == "off" or at_once or changed or owner in plan.stages:
+    cluster = job.cluster
+    changed = cluster.gradient_format != "float32" or cluster.gpu_aware_mpi or job.data.sparse
+    if cluster.buckets == "off" or at_once(job) or changed or owner in plan.stages:
         return ()
     by_messages = not cluster.node_memory and cluster.buckets != "auto"
     several = plan.sharded and owner in plan.front_owners
@@ -137,24 +150,6 @@ def push_parts(job: Job, size: int, parameters: int, senders: int) -> list[slice
     if not senders or (job.cluster.buckets == "auto" and 4 * size * senders > AUTO_HELD_BYTES):
         bucket = 0
     return parts(size, max(parameters, 0), bucket) if bucket else []
-
-
-def push_count(
-    job: Job, plan: Plan, size: int, node: Sequence[int], owner: int, part: float
-) -> tuple[tuple[int, ...], int]:
-    """Returns the learners that push to a role in buckets, and the number of buckets of each of their gradients.
-
-    Args:
-        job: Resolved job.
-        plan: Role assignment.
-        size: Number of elements of a gradient.
-        node: Node of every role.
-        owner: Id of the role that takes the gradients.
-        part: Fraction of a gradient that the role takes.
-    """
-    senders = pushing(job, plan, node, owner)
-    count = len(push_parts(job, round(size * part), round(size * part), len(senders)))
-    return (senders, count) if count else ((), 1)
 
 
 def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:

@@ -108,7 +108,9 @@ class SimulationTable(Table):
         0.1, description="compute time of a learner for one mini-batch, in seconds: a number, or a table of μ = seconds"
     )
     layers: tuple[LayerCost, ...] = Field(
-        (), description="list of tables: times of each layer, for `rudra place`. Default: `rudra place` measures them"
+        (),
+        description="list of tables: times of each layer, for `rudra place` and for gradients in buckets. Default: "
+        "`rudra place` measures them, and gradients become final at a constant rate",
     )
     jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of compute_s")
     distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(

@@ -8,10 +8,12 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rudra.benchmark_report import Report
+from rudra.core.backward import BackwardPass
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -66,9 +68,22 @@ class Profile:
         *others, last = self.layers
         return *others, replace(last, backward_s=last.backward_s + self.loss_s)
 
+    @property
+    def final(self) -> tuple[float | None, ...]:
+        """Returns when the gradient of each layer's parameters is final, as a fraction of the time of all layers.
+
+        None: the layer has no parameters.
+        """
+        places = [*accumulate((layer.parameters_bytes // 4 for layer in self.layers), initial=0)]
+        backward = BackwardPass(places[-1], self.with_loss)
+        pairs = zip(self.layers, places, strict=False)
+        return tuple(
+            1 - backward.share * backward.left(place) if layer.parameters_bytes else None for layer, place in pairs
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the profile as plain values."""
-        return {**asdict(self), "sum_s": self.sum_s}
+        return {**asdict(self), "sum_s": self.sum_s, "final": self.final}
 
 
 def sizes(job: Job) -> tuple[Layer, ...]:
@@ -222,19 +237,20 @@ def as_toml(found: Profile) -> str:
 
 def as_text(found: Profile) -> str:
     """Returns a table with one row for each layer."""
-    report = Report(
-        ["layer", "kind", "forward, ms", "backward, ms", "of a step", "parameters, kB", "output, kB/sample"]
-    )
-    for layer in found.layers:
+    heads = ["layer", "kind", "forward, ms", "backward, ms", "of a step", "final at", "parameters, kB"]
+    report = Report([*heads, "output, kB/sample"])
+    for layer, final in zip(found.layers, found.final, strict=True):
         times = (f"{seconds * 1e3:.3f}" for seconds in (layer.forward_s, layer.backward_s))
         held = (f"{size / 1e3:,.1f}" if size else "–" for size in (layer.parameters_bytes, layer.output_bytes))
-        report.rows.append((layer.name, layer.kind, *times, f"{layer.seconds / found.sum_s:.1%}", *held))
+        shares = f"{layer.seconds / found.sum_s:.1%}", "–" if final is None else f"{final:.0%}"
+        report.rows.append((layer.name, layer.kind, *times, *shares, *held))
     for name, seconds in (("loss", found.loss_s), ("all else", found.rest_s)):
-        report.rows.append((name, "", f"{seconds * 1e3:.3f}", "", f"{seconds / found.sum_s:.1%}", "", ""))
+        report.rows.append((name, "", f"{seconds * 1e3:.3f}", "", f"{seconds / found.sum_s:.1%}", "", "", ""))
     ratio = found.sum_s / found.step_s
     report.notes = [
         f"Sum {found.sum_s * 1e3:.3f} ms; a whole step that is not taken apart {found.step_s * 1e3:.3f} ms: "
         f"ratio {ratio:.3f}.",
+        "final at: share of the layers' time after which the gradient of the layer is final, and may be sent.",
     ]
     if found.learner_s:
         report.notes.append(f"A learner's step takes {found.learner_s * 1e3:.3f} ms: it does without torch's autograd.")

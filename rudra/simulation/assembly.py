@@ -1,11 +1,9 @@
 """Assembly of a job's roles into a simulation."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from rudra import roles
-from rudra.core.buckets import count_of, push_count
 from rudra.core.events import Save
 from rudra.core.layout import Placed
 from rudra.core.phases import Phases, phase_at
@@ -20,6 +18,7 @@ from rudra.simulation.background_jobs import ENDLESS, Unrecorded, job_beside
 from rudra.simulation.cluster import without_tensors
 from rudra.simulation.costs import CostModel, paces_of
 from rudra.simulation.driver import Check, RowSink, Simulation
+from rudra.simulation.overlap import Overlap
 from rudra.simulation.regrouping import Make
 from rudra.simulation.timing_only import Tensors
 from rudra.simulation.windows import SimulatedWindows
@@ -54,8 +53,7 @@ def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> 
         if at_epoch not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
             about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
-            about["buckets"] = lambda members, part: count_of(job, plan, round(size_bytes * part) // 4, members)
-            about["pushes"] = partial(push_count, job, plan, size_bytes // 4)
+            about["overlap"] = Overlap(job, plan, bytes_ // 4, placed)
             known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
         return known[at_epoch]
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rudra
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import ALIGNED, MOST, FinalParts, bucket_size, count_of, parts, push_parts, pushing, text_of
+from rudra.core.buckets import ALIGNED, MOST, FinalParts, bucket_size, group_parts, parts, push_parts, pushing, text_of
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
@@ -189,7 +189,7 @@ def test_virtual_time_hides_the_reduction_in_the_backward_pass(
 )
 def test_buckets_are_for_gradients_that_cross_a_network(job: Job, count: int) -> None:
     plan = job.plan(nodes_of(job))
-    assert count_of(job, plan, 4 * MILLION, plan.learners) == count
+    assert len(group_parts(job, plan, 4 * MILLION, 4 * MILLION, plan.learners)) == count
     assert bool(text_of(job, plan)) == (count > 1)
 
 

@@ -1,0 +1,69 @@
+"""Gradients in buckets in virtual time: from when in a backward pass their parts may be sent."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from rudra.core.backward import WHOLE, BackwardPass, Leads
+from rudra.core.buckets import at_once, group_parts, push_parts, pushing
+from rudra.core.layout import Placed
+from rudra.core.placement import Layer
+from rudra.job.job import Job
+from rudra.prepare.cut import known
+from topologies import Plan
+
+
+class Overlap:
+    """Gradients of a job's learners that are sent in buckets while they are computed.
+
+    Args:
+        job: Resolved job with its cost file read. If its costs have the times of layers, they determine when parts of a
+            gradient become final. Otherwise parts become final at a constant rate.
+        plan: Role assignment.
+        size: Number of elements of a gradient of the whole model.
+        placed: How the model is divided between learners and a stage server.
+
+    Attributes:
+        share: Fraction of a gradient's time that the backward pass takes.
+    """
+
+    def __init__(self, job: Job, plan: Plan, size: int, placed: Placed | None = None) -> None:
+        self._job, self._plan = job, plan
+        self._size = round(size * placed.front) if placed is not None and plan.stage is not None else size
+        self._parameters = self._size
+        self._pass = BackwardPass(self._parameters, _layers(job, self._parameters))
+        self.share = self._pass.share
+
+    def of_group(self, members: Sequence[int]) -> Leads:
+        """Returns the moments from which the members of a group send their gradients."""
+        if at_once(self._job):
+            return WHOLE
+        return self._pass.leads(group_parts(self._job, self._plan, self._size, self._parameters, members))
+
+    def of_pushes(self, node: Sequence[int], owner: int) -> tuple[tuple[int, ...], Leads]:
+        """Returns the learners that push to a role in buckets, and the moments from which they send.
+
+        Args:
+            node: Node of every role.
+            owner: Id of the role that takes the gradients.
+        """
+        senders, its = pushing(self._job, self._plan, node, owner), self._slice(owner)
+        trained = min(self._parameters, its.stop) - its.start
+        parts = push_parts(self._job, its.stop - its.start, trained, len(senders))
+        placed = [slice(its.start + part.start, its.start + part.stop) for part in parts]
+        return (senders, self._pass.leads(placed)) if parts else ((), WHOLE)
+
+    def _slice(self, owner: int) -> slice:
+        """Returns the slice of a gradient that a role takes. Several owners hold equal numbers of parameters."""
+        owners = self._plan.front_owners
+        if not self._plan.sharded or owner not in owners:
+            return slice(0, self._size)
+        number, count = owners.index(owner), len(owners)
+        return slice(self._parameters * number // count, self._parameters * (number + 1) // count)
+
+
+def _layers(job: Job, parameters: int) -> tuple[Layer, ...]:
+    """Returns the layers with the first `parameters` parameters of a model. Empty: the costs have no such layers."""
+    layers = known(job.simulation, job.training.minibatch_size)
+    sizes = [*accumulate(layer.parameters_bytes for layer in layers)]
+    count = sum(size <= 4 * parameters for size in sizes)
+    return layers[:count] if count and sizes[count - 1] == 4 * parameters else ()

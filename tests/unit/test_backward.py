@@ -1,0 +1,198 @@
+"""When parts of a gradient become final in a backward pass, and how much of a transfer the pass hides."""
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rudra.core.backward import SHARE, WHOLE, BackwardPass, Lead, after_s
+from rudra.core.buckets import parts
+from rudra.core.placement import Layer
+from rudra.core.training_state import BEGINNING
+from rudra.core.wire import tail_bytes
+from rudra.job.job import Job
+from rudra.prepare import cost_files
+from rudra.prepare.phases import phases_of
+from rudra.prepare.profile import Profile, as_text, as_toml
+from rudra.prepare.resolve import nodes_of
+from rudra.simulation.assembly import prices_of
+from rudra.simulation.costs import CostModel
+from rudra.simulation.predict import Outline, predict
+
+MILLION = 1_000_000
+
+
+def layer(parameters: int, seconds: float, name: str = "x") -> Layer:
+    """A layer whose backward pass takes two thirds."""
+    return Layer(name, "linear", 4 * parameters, 4, seconds / 3, 2 * seconds / 3)
+
+
+CONVOLUTIONAL = (layer(0, 0.0, "flat"), layer(100_000, 0.9, "conv"), layer(0, 0.0, "relu"), layer(900_000, 0.3, "out"))
+"""Nine tenths of the parameters are in the last layer, which takes a quarter of the time."""
+
+
+@pytest.mark.parametrize(
+    ("layers", "left"),
+    [
+        ((), {0: 0.0, 250_000: 0.25, 999_999: 0.999999}),
+        (CONVOLUTIONAL, {0: 0.0, 99_999: 0.0, 100_000: 0.75, 999_999: 0.75}),
+        (CONVOLUTIONAL[::-1], {0: 0.0, 899_999: 0.0, 900_000: 0.25}),
+        ((layer(0, 5.0), *CONVOLUTIONAL), {0: 0.0, 100_000: 0.75}),  # nothing in front of it is trained
+    ],
+)
+def test_a_parameter_is_final_when_its_layer_and_all_later_ones_are_computed(
+    layers: Sequence[Layer], left: dict[int, float]
+) -> None:
+    found = BackwardPass(MILLION, layers)
+    assert {place: found.left(place) for place in left} == pytest.approx(left)
+    assert found.share == pytest.approx(SHARE)
+
+
+def test_a_gradient_without_parts_leaves_after_the_pass() -> None:
+    for layers in ((), CONVOLUTIONAL):
+        found = BackwardPass(MILLION, layers)
+        assert found.leads([]) == found.leads([slice(0, MILLION)]) == WHOLE
+    assert after_s(WHOLE, 3.0, 100.0) == 3.0
+
+
+def test_leads_of_a_constant_rate_are_the_first_and_the_last_bucket() -> None:
+    assert BackwardPass(MILLION).leads(parts(MILLION, MILLION, 100_000)) == (
+        Lead(1.0, pytest.approx(0.9)),
+        Lead(pytest.approx(0.1), 0.0),
+    )
+
+
+def test_leads_of_layers_are_the_ends_of_layers() -> None:
+    bucket = 50_000
+    assert BackwardPass(MILLION, CONVOLUTIONAL).leads(parts(MILLION, MILLION, bucket)) == (
+        Lead(1.0, pytest.approx(0.75)),
+        Lead(pytest.approx(0.1), 0.0),
+    )
+
+
+def sent_s(found: BackwardPass, cut: Sequence[slice], parameters: int, transfer_s: float, backward_s: float) -> float:
+    """Sends one part after the other, each when it is final."""
+    size, time_s = sum(part.stop - part.start for part in cut), -backward_s
+    for part in cut:
+        left = found.left(part.start) if part.start < parameters else 0.0
+        time_s = max(time_s, -left * backward_s) + transfer_s * (part.stop - part.start) / size
+    return max(time_s, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_leads_tell_when_the_last_part_has_crossed_a_free_link(seed: int) -> None:
+    chance = random.Random(seed)
+    layers = [layer(chance.choice([0, 10, 1000]), chance.choice([0.0, chance.random()])) for _ in range(12)]
+    parameters = sum(one.parameters_bytes for one in layers) // 4 + 16
+    layers.insert(chance.randrange(12), layer(16, 0.1))
+    size = parameters + chance.choice([0, 70])
+    found = BackwardPass(parameters, chance.choice([(), layers]))
+    cut = parts(size, parameters, chance.choice([16, 160, 1600]))
+    if chance.random() < 0.3:  # a server that has the last parameters
+        cut = cut[: -chance.randrange(len(cut))] or cut
+    leads = found.leads(cut)
+    assert leads[-1].left == 0
+    if len(cut) < 2:
+        return
+    for _ in range(20):
+        transfer_s, backward_s = chance.random(), chance.random() ** 3
+        assert after_s(leads, transfer_s, backward_s) == pytest.approx(
+            sent_s(found, cut, parameters, transfer_s, backward_s), abs=1e-6
+        )
+
+
+def costs(path: Path, layers: Sequence[Layer] = CONVOLUTIONAL) -> Path:
+    """A cost file for a mini-batch of 8, as `rudra calibrate` writes it."""
+    told = Profile("x", 8, tuple(layers), 0.0, 0.0, 1.0, 1)
+    path.write_text(f"compute_s = 1.2\nlatency_s = 0.0\njitter = 0.0\n{as_toml(told)}\n", encoding="utf-8")
+    return path
+
+
+def job(topology: dict[str, Any], learners: int = 2, **simulation: Any) -> Job:
+    free = {"gradient_s": 0.0, "update_s": 0.0, "message_s": 0.0, "bandwidth_bytes_per_s": 4e6, "nodes": learners}
+    return Job(
+        protocol={"name": "hardsync"},
+        topology=topology,
+        training={"minibatch_size": 8},
+        cluster={"learners": learners},
+        simulation=free | simulation,
+    )
+
+
+def priced(run: Job) -> CostModel:
+    run = cost_files.load(run)
+    return prices_of(phases_of(run, run.plan(nodes_of(run)), 64), 4 * MILLION + tail_bytes(1))(BEGINNING)
+
+
+@pytest.mark.parametrize(
+    ("layers", "seconds"),
+    [
+        # 4 MB in 1 s, in 8 buckets of 0.5 MB; the pass takes 0.8 s. All but one are final 0.6 s before its end.
+        (CONVOLUTIONAL, 1.0 - 0.6),
+        (CONVOLUTIONAL[::-1], 1.0),  # each bucket has a part of the layer that is final at the end
+        (CONVOLUTIONAL[:2], 1.0 - 0.8 * 7 / 8),  # of another model: at a constant rate
+        ((), 1.0 - 0.8 * 7 / 8),
+    ],
+)
+def test_virtual_time_takes_the_progress_from_the_times_of_layers(
+    layers: Sequence[Layer], seconds: float, tmp_path: Path
+) -> None:
+    file = costs(tmp_path / "costs.toml", layers or CONVOLUTIONAL)
+    more = {"costs": str(file)} if layers else {"compute_s": 1.2, "latency_s": 0.0}
+    found = priced(job({"name": "groups"}, **more))
+    assert found.reduction_s(found.plan.learners, 4 * MILLION) == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize("sharing", ["turns", "equal"])
+@pytest.mark.parametrize(("layers", "push_s"), [(CONVOLUTIONAL, 0.4), (CONVOLUTIONAL[::-1], 1.0), ((), 0.3)])
+def test_pushes_follow_the_layers_whether_links_are_shared_or_not(
+    layers: Sequence[Layer], push_s: float, sharing: str, tmp_path: Path
+) -> None:
+    """One learner, whose server is on another node."""
+    file = costs(tmp_path / "costs.toml", layers or CONVOLUTIONAL)
+    more = {"costs": str(file)} if layers else {"compute_s": 1.2, "latency_s": 0.0, "jitter": 0.0}
+    run = job({"name": "base"}, 1, sharing=sharing, **more)
+    rate = predict(run, known=Outline(10_000, 4 * MILLION + tail_bytes(1)), updates=20).samples_per_s
+    assert 8 / rate == pytest.approx(1.2 + 1.0 + push_s, rel=1e-3)
+
+
+def test_the_server_of_the_last_parameters_gets_its_part_first(tmp_path: Path) -> None:
+    """Each of two servers takes four buckets. The message follows at the end of the pass."""
+    run = job({"name": "sharded", "options": {"shards": 2, "servers_on_own_nodes": True}}, 1)
+    for layers, first, last in (((), 3 / 8, 7 / 8), (CONVOLUTIONAL, 0.75, 0.75)):
+        more = {"costs": str(costs(tmp_path / "costs.toml", layers))} if layers else {}
+        found = priced(run.with_(simulation=more))
+        owners, (learner,) = found.plan.front_owners, found.plan.learners
+        leads = [found.leads(learner, owner) for owner in owners]
+        ends = [number for of in leads for lead in (of[0], of[-1]) for number in lead]
+        assert ends == pytest.approx([1.0, first, 0.25, 0.0, 1.0, last, 0.0, 0.0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"training": {"minibatch_size": 8, "compile": True}},
+        {"training": {"minibatch_size": 8, "microbatches": 2}},
+        {"training": {"minibatch_size": 8, "precision": "float16"}},
+        {"cluster": {"learners": 2, "device": "cuda"}},
+    ],
+)
+def test_nothing_is_hidden_if_the_whole_gradient_becomes_final_at_once(tables: dict[str, Any]) -> None:
+    run = job({"name": "groups"}, compute_s=1.2, latency_s=0.0)
+    in_parts, at_once = (priced(one) for one in (run, run.with_(**tables)))
+    assert in_parts.reduction_s(in_parts.plan.learners, 4 * MILLION) < 0.4
+    assert at_once.reduction_s(at_once.plan.learners, 4 * MILLION) == pytest.approx(1.0)
+
+
+def test_a_profile_says_when_the_gradient_of_a_layer_is_final() -> None:
+    """The loss, 0.3 s, is computed before the last layer."""
+    found = Profile("x", 8, CONVOLUTIONAL, 0.3, 0.0, 1.5, 1)
+    assert found.final == pytest.approx((None, 1.0, None, 0.6))
+    assert found.as_dict()["final"] == found.final
+    rows = as_text(found).splitlines()
+    assert [row.split()[0] for row in rows if "60%" in row] == ["out"]
+    places = [*accumulate(one.parameters_bytes for one in CONVOLUTIONAL)]
+    assert places[-1] == 4 * MILLION
