@@ -43,9 +43,17 @@ def machines_of(
     return {i: make(i, plan, position) for i in range(len(plan.roles))}, make
 
 
-def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> Callable[[TrainingState], CostModel]:
-    """Returns a function that gives the cost model at a training state. `size_bytes` is the size of a tensor on the
-    wire."""
+def prices_of(
+    phases: Phases, size_bytes: int, placed: Placed | None = None, buffers: int = 0
+) -> Callable[[TrainingState], CostModel]:
+    """Returns a function that gives the cost model at a training state.
+
+    Args:
+        phases: Phases of the run.
+        size_bytes: Size of a tensor on the wire.
+        placed: How the model is divided between learners and a stage server.
+        buffers: Number of elements of a gradient that are not parameters.
+    """
     known: dict[int, CostModel] = {}
 
     def price(position: TrainingState) -> CostModel:
@@ -53,7 +61,7 @@ def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> 
         if at_epoch not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
             about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
-            about["overlap"] = Overlap(job, plan, bytes_ // 4, placed)
+            about["overlap"] = Overlap(job, plan, bytes_ // 4, buffers, placed)
             known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
         return known[at_epoch]
 
@@ -68,6 +76,7 @@ def assemble(
     *,
     training_samples: int,
     size_bytes: int,
+    buffers: int = 0,
     position: TrainingState = BEGINNING,
     save: Callable[[int, Save], None] | None = None,
     check: Check | None = None,
@@ -83,6 +92,7 @@ def assemble(
         recorder: Receiver of the statistics server's rows.
         training_samples: Number of training samples per epoch.
         size_bytes: Size of a gradient or the weights on the wire.
+        buffers: Number of elements of a gradient that are not parameters.
         position: State at the start of training.
         save: See `Simulation`.
         check: Function called after every event.
@@ -94,7 +104,7 @@ def assemble(
     """
     phases = phases_of(job, plan, training_samples)
     machines, make = machines_of(phases, training_samples, position)
-    price = prices_of(phases, size_bytes, placed)
+    price = prices_of(phases, size_bytes, placed, buffers)
     simulation = Simulation(
         phase_at(phases, position.epoch).plan,
         machines,
@@ -131,6 +141,7 @@ def _put_beside(simulation: Simulation, job: Job) -> None:
         Unrecorded(),
         training_samples=ENDLESS,
         size_bytes=cluster.size * 4 + tail_bytes(1),
+        buffers=cluster.buffers,
         placed=cluster.placed,
         beside=simulation,
     )

@@ -20,16 +20,18 @@ class Overlap:
             gradient become final. Otherwise parts become final at a constant rate.
         plan: Role assignment.
         size: Number of elements of a gradient of the whole model.
+        buffers: Number of them that are not parameters.
         placed: How the model is divided between learners and a stage server.
 
     Attributes:
         share: Fraction of a gradient's time that the backward pass takes.
     """
 
-    def __init__(self, job: Job, plan: Plan, size: int, placed: Placed | None = None) -> None:
+    def __init__(self, job: Job, plan: Plan, size: int, buffers: int = 0, placed: Placed | None = None) -> None:
         self._job, self._plan = job, plan
-        self._size = round(size * placed.front) if placed is not None and plan.stage is not None else size
-        self._parameters = self._size
+        if placed is not None and plan.stage is not None:
+            size, buffers = round(size * placed.front), round(size * placed.buffers)
+        self._size, self._parameters = size, size - buffers
         self._pass = BackwardPass(self._parameters, _layers(job, self._parameters))
         self.share = self._pass.share
 
@@ -53,12 +55,16 @@ class Overlap:
         return (senders, self._pass.leads(placed)) if parts else ((), WHOLE)
 
     def _slice(self, owner: int) -> slice:
-        """Returns the slice of a gradient that a role takes. Several owners hold equal numbers of parameters."""
+        """Returns the slice of a gradient that a role takes.
+
+        Several owners hold equal numbers of parameters, and the last one also the buffers.
+        """
         owners = self._plan.front_owners
         if not self._plan.sharded or owner not in owners:
             return slice(0, self._size)
         number, count = owners.index(owner), len(owners)
-        return slice(self._parameters * number // count, self._parameters * (number + 1) // count)
+        stop = self._parameters * (number + 1) // count if number + 1 < count else self._size
+        return slice(self._parameters * number // count, stop)
 
 
 def _layers(job: Job, parameters: int) -> tuple[Layer, ...]:

@@ -87,6 +87,7 @@ def simulate(
                 Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None),
                 training_samples=samples,
                 size_bytes=cluster.size * 4 + tail_bytes(1),
+                buffers=cluster.buffers,
                 placed=cluster.placed,
             )
             if (text := simulation.costs.guessed) and progress["mode"] != "quiet":

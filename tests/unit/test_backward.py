@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from rudra.core.backward import SHARE, WHOLE, BackwardPass, Lead, after_s
 from rudra.core.buckets import parts
 from rudra.core.placement import Layer
 from rudra.core.training_state import BEGINNING
-from rudra.core.wire import tail_bytes
+from rudra.core.wire import tail_bytes, tensor_bytes
 from rudra.job.job import Job
 from rudra.prepare import cost_files
 from rudra.prepare.phases import phases_of
@@ -20,7 +21,7 @@ from rudra.prepare.profile import Profile, as_text, as_toml
 from rudra.prepare.resolve import nodes_of
 from rudra.simulation.assembly import prices_of
 from rudra.simulation.costs import CostModel
-from rudra.simulation.predict import Outline, predict
+from rudra.simulation.predict import Outline, outline, predict
 
 MILLION = 1_000_000
 
@@ -122,9 +123,10 @@ def job(topology: dict[str, Any], learners: int = 2, **simulation: Any) -> Job:
     )
 
 
-def priced(run: Job) -> CostModel:
+def priced(run: Job, buffers: int = 0) -> CostModel:
     run = cost_files.load(run)
-    return prices_of(phases_of(run, run.plan(nodes_of(run)), 64), 4 * MILLION + tail_bytes(1))(BEGINNING)
+    phases = phases_of(run, run.plan(nodes_of(run)), 64)
+    return prices_of(phases, 4 * MILLION + tail_bytes(1), buffers=buffers)(BEGINNING)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +171,32 @@ def test_the_server_of_the_last_parameters_gets_its_part_first(tmp_path: Path) -
         leads = [found.leads(learner, owner) for owner in owners]
         ends = [number for of in leads for lead in (of[0], of[-1]) for number in lead]
         assert ends == pytest.approx([1.0, first, 0.25, 0.0, 1.0, last, 0.0, 0.0], abs=1e-3)
+
+
+@pytest.mark.parametrize("topology", ["base", "groups"])
+def test_buffers_are_final_after_all_parameters(topology: str) -> None:
+    """Of a million numbers 200,000 are buffers. The others leave in buckets of 125,008, the last bucket at the end."""
+    found = priced(job({"name": topology}, compute_s=1.2, latency_s=0.0), buffers=200_000)
+    late_s = (200_000 + 125_008) / MILLION
+    if topology == "base":
+        first, *_, last = found.leads(found.plan.learners[0], found.plan.server)
+        assert (first.left, last) == (pytest.approx(6 * 125_008 / 800_000), Lead(pytest.approx(late_s), 0.0))
+    else:
+        fast = found.reduction_s(found.plan.learners, 400_000)
+        assert fast == pytest.approx(0.1 * late_s)
+
+
+def normed(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    norms = (nn.BatchNorm1d(9), nn.BatchNorm1d(12))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 9), norms[0], nn.Linear(9, 12), norms[1], nn.Linear(12, classes))
+
+
+def test_the_buffers_of_a_model_and_of_its_first_layers_are_counted() -> None:
+    """A BatchNorm has two numbers for each channel, and a counter."""
+    run = Job(model={"name": normed}, data={"name": "digits"}, placement={"cut": 3}, cluster={"learners": 2})
+    known = outline(run)
+    assert known.buffers == 2 * 9 + 1 + 2 * 12 + 1
+    assert known.placed.buffers * tensor_bytes(known.size_bytes) / 4 == pytest.approx(2 * 9 + 1)
 
 
 @pytest.mark.parametrize(
