@@ -8,7 +8,7 @@ from rudra.benchmark_report import Report
 from rudra.core.placement import THRESHOLD, CutEstimate, Layer, PlacementDecision, PlacementHardware, Rule, choose
 from rudra.job.job import Job
 from rudra.prepare import cost_files
-from rudra.prepare.cut import cluster_of, known
+from rudra.prepare.cut import buckets_of, cluster_of, known
 from rudra.prepare.profile import profile
 
 RULES: tuple[Rule, ...] = ("ralp", "auto")
@@ -55,10 +55,12 @@ def place(
     Raises:
         RudraError: a mistake in the job, or its model is no chain of layers.
     """
-    table = cost_files.load(job).simulation
+    loaded = cost_files.load(job)
+    table = loaded.simulation
     layers = known(table, job.training.minibatch_size) or profile(job, seconds=seconds).with_loss
     cluster = cluster_of(job.resolved(), table, back_speed)
-    decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}
+    buckets = buckets_of(loaded.resolved())
+    decisions = {rule: choose(rule, layers, cluster, threshold, buckets=buckets) for rule in RULES}
     return Placement(job.name, layers, cluster, threshold, decisions)
 
 
