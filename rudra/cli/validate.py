@@ -146,13 +146,15 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     held = f", {found.samples.validation:,} validation" if found.samples.validation else ""
     tried = 1 if job.scheduled else job.training.minibatch_size
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
+    apart = f"; more at a server whose learners are on other nodes: {_megabytes(found.apart_bytes)}"
     return {
         "data": f"{found.samples.training:,} training{held} and {found.samples.test:,} test samples",
         "model": f"{found.parameters:,} parameters; a gradient of {counted(tried, 'sample')} "
         f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
         **more,
         **({"a step sends": _crossed_text(found.crossed, len(plan.learners))} if found.crossed else {}),
-        "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",
+        "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}"
+        f"{apart if found.apart_bytes else ''}",
     }
 
 

@@ -152,6 +152,21 @@ def push_parts(job: Job, size: int, parameters: int, senders: int) -> list[slice
     return parts(size, max(parameters, 0), bucket) if bucket else []
 
 
+def held(job: Job, plan: Plan, node: Sequence[int], owner: int, size: int, parameters: int) -> int:
+    """Returns the number of gradients that a role holds while they come in buckets, one for each learner.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        node: Node of every role.
+        owner: Id of the role that takes the gradients.
+        size: Number of elements that the role takes of a gradient.
+        parameters: Number of parameters among them.
+    """
+    senders = len(pushing(job, plan, node, owner))
+    return senders if push_parts(job, size, parameters, senders) else 0
+
+
 def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
     """Returns a text about the buckets of large gradients. It is empty if there are none.
 
