@@ -5,8 +5,9 @@ the pass computes the others. The simulator and the choice of a cut use the same
 takes after the pass (`after_s`).
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 SHARE = 2 / 3
@@ -17,7 +18,7 @@ The pass has twice the operations of a forward pass.
 
 
 class Lead(NamedTuple):
-    """Moment of a backward pass from which parts of its gradient may be sent.
+    """Moment of a backward pass when more of its gradient is final, and may be sent.
 
     Attributes:
         rest: Fraction of the gradient that is sent from this moment on.
@@ -51,38 +52,73 @@ class TimedLayer(Protocol):
         """Time of its forward and backward pass."""
 
 
+FinalAt = Sequence[tuple[int, float]]
+"""Numbers of consecutive parameters, and the fraction of a gradient's time after which their gradient is final."""
+
+
 class BackwardPass:
     """Times in a backward pass when the parts of a gradient become final.
 
     Args:
         parameters: Number of parameters.
-        layers: Layers with their times, in the order of the flat vector. The gradient of a layer's parameters is final
-            at the end of the layer's part of the pass. Empty: parameters become final at a constant rate, the last
-            ones first.
+        steps: Numbers of consecutive parameters, and the fraction of the pass that follows when their gradient is
+            final. Empty: parameters become final at a constant rate, the last ones first.
+        share: Fraction of a gradient's time that the pass takes.
 
     Attributes:
-        share: Fraction of a gradient's time that the pass takes.
+        share: As passed in.
     """
 
-    def __init__(self, parameters: int, layers: Sequence[TimedLayer] = ()) -> None:
+    def __init__(self, parameters: int, steps: Sequence[tuple[int, float]] = (), share: float = SHARE) -> None:
+        self.share = share
         self._parameters = parameters
-        self._stops: list[int] = []  # end of each layer's parameters, in elements of the flat vector
-        before_s: list[float] = []  # time of the layers in front of each layer, which the pass computes later
-        total_s = 0.0
-        for layer in layers:
-            if layer.parameters_bytes:
-                self._stops.append((self._stops[-1] if self._stops else 0) + layer.parameters_bytes // 4)
-                before_s.append(total_s)
-            total_s += layer.backward_s if self._stops else 0.0  # nothing is computed for layers before the first one
-        self._left = [seconds / total_s if total_s else 0.0 for seconds in before_s]
-        whole_s = sum(layer.seconds for layer in layers)
-        self.share = sum(layer.backward_s for layer in layers) / whole_s if whole_s else SHARE
+        self._stops = [*accumulate(count for count, _ in steps)]
+        self._left = [left for _, left in steps]
 
-    def left(self, place: int) -> float:
-        """Returns the fraction of the pass that follows when the parameter at a place and all later ones are final."""
-        if self._stops:
-            return self._left[min(bisect_right(self._stops, place), len(self._stops) - 1)]
-        return place / self._parameters
+    @classmethod
+    def of_layers(cls, layers: Sequence[TimedLayer]) -> "BackwardPass":
+        """Returns the pass over layers, which are in the order of the flat vector.
+
+        The gradient of a layer's parameters is final at the end of the layer's part of the pass. Nothing is computed
+        for layers before the first parameters.
+        """
+        sizes = [layer.parameters_bytes // 4 for layer in layers]
+        first = next((place for place, size in enumerate(sizes) if size), 0)
+        before_s = [*accumulate((layer.backward_s for layer in layers[first:]), initial=0.0)]
+        pass_s, whole_s = before_s[-1], sum(layer.seconds for layer in layers)
+        steps = [
+            (size, seconds / pass_s if pass_s else 0.0)
+            for size, seconds in zip(sizes[first:], before_s, strict=False)
+            if size
+        ]
+        return cls(sum(sizes), steps, sum(layer.backward_s for layer in layers) / whole_s if whole_s else SHARE)
+
+    @classmethod
+    def measured(cls, final_at: FinalAt, parameters: int) -> "BackwardPass":
+        """Returns the pass over the first `parameters` parameters of a model, from the measured times of all.
+
+        If these are all parameters, the pass begins with the computation of the gradient. Otherwise it begins when the
+        gradient of the others is final.
+        """
+        stops = [*accumulate(count for count, _ in final_at)]
+        begins = max(
+            (final for (_, final), stop in zip(final_at, stops, strict=True) if stop > parameters), default=0.0
+        )
+        steps = [
+            (min(count, parameters - stop + count), min(1.0, (1 - final) / (1 - begins)) if begins < 1 else 0.0)
+            for (count, final), stop in zip(final_at, stops, strict=True)
+            if stop - count < parameters
+        ]
+        return cls(parameters, steps, 1.0)
+
+    def left(self, part: slice) -> float:
+        """Returns the fraction of the pass that follows when a part of the flat vector is final.
+
+        Elements that are not parameters become final at the end of the pass.
+        """
+        if part.stop > self._parameters or not self._stops:
+            return part.start / self._parameters if part.stop <= self._parameters else 0.0
+        return min(self._left[bisect_right(self._stops, part.start) : bisect_left(self._stops, part.stop) + 1])
 
     def leads(self, parts: Sequence[slice]) -> Leads:
         """Returns the moments that matter for a gradient that is sent in parts.
@@ -90,16 +126,15 @@ class BackwardPass:
         At other moments more is final, but on a link of any speed the transfer ends at the same time without them.
 
         Args:
-            parts: Parts of the flat vector in the order in which they become final. Elements that are not parameters
-                become final at the end of the pass. Fewer than two: the gradient is sent as a whole.
+            parts: Parts of the flat vector. Fewer than two: the gradient is sent as a whole.
         """
         if len(parts) < 2:
             return WHOLE
         size = rest = sum(part.stop - part.start for part in parts)
         found: list[Lead] = []
-        for part in parts:
-            _add(found, Lead(rest / size, self.left(part.start) if part.start < self._parameters else 0.0))
-            rest -= part.stop - part.start
+        for left, count in sorted(((self.left(part), part.stop - part.start) for part in parts), reverse=True):
+            _add(found, Lead(rest / size, left))
+            rest -= count
         _add(found, Lead(0.0, 0.0))  # the message that belongs to the gradient
         return tuple(found)
 
@@ -125,7 +160,7 @@ def after_s(leads: Leads, transfer_s: float, backward_s: float) -> float:
     """Returns the time from the end of a backward pass to the end of a transfer on a link that is free.
 
     Args:
-        leads: Moments from which parts may be sent.
+        leads: Moments when more of the gradient may be sent.
         transfer_s: Time of the whole transfer.
         backward_s: Time of the pass.
     """

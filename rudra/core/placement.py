@@ -225,7 +225,7 @@ class _Use(NamedTuple):
         servers: Number of such resources, among which learners are divided.
         shared: Whether all learners begin the part together on shared links, so that all finish at the same time.
         first_s: Time until the first learner has finished the part, if the others do not delay it. 0: `alone_s`.
-        leads: Moments from which a gradient is sent, in the backward pass at the end of the part before.
+        leads: Moments when more of a gradient may be sent, in the backward pass at the end of the part before.
         backward_s: Time of that pass.
     """
 
@@ -255,9 +255,8 @@ def _pushed(layers: Sequence[Layer], seconds: float, buckets: Buckets) -> _Use:
 
 
 def _leads(layers: Sequence[Layer], buckets: Buckets) -> Leads:
-    """Returns the moments from which the gradient of some layers is sent."""
-    size = sum(layer.parameters_bytes for layer in layers) // 4
-    return BackwardPass(size, layers).leads(buckets(size))
+    """Returns the moments when more of the gradient of some layers may be sent."""
+    return BackwardPass.of_layers(layers).leads(buckets(sum(layer.parameters_bytes for layer in layers) // 4))
 
 
 def _backward_s(layers: Sequence[Layer]) -> float:

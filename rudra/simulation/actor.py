@@ -93,7 +93,7 @@ class Route:
     """Route from one role to another. Control messages on it do not overtake each other.
 
     Attributes:
-        leads: Moments in a backward pass from which a gradient is sent. A single one: gradients are sent as a whole.
+        leads: Moments of a backward pass when more of a gradient may be sent. Only one: gradients are sent as a whole.
         ahead: Number of gradients whose early parts have crossed shared links, minus the number of gradients that were
             sent after them.
         waiting: Gradients that wait until their early parts have crossed shared links.

@@ -257,7 +257,7 @@ class CostModel:
         return self._reductions_s[key]
 
     def leads(self, sender: int, receiver: int) -> Leads:
-        """Returns the moments in a backward pass from which a learner sends its gradient to a role."""
+        """Returns the moments of a backward pass when more of a learner's gradient for a role may be sent."""
         if sender not in self.compute_s or not self.plan.roles[receiver].kind_traits.serves or self._overlap is None:
             return WHOLE
         if receiver not in self._pushers:

@@ -1,4 +1,4 @@
-"""Gradients in buckets in virtual time: from when in a backward pass their parts may be sent."""
+"""Gradients in buckets in virtual time: moments of a backward pass when parts of them may be sent."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -6,7 +6,6 @@ from itertools import accumulate
 from rudra.core.backward import WHOLE, BackwardPass, Leads
 from rudra.core.buckets import at_once, group_parts, push_parts, pushing
 from rudra.core.layout import Placed
-from rudra.core.placement import Layer
 from rudra.job.job import Job
 from rudra.prepare.cut import known
 from topologies import Plan
@@ -16,8 +15,8 @@ class Overlap:
     """Gradients of a job's learners that are sent in buckets while they are computed.
 
     Args:
-        job: Resolved job with its cost file read. If its costs have the times of layers, they determine when parts of a
-            gradient become final. Otherwise parts become final at a constant rate.
+        job: Resolved job with its cost file read. If its costs say when parts of a gradient are final, or have the
+            times of layers, they count. Otherwise parts become final at a constant rate.
         plan: Role assignment.
         size: Number of elements of a gradient of the whole model.
         buffers: Number of them that are not parameters.
@@ -28,21 +27,21 @@ class Overlap:
     """
 
     def __init__(self, job: Job, plan: Plan, size: int, buffers: int = 0, placed: Placed | None = None) -> None:
-        self._job, self._plan = job, plan
+        self._job, self._plan, trained = job, plan, size - buffers
         if placed is not None and plan.stage is not None:
             size, buffers = round(size * placed.front), round(size * placed.buffers)
         self._size, self._parameters = size, size - buffers
-        self._pass = BackwardPass(self._parameters, _layers(job, self._parameters))
+        self._pass = _backward_pass(job, trained, self._parameters)
         self.share = self._pass.share
 
     def of_group(self, members: Sequence[int]) -> Leads:
-        """Returns the moments from which the members of a group send their gradients."""
+        """Returns the moments when more of the gradients of a group's members may be sent."""
         if at_once(self._job):
             return WHOLE
         return self._pass.leads(group_parts(self._job, self._plan, self._size, self._parameters, members))
 
     def of_pushes(self, node: Sequence[int], owner: int) -> tuple[tuple[int, ...], Leads]:
-        """Returns the learners that push to a role in buckets, and the moments from which they send.
+        """Returns the learners that push to a role in buckets, and the moments when more of a gradient may be sent.
 
         Args:
             node: Node of every role.
@@ -67,9 +66,16 @@ class Overlap:
         return slice(self._parameters * number // count, stop)
 
 
-def _layers(job: Job, parameters: int) -> tuple[Layer, ...]:
-    """Returns the layers with the first `parameters` parameters of a model. Empty: the costs have no such layers."""
-    layers = known(job.simulation, job.training.minibatch_size)
+def _backward_pass(job: Job, trained: int, parameters: int) -> BackwardPass:
+    """Returns the pass over the first `parameters` of the `trained` parameters of a model.
+
+    Costs of another model do not count.
+    """
+    final_at, layers = job.simulation.final_at, known(job.simulation, job.training.minibatch_size)
+    if final_at and sum(count for count, _ in final_at) == trained:
+        return BackwardPass.measured(final_at, parameters)
     sizes = [*accumulate(layer.parameters_bytes for layer in layers)]
     count = sum(size <= 4 * parameters for size in sizes)
-    return layers[:count] if count and sizes[count - 1] == 4 * parameters else ()
+    if count and sizes[count - 1] == 4 * parameters:
+        return BackwardPass.of_layers(layers[:count])
+    return BackwardPass(parameters)

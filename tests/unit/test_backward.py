@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from rudra.core.backward import SHARE, WHOLE, BackwardPass, Lead, after_s
@@ -14,10 +15,11 @@ from rudra.core.buckets import parts
 from rudra.core.placement import Layer
 from rudra.core.training_state import BEGINNING
 from rudra.core.wire import tail_bytes, tensor_bytes
+from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.prepare import cost_files
 from rudra.prepare.phases import phases_of
-from rudra.prepare.profile import Profile, as_text, as_toml
+from rudra.prepare.profile import Profile, as_text, as_toml, final_at, final_toml
 from rudra.prepare.resolve import nodes_of
 from rudra.simulation.assembly import prices_of
 from rudra.simulation.costs import CostModel
@@ -47,14 +49,40 @@ CONVOLUTIONAL = (layer(0, 0.0, "flat"), layer(100_000, 0.9, "conv"), layer(0, 0.
 def test_a_parameter_is_final_when_its_layer_and_all_later_ones_are_computed(
     layers: Sequence[Layer], left: dict[int, float]
 ) -> None:
-    found = BackwardPass(MILLION, layers)
-    assert {place: found.left(place) for place in left} == pytest.approx(left)
+    found = over(layers)
+    assert {place: found.left(slice(place, place + 1)) for place in left} == pytest.approx(left)
+    assert found.left(slice(0, MILLION)) == 0
+    assert found.left(slice(MILLION, MILLION + 1)) == 0, "no parameter"
     assert found.share == pytest.approx(SHARE)
+
+
+def over(layers: Sequence[Layer]) -> BackwardPass:
+    return BackwardPass.of_layers(layers) if layers else BackwardPass(MILLION)
+
+
+def test_parts_that_are_final_first_leave_first_wherever_they_are() -> None:
+    """The model uses its parameters in another order than it holds them."""
+    final_at = ((250_000, 0.5), (500_000, 1.0), (250_000, 0.9))
+    found = BackwardPass.measured(final_at, MILLION)
+    assert found.share == 1
+    quarters = [slice(start, start + 250_000) for start in range(0, MILLION, 250_000)]
+    assert [found.left(part) for part in quarters] == pytest.approx([0.5, 0.0, 0.0, 0.1])
+    assert found.leads(quarters[::-1]) == (Lead(1.0, 0.5), Lead(0.75, pytest.approx(0.1)), Lead(0.5, 0.0))
+
+
+def test_the_pass_over_the_first_layers_begins_when_the_others_are_final() -> None:
+    final_at = ((300_000, 0.9), (300_000, 0.8), (400_000, 0.5))
+    for parameters, steps in ((600_000, (0.2, 0.4)), (400_000, (0.5, 1.0))):
+        found = BackwardPass.measured(final_at, parameters)
+        assert [found.left(slice(place, place + 1)) for place in (0, 300_000)] == pytest.approx(steps)
+        assert found.left(slice(0, parameters)) == pytest.approx(steps[0])
+    nothing_else = BackwardPass.measured(((10, 1.0), (10, 1.0)), 10)
+    assert nothing_else.left(slice(0, 10)) == 0
 
 
 def test_a_gradient_without_parts_leaves_after_the_pass() -> None:
     for layers in ((), CONVOLUTIONAL):
-        found = BackwardPass(MILLION, layers)
+        found = over(layers)
         assert found.leads([]) == found.leads([slice(0, MILLION)]) == WHOLE
     assert after_s(WHOLE, 3.0, 100.0) == 3.0
 
@@ -68,18 +96,17 @@ def test_leads_of_a_constant_rate_are_the_first_and_the_last_bucket() -> None:
 
 def test_leads_of_layers_are_the_ends_of_layers() -> None:
     bucket = 50_000
-    assert BackwardPass(MILLION, CONVOLUTIONAL).leads(parts(MILLION, MILLION, bucket)) == (
+    assert over(CONVOLUTIONAL).leads(parts(MILLION, MILLION, bucket)) == (
         Lead(1.0, pytest.approx(0.75)),
         Lead(pytest.approx(0.1), 0.0),
     )
 
 
-def sent_s(found: BackwardPass, cut: Sequence[slice], parameters: int, transfer_s: float, backward_s: float) -> float:
+def sent_s(found: BackwardPass, cut: Sequence[slice], transfer_s: float, backward_s: float) -> float:
     """Sends one part after the other, each when it is final."""
     size, time_s = sum(part.stop - part.start for part in cut), -backward_s
-    for part in cut:
-        left = found.left(part.start) if part.start < parameters else 0.0
-        time_s = max(time_s, -left * backward_s) + transfer_s * (part.stop - part.start) / size
+    for part in sorted(cut, key=found.left, reverse=True):
+        time_s = max(time_s, -found.left(part) * backward_s) + transfer_s * (part.stop - part.start) / size
     return max(time_s, 0.0)
 
 
@@ -90,7 +117,9 @@ def test_leads_tell_when_the_last_part_has_crossed_a_free_link(seed: int) -> Non
     parameters = sum(one.parameters_bytes for one in layers) // 4 + 16
     layers.insert(chance.randrange(12), layer(16, 0.1))
     size = parameters + chance.choice([0, 70])
-    found = BackwardPass(parameters, chance.choice([(), layers]))
+    measured = [(count, chance.random()) for count in (parameters - 16, 16)]
+    ways = BackwardPass(parameters), BackwardPass.of_layers(layers), BackwardPass.measured(measured, parameters)
+    found = chance.choice(ways)
     cut = parts(size, parameters, chance.choice([16, 160, 1600]))
     if chance.random() < 0.3:  # a server that has the last parameters
         cut = cut[: -chance.randrange(len(cut))] or cut
@@ -101,7 +130,7 @@ def test_leads_tell_when_the_last_part_has_crossed_a_free_link(seed: int) -> Non
     for _ in range(20):
         transfer_s, backward_s = chance.random(), chance.random() ** 3
         assert after_s(leads, transfer_s, backward_s) == pytest.approx(
-            sent_s(found, cut, parameters, transfer_s, backward_s), abs=1e-6
+            sent_s(found, cut, transfer_s, backward_s), abs=1e-6
         )
 
 
@@ -109,6 +138,12 @@ def costs(path: Path, layers: Sequence[Layer] = CONVOLUTIONAL) -> Path:
     """A cost file for a mini-batch of 8, as `rudra calibrate` writes it."""
     told = Profile("x", 8, tuple(layers), 0.0, 0.0, 1.0, 1)
     path.write_text(f"compute_s = 1.2\nlatency_s = 0.0\njitter = 0.0\n{as_toml(told)}\n", encoding="utf-8")
+    return path
+
+
+def measured(path: Path, *final_at: tuple[int, float]) -> Path:
+    """A cost file with what `rudra calibrate` measures if the model is no chain of layers."""
+    path.write_text(f"compute_s = 1.2\nlatency_s = 0.0\njitter = 0.0\n{final_toml(final_at)}\n", encoding="utf-8")
     return path
 
 
@@ -146,6 +181,30 @@ def test_virtual_time_takes_the_progress_from_the_times_of_layers(
     more = {"costs": str(file)} if layers else {"compute_s": 1.2, "latency_s": 0.0}
     found = priced(job({"name": "groups"}, **more))
     assert found.reduction_s(found.plan.learners, 4 * MILLION) == pytest.approx(seconds, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("final_at", "seconds"),
+    [
+        (((100_000, 1.0), (900_000, 0.5)), 1.0 - 0.6),  # as above: 0.6 s before the end
+        (
+            ((500_000, 0.5), (500_000, 1.0)),
+            5 / 8,
+        ),  # the first half is final first; of the fourth bucket some is in the second half
+        (((500_000, 1.0),), 1.0 - 0.8 * 7 / 8),  # of another model: at a constant rate
+    ],
+)
+def test_virtual_time_prefers_the_measured_progress(
+    final_at: Sequence[tuple[int, float]], seconds: float, tmp_path: Path
+) -> None:
+    found = priced(job({"name": "groups"}, costs=str(measured(tmp_path / "costs.toml", *final_at))))
+    assert found.reduction_s(found.plan.learners, 4 * MILLION) == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("pair", [[0, 0.5], [-3, 0.5], [3, 1.5], [3, -0.1]])
+def test_a_pair_that_is_no_progress_is_refused(pair: list[float]) -> None:
+    with pytest.raises(ConfigError, match=r"\[simulation\] final_at has a pair \["):
+        Job(simulation={"final_at": [pair]})
 
 
 @pytest.mark.parametrize("sharing", ["turns", "equal"])
@@ -216,11 +275,47 @@ def test_nothing_is_hidden_if_the_whole_gradient_becomes_final_at_once(tables: d
 
 
 def test_a_profile_says_when_the_gradient_of_a_layer_is_final() -> None:
-    """The loss, 0.3 s, is computed before the last layer."""
-    found = Profile("x", 8, CONVOLUTIONAL, 0.3, 0.0, 1.5, 1)
-    assert found.final == pytest.approx((None, 1.0, None, 0.6))
+    found = Profile("x", 8, CONVOLUTIONAL, 0.3, 0.0, 1.5, 1, final_at=((100_000, 0.95), (900_000, 0.6)))
+    assert found.final == pytest.approx((None, 0.95, None, 0.6))
     assert found.as_dict()["final"] == found.final
     rows = as_text(found).splitlines()
-    assert [row.split()[0] for row in rows if "60%" in row] == ["out"]
-    places = [*accumulate(one.parameters_bytes for one in CONVOLUTIONAL)]
-    assert places[-1] == 4 * MILLION
+    assert [row.split()[0] for row in rows if " 60% " in row] == ["out"]
+    assert "final_at = [[100000, 0.95], [900000, 0.6]]" in as_toml(found)
+    at_once = replace(found, final_at=())
+    assert at_once.final == (None, 1.0, None, 1.0)
+    assert "final_at" not in as_toml(at_once)
+
+
+def unlike(input_shape: tuple[int, ...], classes: int) -> nn.Module:
+    return Branches(classes)
+
+
+class Branches(nn.Module):
+    """No chain of layers: its last parameters are used first, and some not at all."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.last, self.unused, self.first = nn.Linear(300, classes), nn.Linear(7, 3), nn.Linear(64, 300)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs.flatten(1)))
+        found: torch.Tensor = self.last(hidden + torch.tanh(hidden))
+        return found
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+def test_a_learner_tells_when_its_gradient_is_final(precision: str) -> None:
+    run = Job(
+        model={"name": unlike},
+        data={"name": "digits", "train_limit": 64},
+        training={"minibatch_size": 64, "precision": precision},
+        cluster={"learners": 2, "threads_per_rank": 1},
+    )
+    found = final_at(run, seconds=0.1)
+    if precision == "float16":  # the loss is scaled, and all of it may be computed again
+        assert found == ()
+        return
+    assert sum(count for count, _ in found) == 300 * 10 + 10 + 24 + 64 * 300 + 300
+    whole = BackwardPass.measured(found, sum(count for count, _ in found))
+    last, unused, first = (whole.left(slice(place, place + 1)) for place in (0, 3010, 3034))
+    assert last > first >= 0 == unused
