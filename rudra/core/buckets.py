@@ -90,11 +90,25 @@ class FinalParts:
                 yield self._ordered[place]
 
 
-def at_once(job: Job) -> bool:
-    """Returns whether all parts of a gradient become final at the same time, at the end of its computation."""
+def at_once_because(job: Job) -> str:
+    """Returns the reason why all parts of a gradient become final at the same time. It is empty if they do not."""
     training = job.training
-    several = training.compile or training.microbatches > 1 or training.precision == "float16"
-    return several or job.cluster.device == "cuda"
+    if training.compile:
+        return "training.compile = true computes all of a gradient at once"
+    if training.microbatches > 1:
+        return f"training.microbatches = {training.microbatches} adds whole gradients"
+    if training.precision == "float16":
+        return "training.precision = 'float16' scales whole gradients"
+    return "a gradient is copied from the GPU as a whole" if job.cluster.device == "cuda" else ""
+
+
+def whole_because(job: Job) -> str:
+    """Returns the reason why a job's learners push whole gradients. It is empty if they may push them in buckets."""
+    if job.data.sparse:
+        return "data.sparse = true pushes rows"
+    if job.cluster.gradient_format != "float32":
+        return f"cluster.gradient_format = {job.cluster.gradient_format!r} converts whole gradients"
+    return at_once_because(job) or ("MPI reads them on the GPU" if job.cluster.gpu_aware_mpi else "")
 
 
 def group_parts(job: Job, plan: Plan, size: int, parameters: int, members: Sequence[int]) -> list[slice]:
@@ -123,8 +137,7 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
         owner: Id of the role that takes the gradients.
     """
     cluster = job.cluster
-    changed = cluster.gradient_format != "float32" or cluster.gpu_aware_mpi or job.data.sparse
-    if cluster.buckets == "off" or at_once(job) or changed or owner in plan.stages:
+    if cluster.buckets == "off" or whole_because(job) or owner in plan.stages:
         return ()
     by_messages = not cluster.node_memory and cluster.buckets != "auto"
     several = plan.sharded and owner in plan.front_owners
@@ -183,5 +196,55 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
     if not averaged and not pushed:
         return ""
     least = AUTO_BYTES / 1e6 if job.cluster.buckets == "auto" else job.cluster.buckets
-    how = "averaged" if averaged else "pushed to servers"
-    return f"{how} during the backward pass, in buckets of at least {least:g} MB"
+    buckets = f"in buckets of at least {least:g} MB"
+    if averaged and (reason := at_once_because(job)):
+        return f"averaged after the backward pass, {buckets}: {reason}"
+    return f"{'averaged' if averaged else 'pushed to servers'} during the backward pass, {buckets}"
+
+
+def spread(job: Job) -> tuple[Plan, tuple[int, ...]]:
+    """Returns the plan of a job whose ranks with learners are on a node each, apart from the servers.
+
+    Returns:
+        The plan, and the node of every role.
+    """
+    plan = job.plan([learner // job.cluster.learners_per_rank for learner in range(job.learners)])
+    return plan, plan.nodes(near=False)
+
+
+def refusal(job: Job, plan: Plan, size: int | None = None) -> str:
+    """Returns a text that says why gradients leave as a whole, although the job gives the size of buckets.
+
+    It is empty if they leave in buckets, or if the job gives no size.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        size: Number of elements of a gradient. None: unknown.
+    """
+    if isinstance(job.cluster.buckets, str):
+        return ""
+    averaged = any(in_buckets(job, plan, members) for members in plan.groups)
+    here, apart = (
+        any(pushing(job, of, node, owner) for owner in of.owners)
+        for of, node in ((plan, plan.nodes(near=True)), spread(job))
+    )
+    part = 1 if size is None else size // (len(plan.front_owners) if plan.sharded else 1)
+    if not averaged and not here and not apart:
+        reason = _kept_whole(job, plan)
+    elif size is not None and not bucket_size(job, part):
+        reason = f"{4 * part / 1e6:.3g} MB are not more than a bucket"
+    else:
+        reason = "" if averaged or here else "ranks of a node read them in memory; between nodes they have buckets"
+    return reason and f"gradients leave whole: {reason}"
+
+
+def _kept_whole(job: Job, plan: Plan) -> str:
+    """Returns the reason why learners of a job neither average nor push gradients in buckets."""
+    if plan.averaging:
+        return "replicas are averaged, not gradients"
+    if plan.scheduled:
+        return "protocol hogbatch has no buckets"
+    if reason := whole_because(job):
+        return reason
+    return "the group has one rank" if plan.groups else "leaf servers are on the nodes of their learners"

@@ -6,7 +6,7 @@ The job that is run, stored, replayed and resumed then names the layer, and the 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rudra.core.buckets import at_once, group_parts, push_parts, pushing
+from rudra.core.buckets import at_once_because, group_parts, push_parts, pushing
 from rudra.core.placement import Buckets, Form, Layer, PlacementHardware, choose
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
@@ -97,7 +97,7 @@ def buckets_of(job: Job) -> dict[Form, Buckets]:
     nodes = nodes_of(job)
     plan, group = job.plan(nodes), groups.plan(nodes)
     senders = pushing(job, plan, plan.nodes(near=job.simulation.servers_on_first_node), plan.server)
-    members = () if at_once(job) else group.learners
+    members = () if at_once_because(job) else group.learners
     return {
         "server": lambda size: push_parts(job, size, size, len(senders)),
         "allreduce": lambda size: group_parts(job, group, size, size, members),

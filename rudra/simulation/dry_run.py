@@ -21,7 +21,7 @@ from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.stages import FirstStageExecutor
-from rudra.core.buckets import held
+from rudra.core.buckets import held, spread
 from rudra.core.events import (
     ACTIVATION_GRADIENT,
     ACTIVATIONS,
@@ -266,9 +266,12 @@ def _held_bytes(job: Job, plan: Plan, node: Sequence[int], role: int, executor: 
 
 def _apart_bytes(job: Job, plan: Plan, owners: Mapping[int, Executor]) -> int:
     """Returns the bytes of gradients in buckets that come to a server if its learners are on other nodes only."""
-    here, apart = plan.nodes(near=True), range(len(plan.roles))
-    sizes = ([_held_bytes(job, plan, node, *owner) for node in (here, apart)] for owner in owners.items())
-    return max(max(0, there - now) for now, there in sizes)
+    here, (apart, nodes) = plan.nodes(near=True), spread(job)
+    more = [
+        _held_bytes(job, apart, nodes, there, executor) - _held_bytes(job, plan, here, owner, executor)
+        for (owner, executor), there in zip(owners.items(), apart.owners, strict=True)
+    ]
+    return max(0, *more)
 
 
 def buffers_of(job: Job, plan: Plan) -> defaultdict[int, set[str]]:

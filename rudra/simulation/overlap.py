@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from rudra.core.backward import WHOLE, BackwardPass, Leads
-from rudra.core.buckets import at_once, group_parts, push_parts, pushing
+from rudra.core.buckets import at_once_because, group_parts, push_parts, pushing
 from rudra.core.layout import Placed
 from rudra.job.job import Job
 from rudra.prepare.cut import known
@@ -36,7 +36,7 @@ class Overlap:
 
     def of_group(self, members: Sequence[int]) -> Leads:
         """Returns the moments when more of the gradients of a group's members may be sent."""
-        if at_once(self._job):
+        if at_once_because(self._job):
             return WHOLE
         return self._pass.leads(group_parts(self._job, self._plan, self._size, self._parameters, members))
 

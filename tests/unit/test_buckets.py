@@ -12,8 +12,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rudra
+from rudra.cli.main import main
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import ALIGNED, MOST, FinalParts, bucket_size, group_parts, parts, push_parts, pushing, text_of
+from rudra.core.buckets import (
+    ALIGNED,
+    MOST,
+    FinalParts,
+    bucket_size,
+    group_parts,
+    parts,
+    push_parts,
+    pushing,
+    refusal,
+    text_of,
+)
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
@@ -290,7 +302,60 @@ def test_virtual_time_hides_pushes_in_the_backward_pass(
     assert step_s == pytest.approx({"auto": rest_s + push_s, "off": rest_s + whole_s}, rel=0.02)
 
 
-@pytest.mark.parametrize("value", [-1, 0, 1e300, float("nan"), True, "huge"])
+SEVERAL = {"training": {"microbatches": 2}}
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (served(1.0, **NEAR), ""),
+        (groups(1.0, nodes=1), ""),
+        (groups("off", nodes=1), ""),
+        (served("auto", simulation={"nodes": 1}, **SEVERAL), ""),  # it does not ask for buckets
+        (served(1.0, simulation={"nodes": 1}), "ranks of a node read them in memory; between nodes they have buckets"),
+        (served(1.0, **SEVERAL), "training.microbatches = 2 adds whole gradients"),
+        (served(1.0, training={"compile": True}), "training.compile = true computes all of a gradient at once"),
+        (served(1.0, training={"precision": "float16"}), "training.precision = 'float16' scales whole gradients"),
+        (served(1.0, cluster={"device": "cuda"}), "a gradient is copied from the GPU as a whole"),
+        (
+            served(1.0, cluster={"gradient_format": "float16"}),
+            "cluster.gradient_format = 'float16' converts whole gradients",
+        ),
+        (served(1.0, data={"name": "libsvm", "path": "a9a", "sparse": True}), "data.sparse = true pushes rows"),
+        (served(1.0, topology={"name": "adv", "options": {"fan_out": 2}}), "leaf servers are on the nodes of"),
+        (served(1.0, protocol={"name": "async"}, topology={"name": "adv*"}), "leaf servers are on the nodes of"),
+        (served(1.0, protocol={"name": "hogbatch"}), "protocol hogbatch has no buckets"),
+        (groups(1.0, protocol={"name": "average"}, topology={"name": "replicas"}), "replicas are averaged, not"),
+        (groups(1.0, cluster={"learners_per_rank": 4}), "the group has one rank"),
+    ],
+)
+def test_a_job_that_asks_for_buckets_in_vain_is_told_why(job: Job, why: str) -> None:
+    found = refusal(job, job.plan())
+    assert found.startswith(f"gradients leave whole: {why}") if why else not found
+    assert "\n" not in found
+    if not why and job.cluster.buckets == 1.0:
+        assert refusal(job, job.plan(), 250_000) == "gradients leave whole: 1 MB are not more than a bucket"
+        assert not refusal(job, job.plan(), 300_000)
+
+
+def test_a_group_whose_gradients_are_final_at_once_averages_them_after_the_pass() -> None:
+    job = groups(1.0, **SEVERAL)
+    plan = job.plan(nodes_of(job))
+    assert text_of(job, plan) == (
+        "averaged after the backward pass, in buckets of at least 1 MB: training.microbatches = 2 adds whole gradients"
+    )
+
+
+def test_validate_says_that_gradients_leave_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the data, it does not know how large a gradient is."""
+    line = ["validate", "digits", "--set=cluster.node_memory=false", "--set=cluster.buckets=2"]
+    for more, said in (([], "1.66 MB are not more than a bucket"), (["--syntax"], "")):
+        assert main([*line, *more]) == 0
+        found = [text for text in capsys.readouterr().out.splitlines() if text.startswith("  buckets")]
+        assert found == ([f"  buckets        gradients leave whole: {said}"] if said else [])
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1e300, float("nan"), True, "huge", [1], {"a": 1}])
 def test_a_size_that_is_none_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"buckets must be (megabytes|a number).*'auto'.*'off'"):
+    with pytest.raises(ConfigError, match=r"buckets must be megabytes, .*'auto' or 'off', not"):
         groups(value)
