@@ -9,9 +9,10 @@ SUMMARY = "measure time, parameter size and output size of each layer of a job's
 
 MORE = """\
 Computes gradients of the job's mini-batches for some seconds, and prints the time of each layer forward and
-backward, the bytes of its parameters, and the bytes of its output for one sample. It compares the sum of the
-times with the time of a whole step without timers. The model must be a chain of layers: an nn.Sequential, one
-with a method `stages()`, or one whose `forward` torch.fx can trace."""
+backward, the share of the time after which its gradient is final, the bytes of its parameters, and the bytes of
+its output for one sample. It compares the sum of the times with the time of a whole step without timers. The model
+must be a chain of layers: an nn.Sequential, one with a method `stages()`, or one whose `forward` torch.fx can
+trace."""
 
 EXAMPLES = {
     "rudra profile digits": "print the layers of lenet, with their times",

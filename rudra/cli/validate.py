@@ -35,6 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.compute.schedule import planned
+    from rudra.core.buckets import refusal
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
     from rudra.prepare.resolve import resolve
@@ -82,6 +83,8 @@ def execute(arguments: argparse.Namespace) -> int:
     elif job.cluster.shares:
         counts = [portion(plan, role, job.training.minibatch_size, job.cluster.shares).count for role in plan.learners]
         lines["shares"] = f"{min(counts)} to {max(counts)} samples of a batch"
+    if text := refusal(job, plan):
+        lines["buckets"] = text
     for place, hook in enumerate(job.hooks):
         role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
@@ -122,6 +125,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     """Tries one mini-batch in this process. Returns its results, and facts that only the data determines."""
     from rudra.compute.schedule import schedule_of
+    from rudra.core.buckets import refusal
     from rudra.data.fingerprint import REPEATABLE
     from rudra.preflight import check_devices
     from rudra.prepare import cost_files
@@ -139,7 +143,8 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         log.warning(f"{job.name}: {text}")
     if found.unrepeatable:
         log.warning(f"{job.name}: {found.unrepeatable}: {REPEATABLE}")
-    more = {"metrics": ", ".join(found.metrics)} if found.metrics else {}
+    more = {"buckets": text} if (text := refusal(job, plan, found.size)) else {}
+    more |= {"metrics": ", ".join(found.metrics)} if found.metrics else {}
     if job.optimizer.schedule_every == "update":
         factor = job.make_protocol(plan).modulation.rate_factor(0.0)
         rates = [factor * rate for rate in schedule_of(job, plan, found.samples.training).rates]
@@ -148,13 +153,15 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     held = f", {found.samples.validation:,} validation" if found.samples.validation else ""
     tried = 1 if job.scheduled else job.training.minibatch_size
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
+    apart = f"; more at a server whose learners are on other nodes: {_megabytes(found.apart_bytes)}"
     return {
         "data": f"{found.samples.training:,} training{held} and {found.samples.test:,} test samples",
         "model": f"{found.parameters:,} parameters; a gradient of {counted(tried, 'sample')} "
         f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
         **more,
         **({"a step sends": _crossed_text(found.crossed, len(plan.learners))} if found.crossed else {}),
-        "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}",
+        "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}"
+        f"{apart if found.apart_bytes else ''}",
     }
 
 

@@ -61,6 +61,7 @@ class ModelCut(NamedTuple):
     Attributes:
         front, back: First layers, and last layers.
         floats: Number of floats in the first layers' vector, including their buffers.
+        buffers: Number of floats of their buffers.
         shape: Shape of the one tensor that crosses the cut, for one sample.
         random: Number of floats for the random generator's state after that tensor. 0: the state need not travel.
     """
@@ -68,6 +69,7 @@ class ModelCut(NamedTuple):
     front: nn.Module
     back: nn.Module
     floats: int
+    buffers: int
     shape: tuple[int, ...]
     random: int
 
@@ -86,7 +88,7 @@ class ModelCut(NamedTuple):
             piece.train(mode)
         total = all_flops.get_total_flops()
         back = back_flops.get_total_flops() / total if total else 0.5
-        return Placed(self.floats / size, self.crossing(samples) / size, back)
+        return Placed(self.floats / size, self.crossing(samples) / size, back, self.buffers / size)
 
     def sent(self, samples: int) -> int:
         """Returns the bytes of tensors that a mini-batch sends in both directions: 2 (O + P), ralp.txt §4.3."""
@@ -134,9 +136,9 @@ def cut_model(job: Job, module: nn.Module, info: DataInfo) -> ModelCut:
     front_draws, several = _draws(front, mapped(lambda tensor: joined([tensor, tensor]), inputs))
     back_draws, _ = _draws(back, several)
     state = torch.default_generator.get_state().numel() // 4 if front_draws and back_draws else 0
-    trained = [parameter for parameter in front.parameters() if parameter.requires_grad]
-    floats = sum(tensor.numel() for tensor in (*trained, *(b.tensor for b in buffers_of(front) if travels(b.tensor))))
-    return ModelCut(front, back, floats, tuple(crossing.shape[1:]), state)
+    trained = sum(parameter.numel() for parameter in front.parameters() if parameter.requires_grad)
+    buffers = sum(buffer.tensor.numel() for buffer in buffers_of(front) if travels(buffer.tensor))
+    return ModelCut(front, back, trained + buffers, buffers, tuple(crossing.shape[1:]), state)
 
 
 def _draws(piece: nn.Module, inputs: Any) -> tuple[bool, Any]:

@@ -6,7 +6,7 @@ output is ready.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,22 @@ from torch import nn
 from rudra.compute.cuts import LayerChain
 from rudra.compute.devices import finish
 from rudra.core.placement import Layer
+
+
+def clock(device: torch.device) -> Callable[[], float]:
+    """Returns a function that gives seconds after all requested work on a device is complete.
+
+    They are this thread's CPU time if it does all the work itself. CPU time excludes the work of other processes on a
+    shared machine.
+    """
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.thread_time
+
+    def now() -> float:
+        finish(device)
+        return time.perf_counter()
+
+    return now
 
 
 class TimedChain(nn.Module):
@@ -28,13 +44,13 @@ class TimedChain(nn.Module):
     Attributes:
         every: Interval of timed layers: 1 times every layer, n times one in n. Together they show the timing's cost.
         notes: Times of the latest step, forward and backward.
+        now: Clock.
     """
 
     def __init__(self, chain: LayerChain, device: torch.device) -> None:
         super().__init__()
         self.model = chain.model
-        self._layers, self._device = chain.layers, device
-        self._alone = device.type == "cpu" and torch.get_num_threads() == 1
+        self._layers, self.now = chain.layers, clock(device)
         self._forward: list[float] = []  # before each layer, and after the last
         self._backward: dict[int, float] = {}  # when the gradient of a layer's output was ready
         self._over = 0.0  # when the gradient of the first parameter was ready
@@ -59,14 +75,6 @@ class TimedChain(nn.Module):
         """Records when the first parameter's gradient is ready. It comes last and ends the layers' part of a step."""
         first = next(p for layer in self._layers for p in layer.parameters() if p.requires_grad)
         first.register_hook(self._computed)  # type: ignore[no-untyped-call]
-
-    def now(self) -> float:
-        """Returns seconds after all requested work is complete: this thread's CPU time if it does all the work itself.
-
-        CPU time excludes the work of other processes on a shared machine.
-        """
-        finish(self._device)
-        return time.thread_time() if self._alone else time.perf_counter()
 
     def parts(self, began: float, ended: float) -> list[float]:
         """Returns seconds of the latest step: each layer forward, each backward, the loss, and the rest."""

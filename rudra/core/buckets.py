@@ -29,7 +29,7 @@ AUTO_HELD_BYTES = 1_000_000_000
 """Largest memory of one server for gradients that come in buckets, if the job does not say the size of a bucket."""
 
 
-class Network(NamedTuple):
+class NetworkSpeed(NamedTuple):
     """Speed of the network between nodes.
 
     Attributes:
@@ -41,7 +41,7 @@ class Network(NamedTuple):
     bytes_per_s: float
 
 
-def auto_size(network: Network, size: int) -> int:
+def auto_size(network: NetworkSpeed, size: int) -> int:
     """Returns the number of elements of a bucket that suits a network. 0: the gradient is too small for buckets.
 
     A backward pass hides the transfers of all buckets except the last one. Each bucket also takes a fixed time: the
@@ -53,7 +53,7 @@ def auto_size(network: Network, size: int) -> int:
     or if there would be more than `MOST` buckets. A gradient that has fewer than `LEAST` buckets of this size has none.
 
     Args:
-        network: Network between the nodes.
+        network: NetworkSpeed between the nodes.
         size: Number of elements of a gradient.
     """
     fixed = (network.latency_s + OVERHEAD_S) * network.bytes_per_s  # bytes that the network transfers in this time
@@ -134,10 +134,39 @@ class FinalParts:
                 yield self._ordered[place]
 
 
-def count_of(job: Job, plan: Plan, size: int, auto: int, members: Sequence[int]) -> int:
-    """Returns the number of buckets of a group's gradients of `size` elements. 1: they are averaged as a whole."""
-    bucket = bucket_size(job, size, auto) if in_buckets(job, plan, members) else 0
-    return -(-size // bucket) if bucket else 1
+def at_once_because(job: Job) -> str:
+    """Returns the reason why all parts of a gradient become final at the same time. It is empty if they do not."""
+    training = job.training
+    if training.compile:
+        return "training.compile = true computes all of a gradient at once"
+    if training.microbatches > 1:
+        return f"training.microbatches = {training.microbatches} adds whole gradients"
+    if training.precision == "float16":
+        return "training.precision = 'float16' scales whole gradients"
+    return "a gradient is copied from the GPU as a whole" if job.cluster.accelerated else ""
+
+
+def whole_because(job: Job) -> str:
+    """Returns the reason why a job's learners push whole gradients. It is empty if they may push them in buckets."""
+    if job.data.sparse:
+        return "data.sparse = true pushes rows"
+    if job.cluster.gradient_format != "float32":
+        return f"cluster.gradient_format = {job.cluster.gradient_format!r} converts whole gradients"
+    return at_once_because(job) or ("MPI reads them on the GPU" if job.cluster.gpu_aware_mpi else "")
+
+
+def group_parts(job: Job, plan: Plan, size: int, parameters: int, auto: int, members: Sequence[int]) -> list[slice]:
+    """Returns the buckets of a group's gradients. They are averaged as a whole if there is only one.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        size: Number of elements of a gradient.
+        parameters: Number of parameters among them.
+        auto: Number that `auto_size` found for a whole gradient.
+        members: Members of the group.
+    """
+    return parts(size, parameters, bucket_size(job, size, auto) if in_buckets(job, plan, members) else 0)
 
 
 def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int, ...]:
@@ -152,10 +181,8 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
         node: Node of every role.
         owner: Id of the role that takes the gradients.
     """
-    training, cluster = job.training, job.cluster
-    at_once = training.compile or training.microbatches > 1 or training.precision == "float16" or job.data.sparse
-    changed = cluster.gradient_format != "float32" or cluster.accelerated or cluster.gpu_aware_mpi
-    if cluster.buckets == "off" or at_once or changed or owner in plan.stages:
+    cluster = job.cluster
+    if cluster.buckets == "off" or whole_because(job) or owner in plan.stages:
         return ()
     by_messages = not cluster.node_memory and cluster.buckets != "auto"
     several = plan.sharded and owner in plan.front_owners
@@ -184,27 +211,20 @@ def push_parts(job: Job, size: int, parameters: int, auto: int, senders: int) ->
     return parts(size, max(parameters, 0), bucket) if bucket else []
 
 
-def push_count(
-    job: Job, plan: Plan, size: int, auto: int, node: Sequence[int], owner: int, part: float
-) -> tuple[tuple[int, ...], int]:
-    """Returns the learners that push to a role in buckets, and the number of buckets of a whole gradient.
-
-    Each of several servers takes a part of it. Only the last bucket of the whole gradient is pushed after the pass.
+def held(job: Job, plan: Plan, node: Sequence[int], owner: int, size: int, parameters: int, auto: int) -> int:
+    """Returns the number of gradients that a role holds while they come in buckets, one for each learner.
 
     Args:
         job: Resolved job.
         plan: Role assignment.
-        size: Number of elements of a gradient.
-        auto: Number that `auto_size` found for a whole gradient.
         node: Node of every role.
         owner: Id of the role that takes the gradients.
-        part: Fraction of a gradient that the role takes.
+        size: Number of elements that the role takes of a gradient.
+        parameters: Number of parameters among them.
+        auto: Number that `auto_size` found for a whole gradient.
     """
-    senders = pushing(job, plan, node, owner)
-    found = push_parts(job, round(size * part), round(size * part), auto, len(senders))
-    bucket = max((its.stop - its.start for its in found), default=0)
-    servers = len(plan.front_owners) if plan.sharded and owner in plan.front_owners else 1
-    return (senders, math.ceil(size * part * servers / bucket)) if bucket else ((), 1)
+    senders = len(pushing(job, plan, node, owner))
+    return senders if push_parts(job, size, parameters, auto, senders) else 0
 
 
 def pairs_of_nodes(job: Job, plan: Plan, node: Sequence[int]) -> set[tuple[int, int]]:
@@ -244,8 +264,59 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
     pushed = any(pushing(job, plan, node, owner) for owner in range(len(plan.roles)))
     if not averaged and not pushed:
         return ""
-    how = f"{'averaged' if averaged else 'pushed to servers'} during the backward pass"
     if job.cluster.buckets == "auto":
-        chosen = "in buckets chosen at the start of the run from the network's latency and bandwidth"
-        return f"{how} unless they are small, {chosen}"
-    return f"{how}, in buckets of at least {job.cluster.buckets:g} MB"
+        chosen = "chosen at the start of the run from the network's latency and bandwidth"
+        how = f" unless they are small, in buckets {chosen}"
+    else:
+        how = f", in buckets of at least {job.cluster.buckets:g} MB"
+    if averaged and (reason := at_once_because(job)):
+        return f"averaged after the backward pass{how}: {reason}"
+    return f"{'averaged' if averaged else 'pushed to servers'} during the backward pass{how}"
+
+
+def spread(job: Job) -> tuple[Plan, tuple[int, ...]]:
+    """Returns the plan of a job whose ranks with learners are on a node each, apart from the servers.
+
+    Returns:
+        The plan, and the node of every role.
+    """
+    plan = job.plan([learner // job.cluster.learners_per_rank for learner in range(job.learners)])
+    return plan, plan.nodes(near=False)
+
+
+def refusal(job: Job, plan: Plan, size: int | None = None) -> str:
+    """Returns a text that says why gradients leave as a whole, although the job gives the size of buckets.
+
+    It is empty if they leave in buckets, or if the job gives no size.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        size: Number of elements of a gradient. None: unknown.
+    """
+    if isinstance(job.cluster.buckets, str):
+        return ""
+    averaged = any(in_buckets(job, plan, members) for members in plan.groups)
+    here, apart = (
+        any(pushing(job, of, node, owner) for owner in of.owners)
+        for of, node in ((plan, plan.nodes(near=True)), spread(job))
+    )
+    part = 1 if size is None else size // (len(plan.front_owners) if plan.sharded else 1)
+    if not averaged and not here and not apart:
+        reason = _kept_whole(job, plan)
+    elif size is not None and not bucket_size(job, part, 0):
+        reason = f"{4 * part / 1e6:.3g} MB are not more than a bucket"
+    else:
+        reason = "" if averaged or here else "ranks of a node read them in memory; between nodes they have buckets"
+    return reason and f"gradients leave whole: {reason}"
+
+
+def _kept_whole(job: Job, plan: Plan) -> str:
+    """Returns the reason why learners of a job neither average nor push gradients in buckets."""
+    if plan.averaging:
+        return "replicas are averaged, not gradients"
+    if plan.scheduled:
+        return "protocol hogbatch has no buckets"
+    if reason := whole_because(job):
+        return reason
+    return "the group has one rank" if plan.groups else "leaf servers are on the nodes of their learners"

@@ -76,8 +76,10 @@ class Placed(NamedTuple):
         front: Floats of the first layers, as a fraction of the vector.
         crossing: Floats that a mini-batch sends in each direction, as a fraction of the vector.
         back: Operations of the last layers, as a fraction of the operations of a mini-batch.
+        buffers: Floats of the first layers that are not parameters, as a fraction of the vector.
     """
 
     front: float = 0.5
     crossing: float = 0.0
     back: float = 0.5
+    buffers: float = 0.0

@@ -10,11 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from rudra.core.backward import WHOLE, BackwardPass, Leads, after_s
+
 THRESHOLD = -0.5
 """Largest skewness that still lets the paper cut a model."""
 
 Rule = Literal["ralp", "auto"]
 Form = Literal["server", "allreduce"]
+Buckets = Callable[[int], Sequence[slice]]
+"""Returns the buckets of a gradient of some elements. Fewer than two: the gradient is sent as a whole."""
+
+
+def whole(size: int) -> tuple[slice, ...]:
+    """Returns no buckets for any gradient."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +146,14 @@ def skewness(layers: Sequence[Layer]) -> float:
     return third / second**1.5 if second else 0.0
 
 
-def cuts(layers: Sequence[Layer], cluster: PlacementHardware) -> tuple[CutEstimate, ...]:
-    """Returns all possible cuts of a model, with their predicted traffic and times."""
+def cuts(layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole) -> tuple[CutEstimate, ...]:
+    """Returns all possible cuts of a model, with their predicted traffic and times.
+
+    Args:
+        layers: Layers of the model.
+        cluster: Learners and servers of a step.
+        buckets: buckets of gradients that are pushed.
+    """
     last = max((place for place, layer in enumerate(layers) if layer.kind == "convolution"), default=-1)
     found, front_bytes = [], 0
     for index, layer in enumerate(layers[:-1], 1):
@@ -147,16 +162,22 @@ def cuts(layers: Sequence[Layer], cluster: PlacementHardware) -> tuple[CutEstima
             sent = layer.output_bytes * cluster.minibatch_size
             back_bytes = sum(behind.parameters_bytes for behind in layers[index:])
             placed = 2 * cluster.learners * (sent + front_bytes) + 2 * (cluster.servers - 1) * back_bytes
-            step_s = placed_s(layers, index, cluster)
+            step_s = placed_s(layers, index, cluster, buckets)
             found.append(CutEstimate(index, layers[index].name, front_bytes, sent, placed, step_s, index <= last))
     return tuple(found)
 
 
-def placed_s(layers: Sequence[Layer], index: int, cluster: PlacementHardware) -> float:
+def placed_s(layers: Sequence[Layer], index: int, cluster: PlacementHardware, buckets: Buckets = whole) -> float:
     """Returns the time of a synchronous step with a stage server, which takes one mini-batch after another.
 
     Several stage servers work in parallel. Then each passes the sum of the gradients to the next, and the last one to
     all.
+
+    Args:
+        layers: Layers of the model.
+        index: Number of layers in the front.
+        cluster: Learners and servers of a step.
+        buckets: buckets of gradients that are pushed.
     """
     front, back = layers[:index], layers[index:]
     shipping_s = front[-1].output_bytes * cluster.minibatch_size / cluster.bytes_per_s
@@ -173,18 +194,24 @@ def placed_s(layers: Sequence[Layer], index: int, cluster: PlacementHardware) ->
         _Use(back_s, "stage", servers),
         _Use(shipping_s, f"{stage} out", servers, first_s=_first_of_s(cluster, shipping_s, back_s)),
         _Use(sum(layer.backward_s for layer in front)),
-        _Use(weights_s, "server in"),
+        _pushed(front, weights_s, buckets),
     )
 
 
-def server_s(layers: Sequence[Layer], cluster: PlacementHardware) -> float:
-    """Returns the time of a synchronous step through a parameter server. Its link carries all gradients and weights."""
+def server_s(layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole) -> float:
+    """Returns the time of a synchronous step through a parameter server. Its link carries all gradients and weights.
+
+    Args:
+        layers: Layers of the model.
+        cluster: Learners and servers of a step.
+        buckets: buckets of gradients that are pushed.
+    """
     transfer_s = sum(layer.parameters_bytes for layer in layers) / cluster.bytes_per_s
     return 2 * cluster.latency_s + _step_s(
         cluster,
         _Use(transfer_s, "server out", shared=True),
         _Use(sum(layer.seconds for layer in layers)),
-        _Use(transfer_s, "server in"),
+        _pushed(layers, transfer_s, buckets),
     )
 
 
@@ -197,7 +224,9 @@ class _Use(NamedTuple):
             own.
         servers: Number of such resources, among which learners are divided.
         shared: Whether all learners begin the part together on shared links, so that all finish at the same time.
-        first_s: Time until the first learner has finished the part, if the others do not delay it. 0: `seconds`.
+        first_s: Time until the first learner has finished the part, if the others do not delay it. 0: `alone_s`.
+        leads: Moments when more of a gradient may be sent, in the backward pass at the end of the part before.
+        backward_s: Time of that pass.
     """
 
     seconds: float
@@ -205,6 +234,33 @@ class _Use(NamedTuple):
     servers: int = 1
     shared: bool = False
     first_s: float = 0.0
+    leads: Leads = WHOLE
+    backward_s: float = 0.0
+
+    @property
+    def alone_s(self) -> float:
+        """Returns the time of the part after the part before, if the other learners do not delay it."""
+        return after_s(self.leads, self.seconds, self.backward_s)
+
+
+def _pushed(layers: Sequence[Layer], seconds: float, buckets: Buckets) -> _Use:
+    """Returns the push of the gradient of some layers to the parameter server.
+
+    Args:
+        layers: The layers.
+        seconds: Time of the whole gradient on the link.
+        buckets: buckets of the gradient.
+    """
+    return _Use(seconds, "server in", leads=_leads(layers, buckets), backward_s=_backward_s(layers))
+
+
+def _leads(layers: Sequence[Layer], buckets: Buckets) -> Leads:
+    """Returns the moments when more of the gradient of some layers may be sent."""
+    return BackwardPass.of_layers(layers).leads(buckets(sum(layer.parameters_bytes for layer in layers) // 4))
+
+
+def _backward_s(layers: Sequence[Layer]) -> float:
+    return sum(layer.backward_s for layer in layers)
 
 
 def _first_of_s(cluster: PlacementHardware, seconds: float, apart_s: float) -> float:
@@ -224,20 +280,21 @@ def _step_s(cluster: PlacementHardware, *uses: _Use) -> float:
     """Returns when all learners have finished the same parts, one after the other if a resource serves one at a time.
 
     The resource with the most work decides: all learners use it without a gap, after the first has arrived there, and
-    before the last has finished its other parts.
+    before the last has finished its other parts. If the first use of it is a push in buckets, it begins in the pass.
     """
     if cluster.sharing == "equal" and any(use.shared for use in uses):
         last = max(place for place, use in enumerate(uses) if use.shared)
         parts, rest = uses[: last + 1], uses[last + 1 :]
         waited_s = sum(use.seconds * (_users(cluster, use.servers) if use.shared else 1) for use in parts)
         return waited_s + (_step_s(cluster, *rest) if rest else 0.0)
-    found = sum(use.seconds for use in uses)
+    found = sum(use.alone_s for use in uses)
     for of in {use.of for use in uses} - {""}:
         places = [place for place, use in enumerate(uses) if use.of == of]
         busy_s = sum(_users(cluster, uses[place].servers) * uses[place].seconds for place in places)
-        before_s = sum(use.first_s or use.seconds for use in uses[: places[0]])
-        behind_s = sum(use.seconds for use in uses[places[-1] + 1 :])
-        found = max(found, before_s + busy_s + behind_s)
+        before_s = sum(use.first_s or use.alone_s for use in uses[: places[0]])
+        behind_s = sum(use.alone_s for use in uses[places[-1] + 1 :])
+        first = uses[places[0]]
+        found = max(found, before_s + after_s(first.leads, busy_s, first.backward_s) + behind_s)
     return found
 
 
@@ -246,17 +303,18 @@ def _users(cluster: PlacementHardware, servers: int) -> int:
     return -(-cluster.learners // servers)
 
 
-def allreduce_s(layers: Sequence[Layer], cluster: PlacementHardware) -> float:
-    """Returns the time of a synchronous step by a ring."""
+def allreduce_s(layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole) -> float:
+    """Returns the time of a synchronous step by a ring.
+
+    Args:
+        layers: Layers of the model.
+        cluster: Learners of a step.
+        buckets: buckets of gradients that are averaged.
+    """
     size, others = sum(layer.parameters_bytes for layer in layers), cluster.learners - 1
     transfer_s = 2 * size * others / cluster.learners / cluster.bytes_per_s
-    return sum(layer.seconds for layer in layers) + transfer_s + 2 * others * cluster.latency_s
-
-
-_FORMS: dict[Form, Callable[[Sequence[Layer], PlacementHardware], float]] = {
-    "server": server_s,
-    "allreduce": allreduce_s,
-}
+    ring_s = transfer_s + 2 * others * cluster.latency_s
+    return sum(layer.seconds for layer in layers) + after_s(_leads(layers, buckets), ring_s, _backward_s(layers))
 
 
 def choose(
@@ -265,6 +323,7 @@ def choose(
     cluster: PlacementHardware,
     threshold: float = THRESHOLD,
     against: Sequence[Form] = ("server", "allreduce"),
+    buckets: Mapping[Form, Buckets] | None = None,
 ) -> PlacementDecision:
     """Chooses a cut of a model.
 
@@ -275,11 +334,21 @@ def choose(
         cluster: Learners and servers of a step.
         threshold: Largest skewness that lets "ralp" cut.
         against: Alternatives without a cut, for "auto".
+        buckets: buckets of gradients that are pushed to a server, or averaged. None: gradients are sent as a whole.
     """
-    size, skewed, found = sum(layer.parameters_bytes for layer in layers), skewness(layers), cuts(layers, cluster)
+    pushed, averaged = (whole if buckets is None else buckets[form] for form in ("server", "allreduce"))
+    size, skewed, found = (
+        sum(layer.parameters_bytes for layer in layers),
+        skewness(layers),
+        cuts(layers, cluster, pushed),
+    )
+    others: dict[Form, float] = {
+        "server": server_s(layers, cluster, pushed),
+        "allreduce": allreduce_s(layers, cluster, averaged),
+    }
     decide: Callable[[], tuple[CutEstimate | None, str]] = {
         "ralp": lambda: _least_sent(found, size, skewed, threshold),
-        "auto": lambda: _shortest(found, {form: _FORMS[form](layers, cluster) for form in against}),
+        "auto": lambda: _shortest(found, {form: others[form] for form in against}),
     }[rule]
     cut, why = decide() if found else (None, "the model cannot be cut anywhere")
     return PlacementDecision(
@@ -289,8 +358,8 @@ def choose(
         found,
         server_bytes=2 * cluster.learners * size,
         allreduce_bytes=2 * (cluster.learners - 1) * size,
-        server_s=server_s(layers, cluster),
-        allreduce_s=allreduce_s(layers, cluster),
+        server_s=others["server"],
+        allreduce_s=others["allreduce"],
     )
 
 

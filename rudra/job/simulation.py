@@ -110,7 +110,15 @@ class SimulationTable(Table):
         0.1, description="compute time of a learner for one mini-batch, in seconds: a number, or a table of μ = seconds"
     )
     layers: tuple[LayerCost, ...] = Field(
-        (), description="list of tables: times of each layer, for `rudra place`. Default: `rudra place` measures them"
+        (),
+        description="list of tables: times of each layer, for `rudra place` and for gradients in buckets. Default: "
+        "`rudra place` measures them",
+    )
+    final_at: tuple[tuple[int, float], ...] = Field(
+        (),
+        description="list of pairs: a number of consecutive parameters, and the fraction of a gradient's time after "
+        "which their gradient is final, for gradients in buckets. Default: by the times of layers; without them, at a "
+        "constant rate",
     )
     jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of compute_s")
     distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
@@ -218,6 +226,14 @@ class SimulationTable(Table):
     def _keys_of_tables(cls, value: Any) -> Any:
         """Restores dotted keys, because TOML reads `model.name = "lenet"` as a nested table."""
         return [_dotted(entry) for entry in value] if isinstance(value, list | tuple) else value
+
+    @field_validator("final_at")
+    @classmethod
+    def _fractions(cls, value: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        for count, final in value:
+            if count < 1 or not 0 <= final <= 1:
+                raise ValueError(f"has a pair [{count}, {final:g}]; use a number >= 1 and a fraction from 0 to 1")
+        return value
 
     @field_validator("machines")
     @classmethod

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from rudra.core.buckets import Network
+from rudra.core.buckets import NetworkSpeed
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.tags import NETWORK_TAG
 
@@ -19,8 +19,8 @@ ROUND_TRIPS = 20
 """Number of small messages each way. The median counts, because other processes may delay some of them."""
 
 SIZES = (64 << 10, 512 << 10, 4 << 20, 16 << 20)
-"""Sizes of large messages in bytes. The first ones prepare the connection. The last one is for fast links. Some of these
-carry the first megabytes even faster."""
+"""Sizes of large messages in bytes. The first ones prepare the connection. The last one is for fast links. Some of
+these carry the first megabytes even faster."""
 
 LONG_S = 0.01
 """Time of a large message that is long enough, so that no larger one follows."""
@@ -38,7 +38,7 @@ def in_turns(pairs: Collection[tuple[int, int]], places: Sequence[int]) -> list[
     return [(places.index(first), places.index(second)) for first, second in ordered]
 
 
-def measure(ranks: JobRanks, pairs: Sequence[tuple[int, int]]) -> Network | None:
+def measure(ranks: JobRanks, pairs: Sequence[tuple[int, int]]) -> NetworkSpeed | None:
     """Measures the network between this rank and others.
 
     Args:
@@ -51,7 +51,7 @@ def measure(ranks: JobRanks, pairs: Sequence[tuple[int, int]]) -> Network | None
     Raises:
         RunError: another rank did not start within the job's limit.
     """
-    found, memory = list[Network](), np.ones(SIZES[-1] if pairs else 0, np.uint8)
+    found, memory = list[NetworkSpeed](), np.ones(SIZES[-1] if pairs else 0, np.uint8)
     for first, second in pairs:
         if ranks.comm.rank == first:
             _meet(ranks, second)
@@ -62,9 +62,9 @@ def measure(ranks: JobRanks, pairs: Sequence[tuple[int, int]]) -> Network | None
     return worst(found) if found else None
 
 
-def worst(found: Collection[Network]) -> Network:
+def worst(found: Collection[NetworkSpeed]) -> NetworkSpeed:
     """Returns the largest latency and the smallest bandwidth of several networks."""
-    return Network(max(its.latency_s for its in found), min(its.bytes_per_s for its in found))
+    return NetworkSpeed(max(its.latency_s for its in found), min(its.bytes_per_s for its in found))
 
 
 def _meet(ranks: JobRanks, other: int) -> None:
@@ -74,7 +74,7 @@ def _meet(ranks: JobRanks, other: int) -> None:
     ranks.wait(lambda: MPI.Request.Testall(begun), "to measure the network")
 
 
-def _network_to(comm: MPI.Comm, other: int, memory: npt.NDArray[np.uint8]) -> Network:
+def _network_to(comm: MPI.Comm, other: int, memory: npt.NDArray[np.uint8]) -> NetworkSpeed:
     """Measures the network to a rank that serves this one."""
     latency_s = median(_round_trip_s(comm, other, memory[:0]) for _ in range(ROUND_TRIPS)) / 2
     for size in SIZES:
@@ -83,7 +83,7 @@ def _network_to(comm: MPI.Comm, other: int, memory: npt.NDArray[np.uint8]) -> Ne
         if taken_s > LONG_S:
             break
     comm.send(0, other, NETWORK_TAG)
-    return Network(latency_s, size / max(taken_s - 2 * latency_s, taken_s / 2))
+    return NetworkSpeed(latency_s, size / max(taken_s - 2 * latency_s, taken_s / 2))
 
 
 def _serve(comm: MPI.Comm, other: int, memory: npt.NDArray[np.uint8]) -> None:

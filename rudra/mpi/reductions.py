@@ -6,7 +6,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
-from rudra.core.buckets import bucket_size, in_buckets, parts
+from rudra.core.buckets import group_parts
 from rudra.core.events import Event, Reduce
 from rudra.job.job import Job
 from rudra.mpi.arena import Arena
@@ -68,12 +68,11 @@ class Reductions:
         self, plan: Plan, members: Sequence[int], tag: int, executor: Executor, library: MPI.Comm | None
     ) -> GroupReduction:
         ranks = {i: plan.roles[i].world_rank for i in members}
-        bucket = bucket_size(self._job, executor.size, self._auto) if in_buckets(self._job, plan, members) else 0
         return GroupReduction(
             self._comm,
             ranks,
             tag,
-            parts(executor.size, executor.parameters, bucket),
+            group_parts(self._job, plan, executor.size, executor.parameters, self._auto, members),
             ringing(self._doorbell, self._comm, ranks.values()),
             library,
             self._arena,

@@ -19,7 +19,7 @@ from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
-from rudra.core.buckets import Network, auto_size, pairs_of_nodes
+from rudra.core.buckets import NetworkSpeed, auto_size, held, pairs_of_nodes
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
@@ -31,7 +31,6 @@ from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.malloc import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.mpi.node_data import NodeData
-from rudra.mpi.push_buckets import Pushing
 from rudra.mpi.run_files import RunFiles
 from rudra.mpi.shared_window import share_window
 from rudra.mpi.speed_test import Trial
@@ -90,7 +89,7 @@ class RankSetup:
         self.arena = Arena()
         self.files = RunFiles(start)
         self.auto = 0
-        self._network: Network | None = None
+        self._network: NetworkSpeed | None = None
         self._ranks, self._start, self._device = ranks, start, device
 
     @property
@@ -231,12 +230,13 @@ class RankSetup:
         give_back_freed_memory()  # memory from building the model
         if self.job.training.compile and self.keeps_results:
             log.info(f"{self.job.name}: compiling the gradient's code")
+        node = [self.places[role.world_rank] for role in self.plan.roles]
         for role, executor in self.executors.items():
             executor.prepare()
             overlaps = self.plan.traits(role).overlaps or (self.plan.overlapped and role == self.plan.server)
             if self._near and overlaps:
                 executor.reserve(GENERATIONS - 1)
-            executor.reserve(self._gradients_in_buckets(role, executor))
+            executor.reserve(held(self.job, self.plan, node, role, executor.size, executor.parameters, self.auto))
             if self._start.checkpoint is not None and isinstance(executor, OwnerExecutor):
                 state, tensors = checkpoint.read(self._start.checkpoint)
                 if state.position != self._start.position:
@@ -267,11 +267,6 @@ class RankSetup:
         """
         traits, learners = self.plan.traits(role), len(self.plan.learners)
         return RESERVED + 3 * learners * traits.concludes + 2 * learners * (traits.serves and not traits.concludes)
-
-    def _gradients_in_buckets(self, role: int, executor: Executor) -> int:
-        """Returns the number of learners whose gradients come in buckets to a role."""
-        rule = Pushing.on(self.places, self.job, self.plan, self.auto)
-        return len(rule.senders(role)) if rule.parts(role, executor.size, executor.parameters) else 0
 
     def _share_window(self) -> None:
         """Gives the workers of a node and their coordinator one shared memory for the weights, if the job wants it."""

@@ -6,14 +6,17 @@ The job that is run, stored, replayed and resumed then names the layer, and the 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rudra.core.placement import Layer, PlacementHardware, choose
+from rudra.core.buckets import at_once_because, auto_size, group_parts, push_parts, pushing
+from rudra.core.placement import Buckets, Form, Layer, PlacementHardware, choose
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
 from rudra.log import log
 from rudra.prepare import cost_files
+from rudra.prepare.nodes import network_of, nodes_of
 from rudra.prepare.profile import profile, sizes
 from rudra.prepare.start import Decided
+from topologies import groups
 
 
 def with_cut(job: Job, decided: Decided, ranks: int) -> Decided:
@@ -53,11 +56,14 @@ def choose_cut(job: Job) -> str | None:
     Raises:
         RudraError: The job has a mistake, or its model cannot be cut.
     """
-    costs, rule = cost_files.load(job).simulation, job.placement.cut
+    loaded, rule = cost_files.load(job), job.placement.cut
+    costs = loaded.simulation
     layers = sizes(job)
     if rule == "auto":
         layers = _timed(layers, known(costs, job.training.minibatch_size) or profile(job).with_loss, rule)
-    decision = choose(rule, layers, cluster_of(job, costs), against=("server",))  # which a job without a cut has
+    buckets = buckets_of(loaded)
+    # A job without a cut has a server.
+    decision = choose(rule, layers, cluster_of(job, costs), against=("server",), buckets=buckets)
     cut = None if decision.cut is None else decision.cut.name
     chosen = "places no layers" if cut is None else f"chooses {cut!r}"
     log.info(f"{job.name}: [placement] cut = {rule!r} {chosen}: {decision.why}")
@@ -78,6 +84,23 @@ def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> Pla
         together,
         table.sharing,
     )
+
+
+def buckets_of(job: Job) -> dict[Form, Buckets]:
+    """Returns functions that give the buckets of gradients that are pushed to a server, or averaged.
+
+    Args:
+        job: Resolved job with its cost file read.
+    """
+    job = job.with_(placement={"cut": None})
+    nodes, network = nodes_of(job), network_of(job)
+    plan, group = job.plan(nodes), groups.plan(nodes)
+    senders = pushing(job, plan, plan.nodes(near=job.simulation.servers_on_first_node), plan.server)
+    members = () if at_once_because(job) else group.learners
+    return {
+        "server": lambda size: push_parts(job, size, size, auto_size(network, size), len(senders)),
+        "allreduce": lambda size: group_parts(job, group, size, size, auto_size(network, size), members),
+    }
 
 
 def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tuple[Layer, ...]:

@@ -6,12 +6,14 @@ Steps are computed as by a learner, and the clock is read when a layer begins an
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rudra.benchmark_report import Report
+from rudra.core.backward import BackwardPass, FinalAt
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -19,7 +21,9 @@ from rudra.job.job import Job
 if TYPE_CHECKING:
     import torch
 
+    from rudra.compute.flat import FlatModel
     from rudra.compute.timing import TimedChain
+    from rudra.data.load import DataInfo
 
 SECONDS = 2.0
 """Duration of a measurement. Half of it has readings at layers."""
@@ -27,6 +31,7 @@ SECONDS = 2.0
 LEAST, MOST = 5, 400
 """Number of steps of each kind."""
 
+_ALIKE = 0.005  # difference of two fractions of a step's time that does not matter
 _QUICKEST = 4  # only the fastest steps count: on a shared machine the others are delayed by other processes
 
 
@@ -43,6 +48,7 @@ class Profile:
         step_s: Time of a whole step without clock readings.
         learner_s: Time of a learner's step if it does not use autograd. 0: it is the same as `step_s`.
         threads: Number of torch's threads.
+        final_at: Times of a learner's step when parts of the gradient are final. Empty: all parts are final at once.
     """
 
     name: str
@@ -53,6 +59,7 @@ class Profile:
     step_s: float
     threads: int
     learner_s: float = 0.0
+    final_at: FinalAt = ()
 
     @property
     def sum_s(self) -> float:
@@ -65,9 +72,20 @@ class Profile:
         *others, last = self.layers
         return *others, replace(last, backward_s=last.backward_s + self.loss_s)
 
+    @property
+    def final(self) -> tuple[float | None, ...]:
+        """Returns the fraction of a step after which the gradient of each layer's parameters is final.
+
+        None: the layer has no parameters.
+        """
+        stops = [*accumulate(layer.parameters_bytes // 4 for layer in self.layers)]
+        found = BackwardPass.measured(self.final_at, stops[-1]) if self.final_at else BackwardPass(0, (), 0.0)
+        parts = (slice(start, stop) for start, stop in pairwise([0, *stops]))
+        return tuple(1 - found.share * found.left(part) if part.start < part.stop else None for part in parts)
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the profile as plain values."""
-        return {**asdict(self), "sum_s": self.sum_s}
+        return {**asdict(self), "sum_s": self.sum_s, "final": self.final}
 
 
 def sizes(job: Job) -> tuple[Layer, ...]:
@@ -102,65 +120,115 @@ def profile(job: Job, *, seconds: float | None = None) -> Profile:
 
     Args:
         job: Job with the model, the data, μ and the number of threads.
-        seconds: Duration of the measurement, by default `SECONDS`.
+        seconds: Duration of the measurement, by default `SECONDS`. A quarter of it is added for `Profile.final_at`.
 
     Raises:
         RudraError: The job has a mistake, or its model is no chain of layers.
     """
-    from rudra.compute import devices, models, tasks
+    from rudra.compute import models
     from rudra.compute.cuts import chain
     from rudra.compute.executor import torch_as_in
     from rudra.compute.flat import FlatModel
-    from rudra.compute.gradients import GradientSource
-    from rudra.compute.shortcuts import gradients_of
     from rudra.compute.timing import Through, TimedChain, layers_of
-    from rudra.core.work import Work
     from rudra.data import trees
-    from rudra.data.load import load
 
     if job.training.compile:
         raise ConfigError(f"{job.name}: [training] compile = true leaves no layers to time; use compile = false")
-    size, device = job.training.minibatch_size, devices.virtual(job.cluster.device, window=False)
     with torch_as_in(job.cluster):
-        data = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
-        assert data.training is not None
-        task = tasks.make(job.task, data.info.classes)
-        plain = models.build(job.model, data.info, job.training.seed).to(device)
-        noted = models.build(job.model, data.info, job.training.seed).to(device)
-        models.check_model_output(plain, task, data.info)
-        gradients = gradients_of(plain, task)
-        flat = FlatModel(plain, task, 1, job.training.precision, gradients=gradients)
-        alike = FlatModel(Through(plain), task, 1, job.training.precision) if flat.does_without_autograd else flat
-        work = Work(0, 0, size, size)
-        inputs, target = GradientSource(job, 0, work, flat, data.training, prefetch=False).minibatch(0, work)
+        learner = _Learner.of(job)
+        flat, inputs, device = learner.flat, learner.inputs, learner.device
+        noted = models.build(job.model, learner.info, job.training.seed).to(device)
+        alike = replace(learner, flat=FlatModel(Through(flat.module), flat.task, 1, job.training.precision))
         found = chain(noted, trees.moved(inputs, device))
         timed = TimedChain(found, device)
-        whole = FlatModel(timed, task, 1, job.training.precision)
-        step, alone = (_step(each, inputs, target, device) for each in (whole, alike))
-        times, step_s, noted_s = _measured(timed, step, alone, seconds or SECONDS)
-        learner_s = _quick(timed, _step(flat, inputs, target, device)) if alike is not flat else 0.0
+        whole = replace(learner, flat=FlatModel(timed, flat.task, 1, job.training.precision))
+        alone = alike if flat.does_without_autograd else learner
+        times, step_s, noted_s = _measured(timed, whole.step(), alone.step(), seconds or SECONDS)
+        learner_s, final_at = _final_at(learner, (seconds or SECONDS) / 4)
     middle = [median(column) for column in zip(*times, strict=True)]
     made = zip(layers_of(found), middle, middle[len(found.layers) :], strict=False)
     layers = tuple(
         replace(layer, forward_s=max(there - noted_s, there / 2), backward_s=max(back - noted_s, back / 2))
         for layer, there, back in made
     )
-    threads = job.cluster.threads_per_rank or 1
-    return Profile(job.name, size, layers, middle[-2], middle[-1], step_s, threads, learner_s)
+    threads, size = job.cluster.threads_per_rank or 1, job.training.minibatch_size
+    times_s = (middle[-2], middle[-1], step_s)
+    return Profile(job.name, size, layers, *times_s, threads, learner_s if alone is alike else 0.0, final_at)
 
 
-def _step(flat: Any, inputs: Any, target: Any, device: "torch.device") -> Callable[[], None]:
-    """Computes one gradient as a learner does."""
-    import torch
+def final_at(job: Job, *, seconds: float | None = None) -> FinalAt:
+    """Measures when parts of a gradient are final, for a model that may be no chain of layers.
 
-    weights, out = torch.empty(2, flat.size, device=device)
-    flat.read_into(weights)
-    flat.bind(weights)
+    Compiled code finishes all parts at once.
 
-    def step() -> None:
-        flat.gradient(inputs, target, out, 0)
+    Args:
+        job: Job with the model, the data, μ and the number of threads.
+        seconds: Duration of the measurement, by default a quarter of `SECONDS`.
 
-    return step
+    Raises:
+        RudraError: The job has a mistake.
+    """
+    from rudra.compute.executor import torch_as_in
+
+    if job.training.compile:
+        return ()
+    with torch_as_in(job.cluster):
+        return _final_at(_Learner.of(job), (seconds or SECONDS) / 4)[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Learner:
+    """Model, mini-batch and device of a learner.
+
+    Attributes:
+        flat: Model.
+        inputs, target: Mini-batch.
+        device: Device that computes.
+        info: Description of the data.
+    """
+
+    flat: "FlatModel"
+    inputs: Any
+    target: Any
+    device: "torch.device"
+    info: "DataInfo"
+
+    @classmethod
+    def of(cls, job: Job) -> "_Learner":
+        """Returns a learner of a resolved job. torch must be as in the job."""
+        from rudra.compute import devices, models, tasks
+        from rudra.compute.flat import FlatModel
+        from rudra.compute.gradients import GradientSource
+        from rudra.compute.shortcuts import gradients_of
+        from rudra.core.work import Work
+        from rudra.data.load import load
+
+        size, training = job.training.minibatch_size, job.training
+        device = devices.virtual(job.cluster.device, window=False)
+        data = load(job.data, test=False, seed=training.seed, ignored=job.task.ignored)
+        assert data.training is not None
+        task = tasks.make(job.task, data.info.classes)
+        module = models.build(job.model, data.info, training.seed).to(device)
+        models.check_model_output(module, task, data.info)
+        how: dict[str, Any] = {"compiled": training.compile, "gradients": gradients_of(module, task)}
+        flat = FlatModel(module, task, 1, training.precision, **how)
+        work = Work(0, 0, size, size)
+        batch = GradientSource(job, 0, work, flat, data.training, prefetch=False).minibatch(0, work)
+        return cls(flat, *batch, device, data.info)
+
+    def step(self) -> Callable[..., None]:
+        """Returns a function that computes a gradient as a learner does, and calls its argument with parts that are
+        final."""
+        import torch
+
+        weights, out = torch.empty(2, self.flat.size, device=self.device)
+        self.flat.read_into(weights)
+        self.flat.bind(weights)
+
+        def step(ready: Callable[[slice], None] | None = None) -> None:
+            self.flat.gradient(self.inputs, self.target, out, 0, ready)
+
+        return step
 
 
 def _measured(
@@ -195,18 +263,46 @@ def _measured(
     return sorted(parts, key=sum)[: max(1, len(parts) // _QUICKEST)], quick[0], noted_s
 
 
-def _quick(timed: "TimedChain", step: Callable[[], None]) -> float:
-    """Returns the median of the fast steps."""
-    times = []
-    for _ in range(MOST):
-        began = timed.now()
-        step()
-        times.append(timed.now() - began)
-    return median(sorted(times)[: MOST // _QUICKEST])
+def _final_at(learner: _Learner, seconds: float) -> tuple[float, FinalAt]:
+    """Returns the median time of a learner's fast steps, and when parts of its gradient are final."""
+    from rudra.compute.timing import clock
+
+    step, now, parameters = learner.step(), clock(learner.device), learner.flat.parameter_count
+    step(lambda part: None)
+    found: list[tuple[float, dict[int, tuple[int, float]]]] = []
+    ends = time.perf_counter() + seconds
+    while len(found) < LEAST or (time.perf_counter() < ends and len(found) < MOST):
+        final: dict[int, tuple[int, float]] = {}  # start of a part -> its end, and when it was final
+        began = now()
+        step(lambda part, final=final: final.update({part.start: (part.stop, now())}))
+        taken = now() - began
+        found.append((taken, {start: (stop, (at - began) / taken) for start, (stop, at) in final.items()}))
+    quick = sorted(found, key=lambda each: each[0])[: max(1, len(found) // _QUICKEST)]
+    runs: list[tuple[int, float]] = []
+    place = 0
+    for start, (stop, _) in sorted(quick[0][1].items()):
+        if start > place:
+            runs.append((start - place, 1.0))  # not used by the model
+        runs.append((stop - start, median(each[start][1] for _, each in quick)))
+        place = stop
+    left = [(parameters - place, 1.0)] if runs and place < parameters else []
+    return median(taken for taken, _ in quick), tuple(_merged([*runs, *left]))
+
+
+def _merged(runs: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+    """Yields consecutive parts that are final at nearly the same time as one part."""
+    count, final = 0, 0.0
+    for more, at in runs:
+        if count and abs(at - final) > _ALIKE:
+            yield count, round(final, 4)
+            count, final = 0, 0.0
+        count, final = count + more, max(final, at)
+    if count:
+        yield count, round(min(final, 1.0), 4)
 
 
 def as_toml(found: Profile) -> str:
-    """Returns `layers` of a cost file (`rudra.job.simulation.LayerCost`)."""
+    """Returns `layers` of a cost file (`rudra.job.simulation.LayerCost`), and `final_at`."""
     size = found.minibatch_size
     rows = [
         f"  {{ name = {json.dumps(layer.name)}, kind = {json.dumps(layer.kind)}"
@@ -215,20 +311,25 @@ def as_toml(found: Profile) -> str:
         f", cut = {json.dumps(layer.cut)} }},"
         for layer in found.with_loss
     ]
-    return "\n".join(["layers = [", *rows, "]"])
+    return "\n".join(["layers = [", *rows, "]", final_toml(found.final_at)])
+
+
+def final_toml(final_at: FinalAt) -> str:
+    """Returns `final_at` of a cost file. Empty if all parts of a gradient are final at once."""
+    return f"final_at = [{', '.join(f'[{count}, {final:g}]' for count, final in final_at)}]" if final_at else ""
 
 
 def as_text(found: Profile) -> str:
     """Returns a table with one row for each layer."""
-    report = Report(
-        ["layer", "kind", "forward, ms", "backward, ms", "of a step", "parameters, kB", "output, kB/sample"]
-    )
-    for layer in found.layers:
+    heads = ["layer", "kind", "forward, ms", "backward, ms", "of a step", "final at", "parameters, kB"]
+    report = Report([*heads, "output, kB/sample"])
+    for layer, final in zip(found.layers, found.final, strict=True):
         times = (f"{seconds * 1e3:.3f}" for seconds in (layer.forward_s, layer.backward_s))
         held = (f"{size / 1e3:,.1f}" if size else "–" for size in (layer.parameters_bytes, layer.output_bytes))
-        report.rows.append((layer.name, layer.kind, *times, f"{layer.seconds / found.sum_s:.1%}", *held))
+        shares = f"{layer.seconds / found.sum_s:.1%}", "–" if final is None else f"{final:.0%}"
+        report.rows.append((layer.name, layer.kind, *times, *shares, *held))
     for name, seconds in (("loss", found.loss_s), ("all else", found.rest_s)):
-        report.rows.append((name, "", f"{seconds * 1e3:.3f}", "", f"{seconds / found.sum_s:.1%}", "", ""))
+        report.rows.append((name, "", f"{seconds * 1e3:.3f}", "", f"{seconds / found.sum_s:.1%}", "", "", ""))
     ratio = found.sum_s / found.step_s
     report.notes = [
         f"Sum {found.sum_s * 1e3:.3f} ms; a whole step that is not taken apart {found.step_s * 1e3:.3f} ms: "

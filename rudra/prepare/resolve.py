@@ -4,13 +4,13 @@ Three callers resolve a job: a process that starts ranks (`resolve`), the ranks 
 virtual time (`resolve_virtual`).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
 from rudra.prepare.cut import choose_cut
+from rudra.prepare.nodes import nodes_of
 from rudra.prepare.start import Decided
 from topologies import Plan
 
@@ -163,21 +163,6 @@ def resolve_virtual(job: Job, *, device: str | None = None, cores: int = 1) -> R
     if device is not None:
         job = job.with_(cluster={"device": device})
     return ResolvedJob(job, job.plan(nodes_of(job)))
-
-
-def nodes_of(job: Job) -> list[int]:
-    """Returns the node of every learner in virtual time. Nodes differ by one rank with learners at most.
-
-    Workers that share memory are on one node, unless the job gives the number of nodes.
-    """
-    learners, each, count = job.learners, job.cluster.learners_per_rank, job.simulation.nodes
-    if isinstance(count, Mapping):
-        known = max((size for size in count if size <= learners), default=min(count))
-        count = math.ceil(count[known] * learners / known)
-    ranks = -(-learners // each)
-    alone = 1 if job.hogbatch.shares_weights else ranks
-    count = alone if count is None else min(count, ranks)
-    return [i // each * count // ranks for i in range(learners)]
 
 
 def settle(job: Job, *, gradients: str, shares: Sequence[float] | None = None) -> Job:

@@ -17,7 +17,7 @@ import torch
 from rudra import plugins
 from rudra.compute.flat import sha256
 from rudra.compute.statedict import StateEntry
-from rudra.core.buckets import Network
+from rudra.core.buckets import NetworkSpeed
 from rudra.core.events import Finish, Record, StoreEpochWeights, TableName
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
@@ -269,11 +269,11 @@ def attributes(
     }
 
 
-def about_buckets(network: Network | None, auto: int) -> dict[str, Any]:
+def about_buckets(network: NetworkSpeed | None, auto: int) -> dict[str, Any]:
     """Returns the attributes about buckets.
 
     Args:
-        network: Network between nodes. None: it was not needed.
+        network: NetworkSpeed between nodes. None: it was not needed.
         auto: Number of elements of a bucket that was chosen. 0: none.
     """
     found: dict[str, Any] = {"bucket_bytes": 4 * auto}

@@ -5,6 +5,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from math import inf
 
+from rudra.core.backward import WHOLE
 from rudra.core.events import Action, BackpropFirstStage, Compute, Event, ExecutorAction, Receive, RunFirstStage, Send
 from rudra.data.sampling import mix
 from rudra.roles import Machine
@@ -92,7 +93,7 @@ class Route:
     """Route from one role to another. Control messages on it do not overtake each other.
 
     Attributes:
-        early: Fraction of a gradient that may be sent while it is computed. 0: gradients are sent as a whole.
+        leads: Moments of a backward pass when more of a gradient may be sent. Only one: gradients are sent as a whole.
         ahead: Number of gradients whose early parts have crossed shared links, minus the number of gradients that were
             sent after them.
         waiting: Gradients that wait until their early parts have crossed shared links.
@@ -104,9 +105,9 @@ class Route:
         "blocking",
         "bytes_per_s",
         "delivered_at",
-        "early",
         "into",
         "latency_s",
+        "leads",
         "out",
         "receiver",
         "sender",
@@ -125,6 +126,7 @@ class Route:
         self.into = of.setdefault(("into", *link.into), Port(rate))
         # A server with blocking calls has one port for both directions.
         self.blocking = [own.setdefault(("both", *end), Port(rate)) for end in link.blocking]
-        self.delivered_at = self.early = 0.0
+        self.delivered_at = 0.0
+        self.leads = WHOLE
         self.ahead = 0
         self.waiting: deque[tuple[Send, Receive]] = deque()

@@ -1,11 +1,9 @@
 """Assembly of a job's roles into a simulation."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from rudra import roles
-from rudra.core.buckets import Network, auto_size, count_of, push_count
 from rudra.core.events import Save
 from rudra.core.layout import Placed
 from rudra.core.phases import Phases, phase_at
@@ -13,13 +11,14 @@ from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.core.wire import tail_bytes, tensor_bytes
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.prepare.nodes import nodes_of
 from rudra.prepare.phases import phases_of
-from rudra.prepare.resolve import nodes_of
 from rudra.roles import Machine
 from rudra.simulation.background_jobs import ENDLESS, Unrecorded, job_beside
 from rudra.simulation.cluster import without_tensors
 from rudra.simulation.costs import CostModel, paces_of
 from rudra.simulation.driver import Check, RowSink, Simulation
+from rudra.simulation.overlap import Overlap
 from rudra.simulation.regrouping import Make
 from rudra.simulation.timing_only import Tensors
 from rudra.simulation.windows import SimulatedWindows
@@ -44,9 +43,17 @@ def machines_of(
     return {i: make(i, plan, position) for i in range(len(plan.roles))}, make
 
 
-def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> Callable[[TrainingState], CostModel]:
-    """Returns a function that gives the cost model at a training state. `size_bytes` is the size of a tensor on the
-    wire."""
+def prices_of(
+    phases: Phases, size_bytes: int, placed: Placed | None = None, buffers: int = 0
+) -> Callable[[TrainingState], CostModel]:
+    """Returns a function that gives the cost model at a training state.
+
+    Args:
+        phases: Phases of the run.
+        size_bytes: Size of a tensor on the wire.
+        placed: How the model is divided between learners and a stage server.
+        buffers: Number of elements of a gradient that are not parameters.
+    """
     known: dict[int, CostModel] = {}
 
     def price(position: TrainingState) -> CostModel:
@@ -54,31 +61,11 @@ def prices_of(phases: Phases, size_bytes: int, placed: Placed | None = None) -> 
         if at_epoch not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
             about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
-            auto = auto_of(job, plan, size_bytes // 4, placed)
-            about["buckets"] = lambda members, part: count_of(job, plan, round(size_bytes * part) // 4, auto, members)
-            about["pushes"] = partial(push_count, job, plan, size_bytes // 4, auto)
+            about["overlap"] = Overlap(job, plan, bytes_ // 4, buffers, placed)
             known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
         return known[at_epoch]
 
     return price
-
-
-def network_of(job: Job) -> Network:
-    """Returns the network between nodes in virtual time."""
-    return Network(job.simulation.latency_s, job.simulation.bandwidth_bytes_per_s)
-
-
-def auto_of(job: Job, plan: Plan, size: int, placed: Placed | None) -> int:
-    """Returns the number of elements of a bucket that ranks would choose on the job's network.
-
-    Args:
-        job: Resolved job with its cost file read.
-        plan: Role assignment.
-        size: Number of elements of the weights.
-        placed: How the model is divided between learners and a stage server.
-    """
-    front = 1.0 if plan.stage is None or placed is None else placed.front
-    return auto_size(network_of(job), round(size * front))
 
 
 def assemble(
@@ -89,6 +76,7 @@ def assemble(
     *,
     training_samples: int,
     size_bytes: int,
+    buffers: int = 0,
     position: TrainingState = BEGINNING,
     save: Callable[[int, Save], None] | None = None,
     check: Check | None = None,
@@ -104,6 +92,7 @@ def assemble(
         recorder: Receiver of the statistics server's rows.
         training_samples: Number of training samples per epoch.
         size_bytes: Size of a gradient or the weights on the wire.
+        buffers: Number of elements of a gradient that are not parameters.
         position: State at the start of training.
         save: See `Simulation`.
         check: Function called after every event.
@@ -115,7 +104,7 @@ def assemble(
     """
     phases = phases_of(job, plan, training_samples)
     machines, make = machines_of(phases, training_samples, position)
-    price = prices_of(phases, size_bytes, placed)
+    price = prices_of(phases, size_bytes, placed, buffers)
     simulation = Simulation(
         phase_at(phases, position.epoch).plan,
         machines,
@@ -152,6 +141,7 @@ def _put_beside(simulation: Simulation, job: Job) -> None:
         Unrecorded(),
         training_samples=ENDLESS,
         size_bytes=cluster.size * 4 + tail_bytes(1),
+        buffers=cluster.buffers,
         placed=cluster.placed,
         beside=simulation,
     )

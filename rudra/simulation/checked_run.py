@@ -16,7 +16,7 @@ from rudra.core.events import Event, Finish, Record, Save, StoreEpochWeights
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.roles import Machine
 from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble

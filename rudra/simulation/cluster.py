@@ -57,6 +57,11 @@ class SimulatedCluster:
     step_bytes: int = 0
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
 
+    @property
+    def buffers(self) -> int:
+        """Returns the number of elements of the flat vector that are not parameters."""
+        return sum(entry.size for entry in self.layout if entry.kind != "parameter")
+
 
 def make_cluster(job: Job, plan: Plan, data: Data, device: torch.device) -> SimulatedCluster:
     """Builds the model and the executors of all roles.

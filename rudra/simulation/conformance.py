@@ -21,7 +21,7 @@ from rudra.core.records import TIMES
 from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.simulation.checked_run import TrialRows, timing, train
 from topologies import Plan
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from protocols import Hogbatch
+from rudra.core.backward import SHARE, WHOLE, Leads, after_s
 from rudra.core.events import (
     Accumulate,
     AverageGroup,
@@ -38,16 +39,9 @@ from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
 from rudra.log import log
 from rudra.prepare.cost_files import at
+from rudra.simulation.overlap import Overlap
 from topologies import Plan
 from topologies.kinds import ELSEWHERE
-
-BACKWARD = 2 / 3
-"""Fraction of a gradient's time that the backward pass takes, which finishes buckets. It has twice the operations of a
-forward pass."""
-
-Pushes = Callable[[Sequence[int], int, float], tuple[Collection[int], int]]
-"""Returns, from the node of each role, a role and the fraction of a gradient that it takes, the learners that push to
-it in buckets and the number of buckets."""
 
 
 class Link(NamedTuple):
@@ -111,9 +105,7 @@ class CostModel:
         size_bytes: Size of the weights, and of a gradient, in memory.
         placed: How the model is divided between learners and a stage server.
         paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
-        buckets: Returns, from the members of a group and the fraction of a gradient that they average, the number of
-            buckets (`rudra.core.buckets`).
-        pushes: Returns the learners that push to a role in buckets, and the number of buckets.
+        overlap: Gradients that are sent in buckets. None: all are sent after their computation.
 
     Attributes:
         paces: Paces by learner, as passed in.
@@ -133,11 +125,10 @@ class CostModel:
         size_bytes: int = 0,
         placed: Placed | None = None,
         paces: Mapping[int, Pace] | None = None,
-        buckets: Callable[[Sequence[int], float], int] = lambda members, part: 1,
-        pushes: Pushes = lambda node, owner, part: ((), 1),
+        overlap: Overlap | None = None,
     ) -> None:
-        self.paces, self._buckets, self._pushes = paces or {}, buckets, pushes
-        self._pushers: dict[int, tuple[frozenset[int], int]] = {}  # by the role that takes gradients
+        self.paces, self._overlap = paces or {}, overlap
+        self._pushers: dict[int, tuple[frozenset[int], Leads]] = {}  # by the role that takes gradients
         self._reductions_s: dict[tuple[int, int, float], float] = {}  # by first member, number of members and size
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
         self._placed = placed = placed or Placed()
@@ -146,7 +137,8 @@ class CostModel:
             RunFirstStage: (1 - placed.back) / 3,
             BackpropFirstStage: (1 - placed.back) * 2 / 3,
         }
-        self.backward = BACKWARD if plan.stage is None else self.pieces[BackpropFirstStage]
+        whole_pass = SHARE if overlap is None else overlap.share
+        self.backward = whole_pass if plan.stage is None else self.pieces[BackpropFirstStage]
         self.pieces[ComputeEvaluationPart] = 1 / 3  # first batch of a worker, with the training clock stopped
         self._conclude_s = placed.back * at(table.compute_s, minibatch_size) if plan.stage is not None else 0.0
         node = list(plan.nodes(near=table.servers_on_first_node))
@@ -255,29 +247,24 @@ class CostModel:
     def reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Returns the time of a compute group's all-reduce after the last gradient is complete.
 
-        Buckets begin in the backward pass, which finishes them at a constant rate. The last bucket is reduced after the
-        pass.
+        Buckets begin in the backward pass.
         """
         key = members[0], len(members), size_bytes
         if key not in self._reductions_s:
-            seconds, count = self._whole_reduction_s(members, size_bytes), self._buckets(members, self.part(members[0]))
+            leads = WHOLE if self._overlap is None else self._overlap.of_group(members)
             backward_s = max(self.compute_s[role] for role in members) * self.backward
-            seconds = max(seconds - backward_s * (1 - 1 / count), seconds / count)
-            self._reductions_s[key] = seconds
+            self._reductions_s[key] = after_s(leads, self._whole_reduction_s(members, size_bytes), backward_s)
         return self._reductions_s[key]
 
-    def early(self, sender: int, receiver: int) -> float:
-        """Returns the fraction of a gradient that may be sent while the rest is computed. 0: it is sent as a whole.
-
-        The backward pass finishes buckets as for a reduction. The last bucket is sent after the pass.
-        """
-        if sender not in self.compute_s or not self.plan.roles[receiver].kind_traits.serves:
-            return 0.0
+    def leads(self, sender: int, receiver: int) -> Leads:
+        """Returns the moments of a backward pass when more of a learner's gradient for a role may be sent."""
+        if sender not in self.compute_s or not self.plan.roles[receiver].kind_traits.serves or self._overlap is None:
+            return WHOLE
         if receiver not in self._pushers:
-            pushers, count = self._pushes(self.node, receiver, self.part(receiver))
-            self._pushers[receiver] = frozenset(pushers), count
-        senders, count = self._pushers[receiver]
-        return 1 - 1 / count if sender in senders else 0.0
+            pushers, leads = self._overlap.of_pushes(self.node, receiver)
+            self._pushers[receiver] = frozenset(pushers), leads
+        senders, leads = self._pushers[receiver]
+        return leads if sender in senders else WHOLE
 
     def _whole_reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Returns the time of a reduction of whole gradients: slices are exchanged and added, then gathered.

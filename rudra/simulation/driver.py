@@ -43,7 +43,7 @@ from rudra.errors import RunError
 from rudra.roles import Machine
 from rudra.roles.machine import States
 from rudra.simulation.actor import Actor
-from rudra.simulation.costs import BACKWARD, CostModel
+from rudra.simulation.costs import CostModel
 from rudra.simulation.faults import Faults
 from rudra.simulation.network import Network
 from rudra.simulation.queue import EventQueue, owner
@@ -316,7 +316,7 @@ class Simulation:
         else:
             seconds, time = actor.local_s.get(kind, 0.0), max(time, actor.busy_until)  # after an update, for example
         if actor.early and kind in (Compute, BackpropFirstStage):
-            self.network.push_early(actor, time, seconds, BACKWARD if kind is Compute else 1.0)
+            self.network.push_early(actor, time, seconds, self.costs.backward if kind is Compute else 1.0)
         heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
 
     def _end(self, actor: Actor, action: ExecutorAction) -> None:

@@ -21,6 +21,7 @@ from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.stages import FirstStageExecutor
+from rudra.core.buckets import held, spread
 from rudra.core.events import (
     ACTIVATION_GRADIENT,
     ACTIVATIONS,
@@ -91,6 +92,7 @@ class Rehearsal:
         gradient_s: Seconds of its gradient, measured at the second computation.
         metrics: Names of the metrics that each evaluation measures, in addition to loss and error.
         memory: Kind of role -> approximate bytes that its rank will take, with Python and torch.
+        apart_bytes: Bytes that a server takes in addition if all learners are on other nodes, for gradients in buckets.
         data_bytes: Bytes of the data, stored once on every node.
         crossed: Bytes per mini-batch of a learner that has only the first layers.
         unrepeatable: Reason why the samples cannot be drawn again, or empty if they can.
@@ -103,6 +105,7 @@ class Rehearsal:
     gradient_s: float
     metrics: tuple[str, ...]
     memory: dict[str, int]
+    apart_bytes: int
     data_bytes: int
     crossed: Crossed | None
     unrepeatable: str
@@ -150,6 +153,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         gradient_s=gradient_s,
         metrics=metrics,
         memory=_memory(job, plan, made, alone, of_model),
+        apart_bytes=_apart_bytes(job, plan, owners),
         data_bytes=max(0, with_data - alone),
         crossed=_crossed(made[plan.learners[0]]),
         unrepeatable=why,
@@ -236,12 +240,38 @@ def _memory(job: Job, plan: Plan, made: dict[int, Executor], alone: int, of_mode
             assert alike is not None
             like, tail = made[alike], tail_bytes(plan.max_gradients_per_message)
             taken += sum(like.size_of(name) * 4 + tail for name in counted[i])
+            taken += _held_bytes(job, plan, plan.nodes(near=True), i, like)
             owner = made[plan.server if plan.traits(i).trains else alike] if plan.traits(i).updates else None
             taken += owner.state_bytes() if isinstance(owner, OwnerExecutor) else 0
         if not all(plan.roles[i].kind_traits.serves and not plan.roles[i].kind_traits.concludes for i in here):
             taken += of_model
         found[role.kind] = max(found.get(role.kind, 0), taken)
     return found
+
+
+def _held_bytes(job: Job, plan: Plan, node: Sequence[int], role: int, executor: Executor) -> int:
+    """Returns the bytes of gradients that come to a role in buckets.
+
+    Args:
+        job: Resolved job.
+        plan: Roles and their ranks.
+        node: Node of every role.
+        role: Id of the role.
+        executor: Executor of the role, or of a role that holds as much.
+    """
+    size = executor.size
+    count = held(job, plan, node, role, size, executor.parameters, size)  # a fast network may need no buckets
+    return count * (executor.size * 4 + tail_bytes(plan.max_gradients_per_message))
+
+
+def _apart_bytes(job: Job, plan: Plan, owners: Mapping[int, Executor]) -> int:
+    """Returns the bytes of gradients in buckets that come to a server if its learners are on other nodes only."""
+    here, (apart, nodes) = plan.nodes(near=True), spread(job)
+    more = [
+        _held_bytes(job, apart, nodes, there, executor) - _held_bytes(job, plan, here, owner, executor)
+        for (owner, executor), there in zip(owners.items(), apart.owners, strict=True)
+    ]
+    return max(0, *more)
 
 
 def buffers_of(job: Job, plan: Plan) -> defaultdict[int, set[str]]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from rudra.benchmark_report import Report
 from rudra.core.events import AverageGroup, BackpropFirstStage, RunFirstStage, RunLastStage, Update
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.simulation.costs import CostModel
 from topologies import Plan
 

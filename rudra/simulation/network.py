@@ -4,12 +4,14 @@ A transfer of a tensor waits until the receiver has posted a buffer, as MPI's re
 both ends are free. A cost model (`rudra.simulation.costs`) gives all durations.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from heapq import heappush
 from itertools import pairwise
 from math import inf
 from typing import Any
 
+from rudra.core.backward import after_s
 from rudra.core.events import CancelReceive, Receive, ReceiveCancelled, Received, Reduce, Reduced, Send, Sent
 from rudra.core.messages import GRADIENTS, MESSAGES, ROWS
 from rudra.simulation.actor import Actor, Offer, Route
@@ -168,7 +170,7 @@ class Network:
         size_bytes = self._size_bytes * self._costs.travelling(actor.role, to)
         route = actor.routes[to] = Route(actor, self._actors[to], link, size_bytes, self.ports, self._own)
         if route.transfer_s:
-            route.early = self._costs.early(actor.role, to)
+            route.leads = self._costs.leads(actor.role, to)
         return route
 
     def _offer(self, receiver: Actor, offer: Offer) -> None:
@@ -189,7 +191,7 @@ class Network:
     def _transfer(self, route: Route, send: Send, receive: Receive, time: float) -> None:
         """Starts a transfer when both ports are free, or at once if links are shared."""
         out, into = route.out, route.into
-        if route.early and type(send.message) in GRADIENT_TYPES:
+        if len(route.leads) > 1 and type(send.message) in GRADIENT_TYPES:
             self._push_rest(route, (send, receive), time)
             return
         if self.links is not None:
@@ -217,7 +219,7 @@ class Network:
         for learner in plan.learners if self.links is not None else ():
             parent, actor = plan.roles[learner].parent, self._actors[learner]
             owners = plan.front_owners if plan.sharded else () if parent is None else (parent,)
-            actor.early = [route for route in (self._route(actor, owner) for owner in owners) if route.early]
+            actor.early = [route for route in (self._route(actor, owner) for owner in owners) if len(route.leads) > 1]
 
     def push_early(self, actor: Actor, time: float, seconds: float, backward: float) -> None:
         """Sends the buckets of a gradient across shared links while it is computed.
@@ -228,13 +230,25 @@ class Network:
             seconds: Duration of the computation.
             backward: Fraction of it that the backward pass takes, which finishes buckets.
         """
-        assert self.links is not None
         for route in actor.early:
-            size_bytes = route.early * route.transfer_s * self._gradient_share * route.bytes_per_s
-            begins = time + seconds * (1 - backward * route.early)
-            self.links.send(begins, (route.out, route.into), size_bytes, (self._pushed_early, route, None))
+            pieces = deque(
+                (time + seconds * (1 - backward * lead.left), lead.rest - later.rest)
+                for lead, later in pairwise(route.leads)
+            )
+            self._push_piece(route, pieces)
 
-    def _pushed_early(self, route: Route, _: None) -> None:
+    def _push_piece(self, route: Route, pieces: deque[tuple[float, float]]) -> None:
+        """Sends the first of some pieces of a gradient, and later the others. A piece is its time and its fraction."""
+        assert self.links is not None
+        time, part = pieces.popleft()
+        size_bytes = part * route.transfer_s * self._gradient_share * route.bytes_per_s
+        ends = route.out, route.into
+        self.links.send(max(time, self._queue.now), ends, size_bytes, (self._pushed_piece, route, pieces))
+
+    def _pushed_piece(self, route: Route, pieces: deque[tuple[float, float]]) -> None:
+        if pieces:
+            self._push_piece(route, pieces)
+            return
         route.ahead += 1
         if route.waiting:
             self._push_rest(route, route.waiting.popleft(), self._queue.now)
@@ -245,21 +259,24 @@ class Network:
         If links are used in turns, the buckets have crossed them in the backward pass as far as the links were free.
         """
         transfer_s = route.transfer_s * self._gradient_share
-        last_s = transfer_s * (1 - route.early)
         if self.links is not None:
             if not route.ahead:
                 route.waiting.append(transfer)
                 return
             route.ahead -= 1
-            ends, about = (route.out, route.into), (self._deliver, route, transfer)
-            self.links.send(time, ends, last_s * route.bytes_per_s, about)
+            if rest_s := transfer_s * route.leads[-1].rest:
+                ends, about = (route.out, route.into), (self._deliver, route, transfer)
+                self.links.send(time, ends, rest_s * route.bytes_per_s, about)
+            else:
+                self._queue.at(time, self._deliver, route, transfer)
             return
         ports = [route.out, route.into, *route.blocking]
-        early_s = self._costs.compute_s[route.sender.role] * self._costs.backward * route.early
-        sent_at = max(time - early_s, *(port.free_at for port in ports)) + transfer_s
+        backward_s = self._costs.compute_s[route.sender.role] * self._costs.backward
+        sent_at = max(time - backward_s * route.leads[0].left, *(port.free_at for port in ports)) + transfer_s
         for port in ports:
             port.free_at = sent_at
-        self._queue.at(max(sent_at, time + last_s), self._deliver, route, transfer)
+        delivered_at = max(sent_at, time + after_s(route.leads, transfer_s, backward_s))
+        self._queue.at(delivered_at, self._deliver, route, transfer)
 
     def _deliver(self, route: Route, transfer: tuple[Send, Receive]) -> None:
         send, receive = transfer

@@ -62,11 +62,13 @@ class Outline(NamedTuple):
         training_samples: Number of training samples per epoch.
         size_bytes: Size of a gradient or the weights on the wire.
         placed: How the model is divided between learners and a stage server.
+        buffers: Number of elements of a gradient that are not parameters.
     """
 
     training_samples: int
     size_bytes: int
     placed: Placed | None = None
+    buffers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ def outline(job: Job) -> Outline:
         DataError: Files are missing that would give the sizes.
     """
     cluster = without_tensors(job)
-    return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1), cluster.placed)
+    return Outline(cluster.info.training_samples, cluster.size * 4 + tail_bytes(1), cluster.placed, cluster.buffers)
 
 
 def predict(
@@ -156,7 +158,8 @@ def predict(
     minibatch_size, size = job.training.minibatch_size, known.size_bytes
     meter, rows = _Meter(updates, plan.server), KeptRows()
     simulated = training_samples if job.scheduled else updates * per_update * minibatch_size
-    simulation = assemble(job, plan, meter, rows, training_samples=simulated, size_bytes=size, placed=known.placed)
+    about: dict[str, Any] = {"size_bytes": size, "placed": known.placed, "buffers": known.buffers}
+    simulation = assemble(job, plan, meter, rows, training_samples=simulated, **about)
     simulation.run()
     found = _evaluate(job, plan, simulation.costs, meter, rows, training_samples, size)
     if job.scheduled:

@@ -21,13 +21,15 @@ from rudra.errors import Interrupted
 from rudra.job.job import Job
 from rudra.job.simulation import DEFAULTS
 from rudra.log import log
+from rudra.prepare.nodes import network_of
 from rudra.prepare.resolve import ResolvedJob, settle
 from rudra.results import checkpoint
 from rudra.results.progress import Progress
 from rudra.results.recorder import Recorder, about_buckets, make_writer
-from rudra.simulation.assembly import assemble, auto_of, network_of
+from rudra.simulation.assembly import assemble
 from rudra.simulation.cluster import SimulatedCluster, make_cluster, without_tensors
 from rudra.simulation.costs import expected_shares
+from rudra.simulation.overlap import auto_of
 from topologies import Plan
 
 
@@ -90,6 +92,7 @@ def simulate(
                 Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None),
                 training_samples=samples,
                 size_bytes=cluster.size * 4 + tail_bytes(1),
+                buffers=cluster.buffers,
                 placed=cluster.placed,
             )
             if (text := simulation.costs.guessed) and progress["mode"] != "quiet":

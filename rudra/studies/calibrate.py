@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -30,7 +30,7 @@ from rudra.job.job import Job
 from rudra.job.tables import AveragingTable, HogbatchTable
 from rudra.machine import cores
 from rudra.mpi.launch import launch
-from rudra.prepare.profile import as_toml, profile
+from rudra.prepare.profile import as_toml, final_at, final_toml, profile
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
@@ -147,9 +147,10 @@ def calibrate(
     cases = [(size, count) for size in sizes for count in sorted({1, learners})]
     with tqdm(total=1 + len(cases), desc="calibrating: one process", disable=not show, leave=False) as bar:
         alone = measure_alone(job, sizes)
-        layers = ""
-        with suppress(ConfigError):  # the model cannot be taken apart
+        try:
             layers = as_toml(profile(job, seconds=seconds))
+        except ConfigError:  # the model cannot be taken apart
+            layers = final_toml(final_at(job, seconds=seconds))
         bar.update()
         probes = _probe(job, cases, alone, seconds or SECONDS, bar)
     return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers)
@@ -367,7 +368,7 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: st
         found: costs of the job.
         size_bytes: size of its model on the wire.
         learners: largest number of learners that were busy at once.
-        layers: costs of the model's layers, as TOML.
+        layers: costs of the model's layers, and when parts of a gradient are final, as TOML.
     """
     model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
     held = max(1, tensor_bytes(size_bytes))

@@ -9,7 +9,7 @@ from rudra.core.placement import THRESHOLD, CutEstimate, Layer, PlacementDecisio
 from rudra.job.job import Job
 from rudra.machine import cores
 from rudra.prepare import cost_files
-from rudra.prepare.cut import cluster_of, known
+from rudra.prepare.cut import buckets_of, cluster_of, known
 from rudra.prepare.profile import profile
 
 RULES: tuple[Rule, ...] = ("ralp", "auto")
@@ -56,11 +56,11 @@ def place(
     Raises:
         RudraError: a mistake in the job, or its model is no chain of layers.
     """
-    job = job.resolved(cores=cores())
-    table = cost_files.load(job).simulation
+    job = cost_files.load(job.resolved(cores=cores()))
+    table = job.simulation
     layers = known(table, job.training.minibatch_size) or profile(job, seconds=seconds).with_loss
-    cluster = cluster_of(job, table, back_speed)
-    decisions = {rule: choose(rule, layers, cluster, threshold) for rule in RULES}
+    cluster, buckets = cluster_of(job, table, back_speed), buckets_of(job)
+    decisions = {rule: choose(rule, layers, cluster, threshold, buckets=buckets) for rule in RULES}
     return Placement(job.name, layers, cluster, threshold, decisions)
 
 

@@ -99,6 +99,8 @@ def _several(kind: Any) -> str:
         each = _kinds(inner[0])
         if any((isinstance(part, type) and issubclass(part, Table)) or get_origin(part) is dict for part in each):
             return "list of tables"
+        if get_origin(inner[0]) is tuple:
+            return "list of pairs"
         return f"list of {_KINDS[next(part for part in each if part in _KINDS)]}s"
     return ""
 

@@ -9,7 +9,7 @@ from processes import finish, start
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from rudra.core.buckets import Network, auto_size
+from rudra.core.buckets import NetworkSpeed, auto_size
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -45,7 +45,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
             assert its["bucket_bytes"] == 0
             assert "network_latency_s" not in its
             continue
-        found = Network(its["network_latency_s"], its["network_bytes_per_s"])
+        found = NetworkSpeed(its["network_latency_s"], its["network_bytes_per_s"])
         assert chosen == [auto_size(found, size)] * len(NODES)
         assert its["bucket_bytes"] == 4 * chosen[0]
         if "slow" in path:

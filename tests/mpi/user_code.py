@@ -311,9 +311,9 @@ def train_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], 
 
 def slow_network(ranks: list[int]) -> Any:
     """The slowest network that one of these ranks says that it has."""
-    from rudra.core.buckets import Network
+    from rudra.core.buckets import NetworkSpeed
 
-    return Network(1e-6 * (1 + max(ranks)), 1e6 / (1 + max(ranks)))
+    return NetworkSpeed(1e-6 * (1 + max(ranks)), 1e6 / (1 + max(ranks)))
 
 
 def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:

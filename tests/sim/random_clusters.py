@@ -11,7 +11,7 @@ from rules import Bounded, Eager
 
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.roles import Machine
 from rudra.roles.ledger import Owner
 from rudra.simulation.checked_run import TrialRows, validate

@@ -20,7 +20,7 @@ from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.simulation.costs import CostModel
 
 GROUPED = {"name": "replicas", "options": {"groups": 2}}

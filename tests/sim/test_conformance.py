@@ -14,7 +14,7 @@ import protocols
 from protocols import Averaging, Protocol
 from rudra.cli.main import main
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.simulation.conformance import NOISY, TOPOLOGY_CASES, Case, cases_of, check, determined, outcome
 
 RULES: list[dict[str, Any]] = [

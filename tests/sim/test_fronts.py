@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from random_clusters import dying, outlived, placed, undisturbed
 
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from clusters import SAMPLES, TrialRows, job, validate
 from resumable import ALONE, TREE
 
 from rudra.core.events import Commit, Save, Saved
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.simulation.actor import Actor
 from rudra.simulation.assembly import assemble
 from rudra.simulation.timing_only import TimingOnly

@@ -23,7 +23,7 @@ from rudra.core.events import Update
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.roles import Machine
 from rudra.roles.server import ParameterServer
 from rudra.simulation.batching import VmapTensors

@@ -12,7 +12,7 @@ from random_clusters import dying, placed, undisturbed
 from rudra.core.events import Evaluate, Evaluated, Event, ExecutorAction, SplitMetrics
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.roles import MACHINES, Machine
 from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble

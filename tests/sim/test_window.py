@@ -23,7 +23,7 @@ from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, ReplayError, RunError
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 
 DIGITS = digits(480)
 LOCKED: dict[str, Any] = {"weights": "shared", "locking": True}

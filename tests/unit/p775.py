@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from rudra.job.job import Job
 from rudra.job.jobfiles import PAPER, shipped_jobs
 from rudra.prepare import cost_files
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.predict import Outline, outline, predict
 

@@ -1,6 +1,5 @@
 """Buckets of a gradient: their sizes, when a model reports them, what virtual time makes of them, and refusals."""
 
-import itertools
 import math
 import random
 import tempfile
@@ -17,28 +16,29 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rudra
+from rudra.cli.main import main
 from rudra.compute.flat import FlatModel
 from rudra.core.buckets import (
     ALIGNED,
     LEAST,
     MOST,
     FinalParts,
-    Network,
+    NetworkSpeed,
     auto_size,
     bucket_size,
-    count_of,
+    group_parts,
     pairs_of_nodes,
     parts,
-    push_count,
     push_parts,
     pushing,
+    refusal,
     text_of,
 )
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
+from rudra.prepare.nodes import nodes_of
 from rudra.prepare.phases import phases_of
-from rudra.prepare.resolve import nodes_of
 from rudra.simulation.assembly import prices_of
 
 MILLION = 1_000_000
@@ -100,20 +100,20 @@ def test_the_size_that_suits_a_network(
     latency_s: float, bytes_per_s: float, megabytes: float, bucket_mb: float, count: int
 ) -> None:
     size = round(megabytes * 1e6 / 4)
-    found = auto_size(Network(latency_s, bytes_per_s), size)
+    found = auto_size(NetworkSpeed(latency_s, bytes_per_s), size)
     assert 4e-6 * found == pytest.approx(bucket_mb, rel=0.01)
     assert found % ALIGNED == 0
     assert (math.ceil(size / found) if found else 0) == count
 
 
-NETWORKS = st.builds(Network, st.floats(0, 1), st.floats(1e3, 1e12))
+NETWORKS = st.builds(NetworkSpeed, st.floats(0, 1), st.floats(1e3, 1e12))
 SIZES = st.integers(1, 10**9)
 
 
 @cases(400)
 @given(network=NETWORKS, size=SIZES, factor=st.floats(1, 100))
 def test_a_bucket_grows_with_latency_and_bandwidth_and_with_the_gradient_until_there_are_none(
-    network: Network, size: int, factor: float
+    network: NetworkSpeed, size: int, factor: float
 ) -> None:
     found = auto_size(network, size)
     if found:
@@ -237,7 +237,7 @@ def test_a_gradient_that_grows_after_it_was_final_is_refused() -> None:
         # 4 members, 16 MB: each sends 3/4 twice. The backward pass is 2/3 of a gradient, and 1/62 comes after it.
         (12e6, 1.2, 2.0 - 0.8 * 61 / 62),
         (12e6, 12.0, 2.0 / 62),  # only the last bucket is left
-        (12e8, 1.2, 0.02 / 12),
+        (12e8, 1.2, 0.02 * math.sqrt(0.12 / 16)),  # 0.1 ms carry 0.12 of 16 MB
         (12e9, 1.2, 0.002),  # without buckets
     ],
 )
@@ -269,7 +269,7 @@ def test_virtual_time_hides_the_reduction_in_the_backward_pass(
 )
 def test_buckets_are_for_gradients_that_cross_a_network(job: Job, count: int) -> None:
     plan = job.plan(nodes_of(job))
-    assert count_of(job, plan, 4 * MILLION, 200_000, plan.learners) == count
+    assert len(group_parts(job, plan, 4 * MILLION, 4 * MILLION, 200_000, plan.learners)) == count
     assert bool(text_of(job, plan)) == (count > 1)
 
 
@@ -352,21 +352,6 @@ def test_a_server_holds_a_gigabyte_of_gradients_in_buckets_at_most_unless_a_job_
     assert sorted(i for part in found for i in (part.start, part.stop))[:: 2 * count - 1] == [0, size][: 2 * count]
 
 
-def test_the_count_is_that_of_whole_gradients_where_servers_take_parts() -> None:
-    """Of all buckets only the last one is pushed after the backward pass."""
-    for shards, more in itertools.product((1, 2, 40), ({}, {"placement": {"cut": 1}})):
-        topology = {"name": "sharded", "options": {"shards": shards}} if shards > 1 else {"name": "base"}
-        job = served(topology=topology, **more)
-        plan = job.plan(nodes_of(job))
-        owners, front = plan.front_owners if shards > 1 else [plan.server], 0.5 if more else 1.0
-        counts = [
-            push_count(job, plan, 4 * MILLION, 200_000, plan.nodes(near=True), owner, front / len(owners))[1]
-            for owner in owners
-        ]
-        assert counts == [max(round(20 * front), shards)] * len(owners)
-    assert push_count(job, plan, 4 * MILLION, 0, plan.nodes(near=True), plan.server, 1.0) == ((), 1)
-
-
 @pytest.mark.parametrize(
     ("seconds", "sharing", "whole_s", "push_s"),
     [
@@ -399,7 +384,7 @@ def test_virtual_time_hides_pushes_in_the_backward_pass(
             rudra.simulate(job, output=Path(name, "run.h5"), progress="quiet") as results,
         ):
             time_s, its = results.updates["time_s"], results.attributes
-        network = Network(its["network_latency_s"], its["network_bytes_per_s"])
+        network = NetworkSpeed(its["network_latency_s"], its["network_bytes_per_s"])
         assert network == (0.0, 16e6 / seconds)
         chosen = auto_size(network, 4 * MILLION) if buckets == "auto" else 0
         assert its["bucket_bytes"] == pytest.approx(4 * chosen, rel=0.01)
@@ -408,7 +393,60 @@ def test_virtual_time_hides_pushes_in_the_backward_pass(
     assert step_s == pytest.approx({"auto": rest_s + push_s, "off": rest_s + whole_s}, rel=0.02)
 
 
-@pytest.mark.parametrize("value", [-1, 0, 1e300, float("nan"), True, "huge"])
+SEVERAL = {"training": {"microbatches": 2}}
+
+
+@pytest.mark.parametrize(
+    ("job", "why"),
+    [
+        (served(1.0, **NEAR), ""),
+        (groups(1.0, nodes=1), ""),
+        (groups("off", nodes=1), ""),
+        (served("auto", simulation={"nodes": 1}, **SEVERAL), ""),  # it does not ask for buckets
+        (served(1.0, simulation={"nodes": 1}), "ranks of a node read them in memory; between nodes they have buckets"),
+        (served(1.0, **SEVERAL), "training.microbatches = 2 adds whole gradients"),
+        (served(1.0, training={"compile": True}), "training.compile = true computes all of a gradient at once"),
+        (served(1.0, training={"precision": "float16"}), "training.precision = 'float16' scales whole gradients"),
+        (served(1.0, cluster={"device": "cuda"}), "a gradient is copied from the GPU as a whole"),
+        (
+            served(1.0, cluster={"gradient_format": "float16"}),
+            "cluster.gradient_format = 'float16' converts whole gradients",
+        ),
+        (served(1.0, data={"name": "libsvm", "path": "a9a", "sparse": True}), "data.sparse = true pushes rows"),
+        (served(1.0, topology={"name": "adv", "options": {"fan_out": 2}}), "leaf servers are on the nodes of"),
+        (served(1.0, protocol={"name": "async"}, topology={"name": "adv*"}), "leaf servers are on the nodes of"),
+        (served(1.0, protocol={"name": "hogbatch"}), "protocol hogbatch has no buckets"),
+        (groups(1.0, protocol={"name": "average"}, topology={"name": "replicas"}), "replicas are averaged, not"),
+        (groups(1.0, cluster={"learners_per_rank": 4}), "the group has one rank"),
+    ],
+)
+def test_a_job_that_asks_for_buckets_in_vain_is_told_why(job: Job, why: str) -> None:
+    found = refusal(job, job.plan())
+    assert found.startswith(f"gradients leave whole: {why}") if why else not found
+    assert "\n" not in found
+    if not why and job.cluster.buckets == 1.0:
+        assert refusal(job, job.plan(), 250_000) == "gradients leave whole: 1 MB are not more than a bucket"
+        assert not refusal(job, job.plan(), 300_000)
+
+
+def test_a_group_whose_gradients_are_final_at_once_averages_them_after_the_pass() -> None:
+    job = groups(1.0, **SEVERAL)
+    plan = job.plan(nodes_of(job))
+    assert text_of(job, plan) == (
+        "averaged after the backward pass, in buckets of at least 1 MB: training.microbatches = 2 adds whole gradients"
+    )
+
+
+def test_validate_says_that_gradients_leave_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the data, it does not know how large a gradient is."""
+    line = ["validate", "digits", "--set=cluster.node_memory=false", "--set=cluster.buckets=2"]
+    for more, said in (([], "1.66 MB are not more than a bucket"), (["--syntax"], "")):
+        assert main([*line, *more]) == 0
+        found = [text for text in capsys.readouterr().out.splitlines() if text.startswith("  buckets")]
+        assert found == ([f"  buckets        gradients leave whole: {said}"] if said else [])
+
+
+@pytest.mark.parametrize("value", [-1, 0, 1e300, float("nan"), True, "huge", [1], {"a": 1}])
 def test_a_size_that_is_none_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"buckets must be (megabytes|a number).*'auto'.*'off'"):
+    with pytest.raises(ConfigError, match=r"buckets must be megabytes, .*'auto' or 'off', not"):
         groups(value)

@@ -26,7 +26,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.prepare import cost_files
 from rudra.prepare.cost_files import at, find, load, presets
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.simulation.costs import CostModel, Link, guessed
 
 SERVER, STATISTICS = 0, 1

@@ -11,6 +11,7 @@ from torch import nn
 from rudra.cli.main import main
 from rudra.job.job import Job
 from rudra.job.tables import OPTIMIZERS
+from rudra.simulation import dry_run
 from rudra.simulation.dry_run import rehearse
 
 SMALL = 'model.options={"hidden" = [8]}'
@@ -116,6 +117,47 @@ def test_memory_is_told_for_every_kind_of_role(topology: dict[str, Any], protoco
         weights, averaged, waiting = 1, 1, 2
         assert found.memory["parameter server"] - least < (weights + averaged + waiting + state + 12) * vector
         assert found.memory["parameter server"] > (weights + averaged + state) * vector
+
+
+@pytest.mark.parametrize(
+    ("tables", "here", "apart"),
+    [
+        ({}, 0, 3),
+        ({"cluster": {"buckets": "off"}}, 0, 0),
+        ({"cluster": {"buckets": 1.0}}, 0, 3),
+        ({"cluster": {"buckets": 1.0, "node_memory": False}}, 3, 0),
+        ({"cluster": {"buckets": 100.0, "node_memory": False}}, 0, 0),
+        ({"training": {"microbatches": 2}}, 0, 0),
+        ({"topology": {"name": "sharded", "options": {"shards": 2}}}, 0, 1.5),
+        ({"topology": {"name": "adv", "options": {"fan_out": 2}}}, 0, 0),
+        ({"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}}, 0, 0),
+    ],
+)
+def test_a_server_holds_gradients_that_come_in_buckets(
+    tables: dict[str, Any], here: float, apart: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`here`, `apart`: vectors of the model's size, on one node, and in addition if all learners are on other nodes."""
+    monkeypatch.setattr(dry_run, "memory_bytes", lambda name: 0)
+    job = Job(
+        model={"name": "mlp", "options": {"hidden": [1000, 1000]}},
+        **{"protocol": {"name": "async"}} | tables,
+    ).with_(cluster={"learners": 3, "threads_per_rank": 1})
+    off = job.with_(cluster={"buckets": "off"})
+    found, without = (rehearse(one, one.plan()) for one in (job, off))
+    vector = found.size * 4
+    server = next(kind for kind in found.memory if kind != "statistics server")
+    assert found.memory[server] - without.memory[server] == pytest.approx(here * vector, rel=0.01)
+    assert found.apart_bytes == pytest.approx(apart * vector, rel=0.01)
+    assert without.apart_bytes == 0
+
+
+def test_validate_says_what_learners_on_other_nodes_need(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["validate", "digits", "--learners", "4"]
+    assert main(line) == 0
+    said = capsys.readouterr().out
+    assert "; more at a server whose learners are on other nodes: 6.64 MB\n" in said
+    assert main([*line, "--set", "cluster.buckets=off"]) == 0
+    assert "other nodes" not in capsys.readouterr().out
 
 
 BY_TESTS = [

@@ -4,7 +4,7 @@ from itertools import combinations, groupby
 
 import pytest
 
-from rudra.core.buckets import Network
+from rudra.core.buckets import NetworkSpeed
 from rudra.mpi.network_test import in_turns, worst
 
 
@@ -24,4 +24,4 @@ def test_a_server_measures_one_node_after_the_other() -> None:
 
 
 def test_the_slowest_network_counts() -> None:
-    assert worst([Network(1.0, 5.0), Network(2.0, 7.0), Network(1.5, 4.0)]) == Network(2.0, 4.0)
+    assert worst([NetworkSpeed(1.0, 5.0), NetworkSpeed(2.0, 7.0), NetworkSpeed(1.5, 4.0)]) == NetworkSpeed(2.0, 4.0)

@@ -2,6 +2,7 @@
 
 import math
 import re
+import tomllib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rudra.core.layout import Placed
-from rudra.core.placement import Layer, PlacementDecision, PlacementHardware, choose, cuts, server_s, skewness
+from rudra.core.placement import (
+    Layer,
+    PlacementDecision,
+    PlacementHardware,
+    choose,
+    cuts,
+    placed_s,
+    server_s,
+    skewness,
+)
+from rudra.core.wire import tail_bytes
 from rudra.job.job import Job
+from rudra.prepare.cut import buckets_of
+from rudra.prepare.profile import Profile, as_toml
 from rudra.simulation.predict import Outline, predict
 from tests.unit.convnets import DEVICES, NETWORKS
 
@@ -59,11 +72,21 @@ def test_table_2(name: str, size: float, ring: float, placed: float) -> None:
     assert [each / GIB for each in taken] == pytest.approx([size, ring, placed], abs=0.0055)
 
 
-def step_s(layers: Sequence[Layer], cluster: PlacementHardware, cut: int | None) -> float:
-    """Seconds of a synchronous step in virtual time, through one parameter server; `cut`: in front of which layer.
+def placed_job(layers: Sequence[Layer], cluster: PlacementHardware, buckets: str | float) -> Job:
+    """A job with the times of these layers, and the cluster's link."""
+    link = {"bandwidth_bytes_per_s": cluster.bytes_per_s, "latency_s": cluster.latency_s, "sharing": cluster.sharing}
+    told = Profile("x", cluster.minibatch_size, tuple(layers), 0.0, 0.0, 1.0, 1)
+    return Job(
+        model={"name": "lenet"},  # of which nothing counts: its sizes are known
+        training={"minibatch_size": cluster.minibatch_size},
+        protocol={"name": "hardsync"},
+        cluster={"learners": cluster.learners, "buckets": buckets},
+        simulation={**tomllib.loads(as_toml(told)), **link},
+    )
 
-    Gradients are pushed as a whole, as the times that a cut is chosen by have it.
-    """
+
+def step_s(layers: Sequence[Layer], cluster: PlacementHardware, cut: int | None, buckets: str | float = "off") -> float:
+    """Seconds of a synchronous step in virtual time, through one parameter server; `cut`: in front of which layer."""
     size, whole_s = sum(layer.parameters_bytes for layer in layers), sum(layer.seconds for layer in layers)
     placed = None
     if cut is not None:
@@ -71,17 +94,12 @@ def step_s(layers: Sequence[Layer], cluster: PlacementHardware, cut: int | None)
         back_s = sum(layer.seconds for layer in layers[cut:])
         crossing = layers[cut - 1].output_bytes * cluster.minibatch_size
         placed = Placed(front / size, crossing / size, back_s / whole_s)
-    link = {"bandwidth_bytes_per_s": cluster.bytes_per_s, "latency_s": cluster.latency_s, "sharing": cluster.sharing}
-    job = Job(
-        model={"name": "lenet"},  # of which nothing counts: its sizes are known
-        training={"minibatch_size": cluster.minibatch_size},
-        protocol={"name": "hardsync"},
+    job = placed_job(layers, cluster, buckets).with_(
         placement={"cut": 1, "rule": "synchronous"} if cut else {},
-        cluster={"learners": cluster.learners, "buckets": "off"},
-        simulation={"compute_s": whole_s, "jitter": 0.0, **link, "tensors": False},
+        simulation={"compute_s": whole_s, "jitter": 0.0, "tensors": False},
     )
     images = cluster.learners * cluster.minibatch_size
-    return images / predict(job, updates=8, known=Outline(10**6, size, placed)).samples_per_s
+    return images / predict(job, updates=8, known=Outline(10**6, size + tail_bytes(1), placed)).samples_per_s
 
 
 @pytest.mark.parametrize(
@@ -124,6 +142,23 @@ def test_a_step_takes_what_virtual_time_says(learners: int, rate: float, sharing
     for cut in (2, 8, 13, None):
         ours = server_s(layers, cluster) if cut is None else found[cut]
         assert ours == pytest.approx(step_s(layers, cluster, cut), rel=0.02 if sharing == "turns" else 0.08), cut
+
+
+@pytest.mark.parametrize("sharing", ["turns", "equal"])
+@pytest.mark.parametrize("learners", [1, 3, 16])
+@pytest.mark.parametrize("rate", [1e8, 1e9, 7e9])
+@pytest.mark.parametrize("buckets", ["auto", 20.0])
+def test_a_step_hides_what_virtual_time_hides(learners: int, rate: float, sharing: Any, buckets: str | float) -> None:
+    """Gradients leave in buckets during the backward pass, and parts of them when their layers are computed."""
+    layers = DEVICES["VGG11"].timed(NETWORKS["VGG11"][0](1000), 64)
+    cluster = PlacementHardware(learners, 64, rate, 1e-5, sharing=sharing)
+    given = buckets_of(placed_job(layers, cluster, buckets))["server"]
+    found = {cut.index: cut.step_s for cut in cuts(layers, cluster, given)}
+    for cut in (2, 8, 13, None):
+        ours = server_s(layers, cluster, given) if cut is None else found[cut]
+        theirs = step_s(layers, cluster, cut, buckets)
+        assert ours == pytest.approx(theirs, rel=0.02 if sharing == "turns" else 0.08), cut
+        assert ours <= (server_s(layers, cluster) if cut is None else placed_s(layers, cut, cluster))
 
 
 def test_a_threshold_of_one_and_a_half_takes_those_that_gain_most() -> None:

@@ -146,10 +146,11 @@ def test_rare_stragglers_are_met() -> None:
 
 def test_a_known_model_and_data_set_need_no_file() -> None:
     cifar10 = Job(model={"name": "cifar10_full"}, data={"name": "cifar10", "train_limit": 20_000}).resolved()
-    samples, size, placed = outline(cifar10)
+    samples, size, placed, buffers = outline(cifar10)
     assert samples == 20_000
     assert size == 4 * 89_578 + tail_bytes(1)
     assert placed is None
+    assert buffers == 0
 
 
 def test_too_few_updates_are_refused() -> None:

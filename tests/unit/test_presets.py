@@ -10,7 +10,7 @@ import pytest
 import rudra
 from rudra.job.job import Job
 from rudra.prepare import cost_files
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.simulation.costs import CostModel
 from tests.unit import p775
 from tests.unit.p775 import Row

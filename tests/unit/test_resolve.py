@@ -7,8 +7,9 @@ import torch
 
 from rudra.errors import ConfigError, RudraError, TopologyError
 from rudra.job.job import Job
+from rudra.prepare.nodes import nodes_of
 from rudra.prepare.phases import phases_of
-from rudra.prepare.resolve import RankFacts, choose_devices, fit, nodes_of, resolve, resolve_virtual, settle
+from rudra.prepare.resolve import RankFacts, choose_devices, fit, resolve, resolve_virtual, settle
 
 AUTO = Job(cluster={"device": "auto"})
 RULE = {"data": {"name": "digits"}, "model": {"name": "lenet"}, "protocol": {"name": "hardsync"}}

@@ -33,7 +33,7 @@ from rudra.core.messages import PlateauReached, PushedGradient, Snapshot, Snapsh
 from rudra.core.work import Work
 from rudra.errors import RunError
 from rudra.job.job import Job
-from rudra.prepare.resolve import nodes_of
+from rudra.prepare.nodes import nodes_of
 from rudra.roles import Machine
 from rudra.simulation.costs import CostModel
 from rudra.simulation.driver import Simulation

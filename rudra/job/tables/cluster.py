@@ -161,7 +161,8 @@ class ClusterTable(Table):
     @field_validator("buckets", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
-        if isinstance(value, int | float) and not LEAST_BUCKET_MB <= value <= MOST_BUCKET_MB:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value not in ("auto", "off") and not (number and LEAST_BUCKET_MB <= value <= MOST_BUCKET_MB):
             span = f"{LEAST_BUCKET_MB} … {MOST_BUCKET_MB:,g}"
             raise ValueError(f"must be megabytes, {span}, 'auto' or 'off', not {short(value)}")
         return value

@@ -1,0 +1,96 @@
+"""Gradients in buckets in virtual time: moments of a backward pass when parts of them may be sent."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from rudra.core.backward import WHOLE, BackwardPass, Leads
+from rudra.core.buckets import at_once_because, auto_size, group_parts, push_parts, pushing
+from rudra.core.layout import Placed
+from rudra.job.job import Job
+from rudra.prepare.cut import known
+from rudra.prepare.nodes import network_of
+from topologies import Plan
+
+
+class Overlap:
+    """Gradients of a job's learners that are sent in buckets while they are computed.
+
+    Args:
+        job: Resolved job with its cost file read. If its costs say when parts of a gradient are final, or have the
+            times of layers, they count. Otherwise parts become final at a constant rate.
+        plan: Role assignment.
+        size: Number of elements of a gradient of the whole model.
+        buffers: Number of them that are not parameters.
+        placed: How the model is divided between learners and a stage server.
+
+    Attributes:
+        share: Fraction of a gradient's time that the backward pass takes.
+    """
+
+    def __init__(self, job: Job, plan: Plan, size: int, buffers: int = 0, placed: Placed | None = None) -> None:
+        self._job, self._plan, trained = job, plan, size - buffers
+        if placed is not None and plan.stage is not None:
+            size, buffers = round(size * placed.front), round(size * placed.buffers)
+        self._size, self._parameters = size, size - buffers
+        self._auto = auto_size(network_of(job), size)
+        self._pass = _backward_pass(job, trained, self._parameters)
+        self.share = self._pass.share
+
+    def of_group(self, members: Sequence[int]) -> Leads:
+        """Returns the moments when more of the gradients of a group's members may be sent."""
+        if at_once_because(self._job):
+            return WHOLE
+        return self._pass.leads(group_parts(self._job, self._plan, self._size, self._parameters, self._auto, members))
+
+    def of_pushes(self, node: Sequence[int], owner: int) -> tuple[tuple[int, ...], Leads]:
+        """Returns the learners that push to a role in buckets, and the moments when more of a gradient may be sent.
+
+        Args:
+            node: Node of every role.
+            owner: Id of the role that takes the gradients.
+        """
+        senders, its = pushing(self._job, self._plan, node, owner), self._slice(owner)
+        trained = min(self._parameters, its.stop) - its.start
+        parts = push_parts(self._job, its.stop - its.start, trained, self._auto, len(senders))
+        placed = [slice(its.start + part.start, its.start + part.stop) for part in parts]
+        return (senders, self._pass.leads(placed)) if parts else ((), WHOLE)
+
+    def _slice(self, owner: int) -> slice:
+        """Returns the slice of a gradient that a role takes.
+
+        Several owners hold equal numbers of parameters, and the last one also the buffers.
+        """
+        owners = self._plan.front_owners
+        if not self._plan.sharded or owner not in owners:
+            return slice(0, self._size)
+        number, count = owners.index(owner), len(owners)
+        stop = self._parameters * (number + 1) // count if number + 1 < count else self._size
+        return slice(self._parameters * number // count, stop)
+
+
+def auto_of(job: Job, plan: Plan, size: int, placed: Placed | None) -> int:
+    """Returns the number of elements of a bucket that ranks would choose on the job's network.
+
+    Args:
+        job: Resolved job with its cost file read.
+        plan: Role assignment.
+        size: Number of elements of the weights.
+        placed: How the model is divided between learners and a stage server.
+    """
+    front = 1.0 if plan.stage is None or placed is None else placed.front
+    return auto_size(network_of(job), round(size * front))
+
+
+def _backward_pass(job: Job, trained: int, parameters: int) -> BackwardPass:
+    """Returns the pass over the first `parameters` of the `trained` parameters of a model.
+
+    Costs of another model do not count.
+    """
+    final_at, layers = job.simulation.final_at, known(job.simulation, job.training.minibatch_size)
+    if final_at and sum(count for count, _ in final_at) == trained:
+        return BackwardPass.measured(final_at, parameters)
+    sizes = [*accumulate(layer.parameters_bytes for layer in layers)]
+    count = sum(size <= 4 * parameters for size in sizes)
+    if count and sizes[count - 1] == 4 * parameters:
+        return BackwardPass.of_layers(layers[:count])
+    return BackwardPass(parameters)
