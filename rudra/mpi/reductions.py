@@ -6,6 +6,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
+from rudra.compute.learners import ReplicaExecutor
 from rudra.core.buckets import bucket_size, in_buckets, parts
 from rudra.core.events import Event, Reduce
 from rudra.job.job import Job
@@ -27,6 +28,9 @@ class Reductions:
         doorbell: doorbell of this rank.
         arena: memory that neighbours read.
         job: job that determines the buckets.
+        post: lets this rank's own thread call a function later. Any thread may call it. None: forward passes must not
+            begin while a reduction is under way.
+        hurries: whether this rank must end its work as soon as possible.
     """
 
     def __init__(
@@ -37,7 +41,10 @@ class Reductions:
         doorbell: Doorbell,
         arena: Arena,
         job: Job,
+        post: Callable[[Callable[[], None]], None] | None = None,
+        hurries: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._post, self._hurries = post, hurries
         self._comm, self._executors, self._tag = comm, executors, tag
         self._doorbell, self._arena, self._job = doorbell, arena, job
         self._of_groups: dict[int, GroupReduction] = {}
@@ -74,6 +81,7 @@ class Reductions:
             self._arena,
             plan.partial_sums(members),
             to_all=not plan.served,
+            early=self._post is not None and isinstance(executor, ReplicaExecutor) and executor.can_pass_early,
         )
 
     def expect(self, role: int, gradient: str, samples: int) -> Ready | None:
@@ -94,7 +102,13 @@ class Reductions:
 
     def begin(self, role: int, action: Reduce) -> None:
         """Begins a reduction for a role."""
-        self._of_groups[action.group].begin(role, action, self._executors[role])
+        reduction, executor, post = self._of_groups[action.group], self._executors[role], self._post
+        reduction.begin(role, action, executor)
+        if not reduction.early or post is None or not isinstance(executor, ReplicaExecutor):
+            return
+        arrivals = reduction.arrivals(self._hurries, lambda: post(executor.pass_early))
+        if arrivals is not None:
+            executor.prepare_early(action, arrivals)
 
     def poll(self) -> Iterator[tuple[int, Event]]:
         """Advances reductions, and yields the event of each complete reduction for each of its roles here."""
