@@ -10,7 +10,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 
-from rudra.compute.averaging import CACHE_LINE, CHUNK
+from rudra.compute.averaging import CACHE_LINE
 from rudra.compute.flat import ForwardPass
 from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer, Take
@@ -21,6 +21,9 @@ from rudra.data.samples import Batch
 
 PATIENCE_S = 1.0
 """Time without any arrival after which an early pass is dropped, so that the rank handles its messages."""
+
+STEPPED = (1 << 17) - CACHE_LINE
+"""Number of elements that are stepped at once: few, because the last ones delay the last layer."""
 
 TICK_S = 0.05
 """Interval of checks whether a waiting pass must end."""
@@ -71,20 +74,26 @@ class Arrivals:
         self._failed = True
         self._news.set()
 
+    def have(self, stretch: slice) -> bool:
+        """Returns whether a slice of the gradient has arrived."""
+        first, stop = bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop)
+        return self._here.issuperset(self._places[first:stop])
+
     def wait(self, stretch: slice) -> None:
-        """Waits until a slice of the gradient has arrived.
+        """Waits until a part arrives, unless the slice has arrived meanwhile.
 
         Raises:
-            NotInTime: It may never arrive, or this rank is needed for other work.
+            NotInTime: None may ever arrive, or this rank is needed for other work.
         """
-        first, stop = bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop)
-        wanted, since = {*self._places[first:stop]}, time.monotonic()
-        while not wanted <= self._here:
+        since = time.monotonic()
+        while True:
+            self._news.clear()
+            if self.have(stretch):
+                return
             if self._failed or self._hurries() or time.monotonic() - since > PATIENCE_S:
                 raise NotInTime
             if self._news.wait(TICK_S):
-                self._news.clear()
-                since = time.monotonic()
+                return
 
 
 class EarlyPass:
@@ -121,7 +130,7 @@ class EarlyPass:
         self._rule, self._before, self._version = rule, before, before.version
         self.weights, self._gradient, self._rate = into, gradient, rate
         self.arrivals, self.minibatch = arrivals, minibatch
-        self._slices = rule.begin_apart(into.vector, rate, CHUNK - CACHE_LINE)
+        self._slices = rule.begin_apart(into.vector, rate, STEPPED)
         self._stops = [part.stop for part in self._slices]
         self._left = {*range(len(self._slices))}
         self.batch: Batch | None = None
@@ -129,20 +138,29 @@ class EarlyPass:
         self.adopted = False
 
     def need(self, stretch: slice) -> None:
-        """Completes a slice of the new weights.
+        """Completes a slice of the new weights. While its gradient is under way, it steps others that have arrived.
 
         Raises:
             NotInTime: Its gradient has not arrived in time.
         """
-        for number in range(bisect_right(self._stops, stretch.start), len(self._slices)):
-            part = self._slices[number]
-            if part.start >= stretch.stop:
-                break
-            if number in self._left:
-                self.arrivals.wait(part)
-                over = part.start % CACHE_LINE
-                self._rule.step_apart(number, self.arrivals.take(slice(part.start - over, part.stop))[over:])
-                self._left.remove(number)
+        first = bisect_right(self._stops, stretch.start)
+        for number in range(first, bisect_left(self._stops, stretch.stop, first) + 1):
+            while number in self._left:
+                part = self._slices[number]
+                here = [number] if self.arrivals.have(part) else filter(self._has_arrived, self._left)
+                if (other := next(iter(here), None)) is None:
+                    self.arrivals.wait(part)
+                else:
+                    self._step(other)
+
+    def _has_arrived(self, number: int) -> bool:
+        return self.arrivals.have(self._slices[number])
+
+    def _step(self, number: int) -> None:
+        part = self._slices[number]
+        over = part.start % CACHE_LINE
+        self._rule.step_apart(number, self.arrivals.take(slice(part.start - over, part.stop))[over:])
+        self._left.remove(number)
 
     def fits_update(self, action: Update, weights: Buffer) -> bool:
         """Whether this is the update that was predicted, and the forward pass is complete.

@@ -136,19 +136,25 @@ class GroupReduction:
 
     def _drive(self, role: int) -> None:
         """Advances the reductions while this rank's own thread computes."""
-        while True:
-            with self._lock:
-                if self._failed or role not in self._driven:
-                    return
-                self._begin_final(role)
-                self._advance()
-                if role in self._begun and not self._active and not self._waiting[role]:
-                    self._driven.discard(role)
-                    return
-                if self._held and len(self._active) < ABREAST:
-                    continue
-            self._news.wait(PAUSE_S if self._active else None)
-            self._news.clear()
+        while self.drive(role):
+            if not self._held or len(self._active) == ABREAST:
+                self._news.wait(PAUSE_S if self._active else None)
+                self._news.clear()
+
+    def drive(self, role: int) -> bool:
+        """Advances the reductions once for a member whose gradient is being computed. The thread calls this.
+
+        Returns:
+            Whether to call it again.
+        """
+        with self._lock:
+            if self._failed or role not in self._driven:
+                return False
+            self._begin_final(role)
+            self._advance()
+            if role in self._begun and not self._active and not self._waiting[role]:
+                self._driven.discard(role)
+            return role in self._driven
 
     def _take_over(self, roles: Collection[int]) -> None:
         """Lets this rank's own thread advance the reductions for some members."""

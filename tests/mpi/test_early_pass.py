@@ -1,4 +1,4 @@
-"""Forward passes that begin while an averaged gradient arrives: the bits of other runs, and that they do begin early."""
+"""Forward passes that begin while an averaged gradient arrives: they do, and lead to the bits of other runs."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "mlp, velocity of Caffe": (TWO, {"model": MLP, "optimizer": {"momentum_form": "caffe", "weight_decay": 0.01}}),
     "mlp, sums of nodes": (FOUR, {"model": MLP, "topology": {"options": {"reduction": "nodes"}}}),
     "mlp, four learners": (FOUR, {"model": MLP}),
-    "dropout": (TWO, {"model": {"name": user_code.broad}}),
+    "dropout": (TWO, {"model": {"name": user_code.forgetful}}),
     "convolution": (TWO, {"model": {"name": user_code.convolving}}),
     "LSTM": (TWO, {"model": LSTM, "task": {"name": "language"}}),
 }

@@ -149,7 +149,7 @@ def regular() -> nn.Module:
     return nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))
 
 
-def broad() -> nn.Module:
+def forgetful() -> nn.Module:
     """As `regular`, with a layer that is large enough to write its gradient itself."""
     first, second = (nn.Linear(20, 400), nn.Tanh(), nn.Dropout(0.3)), (nn.Linear(400, 200), nn.Tanh(), nn.Dropout(0.2))
     return nn.Sequential(*first, *second, nn.Linear(200, CLASSES))
