@@ -1,10 +1,14 @@
 """Forward passes that begin while an averaged gradient arrives: they do, and lead to the bits of other runs."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import user_code
+from job_files import restartable_job
+from processes import finish, ranks_of, replays, start, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -60,3 +64,46 @@ def test_passes_that_begin_early_lead_to_the_same_weights(tmp_path: Path) -> Non
         early = [rank["early"][path] for rank in told[1 : len(nodes)]]
         assert all(count == 0 if buckets == "off" else count > 0 for count in early), path
     assert {case: len(found) for case, found in weights.items()} == dict.fromkeys(CASES, 1)
+
+
+def job_file(tmp_path: Path) -> Path:
+    """A job with momentum, dropout, a schedule and checkpoints, whose learners are on nodes of their own."""
+    job = restartable_job(tmp_path, "hardsync", more='[topology]\nname = "groups"\n')
+    job.write_text(job.read_text().replace("user_code:dropping", "user_code:forgetful"))
+    return job
+
+
+APART = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.02"]
+
+
+def test_a_run_that_is_stopped_and_resumed_gets_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
+    job, output, whole = job_file(tmp_path), tmp_path / "out.h5", tmp_path / "whole.h5"
+    process = start("run", job, "--output", output, *APART)
+    wait_for_updates(process, output, 60)
+    os.kill(process.pid, signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 3, err
+    code, _, err = finish(start("resume", output))
+    assert code == 0, err
+    code, _, err = finish(start("run", job, "--output", whole, "--set", "cluster.buckets=off"))
+    assert code == 0, err
+    with rudra.open_results(output) as results, rudra.open_results(whole) as expected:
+        assert results.status == "finished"
+        assert results.state["weights_sha256"] == expected.state["weights_sha256"]
+    assert replays(output)
+
+
+@pytest.mark.parametrize("updates", [10, 33, 61])
+def test_when_a_learner_dies_no_update_is_half_made(tmp_path: Path, updates: int) -> None:
+    """A replay makes all updates before the death and after it, and gets the same weights."""
+    job, output = job_file(tmp_path), tmp_path / "out.h5"
+    process = start("run", job, "--output", output, *APART)
+    wait_for_updates(process, output, updates)
+    os.kill(ranks_of(process)[2], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "died; 2 learners are left, which continue from update" in err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert set(results.updates["gradients"]) == {2, 3}
+    assert replays(output)
