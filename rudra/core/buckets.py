@@ -50,6 +50,23 @@ def in_buckets(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     return job.cluster.buckets != "auto" or len({plan.roles[i].node for i in members}) > 1
 
 
+def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
+    """Returns whether members of a compute group may begin a forward pass before all buckets of the average are there.
+
+    Each member must update its own weights, so there is no server, and be alone on its rank. The update must be
+    possible in any order of the elements: SGD without clipping. The gradient must become final part by part, in main
+    memory, as whole vectors. With `reduction = "mpi"` all ranks must average the buckets in the same order, the last
+    layers first. The executor decides the rest: the model must be torch's own layers without buffers and hooks.
+    """
+    training, cluster = job.training, job.cluster
+    at_once = training.compile or training.microbatches > 1 or training.precision == "float16" or job.data.sparse
+    elsewhere = cluster.device == "cuda" or cluster.gpu_aware_mpi or plan.stage is not None
+    rule = job.optimizer.name == "sgd" and job.optimizer.clip_norm is None
+    alone = len({plan.roles[i].world_rank for i in members}) == len(members)
+    owns = cluster.buckets != "off" and not plan.served and plan.reduction != "mpi" and in_buckets(job, plan, members)
+    return owns and alone and rule and not at_once and not elsewhere
+
+
 def parts(size: int, parameters: int, bucket: int) -> list[slice]:
     """Returns the buckets of a vector. The last parameters become final first and come first, and buffers come last.
 
@@ -174,4 +191,6 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
         return ""
     least = AUTO_BYTES / 1e6 if job.cluster.buckets == "auto" else job.cluster.buckets
     how = "averaged" if averaged else "pushed to servers"
-    return f"{how} during the backward pass, in buckets of at least {least:g} MB"
+    early = any(passes_early(job, plan, members) for members in plan.groups)
+    more = ", which the next forward pass may use before the last ones are there" if early else ""
+    return f"{how} during the backward pass, in buckets of at least {least:g} MB{more}"

@@ -7,7 +7,7 @@ from mpi4py import MPI
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import ReplicaExecutor
-from rudra.core.buckets import bucket_size, in_buckets, parts
+from rudra.core.buckets import bucket_size, in_buckets, parts, passes_early
 from rudra.core.events import Event, Reduce
 from rudra.job.job import Job
 from rudra.mpi.arena import Arena
@@ -81,7 +81,7 @@ class Reductions:
             self._arena,
             plan.partial_sums(members),
             to_all=not plan.served,
-            early=self._post is not None and isinstance(executor, ReplicaExecutor) and executor.can_pass_early,
+            early=self._post is not None and passes_early(self._job, plan, members) and _can_pass_early(executor),
         )
 
     def expect(self, role: int, gradient: str, samples: int) -> Ready | None:
@@ -130,3 +130,7 @@ class Reductions:
         """Frees the communicators of the reductions."""
         for reduction in self._of_groups.values():
             reduction.close()
+
+
+def _can_pass_early(executor: Executor) -> bool:
+    return isinstance(executor, ReplicaExecutor) and executor.can_pass_early

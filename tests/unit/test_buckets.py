@@ -13,7 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 import rudra
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import ALIGNED, MOST, FinalParts, bucket_size, count_of, parts, push_parts, pushing, text_of
+from rudra.core.buckets import (
+    ALIGNED,
+    MOST,
+    FinalParts,
+    bucket_size,
+    count_of,
+    parts,
+    passes_early,
+    push_parts,
+    pushing,
+    text_of,
+)
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
@@ -294,3 +305,29 @@ def test_virtual_time_hides_pushes_in_the_backward_pass(
 def test_a_size_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"buckets must be (megabytes|a number).*'auto'.*'off'"):
         groups(value)
+
+
+@pytest.mark.parametrize(
+    ("tables", "early"),
+    [
+        ({}, True),
+        ({"nodes": 1}, False),
+        ({"buckets": 1.0, "nodes": 1}, True),
+        ({"buckets": "off"}, False),
+        ({"optimizer": {"name": "adam"}}, False),
+        ({"optimizer": {"clip_norm": 1.0}}, False),
+        ({"training": {"precision": "float16"}}, False),
+        ({"training": {"precision": "bfloat16"}}, True),
+        ({"training": {"compile": True}}, False),
+        ({"training": {"microbatches": 2}}, False),
+        ({"topology": {"name": "groups", "options": {"reduction": "mpi"}}}, False),
+        ({"topology": {"name": "groups", "options": {"reduction": "nodes"}}}, True),
+        ({"topology": {"name": "groups", "options": {"groups": 2}}, "protocol": {"name": "async"}}, False),
+        ({"cluster": {"learners_per_rank": 2}}, False),
+    ],
+)
+def test_where_the_next_forward_pass_may_use_buckets_at_once(tables: dict[str, Any], early: bool) -> None:
+    job = groups(**tables)
+    plan = job.plan(nodes_of(job))
+    assert any(passes_early(job, plan, members) for members in plan.groups) == early
+    assert ("forward pass" in text_of(job, plan)) == early

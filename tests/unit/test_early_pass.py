@@ -85,17 +85,18 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
 
 
-MODELS: dict[str, Any] = {
-    "chain": {"name": "mlp", "options": {"hidden": [30, 20]}},
-    "autograd": {"name": dropping},
+MODELS: dict[str, dict[str, Any]] = {
+    "chain": {"model": {"name": "mlp", "options": {"hidden": [30, 20]}}, "training": {"gradients": "direct"}},
+    "autograd": {"model": {"name": dropping}},
+    "bfloat16": {"model": {"name": dropping}, "training": {"precision": "bfloat16"}},
+    "velocity of Caffe": {"model": {"name": dropping}, "optimizer": {"momentum_form": "caffe"}},
 }
 
 
-def executor(model: dict[str, Any], **tables: Any) -> ReplicaExecutor:
+def executor(tables: dict[str, Any]) -> ReplicaExecutor:
     job = rudra.Job(
-        model=model,
         data={"name": data, "classes": CLASSES},
-        training={"minibatch_size": 4, "gradients": "direct" if model["name"] == "mlp" else "autograd"},
+        training={"minibatch_size": 4, "gradients": "autograd"},
         optimizer={"momentum": 0.9},
         protocol={"name": "hardsync"},
         topology={"name": "groups"},
@@ -112,12 +113,12 @@ class Learner:
     """A learner whose gradients are averaged with nobody else's. Their parts arrive while a forward pass waits.
 
     Args:
-        model: table of the model.
+        tables: tables of the job.
         early: generator of the order of arrivals and of failures. None: nothing begins early.
     """
 
-    def __init__(self, model: dict[str, Any], early: random.Random | None) -> None:
-        self.executor, self.early = executor(model), early
+    def __init__(self, tables: dict[str, Any], early: random.Random | None) -> None:
+        self.executor, self.early = executor(tables), early
         self.used = 0
         plain = self.executor.source.gradient_of
 
@@ -218,17 +219,17 @@ def test_forward_passes_do_begin_early(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "tables"),
     [
-        ({"name": Own}, {}),
-        ({"name": normed}, {}),
-        ({"name": dropping}, {"training": {"precision": "float16"}}),
-        ({"name": dropping}, {"training": {"microbatches": 2}}),
-        ({"name": dropping}, {"optimizer": {"clip_norm": 1.0}}),
-        ({"name": dropping}, {"optimizer": {"name": "adam", "momentum": 0.0}}),
+        (Own, {}),
+        (normed, {}),
+        (dropping, {"training": {"precision": "float16"}}),
+        (dropping, {"training": {"microbatches": 2}}),
+        (dropping, {"optimizer": {"clip_norm": 1.0}}),
+        (dropping, {"optimizer": {"name": "adam", "momentum": 0.0}}),
     ],
     ids=["a user's layer", "buffers", "float16", "microbatches", "clipping", "adam"],
 )
-def test_where_it_is_not_safe_none_begins_early(model: dict[str, Any], tables: dict[str, Any]) -> None:
-    made = executor(model, **tables)
+def test_where_it_is_not_safe_none_begins_early(model: Any, tables: dict[str, Any]) -> None:
+    made = executor({"model": {"name": model}} | tables)
     list(made.perform(Compute(0, made.source.work, WEIGHTS, GRADIENT)))
     possible = made.can_pass_early and made.source.can_begin_early and made._rule.sliceable
     assert not possible
