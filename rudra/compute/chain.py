@@ -92,6 +92,41 @@ class Chain:
         )
 
     @torch.no_grad()
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        needs: Callable[[int, int], None] | None = None,
+    ) -> list[torch.Tensor]:
+        """Computes the input of each layer, and the output of the last one.
+
+        Args:
+            inputs: (μ, …) float32.
+            weights: Weight of each layer, and its bias if it has one.
+            needs: Called before each layer with the range of its places in `weights`, which are not read before.
+        """
+        reached = inputs.flatten(1) if self._flattens and not self._sparse else inputs
+        parts = (inputs.crow_indices(), inputs.col_indices(), inputs.values()) if self._sparse else ()
+        seen, place = [reached], 0
+        for number, (weight, bias) in enumerate(self._layers(weights)):
+            if needs is not None:
+                needs(place, place + 1 + self._biases[number])
+            place += 1 + self._biases[number]
+            if parts and not number:
+                reached = product(*parts, weight, bias)
+            else:
+                reached = nn.functional.linear(reached, weight, bias)
+            if number < len(self._activations):
+                reached = self._activations[number][0](reached)
+            seen.append(reached)
+        return seen
+
+    def _layers(self, weights: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Returns weight and bias of each layer."""
+        values = iter(weights)
+        return [(next(values), next(values) if bias else None) for bias in self._biases]
+
+    @torch.no_grad()
     def gradient(
         self,
         inputs: torch.Tensor,
@@ -99,33 +134,24 @@ class Chain:
         weights: Sequence[torch.Tensor],
         out: Sequence[torch.Tensor],
         ready: Callable[[int, int], None] | None = None,
+        seen: Sequence[torch.Tensor] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, SparseRows | None]:
         """Computes the gradient of the mean loss.
 
         Args:
             inputs: (μ, …) float32.
             target: (μ, …), in the format of the task.
-            weights: Weight of each layer, and its bias if it has one. They are read twice.
+            weights: As for `forward`. They are read twice.
             out: Tensors of the same shapes that receive all gradients, except for a sparse layer's weight.
             ready: Called after each layer, the last one first, with the range of its places in `out`.
+            seen: Result of `forward` for these inputs and weights, if it is known.
 
         Returns:
             The output of the last layer, the mean loss, and the gradient of a sparse layer's weight.
         """
-        values = iter(weights)
-        layers = [(next(values), next(values) if bias else None) for bias in self._biases]
-        reached = inputs.flatten(1) if self._flattens and not self._sparse else inputs
+        layers = self._layers(weights)
         parts = (inputs.crow_indices(), inputs.col_indices(), inputs.values()) if self._sparse else ()
-        seen = [reached]
-        for number, (weight, bias) in enumerate(layers):
-            if parts and not number:
-                reached = product(*parts, weight, bias)
-            else:
-                reached = nn.functional.linear(reached, weight, bias)
-            if number < len(self._activations):
-                reached = self._activations[number][0](reached)
-                seen.append(reached)
-        output = reached
+        *seen, output = seen or self.forward(inputs, weights)
         loss, gradient = self._loss(output, target)
         place = len(out)
         for number in range(len(layers) - 1, -1, -1):

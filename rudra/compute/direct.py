@@ -21,10 +21,10 @@ class _LinearInto(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor
+        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: "DirectLinear"
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.target = target
+        ctx.layer = layer
         return functional.linear(inputs, weight, bias)
 
     @staticmethod
@@ -33,27 +33,30 @@ class _LinearInto(torch.autograd.Function):
         inputs, weight = ctx.saved_tensors
         to_inputs = gradient.mm(weight) if ctx.needs_input_grad[0] else None
         to_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
-        torch.mm(gradient.t(), inputs, out=ctx.target)
-        return to_inputs, ctx.target.view_as(ctx.target), to_bias, None
+        target = ctx.layer.target
+        torch.mm(gradient.t(), inputs, out=target)
+        return to_inputs, target.view_as(target), to_bias, None
 
 
 class DirectLinear:
     """Forward of a large linear layer in a model of plain layers.
 
     Attributes:
-        target: (outputs, inputs) float32, receives the weight's gradient in the next pass. None: new memory.
+        target: (outputs, inputs) float32, receives the weight's gradient in the next backward pass.
+        writes: Whether the backward pass of the next forward pass writes to `target`, and not to new memory.
     """
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
-        self.target: torch.Tensor | None = None
+        self.target = torch.empty(0)
+        self.writes = False
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        target, self.target = self.target, None
-        if target is None or inputs.dim() != 2 or not torch.is_grad_enabled():
+        writes, self.writes = self.writes, False
+        if not writes or inputs.dim() != 2 or not torch.is_grad_enabled():
             return functional.linear(inputs, self.layer.weight, self.layer.bias)
         output: torch.Tensor = _LinearInto.apply(  # type: ignore[no-untyped-call]
-            inputs, self.layer.weight, self.layer.bias, target
+            inputs, self.layer.weight, self.layer.bias, self
         )
         return output
 

@@ -9,7 +9,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,14 @@ from rudra.compute.devices import kind_of
 from rudra.compute.direct import LARGE, DirectLinear, direct_layers
 from rudra.compute.final_gradients import FinalGradients, Ready
 from rudra.compute.flat_buffers import FlatBuffers
-from rudra.compute.guard import WeightsGuard
+from rudra.compute.guard import Untouched, WeightsGuard
+from rudra.compute.hooks import hooked
 from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear, rows_of
 from rudra.compute.statedict import StateEntry
 from rudra.compute.tasks import Classification, LossReduction, Task
 from rudra.compute.views import NOWHERE, FlatViews
+from rudra.compute.waiting import Needs, NotInTime, Waiting
 from rudra.core.layout import Entry, EntryKind
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
@@ -40,6 +42,22 @@ tries 2^12, 2^8, 2^4 and 1. Each step starts from 2^12, so that its result depen
 
 Gradients = Literal["autograd", "direct"]
 """Method of computing gradients: torch.autograd, or faster code if the model allows it (`rudra.compute.shortcuts`)."""
+
+
+class ForwardPass(NamedTuple):
+    """A forward pass whose backward pass follows later.
+
+    Attributes:
+        seen: Input of each layer and the output, if the model needs no autograd. Otherwise the output.
+        loss: Mean loss, unless the model needs no autograd.
+        random_state: State of the random generator after the pass.
+        untouched: State of the parameters before the pass.
+    """
+
+    seen: Any
+    loss: torch.Tensor | None
+    random_state: torch.Tensor
+    untouched: Untouched
 
 
 class FlatModel:
@@ -111,6 +129,7 @@ class FlatModel:
         self._autocast = torch.autocast(self.device.type, getattr(torch, precision)) if mixed else None
         self._scale = _SCALE if precision == "float16" else 1.0
         direct = gradients == "direct" and not mixed and not compiled
+        self._all_in_torch = not hooked(module) and all(_of_torch(layer) for layer in module.modules())
         self._chain = Chain.of(module, self._parameters, self.task) if direct else None
         self._direct: dict[int, DirectLinear] = direct_layers(module, self._parameters) if direct else {}
         self.compiled = compiled
@@ -253,7 +272,71 @@ class FlatModel:
             wrong = self.task.wrong(output, target)
         else:
             loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale, ready)
-        return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
+        return _figures(loss, wrong)
+
+    @property
+    def can_begin_early(self) -> bool:
+        """Whether `forward_early` is possible now.
+
+        All layers must be torch's own or Rudra's, without hooks: a user's code might read weights in another way than
+        by torch's functions. There must be no buffers, sparse rows, compiled code, scaled loss or GPU. A pass that
+        checks whether the model changes its weights needs all of them at its beginning.
+        """
+        plain = self._all_in_torch and not self._buffers and self._rows is None
+        usual = self._step is None and self._scale == 1 and self.device.type == "cpu"
+        return plain and usual and (self._chain is not None or not self.guard.sums_next)
+
+    def forward_early(self, inputs: Any, target: Any, seed: int, needs: Needs) -> ForwardPass:
+        """Computes output and loss at the bound weights, which need not be complete, for a later `gradient_of`.
+
+        The state of the random generator does not change.
+
+        Args:
+            inputs: As for `gradient`.
+            target: As for `gradient`.
+            seed: As for `gradient`.
+            needs: Called with each slice of the weights before the pass reads it.
+
+        Raises:
+            NotInTime: The pass must begin with complete weights. Exceptions of `needs` propagate.
+        """
+        before = self.random_state
+        self.seed(seed)
+        try:
+            if self._chain is not None and self._chain.takes(inputs):
+                views, wait = self._views.of(self._weights), self._reporting(needs)
+                seen, loss = self._chain.forward(inputs, views, wait), None
+                untouched = Untouched([], None)
+            else:
+                if self.guard.sums_next:
+                    raise NotInTime
+                self._mode(training=True)
+                self._let_write()
+                self._release()
+                untouched = self.guard.before(self._weights)
+                with Waiting(self._weights, needs):
+                    seen, loss = self._forward(self.module, inputs, moved(target, self.device))
+            return ForwardPass(seen, loss, self.random_state, untouched)
+        finally:
+            self.seed(before)
+
+    def gradient_of(
+        self, passed: ForwardPass, inputs: Any, target: Any, out: torch.Tensor, ready: Ready | None = None
+    ) -> tuple[float, float]:
+        """Computes what `gradient` computes, after `forward_early`. The caller must bind the same weights again."""
+        views = self._views.of(out)
+        self.seed(passed.random_state)
+        if passed.loss is None:
+            assert self._chain is not None
+            reported = None if ready is None else self._reporting(ready)
+            weights = self._views.of(self._weights)
+            output, loss, _ = self._chain.gradient(inputs, target, weights, views, reported, passed.seen)
+        else:
+            output, loss = passed.seen, passed.loss
+            self._release()
+            self._backward_from(loss, passed.untouched, views, ready)
+            self._copy(self._taken(), views)
+        return _figures(loss.detach(), self.task.wrong(output, target))
 
     def compiled_difference(self, inputs: Any, target: Any) -> float:
         """Compares the gradients of compiled code and torch at the bound weights.
@@ -385,8 +468,7 @@ class FlatModel:
             loss, output = compiled(inputs, target, views, self.device)
             self._buffers.collect(out, buffers)
             return loss, self.task.wrong(output, target)
-        for index, layer in self._direct.items():
-            layer.target = views[index]
+        self._let_write()
         self._release()
         if isinstance(inputs, torch.Tensor) and inputs.is_leaf:
             inputs.grad = None
@@ -397,9 +479,7 @@ class FlatModel:
             output, loss = self._forward(self.module, inputs, moved(target, self.device), reduction)
         mean = loss if reduction == "mean" else loss.mean()
         reported = ready if compiled is None and rows is None and scale == 1 else None
-        with self._reported(reported, views):
-            (mean if scale == 1 else mean * scale).backward()  # type: ignore[no-untyped-call]
-        self.guard.check(before, self._weights, self._views.of(self._weights))
+        self._backward_from(mean if scale == 1 else mean * scale, before, views, reported)
         loss = loss.detach()
         gradients = self._taken()
         if rows is not None:
@@ -413,6 +493,21 @@ class FlatModel:
                 return self._backward(inputs, target, into, seed, reduction, scale * _LESS)
             scaled_gradient.mul_(1 / scale)
         return loss, self.task.wrong(output, target)
+
+    def _backward_from(
+        self, loss: torch.Tensor, before: Untouched, views: Sequence[torch.Tensor], ready: Ready | None
+    ) -> None:
+        """Computes the gradients of a loss. Large linear layers write theirs to `views`."""
+        for index, layer in self._direct.items():
+            layer.target = views[index]
+        with self._reported(ready, views):
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.guard.check(before, self._weights, self._views.of(self._weights))
+
+    def _let_write(self) -> None:
+        """Lets the next pass write the gradients of large linear layers to their places."""
+        for layer in self._direct.values():
+            layer.writes = True
 
     def evaluate_batch(self, inputs: Any, target: Any) -> tuple[float, float, dict[str, float]]:
         """Evaluates the bound weights on one batch.
@@ -483,6 +578,17 @@ class FlatModel:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
             self.module.train(training)
             self._training = training
+
+
+def _of_torch(layer: nn.Module) -> bool:
+    """Whether a layer's code is torch's or Rudra's, and in Python."""
+    of = type(layer).__module__
+    return of.startswith(("torch.nn.", "rudra.")) and not isinstance(layer, torch.jit.ScriptModule)
+
+
+def _figures(loss: torch.Tensor, wrong: npt.NDArray[Any] | None) -> tuple[float, float]:
+    """Returns the mean loss and the number of wrong samples."""
+    return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
 
 
 def _values(tensor: torch.Tensor) -> npt.NDArray[Any]:

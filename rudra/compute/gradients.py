@@ -14,8 +14,9 @@ import torch
 
 from protocols.hogbatch import parts
 from rudra.compute.final_gradients import Ready
-from rudra.compute.flat import FlatModel
+from rudra.compute.flat import FlatModel, ForwardPass
 from rudra.compute.rows import RowGradient
+from rudra.compute.waiting import Needs
 from rudra.core.work import Work
 from rudra.data import trees
 from rudra.data.augmentation import Augmentation
@@ -107,8 +108,41 @@ class GradientSource:
         ready: Ready | None = None,
     ) -> BatchResult:
         """Computes the gradient as `compute` does, from samples that the caller has drawn."""
+        return self._checked(work, batch, *self._gradient(batch, weights, out, self.seed(step), ready))
+
+    @property
+    def can_begin_early(self) -> bool:
+        """Whether `forward_early` is possible now."""
+        return self._microbatches == 1 and self.model.can_begin_early
+
+    def forward_early(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, needs: Needs) -> ForwardPass:
+        """Begins to compute the gradient of samples that the caller has drawn, while the weights arrive.
+
+        Args:
+            step: As for `compute`.
+            work: As for `compute`.
+            batch: Samples of the step.
+            weights: As for `compute`. They need not be complete yet.
+            needs: As for `FlatModel.forward_early`.
+        """
+        self.model.bind(weights)
+        return self.model.forward_early(*batch, self.seed(step), needs)
+
+    def gradient_of(
+        self,
+        passed: ForwardPass,
+        work: Work,
+        batch: Batch,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        ready: Ready | None = None,
+    ) -> BatchResult:
+        """Computes what `of_batch` computes, after `forward_early`."""
+        self.model.bind(weights)
+        return self._checked(work, batch, *self.model.gradient_of(passed, *batch, out, ready))
+
+    def _checked(self, work: Work, batch: Batch, loss: float, errors: float) -> BatchResult:
         inputs, target = batch
-        loss, errors = self._gradient(batch, weights, out, self.seed(step), ready)
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
             sample = self._inputs.indices([work])[int(wrong.argmax())]
             raise DataError(

@@ -39,13 +39,18 @@ class WeightsGuard:
         self._passes = 0
         self.racing = False
 
+    @property
+    def sums_next(self) -> bool:
+        """Whether the next pass computes the checksum, so that all weights must be known before it."""
+        return not self.racing and not (self._passes + 1) & self._passes
+
     def before(self, weights: torch.Tensor) -> Untouched:
         """Records the state of the parameters.
 
         The checksum reads all parameters, so only passes 1, 2, 4, 8, … compute it.
         """
+        seldom = self.sums_next
         self._passes += 1
-        seldom = not self.racing and not self._passes & (self._passes - 1)
         return Untouched([each._version for each in self._parameters], self._sum_of_bits(weights) if seldom else None)
 
     def check(self, before: Untouched, weights: torch.Tensor, views: Sequence[torch.Tensor]) -> None:

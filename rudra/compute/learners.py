@@ -3,6 +3,7 @@
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -10,14 +11,18 @@ import torch
 from msgspec import structs
 
 from rudra.compute.devices import finish
+from rudra.compute.early_pass import Arrivals, EarlyPass
 from rudra.compute.evaluation import add_batch, evaluate, score_of
 from rudra.compute.executor import Executor, performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Sums
 from rudra.compute.owners import OwnerExecutor
+from rudra.compute.vectors import Buffer
+from rudra.compute.waiting import NotInTime
 from rudra.core import records
 from rudra.core.events import (
+    WEIGHTS,
     BackpropFirstStage,
     Compute,
     Computed,
@@ -26,6 +31,9 @@ from rudra.core.events import (
     Evaluated,
     EvaluationPartComputed,
     MergeEvaluation,
+    Reduce,
+    Update,
+    Updated,
 )
 from rudra.data.samples import Samples
 from rudra.job.job import Job
@@ -72,7 +80,7 @@ class LearnerExecutor(Executor):
     def compute(self, action: Compute) -> Iterator[Computed]:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self._stage is None:
-            outcome = self.source.compute(action.step, action.work, weights.vector, gradient.gradient, self.ready)
+            outcome = self._gradient(action, weights, gradient)
             if self.direct:
                 finish(self.device)  # MPI may overwrite the weights at once
         else:
@@ -80,6 +88,10 @@ class LearnerExecutor(Executor):
             outcome = self.source.compute(action.step, action.work, self._stage.weights(weights), staged)
             gradient.vector.copy_(staged)  # returns when the copy is complete: MPI may send it at once
         yield self.computed(action, outcome)
+
+    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchResult:
+        """Computes a gradient in its buffer."""
+        return self.source.compute(action.step, action.work, weights.vector, gradient.gradient, self.ready)
 
     @performs(ComputeEvaluationPart)
     def assess(self, action: ComputeEvaluationPart) -> Iterator[EvaluationPartComputed | None]:
@@ -116,7 +128,84 @@ class LearnerExecutor(Executor):
 
 
 class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
-    """Executor of a learner that updates its own weights."""
+    """Executor of a learner that updates its own weights.
+
+    While the average of a gradient arrives, it may begin the update and the next forward pass (`EarlyPass`). It then
+    has another buffer for the weights, and another momentum.
+    """
+
+    _computed: Compute | None = None  # the last computation
+    _early: EarlyPass | None = None
+
+    @property
+    def can_pass_early(self) -> bool:
+        """Whether forward passes may begin early, if optimiser and model allow it at that time.
+
+        The role must compute on its buffers in main memory, with whole vectors of parameters and without hooks.
+        """
+        whole = self._stage is None and self._owned_part is None and self.size == self.parameters
+        plain = self.row_format is None and self.hooks is None and self.device.type == "cpu" and not self.direct
+        return whole and plain and type(self) is ReplicaExecutor
+
+    def prepare_early(self, reduction: Reduce, arrivals: Arrivals) -> None:
+        """Prepares the update and the forward pass that follow a reduction, if they can begin early.
+
+        Args:
+            reduction: the reduction.
+            arrivals: parts of its result that have arrived.
+        """
+        self._drop_early()
+        rate, last = reduction.rate, self._computed
+        possible = self.can_pass_early and self._rule.sliceable and self.source.can_begin_early
+        if possible and rate is not None and last is not None and last.work.stride:
+            about = self._rule, self.buffer(WEIGHTS), self.spare(), reduction.buffer, rate
+            self._early = EarlyPass(*about, arrivals, (last.step + 1, last.work.after(1)))
+
+    def pass_early(self) -> None:
+        """Begins the prepared forward pass, if the first parameters have arrived. Returns after the pass."""
+        early = self._early
+        if early is None or early.batch is not None or not early.arrivals.begun:
+            return
+        step, work = early.minibatch
+        try:
+            early.batch = self.source.minibatch(step, work)
+            early.passed = self.source.forward_early(step, work, early.batch, early.weights.vector, early.need)
+        except Exception:  # the usual computation waits for all weights, and raises any other exception again
+            self._drop_early()
+
+    def _drop_early(self) -> None:
+        early, self._early = self._early, None
+        if early is not None and not early.adopted:
+            self._use_again(early.weights)
+
+    def _stepped(self, action: Update) -> Buffer:
+        early = self._early
+        if early is not None and early.fits_update(action, self.buffer(action.weights)):
+            with suppress(NotInTime):
+                early.adopt()
+                self._replace(action.weights, early.weights)
+                self._void(action.gradient)
+                return early.weights
+        self._drop_early()
+        return super()._stepped(action)
+
+    def update(self, action: Update) -> Updated:
+        done = super().update(action)
+        if self._early is not None:
+            self._early.keep()
+        return done
+
+    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchResult:
+        early, self._computed = self._early, action
+        if early is None or not early.fits_gradient(action, weights):
+            self._drop_early()
+            return super()._gradient(action, weights, gradient)
+        self._early = None
+        assert early.passed is not None
+        assert early.batch is not None
+        return self.source.gradient_of(
+            early.passed, action.work, early.batch, weights.vector, gradient.vector, self.ready
+        )
 
 
 class StatisticsExecutor(Executor):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Piece = tuple[torch.nn.Parameter, slice, slice]  # slices of the weights, and of the parameter
     Slice = tuple[slice, list[tuple[int, list[Piece]]]]  # slice of the weights, and its pieces in each group
+    Settings = tuple[list[float], list[dict[str, Any]]]  # rate and options of each optimiser group
 
 _NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}
 _STEP = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
@@ -75,6 +76,8 @@ class UpdateRule:
         self._weights = weights
         self._sgd = table.name == "sgd"
         self._slices: dict[int, list[Slice]] = {}  # by their largest size
+        self._momenta_apart: dict[torch.Tensor, torch.Tensor] = {}
+        self._apart: tuple[torch.Tensor, Settings, list[Slice]] = weights[:0], ([], []), []
         self._places: dict[torch.nn.Parameter, slice] = {}
         self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> whole parameter, and slices
         self._factors: list[float] = []  # of each optimiser group
@@ -195,25 +198,92 @@ class UpdateRule:
             most: Largest number of elements in a slice.
             after: Called with each slice after its step, while the slice is in the cache.
         """
+        settings = self._settings(learning_rate)
+        momenta = {parameter: state.get("momentum_buffer") for parameter, state in self.optimizer.state.items()}
+        for cut in self._slices_of(most):
+            self._step_slice(cut, gradient(cut[0]), self._weights, momenta, settings)
+            if after is not None:
+                after(cut[0])
+
+    def begin_apart(self, weights: torch.Tensor, learning_rate: float, most: int) -> list[slice]:
+        """Begins a step whose results go to other memory. Until `adopt`, the weights and the state do not change.
+
+        It needs memory for another momentum. It is bitwise identical to `step`, and needs a rule that is `sliceable`.
+
+        Args:
+            weights: (P,) float32, receives the new weights.
+            learning_rate: As for `step_in_slices`.
+            most: As for `step_in_slices`.
+
+        Returns:
+            Slices of the weights in ascending order. `step_apart` needs each of them once, in any order.
+        """
+        import torch
+
+        for parameter, state in self.optimizer.state.items():
+            momentum = state.get("momentum_buffer")
+            if momentum is not None and parameter not in self._momenta_apart:
+                self._momenta_apart[parameter] = torch.zeros_like(momentum)
+        self._apart = weights, self._settings(learning_rate), self._slices_of(most)
+        return [whole for whole, _ in self._apart[2]]
+
+    def step_apart(self, number: int, gradient: torch.Tensor) -> None:
+        """Computes a slice of the new weights from its gradient, which is only read."""
+        weights, settings, cuts = self._apart
+        whole, groups = cuts[number]
+        weights[whole].copy_(self._weights[whole])
+        for _, pieces in groups:
+            for parameter, _, inside in pieces:
+                if parameter in self._momenta_apart:
+                    before = self.optimizer.state[parameter]["momentum_buffer"]
+                    self._momenta_apart[parameter][inside].copy_(before[inside])
+        self._step_slice(cuts[number], gradient, weights, self._momenta_apart, settings)
+
+    def adopt(self) -> None:
+        """Continues with the momentum of the step that `begin_apart` began. Call `move` with the new weights."""
+        for parameter, momentum in self._momenta_apart.items():
+            state = self.optimizer.state[parameter]
+            self._momenta_apart[parameter], state["momentum_buffer"] = state["momentum_buffer"], momentum
+
+    def _settings(self, learning_rate: float) -> Settings:
+        """Returns the rate and the options of each optimiser group."""
+        rates = self._set_rates(learning_rate)
+        return rates, [{key: group[key] for key in _STEP} for group in self.optimizer.param_groups]
+
+    def _step_slice(
+        self,
+        cut: Slice,
+        given: torch.Tensor,
+        into: torch.Tensor,
+        momenta: Mapping[torch.Tensor, torch.Tensor | None],
+        settings: Settings,
+    ) -> None:
+        """Steps a slice of some weights.
+
+        Args:
+            cut: The slice and its pieces.
+            given: Gradient of the slice.
+            into: (P,) float32, the weights.
+            momenta: Momentum of each parameter that has one.
+            settings: Rates and options of the step.
+        """
         from torch.optim.sgd import sgd
 
+        (whole, groups), (rates, options) = cut, settings
+        for number, pieces in groups:
+            weights, gradients, moving = [], [], []
+            for parameter, part, inside in pieces:
+                here = slice(part.start - whole.start, part.stop - whole.start)
+                weights.append(into[part])
+                gradients.append(self._times(rates[number], given[here], here) if self._caffe else given[here])
+                momentum = momenta.get(parameter) if options[number]["momentum"] else None
+                moving.append(None if momentum is None else momentum[inside])
+            sgd(weights, gradients, moving, foreach=False, **options[number])
+
+    def _slices_of(self, most: int) -> list[Slice]:
         if most not in self._slices:
             self._slices[most] = list(self._cut(most))
-        rates, state = self._set_rates(learning_rate), self.optimizer.state
-        options = [{key: group[key] for key in _STEP} for group in self.optimizer.param_groups]
-        for whole, groups in self._slices[most]:
-            given = gradient(whole)
-            for number, pieces in groups:
-                weights, gradients, momenta = [], [], []
-                for parameter, part, inside in pieces:
-                    here = slice(part.start - whole.start, part.stop - whole.start)
-                    weights.append(self._weights[part])
-                    gradients.append(self._times(rates[number], given[here], here) if self._caffe else given[here])
-                    momentum = state[parameter].get("momentum_buffer") if options[number]["momentum"] else None
-                    momenta.append(None if momentum is None else momentum[inside])
-                sgd(weights, gradients, momenta, foreach=False, **options[number])
-            if after is not None:
-                after(whole)
+        return self._slices[most]
 
     def _cut(self, most: int) -> Iterator[Slice]:
         """Yields slices of the weights. As for parts, cuts do not change the arithmetic of the kernels."""

@@ -216,6 +216,19 @@ class OwnerExecutor(Executor):
     @performs(Update)
     def update(self, action: Update) -> Updated:
         began = time.perf_counter()
+        buffer = self._stepped(action)
+        self._give_back(action.gradient)
+        if self.size > self.parameters:
+            buffer.vector[self.size - self._counters :].round_()
+        buffer.version += 1
+        digest = buffer.digest(action.timestamp) if self._owned_part is None else 0
+        sampled = self._sampled(buffer, action.timestamp)
+        if self.hooks is not None:
+            self.hooks.updated(action, lambda: buffer.array, self._replica())
+        return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
+
+    def _stepped(self, action: Update) -> Buffer:
+        """Steps the weights, in other memory if they have readers. Returns their buffer."""
         before = self.buffer(action.weights)
         if self._is_read():
             self._replace(action.weights, self.spare())
@@ -234,15 +247,7 @@ class OwnerExecutor(Executor):
                 self._rule.step_rows(gradient, action.learning_rate)
             else:
                 self._rule.step(gradient[: self.parameters], action.learning_rate, _floats(action.norms))
-        self._give_back(action.gradient)
-        if self.size > self.parameters:
-            buffer.vector[self.size - self._counters :].round_()
-        buffer.version += 1
-        digest = buffer.digest(action.timestamp) if self._owned_part is None else 0
-        sampled = self._sampled(buffer, action.timestamp)
-        if self.hooks is not None:
-            self.hooks.updated(action, lambda: buffer.array, self._replica())
-        return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
+        return buffer
 
     @performs(ComputeNorms)
     def measure(self, action: ComputeNorms) -> NormsComputed:

@@ -94,6 +94,22 @@ def in_buckets(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     return job.cluster.buckets != "auto" or len({plan.roles[i].node for i in members}) > 1
 
 
+def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
+    """Returns whether members of a compute group may begin a forward pass before all buckets of the average are there.
+
+    Each member must update its own weights, so there is no server, and be alone on its rank. The update must be
+    possible in any order of the elements: SGD without clipping. The gradient must become final part by part, in main
+    memory, as whole vectors. With `reduction = "mpi"` all ranks must average the buckets in the same order, the last
+    layers first. The executor decides the rest: the model must be torch's own layers without buffers and hooks.
+    """
+    cluster = job.cluster
+    in_parts = not at_once_because(job) and not job.data.sparse and not cluster.gpu_aware_mpi and plan.stage is None
+    rule = job.optimizer.name == "sgd" and job.optimizer.clip_norm is None
+    alone = len({plan.roles[i].world_rank for i in members}) == len(members)
+    owns = cluster.buckets != "off" and not plan.served and plan.reduction != "mpi" and in_buckets(job, plan, members)
+    return owns and alone and rule and in_parts
+
+
 def parts(size: int, parameters: int, bucket: int) -> list[slice]:
     """Returns the buckets of a vector. The last parameters become final first and come first, and buffers come last.
 
@@ -271,7 +287,9 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
         how = f", in buckets of at least {job.cluster.buckets:g} MB"
     if averaged and (reason := at_once_because(job)):
         return f"averaged after the backward pass{how}: {reason}"
-    return f"{'averaged' if averaged else 'pushed to servers'} during the backward pass{how}"
+    early = any(passes_early(job, plan, members) for members in plan.groups)
+    more = ", which the next forward pass may use before the last ones are there" if early else ""
+    return f"{'averaged' if averaged else 'pushed to servers'} during the backward pass{how}{more}"
 
 
 def spread(job: Job) -> tuple[Plan, tuple[int, ...]]:

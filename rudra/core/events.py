@@ -558,6 +558,8 @@ class Reduce(Struct, frozen=True, gc=False):
         to_all: Whether every member gets the average. Otherwise only the first member does, and the buffers of all
             others are undefined.
         word: Flags of this member.
+        rate: Predicted learning rate of the update by this average, so that the update can begin while parts of the
+            average are under way. None: it is unknown, or no gradient follows.
     """
 
     buffer: str
@@ -566,6 +568,7 @@ class Reduce(Struct, frozen=True, gc=False):
     gradient: Gradient
     to_all: bool
     word: GroupFlags = GroupFlags()
+    rate: float | None = None
 
 
 class Accumulate(ExecutorAction, frozen=True, gc=False):

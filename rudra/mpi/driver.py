@@ -97,6 +97,10 @@ class Signalled:
     urgent: Callable[[], None] | None = None
     ended: bool = False
 
+    def hurries(self) -> bool:
+        """Whether this rank must handle a request as soon as possible."""
+        return self.stop or self.ended or self.urgent is not None
+
 
 class Rank:
     """The roles of one rank, driven until they halt. All ranks create theirs together.
@@ -178,9 +182,11 @@ class Rank:
         self._state_tag = partial(tags.tag, channel=STATES)
         self._saver = CheckpointThread(checkpoints, self._work, StateTransfer(comm, plan, self._state_tag))
         library = library_comm(comm, plan, machines)
-        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job, auto)
+        overlaps = any(plan.traits(role).overlaps for role in machines)  # transfers run in parallel with computation
+        post, hurries = None if overlaps else self._work.post, self.signalled.hurries
+        self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job, auto, post, hurries)
         self._reductions.renew(plan, machines, library)
-        if any(plan.traits(role).overlaps for role in machines):  # transfers run in parallel with computation
+        if overlaps:
             self._traffic.start_threads()
             self._work.compute_beside()
         self._traffic.push_in_buckets(self._pushing)

@@ -44,11 +44,12 @@ class GroupRequests:
         """Sends an array to a rank, in pieces. The array must not change until `drive` returns "done"."""
         self._all += [self._comm.Isend(piece, to, self._tag) for piece in pieces_of(what)]
 
-    def receive(self, into: npt.NDArray[Any], of: int) -> None:
-        """Receives an array from a rank, in pieces."""
+    def receive(self, into: npt.NDArray[Any], of: int) -> list[MPI.Request]:
+        """Receives an array from a rank, in pieces, each of which is a request."""
         requests = [self._comm.Irecv(piece, of, self._tag) for piece in pieces_of(into)]
         self._all += requests
         self._receives += requests
+        return requests
 
     def add(self, request: MPI.Request) -> None:
         """Adds a request that was started elsewhere."""

@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
+from rudra.compute.early_pass import Arrivals
 from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take
@@ -29,6 +30,10 @@ from rudra.mpi.comm_threads import WorkerThread
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.reduction import PartReduction
 from topologies import Plan
+
+ABREAST = 3
+"""Number of parts that travel at a time if passes begin early: enough to keep a link busy, and few enough that a part
+of the first layers does not wait for many others."""
 
 PAUSE_S = 1e-3
 """Pause between two polls while a gradient is computed. In this time a network's buffers do not run full or empty."""
@@ -46,6 +51,8 @@ class GroupReduction:
         ring: wakes up the other members' ranks if they sleep.
         library, arena, sums: arguments of `PartReduction`.
         to_all: whether all members need the result of gradients that come in buckets.
+        early: whether the next forward pass may begin while parts are under way. Then the parts of the first layers
+            have priority, and only `ABREAST` parts travel at a time.
 
     Attributes:
         roles: members on this rank, in group_rank order.
@@ -63,6 +70,7 @@ class GroupReduction:
         sums: Sequence[Sequence[int]] = (),
         *,
         to_all: bool = True,
+        early: bool = False,
     ) -> None:
         self._library, self._to_all = library, to_all
         self._parts = [
@@ -85,6 +93,12 @@ class GroupReduction:
         if len(parts) > 1 and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
             self._thread = WorkerThread("buckets", self._posted.append)
             self._thread.submit(arithmetic_of_thread())
+        its = self._division
+        far = bool(its.far) or len(its.sums) > 1
+        self.early = early and to_all and far and library is None and len(self.roles) == 1 and self._thread is not None
+        self._held: set[int] = set()  # numbers of the parts that are final, and wait for others if passes begin early
+        self._complete: set[int] = set()  # numbers of the parts that are complete in this reduction
+        self._arrivals: Arrivals | None = None
 
     @property
     def buckets(self) -> bool:
@@ -122,22 +136,37 @@ class GroupReduction:
 
     def _drive(self, role: int) -> None:
         """Advances the reductions while this rank's own thread computes."""
-        while True:
-            with self._lock:
-                if self._failed or role not in self._driven:
-                    return
-                self._begin_final(role)
-                self._advance()
-            self._news.wait(PAUSE_S if self._active else None)
-            self._news.clear()
+        while self.drive(role):
+            if not self._held or len(self._active) == ABREAST:
+                self._news.wait(PAUSE_S if self._active else None)
+                self._news.clear()
+
+    def drive(self, role: int) -> bool:
+        """Advances the reductions once for a member whose gradient is being computed. The thread calls this.
+
+        Returns:
+            Whether to call it again.
+        """
+        with self._lock:
+            if self._failed or role not in self._driven:
+                return False
+            self._begin_final(role)
+            self._advance()
+            if role in self._begun and not self._active and not self._waiting[role]:
+                self._driven.discard(role)
+            return role in self._driven
 
     def _take_over(self, roles: Collection[int]) -> None:
         """Lets this rank's own thread advance the reductions for some members."""
         self._driven.difference_update(roles)
         self._news.set()
         with self._lock:
-            while self._posted:
-                self._posted.popleft()()
+            self._raise_of_thread()
+
+    def _raise_of_thread(self) -> None:
+        """Raises the exception that has ended the thread, if there is one."""
+        while self._posted:
+            self._posted.popleft()()
 
     def _ready(self, role: int, parts: FinalParts, piece: slice) -> None:
         self._final[role].extend(parts.add(piece))
@@ -148,9 +177,25 @@ class GroupReduction:
             self._advance()
 
     def _begin_final(self, role: int) -> None:
-        """Begins the parts that are final."""
+        """Begins the parts that are final, or only some of them if passes begin early.
+
+        A part that has begun on another rank begins here as well. So ranks that chose different parts do not wait for
+        each other for ever.
+        """
+        if not self.early:
+            while self._final[role]:
+                self._begin_part(self._final[role].popleft(), role, *self._early[role])
+            return
         while self._final[role]:
-            self._begin_part(self._final[role].popleft(), role, *self._early[role])
+            self._held.add(self._final[role].popleft())
+        for number in sorted(self._held, key=lambda number: self._parts[number].part.start):
+            part = self._parts[number]
+            if len(self._active) < ABREAST or part.begun_elsewhere:
+                self._held.remove(number)
+                self._begin_part(number, role, *self._early[role])
+            elif part.failed:
+                self._fail()
+                return
 
     def _begin_part(self, number: int, role: int, action: Reduce, buffer: Buffer) -> None:
         part = self._parts[number]
@@ -161,10 +206,11 @@ class GroupReduction:
 
     def begin(self, role: int, action: Reduce, executor: Executor) -> None:
         """Starts a reduction for a member here. All members start the same one, and complete it before the next."""
-        if self._thread is not None:
+        if self._thread is not None and not (self.early and role in self._driven):
             self._take_over([role])
         with self._lock:
             self._begin(role, action, executor)
+        self._news.set()
 
     def _begin(self, role: int, action: Reduce, executor: Executor) -> None:
         if self._failed:
@@ -173,6 +219,12 @@ class GroupReduction:
         early, expected = self._early.pop(role, (action, buffer))
         assert expected is buffer
         assert early.gradient.samples == action.gradient.samples
+        if role in self._driven:  # the thread begins the rest
+            self._early[role] = action, buffer
+            self._held |= self._waiting[role]
+            self._final[role].clear()
+            self._begun[role] = action, executor, buffer
+            return
         for number in sorted(self._waiting.setdefault(role, {*range(len(self._parts))})):
             self._begin_part(number, role, action, buffer)
         self._begun[role] = action, executor, buffer
@@ -180,6 +232,9 @@ class GroupReduction:
     def test(self) -> Reduced | None:
         """Advances the reductions, and returns the event for all members here when all are complete."""
         with self._lock:
+            if self.early and self._driven:
+                self._raise_of_thread()
+                return None
             self._advance()
         if self._active or len(self._begun) < len(self.roles):
             return None
@@ -195,25 +250,60 @@ class GroupReduction:
         for part in self._parts:
             part.end()
         self._begun.clear()
+        self._early.clear()
         self._waiting.clear()
+        self._complete.clear()
+        self._arrivals = None
         return Reduced(action.sequence, last.rows.gradients, last.rows.words, action.group)
 
     def _advance(self) -> None:
         for part in [*self._active] if self._library is None else self._parts:
             if part in self._active and part.test():
                 self._active.remove(part)
-            elif part.failed:  # a member has died; all ranks will regroup
-                self._failed = True
-                self._forget()
+                self._arrive(part)
+            elif part.failed:
+                self._fail()
                 return
             if self._library is not None and not part.adds:
                 break
+
+    def _fail(self) -> None:
+        """Drops the reduction because a member has died. All ranks will regroup."""
+        self._failed = True
+        self._forget()
+
+    def _arrive(self, part: PartReduction) -> None:
+        number = self._parts.index(part)
+        self._complete.add(number)
+        if self._arrivals is not None:
+            self._arrivals.add(number)
+
+    def arrivals(self, hurries: Callable[[], bool], began: Callable[[], None]) -> Arrivals | None:
+        """Returns the parts of the average that arrive, after `begin` for the only member here. None: a rank has died.
+
+        Args:
+            hurries: as for `Arrivals`.
+            began: as for `Arrivals`.
+        """
+        with self._lock:
+            if self._failed or not self._begun:
+                return None
+            ((_, _, buffer),) = self._begun.values()
+            parts = [part.part for part in self._parts]
+            take = self._gathered([buffer]) if self._division.near else buffer.vector.__getitem__
+            self._arrivals = Arrivals(parts, self._complete, take, hurries, began)
+            return self._arrivals
 
     def _forget(self) -> None:
         self._begun.clear()
         self._active.clear()
         self._early.clear()
         self._waiting.clear()
+        self._held.clear()
+        self._complete.clear()
+        if self._arrivals is not None:
+            self._arrivals.fail()
+            self._arrivals = None
 
     def _defer(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Lets members here that need the result read it in shared memory, or compute it, on use."""
@@ -221,23 +311,26 @@ class GroupReduction:
             return
         for role in self.roles if to_all else self.roles[:1]:
             action, executor, _ = self._begun[role]
-            takes = [part.taking(buffers) for part in self._parts]
-            executor.defer(action.buffer, takes[0] if len(takes) == 1 else self._gathered(takes))
+            whole = len(self._parts) == 1
+            executor.defer(action.buffer, self._parts[0].taking(buffers) if whole else self._gathered(buffers))
 
-    def _gathered(self, takes: Sequence[Take]) -> Take:
-        """Returns a function for slices of the whole result."""
-        parts = [*zip((part.part for part in self._parts), takes, strict=True)]
-        parts.sort(key=lambda part: part[0].start)
-        starts, room = [part.start for part, _ in parts], torch.empty(0)
+    def _gathered(self, buffers: Sequence[Buffer]) -> Take:
+        """Returns a function for slices of the result. A slice must be complete when it is requested."""
+        parts = sorted(self._parts, key=lambda part: part.part.start)
+        starts, room = [part.part.start for part in parts], torch.empty(0)
+        takes: dict[int, Take] = {}
 
         def take(wanted: slice) -> torch.Tensor:
             room.resize_(wanted.stop - wanted.start)
             number = bisect_right(starts, wanted.start) - 1
-            for part, source in parts[number:]:
+            for place in range(number, len(parts)):
+                part = parts[place].part
                 if part.start >= wanted.stop:
                     break
+                if place not in takes:
+                    takes[place] = parts[place].taking(buffers)
                 some = slice(max(part.start, wanted.start), min(part.stop, wanted.stop))
-                found = source(slice(some.start - part.start, some.stop - part.start))
+                found = takes[place](slice(some.start - part.start, some.stop - part.start))
                 if some == wanted:
                     return found
                 room[some.start - wanted.start : some.stop - wanted.start] = found

@@ -33,6 +33,7 @@ from rudra.compute.averaging import CHUNK, Addends, added, average, finish_mean,
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.events import Reduce
 from rudra.mpi.arena import Arena
+from rudra.mpi.failures import outcome
 from rudra.mpi.group_messages import GroupRequests, GroupRows, LentBuffers
 from rudra.mpi.group_slices import GroupSlices
 
@@ -93,6 +94,7 @@ class PartReduction:
         }
         self._room = torch.zeros(min(CHUNK, its.step))
         self.begun: dict[int, tuple[Reduce, Buffer]] = {}
+        self._row_requests: list[MPI.Request] = []  # receives of the other ranks' rows
         self._expects = False  # whether the receives of a reduction that has not begun here are pending
         self._handed_out = 0  # number of members here that have sent their slices
         self._course: Iterator[bool] | None = None  # remaining steps after all members have begun
@@ -103,11 +105,19 @@ class PartReduction:
         its = self.division
         self._expects, self._course, self._handed_out = True, None, 0
         self._requests.begin()
+        self._row_requests.clear()
         for rank, places in its.others.items():
             for place in places if rank in its.far else ():
                 for owner in its.added_by(its.me):
                     self._requests.receive(self._incoming[place, owner], rank)
-            self._requests.receive(self.rows.of_rank[rank], rank)
+            self._row_requests += self._requests.receive(self.rows.of_rank[rank], rank)
+
+    @property
+    def begun_elsewhere(self) -> bool:
+        """Whether another rank has begun this reduction, after `expect`."""
+        found = [outcome(request) for request in self._row_requests]
+        self.failed |= "failed" in found  # a later test of the request would not tell
+        return "done" in found
 
     def begin(self, role: int, action: Reduce, buffer: Buffer) -> None:
         """Starts a reduction for a member here. All members start the same one, and complete it before the next."""

@@ -6,7 +6,8 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
-from rudra.core.buckets import group_parts
+from rudra.compute.learners import ReplicaExecutor
+from rudra.core.buckets import group_parts, passes_early
 from rudra.core.events import Event, Reduce
 from rudra.job.job import Job
 from rudra.mpi.arena import Arena
@@ -28,6 +29,9 @@ class Reductions:
         arena: memory that neighbours read.
         job: job that determines the buckets.
         auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
+        post: lets this rank's own thread call a function later. Any thread may call it. None: forward passes must not
+            begin while a reduction is under way.
+        hurries: whether this rank must end its work as soon as possible.
 
     Attributes:
         of_groups: group -> part of this rank in the group's reductions.
@@ -42,7 +46,10 @@ class Reductions:
         arena: Arena,
         job: Job,
         auto: int,
+        post: Callable[[Callable[[], None]], None] | None = None,
+        hurries: Callable[[], bool] = lambda: False,
     ) -> None:
+        self._post, self._hurries = post, hurries
         self._comm, self._executors, self._tag = comm, executors, tag
         self._doorbell, self._arena, self._job, self._auto = doorbell, arena, job, auto
         self.of_groups: dict[int, GroupReduction] = {}
@@ -78,6 +85,7 @@ class Reductions:
             self._arena,
             plan.partial_sums(members),
             to_all=not plan.served,
+            early=self._post is not None and passes_early(self._job, plan, members) and _can_pass_early(executor),
         )
 
     def expect(self, role: int, gradient: str, samples: int) -> Ready | None:
@@ -98,7 +106,13 @@ class Reductions:
 
     def begin(self, role: int, action: Reduce) -> None:
         """Begins a reduction for a role."""
-        self.of_groups[action.group].begin(role, action, self._executors[role])
+        reduction, executor, post = self.of_groups[action.group], self._executors[role], self._post
+        reduction.begin(role, action, executor)
+        if not reduction.early or post is None or not isinstance(executor, ReplicaExecutor):
+            return
+        arrivals = reduction.arrivals(self._hurries, lambda: post(executor.pass_early))
+        if arrivals is not None:
+            executor.prepare_early(action, arrivals)
 
     def poll(self) -> Iterator[tuple[int, Event]]:
         """Advances reductions, and yields the event of each complete reduction for each of its roles here."""
@@ -120,3 +134,7 @@ class Reductions:
         """Frees the communicators of the reductions."""
         for reduction in self.of_groups.values():
             reduction.close()
+
+
+def _can_pass_early(executor: Executor) -> bool:
+    return isinstance(executor, ReplicaExecutor) and executor.can_pass_early

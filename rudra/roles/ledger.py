@@ -194,16 +194,27 @@ class Ledger:
         `outer_rate`.
         """
         count, samples = len(self._pending.rows), self._pending.samples
-        mean_staleness = self._pending.staleness / count
-        progress = (self.samples + samples) / self._training_samples
-        protocol = self.rules.protocol
-        factor = protocol.modulation.rate_factor(mean_staleness) * protocol.rate_scale(samples)
-        rate = self.rules.schedule.rate(self.epoch, progress, self.timestamp // self.per_update) * factor
+        rate = self._rate(samples, self._pending.staleness / count)
         self.timestamp += 1
-        own_rate = protocol.outer_rate
+        own_rate = self.rules.protocol.outer_rate
         about = (self.timestamp, self.epoch + 1, samples, now - self.clock.start_time)
         update = Update(gradient, WEIGHTS, rate if own_rate is None else own_rate, *about)
         return [update, *self._applied(rate, now)]
+
+    def _rate(self, samples: int, mean_staleness: float) -> float:
+        """Returns the rate of the next update, by gradients of `samples` samples."""
+        progress, protocol = (self.samples + samples) / self._training_samples, self.rules.protocol
+        factor = protocol.modulation.rate_factor(mean_staleness) * protocol.rate_scale(samples)
+        return self.rules.schedule.rate(self.epoch, progress, self.timestamp // self.per_update) * factor
+
+    def predicted_rate(self, samples: int) -> float | None:
+        """Predicts the rate of the next update if nothing else happens. None: it will be the last update.
+
+        Args:
+            samples: number of samples of the update, by gradients that are not stale.
+        """
+        last = self.samples + samples >= self.epochs * self._training_samples
+        return None if last or self.rules.protocol.outer_rate is not None else self._rate(samples, 0.0)
 
     def enter(self, rate: float, now: float) -> list[Action]:
         """Enters an update that was made elsewhere, at this rate, by all counted gradients."""

@@ -244,7 +244,9 @@ class Replica(Machine):
             return actions
         gradient = self.log.describe(event, ledger.timestamp)
         word = GroupFlags(self._digest, self._lr_drops_requested, self._target_reached, ledger.stopped)
-        return [Reduce(GRADIENT, 0, event.step, gradient, True, word), *actions]
+        batch = self.ledger.rules.job.training.minibatch_size * len(self.plan.learners)
+        rate = ledger.predicted_rate(batch)
+        return [Reduce(GRADIENT, 0, event.step, gradient, True, word, rate), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = self._leads

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -146,6 +147,18 @@ def normed() -> nn.Module:
 def regular() -> nn.Module:
     """As `network`, with dropout, but without statistics of batches, which may be single samples."""
     return nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))
+
+
+def forgetful() -> nn.Module:
+    """As `regular`, with a layer that is large enough to write its gradient itself."""
+    first, second = (nn.Linear(20, 400), nn.Tanh(), nn.Dropout(0.3)), (nn.Linear(400, 200), nn.Tanh(), nn.Dropout(0.2))
+    return nn.Sequential(*first, *second, nn.Linear(200, CLASSES))
+
+
+def convolving() -> nn.Module:
+    """A convolution and dropout, with gradients by autograd."""
+    first = nn.Unflatten(1, (1, 4, 5)), nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3)
+    return nn.Sequential(*first, nn.Linear(160, 100), nn.Tanh(), nn.Linear(100, CLASSES))
 
 
 def skewed() -> nn.Module:
@@ -337,6 +350,23 @@ def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list
         train(job, Path(path), on_nodes(comm, nodes)).close()
         rest(comm)
     return dict(zip(jobs, chosen, strict=True))
+
+
+def train_early_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
+    """As `train_on_nodes`; also the number of forward passes of this rank that began early, for each file."""
+    from rudra.compute.gradients import GradientSource
+
+    used, plain = Counter[str](), GradientSource.gradient_of
+    for path in jobs:
+
+        def counted(*args: Any, path: str = path) -> Any:
+            used[path] += 1
+            return plain(*args)
+
+        GradientSource.gradient_of = counted  # type: ignore[method-assign]
+        train_on_nodes(comm, directory, {path: jobs[path]})
+    GradientSource.gradient_of = plain  # type: ignore[method-assign]
+    return {"early": {path: used[path] for path in jobs}}
 
 
 def on_nodes(comm: Any, nodes: list[int]) -> Any:

@@ -29,6 +29,7 @@ from rudra.core.buckets import (
     group_parts,
     pairs_of_nodes,
     parts,
+    passes_early,
     push_parts,
     pushing,
     refusal,
@@ -450,3 +451,29 @@ def test_validate_says_that_gradients_leave_whole(capsys: pytest.CaptureFixture[
 def test_a_size_that_is_none_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"buckets must be megabytes, .*'auto' or 'off', not"):
         groups(value)
+
+
+@pytest.mark.parametrize(
+    ("tables", "early"),
+    [
+        ({}, True),
+        ({"nodes": 1}, False),
+        ({"buckets": 1.0, "nodes": 1}, True),
+        ({"buckets": "off"}, False),
+        ({"optimizer": {"name": "adam"}}, False),
+        ({"optimizer": {"clip_norm": 1.0}}, False),
+        ({"training": {"precision": "float16"}}, False),
+        ({"training": {"precision": "bfloat16"}}, True),
+        ({"training": {"compile": True}}, False),
+        ({"training": {"microbatches": 2}}, False),
+        ({"topology": {"name": "groups", "options": {"reduction": "mpi"}}}, False),
+        ({"topology": {"name": "groups", "options": {"reduction": "nodes"}}}, True),
+        ({"topology": {"name": "groups", "options": {"groups": 2}}, "protocol": {"name": "async"}}, False),
+        ({"cluster": {"learners_per_rank": 2}}, False),
+    ],
+)
+def test_where_the_next_forward_pass_may_use_buckets_at_once(tables: dict[str, Any], early: bool) -> None:
+    job = groups(**tables)
+    plan = job.plan(nodes_of(job))
+    assert any(passes_early(job, plan, members) for members in plan.groups) == early
+    assert ("forward pass" in text_of(job, plan)) == early

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from simulated_mpi import Group, RankOfMpi, World, which_are_over
 
 from rudra.compute.averaging import average
+from rudra.compute.early_pass import Arrivals
 from rudra.compute.executor import Executor
+from rudra.compute.waiting import NotInTime
 from rudra.core.buckets import MOST, parts
 from rudra.core.events import GRADIENT, Reduce
 from rudra.core.messages import GroupFlags
@@ -58,7 +60,7 @@ class Rank:
         self.members, self.sums, self.step = members, sums, step
         tag = generation * MOST
         its = parts(SIZE, PARAMETERS, BUCKET)
-        self.reduction = GroupReduction(self.comm, members, tag, its, lambda: None, None, None, sums)
+        self.reduction = GroupReduction(self.comm, members, tag, its, lambda: None, None, None, sums, early=True)
         self.executors = {
             role: self.executors.get(role) or Executor((), SIZE, PARAMETERS, 1)
             for role, rank in members.items()
@@ -101,6 +103,9 @@ class Rank:
             self.reduction.begin(role, Reduce(GRADIENT, 0, self.step, made, True, GroupFlags(role)), executor)
             del self.pieces[role]
 
+    def leave(self) -> None:
+        self.reduction.abandon()
+
     def _advance(self) -> None:
         if not self.reduction.busy or (reduced := self.reduction.test()) is None:
             return
@@ -112,17 +117,68 @@ class Rank:
             self._begin_step()
 
 
+class EarlyRank(Rank):
+    """A rank with one member, which reads parts of the average before the others have arrived.
+
+    `drive` is called at random: it is what the thread calls.
+    """
+
+    def _begin_step(self) -> None:
+        self.arrivals: Arrivals | None = None
+        super()._begin_step()
+
+    def _compute(self, role: int) -> None:
+        super()._compute(role)
+        if role not in self.pieces:
+            self.arrivals = self.reduction.arrivals(lambda: False, lambda: None)
+
+    def _advance(self) -> None:
+        (role,) = self.executors
+        self.reduction.drive(role)
+        if self.arrivals is not None and self.reduction.busy:
+            self._read(self.arrivals)
+        super()._advance()
+
+    def _read(self, arrivals: Arrivals) -> None:
+        expected = mean_of(self.members, self.step, self.sums)
+        here = [part for part in parts(SIZE, PARAMETERS, BUCKET) if arrivals.have(part)]
+        assert all(torch.equal(arrivals.take(part), expected[part]) for part in here)
+
+    def leave(self) -> None:
+        """Abandons the reduction. Nothing more arrives."""
+        self.reduction.abandon()
+        if self.arrivals is not None and not self.arrivals.have(slice(0, SIZE)):
+            with pytest.raises(NotInTime):
+                self.arrivals.wait(slice(0, SIZE))
+
+
+@settings(parent=cases(200), phases=[Phase.generate])
+@given(st.integers(0, 2**32), st.integers(0, 2), st.integers(5, 200), st.booleans())
+def test_parts_that_are_read_early_are_those_of_the_average(seed: int, deaths: int, soon: int, nodes: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rudra.mpi.group_reduction.MPI", SimpleNamespace(Query_thread=lambda: 3, THREAD_MULTIPLE=3))
+        idle = SimpleNamespace(submit=lambda work: None, close=lambda: None)
+        patch.setattr("rudra.mpi.group_reduction.WorkerThread", lambda name, post: idle)
+        reduce(random.Random(seed), {role: role for role in range(RANKS)}, deaths, soon, nodes=nodes, kind=EarlyRank)
+
+
 @settings(parent=cases(200), phases=[Phase.generate])
 @given(st.integers(0, 2**32), st.integers(0, 2), st.integers(5, 200), st.booleans())
 def test_averages_are_those_of_the_living_whoever_dies_between_buckets(
     seed: int, deaths: int, soon: int, nodes: bool
 ) -> None:
-    chance = random.Random(seed)
-    world = World(chance, False, RANKS)
     members = {role: role % RANKS for role in range(len(SAMPLES))}
     members = dict(sorted(members.items(), key=lambda pair: pair[1]))
+    reduce(random.Random(seed), members, deaths, soon, nodes=nodes, kind=Rank)
+
+
+def reduce(
+    chance: random.Random, members: dict[int, int], deaths: int, soon: int, *, nodes: bool, kind: type[Rank]
+) -> None:
+    """Lets members reduce, some of which die. The others continue without them."""
+    world = World(chance, False, RANKS)
     fates = {chance.randrange(RANKS): chance.randrange(soon) for _ in range(deaths)}
-    ranks = [Rank(world, rank) for rank in range(RANKS)]
+    ranks = [kind(world, rank) for rank in range(RANKS)]
     known = set[int]()
     for generation in range(1 + deaths):
         members = {role: rank for role, rank in members.items() if rank not in known}
@@ -143,7 +199,7 @@ def test_averages_are_those_of_the_living_whoever_dies_between_buckets(
             break
         known = set(world.dead)
         for rank in left:
-            rank.reduction.abandon()
+            rank.leave()
         for rank in 1_000 * left:
             rank.comm.progress()
         assert all(rank.reduction.quiet for rank in left)

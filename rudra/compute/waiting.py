@@ -1,0 +1,50 @@
+"""Forward passes whose weights arrive while they run."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class NotInTime(Exception):
+    """A forward pass cannot wait any longer for its weights."""
+
+
+Needs = Callable[[slice], None]
+"""Called with a slice of the weights. It returns when the slice is complete."""
+
+
+class Waiting(TorchFunctionMode):
+    """Context in which each torch function waits for the weights among its arguments, and among tensors in lists.
+
+    Tied weights, views of weights and any control flow are covered, because the memory of an argument decides.
+
+    Args:
+        weights: (size,) float32, the memory of all weights.
+        needs: Called with the slice of each argument in that memory, before the function runs.
+    """
+
+    def __init__(self, weights: torch.Tensor, needs: Needs) -> None:
+        super().__init__()
+        self._begin, self._end = weights.data_ptr(), weights.data_ptr() + 4 * len(weights)
+        self._needs = needs
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._wait(args)
+        self._wait(kwargs.values())
+        return func(*args, **kwargs)
+
+    def _wait(self, arguments: Iterable[Any]) -> None:
+        for argument in arguments:
+            if isinstance(argument, list | tuple):
+                self._wait(argument)
+            elif isinstance(argument, dict):
+                self._wait(argument.values())
+            elif isinstance(argument, torch.Tensor) and argument.layout is torch.strided:
+                place = argument.data_ptr()
+                if self._begin <= place < self._end and argument.numel():
+                    first = (place - self._begin) // 4
+                    spans = zip(argument.shape, argument.stride(), strict=True)
+                    self._needs(slice(first, first + 1 + sum((size - 1) * step for size, step in spans)))

@@ -1,0 +1,109 @@
+"""Forward passes that begin while an averaged gradient arrives: they do, and lead to the bits of other runs."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import user_code
+from job_files import restartable_job
+from processes import finish, ranks_of, replays, start, wait_for_updates
+
+import rudra
+from rudra.bench.ranks import on_ranks
+
+pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+
+TWO, FOUR = [0, 0, 1], [0, 0, 0, 1, 1]  # node of the statistics server and of each learner
+MLP = {"name": "mlp", "options": {"hidden": [64, 48]}}
+LSTM = {"name": "lstm", "options": {"hidden": 24, "layers": 2}}
+FALLING = {"schedule": "cosine", "warm_up": 0.5}
+CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "mlp": (TWO, {"model": MLP}),
+    "mlp, its rate changes with every update": (TWO, {"model": MLP, "optimizer": FALLING}),
+    "mlp, velocity of Caffe": (TWO, {"model": MLP, "optimizer": {"momentum_form": "caffe", "weight_decay": 0.01}}),
+    "mlp, sums of nodes": (FOUR, {"model": MLP, "topology": {"options": {"reduction": "nodes"}}}),
+    "mlp, four learners": (FOUR, {"model": MLP}),
+    "dropout": (TWO, {"model": {"name": user_code.forgetful}}),
+    "convolution": (TWO, {"model": {"name": user_code.convolving}}),
+    "LSTM": (TWO, {"model": LSTM, "task": {"name": "language"}}),
+}
+
+
+def job_of(tmp_path: Path, nodes: list[int], tables: dict[str, Any], **cluster: Any) -> rudra.Job:
+    job = rudra.Job(
+        data={"name": user_code.prompt},
+        training={"epochs": 2, "minibatch_size": 4, "seed": 7},
+        optimizer={"learning_rate": 0.05, "momentum": 0.9},
+        protocol={"name": "hardsync"},
+        topology={"name": "groups"},
+        cluster={"threads_per_rank": 1, "learners": len(nodes) - 1, **cluster},
+    )
+    if "task" in tables:
+        text = tmp_path / "text.txt"
+        text.write_text("the quick brown fox jumps over the lazy dog. " * 80)
+        job = job.with_(data={"name": "text", "path": text, "options": {"length": 16}})
+    return job.with_(**tables)
+
+
+def test_passes_that_begin_early_lead_to_the_same_weights(tmp_path: Path) -> None:
+    """Only at the end of training, and where a pass checks the weights, none begins early."""
+    jobs: dict[str, tuple[list[int], rudra.Job]] = {}
+    for case, (nodes, tables) in CASES.items():
+        for buckets in (0.001, "off"):
+            jobs[str(tmp_path / f"{case}-{buckets}.h5")] = nodes, job_of(tmp_path, nodes, tables, buckets=buckets)
+    told = on_ranks(user_code.train_early_on_nodes, len(FOUR) - 2, jobs=jobs)
+    weights: dict[str, set[str]] = {}
+    for path, (nodes, _) in jobs.items():
+        case, _, buckets = Path(path).stem.rpartition("-")
+        assert rudra.replay(path, quiet=True).difference is None, path
+        with rudra.open_results(path) as results:
+            assert results.status == "finished"
+            weights.setdefault(case, set()).add(str(results.state["weights_sha256"]))
+        early = [rank["early"][path] for rank in told[1 : len(nodes)]]
+        assert all(count == 0 if buckets == "off" else count > 0 for count in early), path
+    assert {case: len(found) for case, found in weights.items()} == dict.fromkeys(CASES, 1)
+
+
+def job_file(tmp_path: Path) -> Path:
+    """A job with momentum, dropout, a schedule and checkpoints, whose learners are on nodes of their own."""
+    job = restartable_job(tmp_path, "hardsync", more='[topology]\nname = "groups"\n')
+    job.write_text(job.read_text().replace("user_code:dropping", "user_code:forgetful"))
+    return job
+
+
+APART = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.02"]
+
+
+def test_a_run_that_is_stopped_and_resumed_gets_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
+    job, output, whole = job_file(tmp_path), tmp_path / "out.h5", tmp_path / "whole.h5"
+    process = start("run", job, "--output", output, *APART)
+    wait_for_updates(process, output, 60)
+    os.kill(process.pid, signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 3, err
+    code, _, err = finish(start("resume", output))
+    assert code == 0, err
+    code, _, err = finish(start("run", job, "--output", whole, "--set", "cluster.buckets=off"))
+    assert code == 0, err
+    with rudra.open_results(output) as results, rudra.open_results(whole) as expected:
+        assert results.status == "finished"
+        assert results.state["weights_sha256"] == expected.state["weights_sha256"]
+    assert replays(output)
+
+
+@pytest.mark.parametrize("updates", [10, 33, 61])
+def test_when_a_learner_dies_no_update_is_half_made(tmp_path: Path, updates: int) -> None:
+    """A replay makes all updates before the death and after it, and gets the same weights."""
+    job, output = job_file(tmp_path), tmp_path / "out.h5"
+    process = start("run", job, "--output", output, *APART)
+    wait_for_updates(process, output, updates)
+    os.kill(ranks_of(process)[2], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 0, err
+    assert "died; 2 learners are left, which continue from update" in err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert set(results.updates["gradients"]) == {2, 3}
+    assert replays(output)

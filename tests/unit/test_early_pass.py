@@ -1,0 +1,247 @@
+"""Updates and forward passes that begin while a gradient arrives: the bits of usual ones, whatever happens."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from flat_layout import NO_DECAY, SLOW, layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import rudra
+from rudra.compute.early_pass import Arrivals
+from rudra.compute.learners import ReplicaExecutor
+from rudra.compute.making import make_executors
+from rudra.compute.optim import UpdateRule
+from rudra.compute.waiting import NotInTime, Waiting
+from rudra.core.buckets import parts
+from rudra.core.events import GRADIENT, WEIGHTS, Compute, Computed, Reduce, Update
+from rudra.core.records import Gradient
+from rudra.core.work import Work
+from rudra.data.load import load
+from rudra.job.tables import OptimizerTable
+
+SAMPLES, FEATURES, CLASSES = 64, 12, 5
+TABLES: dict[str, dict[str, Any]] = {
+    "sgd": {"weight_decay": 5e-4},
+    "momentum": {"momentum": 0.9, "weight_decay": 5e-4},
+    "nesterov": {"momentum": 0.9, "options": {"nesterov": True}},
+    "caffe": {"momentum": 0.9, "momentum_form": "caffe", "weight_decay": 5e-4},
+}
+
+
+@pytest.mark.parametrize("groups", [[], [SLOW, NO_DECAY]], ids=["one group", "three groups"])
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("most", [16, 48, 4096])
+def test_a_step_apart_has_the_bits_of_a_step_in_any_order(table: str, groups: list[dict[str, Any]], most: int) -> None:
+    entries = [entry for entry in layout() if entry.kind == "parameter"]
+    size, chance = sum(entry.size for entry in entries), random.Random(3)
+    weights = [torch.randn(size, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    usual, apart = (UpdateRule(OptimizerTable(groups=groups, **TABLES[table]), each, entries) for each in weights)
+    for rule in (usual, apart):
+        rule.prepare()
+    for step in range(4):
+        gradient, into = torch.randn(size, generator=torch.Generator().manual_seed(step)), torch.empty(size)
+        before = {name: tensor.clone() for name, tensor in apart.state().items()}
+        slices = apart.begin_apart(into, 0.1 / (1 + step), most)
+        for number in chance.sample(range(len(slices)), len(slices)):
+            apart.step_apart(number, gradient[slices[number]])
+        assert torch.equal(weights[0], weights[1])
+        assert all(torch.equal(tensor, before[name]) for name, tensor in apart.state().items())
+        apart.adopt()
+        apart.move(into)
+        usual.step(gradient, 0.1 / (1 + step))
+        weights[1] = into
+        assert torch.equal(weights[0], weights[1])
+        assert all(torch.equal(tensor, apart.state()[name]) for name, tensor in usual.state().items())
+
+
+def data() -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(5)
+    labels = torch.randint(0, CLASSES, (SAMPLES,), generator=generator)
+    split = TensorDataset(torch.randn(SAMPLES, FEATURES, generator=generator), labels)
+    return split, split
+
+
+def dropping() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, 20), nn.Tanh(), nn.Dropout(0.4), nn.Linear(20, CLASSES))
+
+
+class Own(nn.Module):
+    """A user's layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(inputs)
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "chain": {"model": {"name": "mlp", "options": {"hidden": [30, 20]}}, "training": {"gradients": "direct"}},
+    "autograd": {"model": {"name": dropping}},
+    "bfloat16": {"model": {"name": dropping}, "training": {"precision": "bfloat16"}},
+    "velocity of Caffe": {"model": {"name": dropping}, "optimizer": {"momentum_form": "caffe"}},
+}
+
+
+def executor(tables: dict[str, Any]) -> ReplicaExecutor:
+    job = rudra.Job(
+        data={"name": data, "classes": CLASSES},
+        training={"minibatch_size": 4, "gradients": "autograd"},
+        optimizer={"momentum": 0.9},
+        protocol={"name": "hardsync"},
+        topology={"name": "groups"},
+        cluster={"learners": 2},
+    ).with_(**tables)
+    plan = job.plan()
+    (made,) = make_executors(job, plan, plan.learners[:1], load(job.data, test=False), prefetch=False).values()
+    assert isinstance(made, ReplicaExecutor)
+    made.prepare()
+    return made
+
+
+class Learner:
+    """A learner whose gradients are averaged with nobody else's. Their parts arrive while a forward pass waits.
+
+    Args:
+        tables: tables of the job.
+        early: generator of the order of arrivals and of failures. None: nothing begins early.
+    """
+
+    def __init__(self, tables: dict[str, Any], early: random.Random | None) -> None:
+        self.executor, self.early = executor(tables), early
+        self.used = 0
+        plain = self.executor.source.gradient_of
+
+        def counted(*args: Any) -> Any:
+            self.used += 1
+            return plain(*args)
+
+        self.executor.source.gradient_of = counted  # type: ignore[method-assign]
+
+    def compute(self, step: int, work: Work) -> Computed:
+        (computed,) = self.executor.perform(Compute(step, work, WEIGHTS, GRADIENT))
+        assert isinstance(computed, Computed)
+        return computed
+
+    def average(self, rate: float, *, in_time: bool) -> None:
+        if self.early is None:
+            return
+        size = self.executor.parameters
+        its = parts(size, size, 48)
+        left = self.early.sample(range(len(its)), len(its))
+        gradient = self.executor.buffer(GRADIENT).vector
+        mean = gradient.clone()
+        gradient.fill_(torch.nan)  # what has not arrived
+        arrivals = Arrivals(its, (), gradient.__getitem__, lambda: False, lambda: None)
+
+        def arrive() -> None:
+            number = left.pop()
+            gradient[its[number]] = mean[its[number]]
+            arrivals.add(number)
+
+        def wait(stretch: slice) -> None:
+            if not in_time and len(left) < len(its) // 2:
+                raise NotInTime
+            arrive()
+
+        arrivals.wait = wait  # type: ignore[method-assign]
+        about = Gradient(-1, 0, 4, 0, 0, 0, 0, 1.0, 0.0, 0.0, 0)
+        self.executor.prepare_early(Reduce(GRADIENT, 0, 0, about, True, rate=rate), arrivals)
+        while not arrivals.begun:
+            arrive()
+        self.executor.pass_early()
+        while left:
+            arrive()
+
+    def update(self, timestamp: int, rate: float) -> None:
+        list(self.executor.perform(Update(GRADIENT, WEIGHTS, rate, timestamp)))
+
+    @property
+    def all(self) -> list[torch.Tensor]:
+        """Everything that a checkpoint has."""
+        return [torch.from_numpy(array.copy()) for array in self.executor.state().values()]
+
+
+SURPRISES = ["nothing", "nothing", "another rate", "another mini-batch", "a checkpoint", "too late", "an evaluation"]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.sampled_from(sorted(MODELS)), st.lists(st.sampled_from(SURPRISES), min_size=4, max_size=12), st.integers(0))
+def test_a_learner_gets_the_same_bits_whatever_was_predicted(model: str, surprises: list[str], seed: int) -> None:
+    """Until an update, a checkpoint and others see nothing of it."""
+    usual, early = Learner(MODELS[model], None), Learner(MODELS[model], random.Random(seed))
+    stream = early.executor.source.work
+    step, expected = 0, 0
+    for number, what in enumerate(surprises):
+        work = stream.after(step)
+        assert usual.compute(step, work) == early.compute(step, work)
+        assert torch.equal(*(each.executor.buffer(GRADIENT).vector for each in (usual, early)))
+        assert early.used in range(expected + 1)
+        before = early.all
+        for each in (usual, early):
+            each.average(0.1, in_time=what != "too late")
+        assert all(torch.equal(*pair) for pair in zip(early.all, before, strict=True))
+        expected += what in ("nothing", "an evaluation", "too late")
+        for each in (usual, early):
+            if what == "a checkpoint":
+                each.executor.restore({name: tensor.copy() for name, tensor in each.executor.state().items()})
+            each.update(number + 1, 0.05 if what == "another rate" else 0.1)
+            if what == "an evaluation":
+                each.executor.source.model.bind(torch.zeros(each.executor.size))
+                batch = each.executor.source.minibatch(0, stream)
+                each.executor.source.model.evaluate_batch(*batch)
+                torch.rand(3)
+        assert all(torch.equal(*pair) for pair in zip(usual.all, early.all, strict=True))
+        step += 2 if what == "another mini-batch" else 1
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_forward_passes_do_begin_early(model: str) -> None:
+    """Passes 1, 2, 4 and 8 of a model with autograd check its weights, and need all of them first."""
+    learner = Learner(MODELS[model], random.Random(1))
+    for step in range(12):
+        learner.compute(step, learner.executor.source.work.after(step))
+        learner.average(0.1, in_time=True)
+        learner.update(step + 1, 0.1)
+    assert learner.used == (11 if model == "chain" else 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "tables"),
+    [
+        (Own, {}),
+        (normed, {}),
+        (dropping, {"training": {"precision": "float16"}}),
+        (dropping, {"training": {"microbatches": 2}}),
+        (dropping, {"optimizer": {"clip_norm": 1.0}}),
+        (dropping, {"optimizer": {"name": "adam", "momentum": 0.0}}),
+    ],
+    ids=["a user's layer", "buffers", "float16", "microbatches", "clipping", "adam"],
+)
+def test_where_it_is_not_safe_none_begins_early(model: Any, tables: dict[str, Any]) -> None:
+    made = executor({"model": {"name": model}} | tables)
+    list(made.perform(Compute(0, made.source.work, WEIGHTS, GRADIENT)))
+    possible = made.can_pass_early and made.source.can_begin_early and made._rule.sliceable
+    assert not possible
+
+
+def test_functions_wait_for_weights_in_lists_views_and_keywords() -> None:
+    weights, seen = torch.zeros(100), list[slice]()
+    head, tail = weights[:12].view(3, 4), weights[20:30]
+    with Waiting(weights, seen.append):
+        torch.cat([tail, torch.ones(2)])
+        torch.add(torch.ones(3), other=head.t()[0])
+        torch.ones(3) + 1
+    assert seen[0] == slice(20, 30)
+    assert slice(0, 12) in seen
+    assert seen[-1] == slice(0, 9)
