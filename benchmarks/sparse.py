@@ -17,7 +17,8 @@ from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
 from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear, gradient_of, product
-from rudra.core.events import GRADIENT, WEIGHTS, Compute, Update
+from rudra.core.actions import Compute, Update
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.core.layout import Entry
 from rudra.data.load import Data, DataInfo
 from rudra.data.samples import Split

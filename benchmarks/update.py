@@ -11,7 +11,7 @@ from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute import models
 from rudra.compute.flat import FlatModel
 from rudra.compute.owners import ServerExecutor
-from rudra.core.events import Accumulate, Update
+from rudra.core.actions import Accumulate, Update
 from rudra.data.load import DataInfo
 from rudra.job.job import Job
 from rudra.machine import cores

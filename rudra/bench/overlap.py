@@ -21,7 +21,8 @@ from rudra.benchmark_report import Goal, Report, Spread, ratios, spread
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
-from rudra.core.events import GRADIENT, WEIGHTS, Compute
+from rudra.core.actions import Compute
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.core.records import TIMES
 from rudra.data.load import load
 from rudra.job.job import Job

@@ -11,7 +11,8 @@ from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.owners import ServerExecutor
 from rudra.compute.schedule import schedule_of
 from rudra.compute.vectors import Memory
-from rudra.core.events import Accumulate, Compute, Computed, Finish, Record, Update, Updated
+from rudra.core.actions import Accumulate, Compute, Finish, Record, Update
+from rudra.core.events import Computed, Updated
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest

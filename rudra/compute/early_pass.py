@@ -15,7 +15,8 @@ from rudra.compute.flat import ForwardPass
 from rudra.compute.optim import UpdateRule
 from rudra.compute.vectors import Buffer, Take
 from rudra.compute.waiting import NotInTime
-from rudra.core.events import WEIGHTS, Compute, Update
+from rudra.core.actions import Compute, Update
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.work import Work
 from rudra.data.samples import Batch
 

@@ -16,17 +16,9 @@ from rudra.compute.rows import RowFormat
 from rudra.compute.staging import Staging
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import BorrowedBuffer, Buffer, Deferred, DirectBuffer, Memory, RowBuffer, Take
-from rudra.core.events import (
-    GRADIENT,
-    SNAPSHOT,
-    WEIGHTS,
-    Copy,
-    Event,
-    ExecutorAction,
-    Hash,
-    Hashed,
-    ReorderParts,
-)
+from rudra.core.actions import Copy, ExecutorAction, Hash, ReorderParts
+from rudra.core.buffer_names import GRADIENT, SNAPSHOT, WEIGHTS
+from rudra.core.events import Event, Hashed
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import PARTS, Message

@@ -19,16 +19,8 @@ from rudra.compute.learners import LearnerExecutor
 from rudra.compute.owners import ServerExecutor
 from rudra.compute.staging import Staging
 from rudra.compute.window import LOGGED, Contribution, Update, Window, WindowEntry, WindowLayout
-from rudra.core.events import (
-    AppliedGradient,
-    FindUpdates,
-    ReadShared,
-    SharedRead,
-    TrainedInPlace,
-    TrainInPlace,
-    UpdatesFound,
-    WriteShared,
-)
+from rudra.core.actions import FindUpdates, ReadShared, TrainInPlace, WriteShared
+from rudra.core.events import AppliedGradient, SharedRead, TrainedInPlace, UpdatesFound
 from rudra.core.records import Gradient
 from rudra.core.work import DEALT, Work
 from rudra.data.samples import Batch

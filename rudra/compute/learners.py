@@ -21,20 +21,17 @@ from rudra.compute.owners import OwnerExecutor
 from rudra.compute.vectors import Buffer
 from rudra.compute.waiting import NotInTime
 from rudra.core import records
-from rudra.core.events import (
-    WEIGHTS,
+from rudra.core.actions import (
     BackpropFirstStage,
     Compute,
-    Computed,
     ComputeEvaluationPart,
     Evaluate,
-    Evaluated,
-    EvaluationPartComputed,
     MergeEvaluation,
     Reduce,
     Update,
-    Updated,
 )
+from rudra.core.buffer_names import WEIGHTS
+from rudra.core.events import Computed, Evaluated, EvaluationPartComputed, Updated
 from rudra.data.samples import Samples
 from rudra.job.job import Job
 

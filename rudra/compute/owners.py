@@ -18,17 +18,10 @@ from rudra.compute.parts import stretch_names
 from rudra.compute.rows import RowFormat, RowGradient, alike
 from rudra.compute.sparse import SparseRows
 from rudra.compute.vectors import Buffer
+from rudra.core.actions import Accumulate, ComputeNorms, Copy, Update
+from rudra.core.buffer_names import DOWNCAST, WEIGHTS
 from rudra.core.digest import sample
-from rudra.core.events import (
-    DOWNCAST,
-    WEIGHTS,
-    Accumulate,
-    ComputeNorms,
-    Copy,
-    NormsComputed,
-    Update,
-    Updated,
-)
+from rudra.core.events import NormsComputed, Updated
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import Message, MessageKind
 from rudra.errors import CheckpointError

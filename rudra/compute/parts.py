@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.optim import CACHE_LINE, runs_of
-from rudra.core.events import WEIGHTS
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.layout import Entry, NamedVectors
 from rudra.errors import ConfigError
 from rudra.job.tables import OptimizerTable

@@ -16,18 +16,9 @@ from rudra.compute.learners import LearnerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
 from rudra.compute.vectors import Buffer
-from rudra.core.events import (
-    DIFFERENCE,
-    REFERENCE,
-    REPLICA,
-    WEIGHTS,
-    PullReplica,
-    ReplicaStepped,
-    ResetReplica,
-    StepReplica,
-    Update,
-    Updated,
-)
+from rudra.core.actions import PullReplica, ResetReplica, StepReplica, Update
+from rudra.core.buffer_names import DIFFERENCE, REFERENCE, REPLICA, WEIGHTS
+from rudra.core.events import ReplicaStepped, Updated
 from rudra.errors import CheckpointError, ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable

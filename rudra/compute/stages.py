@@ -27,19 +27,9 @@ from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
 from rudra.compute.optim import UpdateRule, runs_of
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
-from rudra.core.events import (
-    ACTIVATION_GRADIENT,
-    ACTIVATIONS,
-    WEIGHTS,
-    ActivationsReady,
-    AverageGroup,
-    BackpropFirstStage,
-    Computed,
-    Hash,
-    Hashed,
-    RunFirstStage,
-    RunLastStage,
-)
+from rudra.core.actions import AverageGroup, BackpropFirstStage, Hash, RunFirstStage, RunLastStage
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, WEIGHTS
+from rudra.core.events import ActivationsReady, Computed, Hashed
 from rudra.core.layout import Entry, Part, Placed
 from rudra.core.work import portion
 from rudra.data.load import DataInfo

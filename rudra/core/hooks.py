@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rudra.core.events import BackpropFirstStage, Compute, Computed, Finish, Record, Update
+from rudra.core.actions import BackpropFirstStage, Compute, Finish, Record, Update
+from rudra.core.events import Computed
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
 from rudra.errors import ConfigError, HookError, Interrupted, RudraError

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 
 from rudra.compute.parts import joined
-from rudra.core.events import Committed, Event, Save, Saved
+from rudra.core.actions import Save
+from rudra.core.events import Committed, Event, Saved
 from rudra.core.layout import NamedVectors
 from rudra.mpi.comm_threads import WorkerThread
 from rudra.mpi.long_work import LongWork

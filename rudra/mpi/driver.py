@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.learners import LearnerExecutor
-from rudra.core.events import (
+from rudra.core.actions import (
     COMPUTATIONS,
     Action,
     BackpropFirstStage,
@@ -26,24 +26,21 @@ from rudra.core.events import (
     Commit,
     Compute,
     DeclareLost,
-    Event,
     ExecutorAction,
     Fail,
     Finish,
     Halt,
-    Lost,
     Receive,
     Reconfigure,
     Record,
     Reduce,
     Save,
     Send,
-    Stopped,
     StoreEpochWeights,
     Sync,
-    Tick,
     Warn,
 )
+from rudra.core.events import Event, Lost, Stopped, Tick
 from rudra.core.messages import URGENT, StopRequested
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState

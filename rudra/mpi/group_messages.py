@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from rudra.compute.averaging import factors_of
 from rudra.compute.vectors import Buffer
-from rudra.core.events import Reduce
+from rudra.core.actions import Reduce
 from rudra.core.messages import NOT_PULLING, GroupFlags, PushedGradient
 from rudra.core.records import Gradient
 from rudra.core.wire import FLAGS_BYTES, decode, decode_flags, encode, encode_flags, tail_bytes

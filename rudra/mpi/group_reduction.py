@@ -22,8 +22,9 @@ from rudra.compute.early_pass import Arrivals
 from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take
+from rudra.core.actions import Reduce
 from rudra.core.buckets import FinalParts
-from rudra.core.events import Reduce, Reduced
+from rudra.core.events import Reduced
 from rudra.core.records import Gradient
 from rudra.mpi.arena import Arena
 from rudra.mpi.comm_threads import WorkerThread

@@ -24,7 +24,7 @@ from mpi4py import MPI
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
 from rudra.core.buckets import FinalParts, push_parts, pushing
-from rudra.core.events import GRADIENT
+from rudra.core.buffer_names import GRADIENT
 from rudra.core.messages import Message
 from rudra.core.wire import decode, encode
 from rudra.job.job import Job

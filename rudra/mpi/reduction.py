@@ -31,7 +31,7 @@ from mpi4py import MPI
 
 from rudra.compute.averaging import CHUNK, Addends, added, average, finish_mean, slices
 from rudra.compute.vectors import Buffer, Take
-from rudra.core.events import Reduce
+from rudra.core.actions import Reduce
 from rudra.mpi.arena import Arena
 from rudra.mpi.failures import outcome
 from rudra.mpi.group_messages import GroupRequests, GroupRows, LentBuffers

@@ -7,8 +7,9 @@ from mpi4py import MPI
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import ReplicaExecutor
+from rudra.core.actions import Reduce
 from rudra.core.buckets import group_parts, passes_early
-from rudra.core.events import Event, Reduce
+from rudra.core.events import Event
 from rudra.job.job import Job
 from rudra.mpi.arena import Arena
 from rudra.mpi.doorbell import Doorbell

@@ -1,4 +1,4 @@
-"""Regrouping of real ranks: their roles restart with another plan or another job (`rudra.core.events.Reconfigure`).
+"""Regrouping of real ranks: their roles restart with another plan or another job (`rudra.core.actions.Reconfigure`).
 
 The owner of the weights announces the position and the dead ranks, which determine the plan. Every rank then drops
 transfers and work between the surviving roles and waits until no dropped transfer can write into memory any more. Then
@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import msgspec
 from mpi4py import MPI
 
-from rudra.core.events import Event, Received, Reconfigure, Stopped
+from rudra.core.actions import Reconfigure
+from rudra.core.events import Event, Received, Stopped
 from rudra.core.messages import BETWEEN_OWNERS, Message, MessageKind
 from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import TrainingState

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.owners import OwnerExecutor
-from rudra.core.events import WEIGHTS
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.training_state import TrainingState
 from rudra.data.load import DataInfo
 from rudra.errors import CheckpointError

@@ -13,7 +13,8 @@ import torch
 from rudra.compute import devices
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
-from rudra.core.events import GRADIENT, WEIGHTS, Compute
+from rudra.core.actions import Compute
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.data.load import Data, in_memory
 from rudra.job.job import Job
 from topologies import Plan

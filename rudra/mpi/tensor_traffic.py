@@ -15,7 +15,9 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
-from rudra.core.events import GRADIENT, Event, Receive, ReceiveCancelled, Received, Send, Sent
+from rudra.core.actions import Receive, Send
+from rudra.core.buffer_names import GRADIENT
+from rudra.core.events import Event, ReceiveCancelled, Received, Sent
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import GradientPart, Message, WeightsPart
 from rudra.mpi.arena import Arena

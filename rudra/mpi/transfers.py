@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import BorrowedBuffer, Buffer
-from rudra.core.events import GRADIENT
+from rudra.core.buffer_names import GRADIENT
 from rudra.core.messages import PARTS, Message
 from rudra.core.wire import decode, encode
 from rudra.mpi import leases

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.core.events import TableName
+from rudra.core.actions import TableName
 from rudra.core.messages import Rows
 from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import TrainingState

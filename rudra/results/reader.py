@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.statedict import StateEntry
-from rudra.core.events import TableName
+from rudra.core.actions import TableName
 from rudra.core.messages import Rows
 from rudra.core.records import AVERAGE, EVENT, METRIC, STAGE
 from rudra.errors import ResultsError, printable

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rudra.compute import statedict
 from rudra.compute.statedict import StateEntry
-from rudra.core.events import TableName
+from rudra.core.actions import TableName
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
 from rudra.core.records import (

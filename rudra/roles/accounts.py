@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from rudra.core import records
-from rudra.core.events import Action, Finish, Halt, Send
+from rudra.core.actions import Action, Finish, Halt, Send
 from rudra.core.messages import LearnerRows, Rows, Shutdown
 from rudra.errors import EXIT_FAILED, EXIT_STOPPED
 from topologies import Plan

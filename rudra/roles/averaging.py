@@ -25,24 +25,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from protocols import Averaging
-from rudra.core.events import (
-    DIFFERENCE,
-    GRADIENT,
-    REPLICA,
-    WEIGHTS,
-    Action,
-    Computed,
-    Hash,
-    Lost,
-    PullReplica,
-    Reduce,
-    Reduced,
-    ReplicaStepped,
-    Save,
-    Started,
-    StepReplica,
-    Updated,
-)
+from rudra.core.actions import Action, Hash, PullReplica, Reduce, Save, StepReplica
+from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
+from rudra.core.events import Computed, Lost, Reduced, ReplicaStepped, Started, Updated
 from rudra.core.messages import GroupFlags, MessageKind
 from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule

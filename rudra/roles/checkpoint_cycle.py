@@ -7,7 +7,9 @@ Third, the new file replaces the last one. So the result file has every row that
 A kept checkpoint has a second file name, so that other runs can start from it.
 """
 
-from rudra.core.events import WEIGHTS, Action, Commit, Committed, Received, Save, Saved, Send, Warn
+from rudra.core.actions import Action, Commit, Save, Send, Warn
+from rudra.core.buffer_names import WEIGHTS
+from rudra.core.events import Committed, Received, Saved
 from rudra.core.messages import CheckpointWritten, RowsFlushed, RunStopped
 from rudra.core.training_state import TrainingState
 from rudra.roles.ledger import Ledger

@@ -13,7 +13,8 @@ afterwards. The training clock is paused.
 import numpy as np
 
 from rudra.core import records
-from rudra.core.events import WEIGHTS, Action, Send
+from rudra.core.actions import Action, Send
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.messages import AssignWork
 from rudra.roles.ledger import Ledger
 from rudra.roles.server import NO_WEIGHTS, ParameterServer

@@ -16,20 +16,9 @@ from math import isfinite
 from typing import Any, ClassVar
 
 from protocols import Averaging
-from rudra.core.events import (
-    DIFFERENCE,
-    GRADIENT,
-    REPLICA,
-    WEIGHTS,
-    Action,
-    Computed,
-    Received,
-    ReplicaStepped,
-    ResetReplica,
-    Send,
-    Sent,
-    StepReplica,
-)
+from rudra.core.actions import Action, ResetReplica, Send, StepReplica
+from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
+from rudra.core.events import Computed, Received, ReplicaStepped, Sent
 from rudra.core.messages import MessageKind, PushedGradient, Stop, Weights
 from rudra.core.records import Gradient
 from rudra.roles.averaging import joined

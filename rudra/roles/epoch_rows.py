@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from rudra.core import records
-from rudra.core.events import Action, Evaluated, Hash, Receive, ReorderParts
+from rudra.core.actions import Action, Hash, Receive, ReorderParts
+from rudra.core.events import Evaluated
 from rudra.core.messages import EpochEvaluated, Rows
 from rudra.roles.snapshots import CREDITS
 from topologies import Plan

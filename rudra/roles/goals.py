@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rudra.core import records
-from rudra.core.events import Action, Record, Send
+from rudra.core.actions import Action, Record, Send
 from rudra.core.messages import PlateauReached, TargetReached
 from rudra.job.job import Job
 from rudra.job.target import Best, Target, Watch

@@ -8,7 +8,9 @@ others are averaged into it, weighted by their samples. A lent buffer is in use 
 from collections import deque
 from collections.abc import Sequence
 
-from rudra.core.events import GRADIENT, Accumulate, Action, CancelReceive, Receive, Received
+from rudra.core.actions import Accumulate, Action, CancelReceive, Receive
+from rudra.core.buffer_names import GRADIENT
+from rudra.core.events import Received
 from rudra.core.messages import PushedGradient
 
 

@@ -6,19 +6,9 @@ the event `Computed` for both kinds of requests.
 
 from typing import Any
 
-from rudra.core.events import (
-    ACTIVATION_GRADIENT,
-    ACTIVATIONS,
-    Action,
-    ActivationsReady,
-    BackpropFirstStage,
-    Compute,
-    Receive,
-    Received,
-    RunFirstStage,
-    Send,
-    Sent,
-)
+from rudra.core.actions import Action, BackpropFirstStage, Compute, Receive, RunFirstStage, Send
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS
+from rudra.core.events import ActivationsReady, Received, Sent
 from rudra.core.messages import ActivationGradient, Activations
 from rudra.core.records import Gradient
 from rudra.errors import ProtocolError

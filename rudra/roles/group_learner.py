@@ -8,20 +8,9 @@ down a tree of the group. A single group needs no server (`rudra.roles.replica`)
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rudra.core.events import (
-    ACTIVATIONS,
-    GRADIENT,
-    WEIGHTS,
-    Action,
-    Computed,
-    Fail,
-    Hashed,
-    Received,
-    Reduce,
-    Reduced,
-    Send,
-    Sent,
-)
+from rudra.core.actions import Action, Fail, Reduce, Send
+from rudra.core.buffer_names import ACTIVATIONS, GRADIENT, WEIGHTS
+from rudra.core.events import Computed, Hashed, Received, Reduced, Sent
 from rudra.core.messages import (
     ChildDone,
     MessageKind,

@@ -21,20 +21,9 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
-from rudra.core.events import (
-    GRADIENT,
-    WEIGHTS,
-    Action,
-    ActivationsReady,
-    Computed,
-    Hash,
-    Hashed,
-    Receive,
-    Received,
-    Send,
-    Sent,
-    Started,
-)
+from rudra.core.actions import Action, Hash, Receive, Send
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
+from rudra.core.events import ActivationsReady, Computed, Hashed, Received, Sent, Started
 from rudra.core.messages import (
     ChildDone,
     MessageKind,

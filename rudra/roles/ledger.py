@@ -14,23 +14,9 @@ from msgspec import structs
 
 from protocols import Hogbatch
 from rudra.core import records
-from rudra.core.events import (
-    WEIGHTS,
-    Action,
-    Committed,
-    Event,
-    Fail,
-    Lost,
-    Received,
-    Reconfigure,
-    Saved,
-    Send,
-    Sent,
-    Stopped,
-    Update,
-    Updated,
-    Warn,
-)
+from rudra.core.actions import Action, Fail, Reconfigure, Send, Update, Warn
+from rudra.core.buffer_names import WEIGHTS
+from rudra.core.events import Committed, Event, Lost, Received, Saved, Sent, Stopped, Updated
 from rudra.core.messages import BETWEEN_OWNERS, EpochRows, MessageKind, Snapshot, TrainingStarted
 from rudra.core.records import EVENT_KINDS, TIMES, Gradient
 from rudra.core.training_state import TrainingState

@@ -4,8 +4,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from rudra.core.events import (
-    WEIGHTS,
+from rudra.core.actions import (
     Accumulate,
     Action,
     AverageGroup,
@@ -19,6 +18,7 @@ from rudra.core.events import (
     Send,
     Update,
 )
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.messages import WeightsPart
 from rudra.core.training_state import BEGINNING
 from rudra.roles.multi_owner import LOGGED, NUMBER

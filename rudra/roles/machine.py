@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-from rudra.core.events import Action, Event, Halt, Lost, Received
+from rudra.core.actions import Action, Halt
+from rudra.core.events import Event, Lost, Received
 from rudra.core.messages import MESSAGES, MessageKind, Shutdown
 from rudra.core.phases import Phase, Phases
 from rudra.core.schedule import Schedule

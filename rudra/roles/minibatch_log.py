@@ -2,7 +2,8 @@
 
 from math import isfinite
 
-from rudra.core.events import Action, Compute, Computed, Fail, Warn
+from rudra.core.actions import Action, Compute, Fail, Warn
+from rudra.core.events import Computed
 from rudra.core.messages import MessageKind
 from rudra.core.records import TIMES, Gradient
 from rudra.core.training_state import TrainingState

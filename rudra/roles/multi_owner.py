@@ -9,8 +9,7 @@ from collections import Counter
 import numpy as np
 
 from rudra.core import records
-from rudra.core.digest import digest_of
-from rudra.core.events import (
+from rudra.core.actions import (
     Accumulate,
     Action,
     AverageGroup,
@@ -23,8 +22,9 @@ from rudra.core.events import (
     Save,
     Send,
     Update,
-    Updated,
 )
+from rudra.core.digest import digest_of
+from rudra.core.events import Updated
 from rudra.core.messages import LogEntries, MessageKind, OwnerStepped
 from rudra.core.wire import PACK, in_pieces
 from rudra.errors import ProtocolError

@@ -8,7 +8,9 @@ average. The leader then restarts its window from the average.
 
 from collections.abc import Sequence
 
-from rudra.core.events import WEIGHTS, Accumulate, Action, Receive, Received, Send
+from rudra.core.actions import Accumulate, Action, Receive, Send
+from rudra.core.buffer_names import WEIGHTS
+from rudra.core.events import Received
 from rudra.core.messages import CollectWindow, Weights, WindowWeights
 from topologies import Plan
 

@@ -12,7 +12,8 @@ import numpy as np
 from msgspec import structs
 
 from rudra.core import records
-from rudra.core.events import Action, ComputeNorms, Fail, NormsComputed, Send, Update
+from rudra.core.actions import Action, ComputeNorms, Fail, Send, Update
+from rudra.core.events import NormsComputed
 from rudra.core.messages import GradientNorms, LogEntries
 from rudra.core.wire import in_pieces
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rudra.core.events import Action, Send
+from rudra.core.actions import Action, Send
 from rudra.core.messages import ROWS, MessageKind
 from rudra.core.wire import PACK, reported
 from rudra.probe import probed

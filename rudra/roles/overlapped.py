@@ -30,20 +30,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from rudra.core.events import (
-    ACTIVATIONS,
-    GRADIENT,
-    WEIGHTS,
-    Action,
-    Computed,
-    Hash,
-    Hashed,
-    Receive,
-    Received,
-    Send,
-    Sent,
-    Started,
-)
+from rudra.core.actions import Action, Hash, Receive, Send
+from rudra.core.buffer_names import ACTIVATIONS, GRADIENT, WEIGHTS
+from rudra.core.events import Computed, Hashed, Received, Sent, Started
 from rudra.core.messages import (
     NOT_PULLING,
     GradientApplied,

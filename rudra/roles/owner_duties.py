@@ -8,7 +8,8 @@ end of training.
 from collections.abc import Mapping
 from typing import Any
 
-from rudra.core.events import Action, Committed, Fail, Received, Saved, Updated
+from rudra.core.actions import Action, Fail
+from rudra.core.events import Committed, Received, Saved, Updated
 from rudra.core.messages import MessageKind, OwnerStepped, RowsFlushed, SnapshotCredit
 from rudra.core.records import Gradient
 from rudra.roles.checkpoint_cycle import CheckpointCycle

@@ -12,7 +12,7 @@ Source: ralp.txt §7 leaves replicas of a placed layer to future work.
 from collections.abc import Iterator
 from typing import Any
 
-from rudra.core.events import Accumulate, ComputeNorms, Copy, Receive, Reconfigure, Send, Update
+from rudra.core.actions import Accumulate, ComputeNorms, Copy, Receive, Reconfigure, Send, Update
 from rudra.roles.multi_owner import LOGGED, NUMBER
 from topologies import Plan
 

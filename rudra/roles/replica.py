@@ -10,23 +10,17 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
+from rudra.core.actions import Action, Fail, Hash, Reduce, Send
+from rudra.core.buffer_names import ACTIVATIONS, GRADIENT, WEIGHTS
 from rudra.core.digest import digest_of
 from rudra.core.events import (
-    ACTIVATIONS,
-    GRADIENT,
-    WEIGHTS,
-    Action,
     Committed,
     Computed,
-    Fail,
-    Hash,
     Hashed,
     Lost,
     Received,
-    Reduce,
     Reduced,
     Saved,
-    Send,
     Sent,
     Started,
     Stopped,

@@ -27,26 +27,21 @@ from typing import Any, ClassVar
 from msgspec import Struct
 
 from protocols import Clock
+from rudra.core.actions import Action, DeclareLost, Fail, Hash, Send, Warn
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.events import (
-    WEIGHTS,
-    Action,
     Committed,
-    DeclareLost,
-    Fail,
-    Hash,
     Hashed,
     Lost,
     NormsComputed,
     ReceiveCancelled,
     Received,
     Saved,
-    Send,
     Sent,
     Started,
     Stopped,
     Tick,
     Updated,
-    Warn,
 )
 from rudra.core.messages import (
     ChildDone,

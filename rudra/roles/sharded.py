@@ -19,26 +19,9 @@ from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
 
-from rudra.core.events import (
-    GRADIENT,
-    WEIGHTS,
-    Accumulate,
-    Action,
-    CancelReceive,
-    Computed,
-    Copy,
-    DeclareLost,
-    Hash,
-    Lost,
-    Receive,
-    Received,
-    Save,
-    Send,
-    Sent,
-    Started,
-    Update,
-    Updated,
-)
+from rudra.core.actions import Accumulate, Action, CancelReceive, Copy, DeclareLost, Hash, Receive, Save, Send, Update
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
+from rudra.core.events import Computed, Lost, Received, Sent, Started, Updated
 from rudra.core.messages import (
     GradientPart,
     LogEntries,

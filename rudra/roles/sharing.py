@@ -6,19 +6,8 @@ bitwise identical. Only sums of groups leave the group (`Plan.partial_sums`).
 """
 
 from protocols import Averaging
-from rudra.core.events import (
-    CORRECTION,
-    DIFFERENCE,
-    GRADIENT,
-    REFERENCE,
-    REPLICA,
-    WEIGHTS,
-    Action,
-    PullReplica,
-    Reduce,
-    ResetReplica,
-    StepReplica,
-)
+from rudra.core.actions import Action, PullReplica, Reduce, ResetReplica, StepReplica
+from rudra.core.buffer_names import CORRECTION, DIFFERENCE, GRADIENT, REFERENCE, REPLICA, WEIGHTS
 from rudra.core.records import Gradient
 from topologies import Plan
 from topologies.kinds import EVERYBODY

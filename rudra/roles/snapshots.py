@@ -1,6 +1,7 @@
 """Queue of weight snapshots for the statistics server."""
 
-from rudra.core.events import SNAPSHOT, WEIGHTS, Action, Copy, Send
+from rudra.core.actions import Action, Copy, Send
+from rudra.core.buffer_names import SNAPSHOT, WEIGHTS
 from rudra.core.messages import Snapshot
 
 CREDITS = 2

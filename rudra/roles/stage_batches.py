@@ -4,8 +4,10 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from rudra.core.actions import Action, Send
+from rudra.core.buffer_names import GRADIENT
 from rudra.core.digest import digest_of
-from rudra.core.events import GRADIENT, Action, Send, Updated
+from rudra.core.events import Updated
 from rudra.core.messages import Activations, MessageKind, StageReported
 from rudra.core.records import Gradient
 from rudra.roles.outbox import Outbox

@@ -7,22 +7,20 @@ in order, and the learning rate of each update.
 
 from collections.abc import Iterable, Sequence
 
-from rudra.core.events import (
-    GRADIENT,
-    SNAPSHOT,
-    WEIGHTS,
+from rudra.core.actions import (
     Accumulate,
     Action,
     AverageGroup,
     ComputeNorms,
     Copy,
     DeclareLost,
-    NormsComputed,
     Reconfigure,
     Save,
     Send,
     Update,
 )
+from rudra.core.buffer_names import GRADIENT, SNAPSHOT, WEIGHTS
+from rudra.core.events import NormsComputed
 from rudra.core.messages import GradientNorms, LearnersLeft, MessageKind, WeightsPart
 from rudra.core.records import Gradient
 from rudra.roles.machine import Setup

@@ -27,30 +27,20 @@ from typing import Any, ClassVar
 
 from msgspec import structs
 
-from rudra.core.events import (
-    ACTIVATION_GRADIENT,
-    ACTIVATIONS,
-    GRADIENT,
-    SNAPSHOT,
-    WEIGHTS,
+from rudra.core.actions import (
     Accumulate,
     Action,
     AverageGroup,
-    Computed,
     Copy,
-    Lost,
-    NormsComputed,
     Receive,
-    Received,
     Reconfigure,
     RunLastStage,
     Save,
     Send,
-    Sent,
-    Started,
     Update,
-    Updated,
 )
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, SNAPSHOT, WEIGHTS
+from rudra.core.events import Computed, Lost, NormsComputed, Received, Sent, Started, Updated
 from rudra.core.messages import (
     ActivationGradient,
     Activations,

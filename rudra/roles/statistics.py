@@ -20,22 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rudra.core import records
-from rudra.core.events import (
-    Action,
-    Evaluate,
-    Evaluated,
-    Fail,
-    Hashed,
-    Lost,
-    MergeEvaluation,
-    Received,
-    Record,
-    Send,
-    Started,
-    StoreEpochWeights,
-    Sync,
-    TableName,
-)
+from rudra.core.actions import Action, Evaluate, Fail, MergeEvaluation, Record, Send, StoreEpochWeights, Sync, TableName
+from rudra.core.events import Evaluated, Hashed, Lost, Received, Started
 from rudra.core.messages import (
     AverageRows,
     CheckpointWritten,

@@ -25,21 +25,8 @@ from enum import auto
 from typing import Any, ClassVar
 
 from protocols import Clock
-from rudra.core.events import (
-    Action,
-    DeclareLost,
-    Fail,
-    Hash,
-    Hashed,
-    Lost,
-    Receive,
-    ReceiveCancelled,
-    Received,
-    Send,
-    Sent,
-    Started,
-    Tick,
-)
+from rudra.core.actions import Action, DeclareLost, Fail, Hash, Receive, Send
+from rudra.core.events import Hashed, Lost, ReceiveCancelled, Received, Sent, Started, Tick
 from rudra.core.messages import (
     NOT_PULLING,
     ChildDone,

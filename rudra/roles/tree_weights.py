@@ -1,6 +1,7 @@
 """Weights at a tree server: their buffers, and the children's requests for newer weights."""
 
-from rudra.core.events import WEIGHTS, Action, Send
+from rudra.core.actions import Action, Send
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.messages import Weights
 
 WEIGHT_BUFFERS = (f"{WEIGHTS} 0", f"{WEIGHTS} 1")

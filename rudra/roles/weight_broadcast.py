@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 
-from rudra.core.events import DOWNCAST, WEIGHTS, Action, Copy, Send, Sent
+from rudra.core.actions import Action, Copy, Send
+from rudra.core.buffer_names import DOWNCAST, WEIGHTS
+from rudra.core.events import Sent
 from rudra.core.messages import GradientApplied, Weights
 from rudra.core.records import Gradient
 from topologies import Plan

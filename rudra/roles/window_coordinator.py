@@ -24,22 +24,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from msgspec import structs
 
-from rudra.core.events import (
-    WEIGHTS,
-    Action,
-    Fail,
-    FindUpdates,
-    Lost,
-    ReadShared,
-    Received,
-    Send,
-    SharedRead,
-    Started,
-    Stopped,
-    Updated,
-    UpdatesFound,
-    WriteShared,
-)
+from rudra.core.actions import Action, Fail, FindUpdates, ReadShared, Send, WriteShared
+from rudra.core.buffer_names import WEIGHTS
+from rudra.core.events import Lost, Received, SharedRead, Started, Stopped, Updated, UpdatesFound
 from rudra.core.messages import AppliedInPlace, EpochEvaluated, MessageKind, WindowUpdated, WindowWeights
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState

@@ -12,20 +12,16 @@ from typing import Any, ClassVar, NamedTuple
 from msgspec import structs
 
 from protocols import Hogbatch
+from rudra.core.actions import Action, ReadShared, Send, TrainInPlace, WriteShared
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.events import (
-    WEIGHTS,
-    Action,
     AppliedGradient,
     Computed,
     EvaluationPartComputed,
-    ReadShared,
     Received,
-    Send,
     Sent,
     SharedRead,
     TrainedInPlace,
-    TrainInPlace,
-    WriteShared,
 )
 from rudra.core.messages import (
     AppliedInPlace,

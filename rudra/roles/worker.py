@@ -18,18 +18,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from protocols.hogbatch import parts
-from rudra.core.events import (
-    GRADIENT,
-    WEIGHTS,
-    Action,
-    Compute,
-    Computed,
-    ComputeEvaluationPart,
-    EvaluationPartComputed,
-    Received,
-    Send,
-    Sent,
-)
+from rudra.core.actions import Action, Compute, ComputeEvaluationPart, Send
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
+from rudra.core.events import Computed, EvaluationPartComputed, Received, Sent
 from rudra.core.messages import (
     AssignWork,
     EvaluatePart,

@@ -5,8 +5,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from math import inf
 
+from rudra.core.actions import Action, BackpropFirstStage, Compute, ExecutorAction, Receive, RunFirstStage, Send
 from rudra.core.backward import WHOLE
-from rudra.core.events import Action, BackpropFirstStage, Compute, Event, ExecutorAction, Receive, RunFirstStage, Send
+from rudra.core.events import Event
 from rudra.data.sampling import mix
 from rudra.roles import Machine
 from rudra.simulation.costs import Link

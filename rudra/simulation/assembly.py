@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rudra import roles
-from rudra.core.events import Save
+from rudra.core.actions import Save
 from rudra.core.layout import Placed
 from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import BEGINNING, TrainingState

@@ -6,7 +6,7 @@ Source: Park et al., RALP, §3 and §6.4, where eight jobs share eight machines.
 from collections import defaultdict
 from typing import Any
 
-from rudra.core.events import Finish, Record, StoreEpochWeights
+from rudra.core.actions import Finish, Record, StoreEpochWeights
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 

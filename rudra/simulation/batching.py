@@ -4,13 +4,8 @@ from rudra.compute.executor import Executor
 from rudra.compute.gradients import BatchResult, joint_gradient, mapped_gradients
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.vectors import Buffer
-from rudra.core.events import (
-    Accumulate,
-    Compute,
-    Computed,
-    Event,
-    ExecutorAction,
-)
+from rudra.core.actions import Accumulate, Compute, ExecutorAction
+from rudra.core.events import Computed, Event
 from rudra.errors import ConfigError
 from rudra.simulation.tensors import RealTensors
 

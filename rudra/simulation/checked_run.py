@@ -12,7 +12,8 @@ from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
-from rudra.core.events import Event, Finish, Record, Save, StoreEpochWeights
+from rudra.core.actions import Finish, Record, Save, StoreEpochWeights
+from rudra.core.events import Event
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.data.load import load
 from rudra.job.job import Job

@@ -15,7 +15,7 @@ from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.stages import FirstStageExecutor, cut_model
 from rudra.compute.statedict import StateEntry
-from rudra.core.events import WEIGHTS
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.layout import Entry, Placed
 from rudra.data.fingerprint import Fingerprint, fingerprints
 from rudra.data.load import Data, DataInfo, load

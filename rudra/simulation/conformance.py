@@ -16,7 +16,7 @@ import numpy as np
 import protocols
 import topologies
 from rudra import plugins
-from rudra.core.events import Save
+from rudra.core.actions import Save
 from rudra.core.records import TIMES
 from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError

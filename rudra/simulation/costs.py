@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from protocols import Hogbatch
-from rudra.core.backward import SHARE, WHOLE, Leads, after_s
-from rudra.core.events import (
+from rudra.core.actions import (
     Accumulate,
     AverageGroup,
     BackpropFirstStage,
@@ -32,6 +31,7 @@ from rudra.core.events import (
     TrainInPlace,
     Update,
 )
+from rudra.core.backward import SHARE, WHOLE, Leads, after_s
 from rudra.core.layout import Placed
 from rudra.core.work import by_speed, portion, speeds_text
 from rudra.errors import ConfigError

@@ -10,34 +10,28 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heappush
 from typing import Any, Protocol
 
-from rudra.core.events import (
+from rudra.core.actions import (
     Action,
     BackpropFirstStage,
     CancelReceive,
     Commit,
-    Committed,
     Compute,
-    Event,
     ExecutorAction,
     Fail,
     Finish,
     Halt,
     Receive,
-    Received,
     Reconfigure,
     Record,
     Reduce,
     RunFirstStage,
     Save,
-    Saved,
     Send,
-    Started,
-    Stopped,
     StoreEpochWeights,
     Sync,
-    Tick,
     Warn,
 )
+from rudra.core.events import Committed, Event, Received, Saved, Started, Stopped, Tick
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
 from rudra.roles import Machine

@@ -21,16 +21,9 @@ from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.stages import FirstStageExecutor
-from rudra.core.buckets import held, spread
-from rudra.core.events import (
-    ACTIVATION_GRADIENT,
-    ACTIVATIONS,
-    GRADIENT,
-    WEIGHTS,
+from rudra.core.actions import (
     BackpropFirstStage,
     Compute,
-    Computed,
-    Event,
     ExecutorAction,
     Reduce,
     ReorderParts,
@@ -38,6 +31,9 @@ from rudra.core.events import (
     RunLastStage,
     Update,
 )
+from rudra.core.buckets import held, spread
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, WEIGHTS
+from rudra.core.events import Computed, Event
 from rudra.core.wire import behind_bytes, tail_bytes
 from rudra.data.fingerprint import fingerprints, unrepeatable
 from rudra.data.load import load

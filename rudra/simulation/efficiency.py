@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rudra.benchmark_report import Report
-from rudra.core.events import AverageGroup, BackpropFirstStage, RunFirstStage, RunLastStage, Update
+from rudra.core.actions import AverageGroup, BackpropFirstStage, RunFirstStage, RunLastStage, Update
 from rudra.job.job import Job
 from rudra.prepare.nodes import nodes_of
 from rudra.simulation.costs import CostModel

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from math import prod
 
-from rudra.core.events import Action, DeclareLost, Event, Halt, Lost, Receive, Reconfigure, Send, Sent
+from rudra.core.actions import Action, DeclareLost, Halt, Receive, Reconfigure, Send
+from rudra.core.events import Event, Lost, Sent
 from rudra.data.sampling import mix
 from rudra.job.simulation import Fault
 from rudra.simulation.actor import Actor

@@ -11,8 +11,9 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
+from rudra.core.actions import CancelReceive, Receive, Reduce, Send
 from rudra.core.backward import after_s
-from rudra.core.events import CancelReceive, Receive, ReceiveCancelled, Received, Reduce, Reduced, Send, Sent
+from rudra.core.events import ReceiveCancelled, Received, Reduced, Sent
 from rudra.core.messages import GRADIENTS, MESSAGES, ROWS
 from rudra.simulation.actor import Actor, Offer, Route
 from rudra.simulation.costs import CostModel

@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rudra.benchmark_report import Report
-from rudra.core.events import (
+from rudra.core.actions import (
     Accumulate,
     Compute,
     Copy,
-    Event,
     ExecutorAction,
     Finish,
     Record,
@@ -27,6 +26,7 @@ from rudra.core.events import (
     StoreEpochWeights,
     Update,
 )
+from rudra.core.events import Event
 from rudra.core.layout import Placed
 from rudra.core.records import TIMES
 from rudra.core.wire import tail_bytes

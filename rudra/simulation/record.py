@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from rudra.core.events import Finish, Record, StoreEpochWeights
+from rudra.core.actions import Finish, Record, StoreEpochWeights
 from rudra.core.messages import Rows
 from rudra.results.reader import Results
 from topologies import Plan

@@ -1,11 +1,12 @@
-"""Restart of roles in virtual time, with another plan or another job (`rudra.core.events.Reconfigure`).
+"""Restart of roles in virtual time, with another plan or another job (`rudra.core.actions.Reconfigure`).
 
 All messages between the roles are discarded after one latency, except messages to and from the statistics server.
 """
 
 from collections.abc import Callable
 
-from rudra.core.events import Reconfigure, Started
+from rudra.core.actions import Reconfigure
+from rudra.core.events import Started
 from rudra.core.training_state import TrainingState
 from rudra.roles import Machine
 from rudra.roles.ledger import outlasts

@@ -6,25 +6,9 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec import structs
 
-from rudra.core.events import (
-    GRADIENT,
-    REPLICA,
-    WEIGHTS,
-    Action,
-    Compute,
-    Computed,
-    Copy,
-    Event,
-    Hash,
-    Hashed,
-    Lost,
-    Receive,
-    Received,
-    Reduce,
-    ResetReplica,
-    Send,
-    Started,
-)
+from rudra.core.actions import Action, Compute, Copy, Hash, Receive, Reduce, ResetReplica, Send
+from rudra.core.buffer_names import GRADIENT, REPLICA, WEIGHTS
+from rudra.core.events import Computed, Event, Hashed, Lost, Received, Started
 from rudra.core.messages import NOT_PULLING, ActivationGradient, AssignWork, PushedGradient, Ready, Weights
 from rudra.core.phases import Phases, phase_at
 from rudra.core.records import Gradient

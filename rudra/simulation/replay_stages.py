@@ -10,20 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rudra.core.events import (
-    ACTIVATION_GRADIENT,
-    ACTIVATIONS,
-    GRADIENT,
-    WEIGHTS,
-    Action,
-    BackpropFirstStage,
-    Computed,
-    Copy,
-    Receive,
-    RunFirstStage,
-    Send,
-    Updated,
-)
+from rudra.core.actions import Action, BackpropFirstStage, Copy, Receive, RunFirstStage, Send
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, WEIGHTS
+from rudra.core.events import Computed, Updated
 from rudra.core.messages import ActivationGradient, Activations, Rows
 from rudra.core.records import Gradient
 from rudra.core.work import Work

@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from rudra.core.events import Action, Event
+from rudra.core.actions import Action
+from rudra.core.events import Event
 from rudra.roles import Machine
 from rudra.simulation.actor import Actor
 from rudra.simulation.costs import CostModel

@@ -19,24 +19,18 @@ from rudra.compute.learners import LearnerExecutor
 from rudra.compute.owners import AveragingExecutor, OwnerExecutor
 from rudra.compute.stages import PieceExecutor
 from rudra.compute.vectors import Buffer
-from rudra.core.events import (
-    ACTIVATION_GRADIENT,
-    ACTIVATIONS,
-    GRADIENT,
-    SNAPSHOT,
-    WEIGHTS,
+from rudra.core.actions import (
     BackpropFirstStage,
     Compute,
-    Computed,
     Copy,
-    Event,
     ExecutorAction,
     Hash,
-    Hashed,
     Reduce,
     RunFirstStage,
     RunLastStage,
 )
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, SNAPSHOT, WEIGHTS
+from rudra.core.events import Computed, Event, Hashed
 
 RoleBuffer = tuple[int, str]
 """Role, and the name of one of its buffers."""

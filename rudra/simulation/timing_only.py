@@ -7,33 +7,35 @@ import numpy as np
 
 from rudra.compute.executor import Executor
 from rudra.core import records
-from rudra.core.events import (
+from rudra.core.actions import (
     Accumulate,
-    ActivationsReady,
     AverageGroup,
     BackpropFirstStage,
     Compute,
-    Computed,
     ComputeEvaluationPart,
     ComputeNorms,
     Copy,
     Evaluate,
-    Evaluated,
-    EvaluationPartComputed,
-    Event,
     ExecutorAction,
     Hash,
-    Hashed,
     MergeEvaluation,
-    NormsComputed,
     PullReplica,
     Reduce,
-    ReplicaStepped,
     ResetReplica,
     RunFirstStage,
     RunLastStage,
     StepReplica,
     Update,
+)
+from rudra.core.events import (
+    ActivationsReady,
+    Computed,
+    Evaluated,
+    EvaluationPartComputed,
+    Event,
+    Hashed,
+    NormsComputed,
+    ReplicaStepped,
     Updated,
 )
 

@@ -16,16 +16,8 @@ import torch
 from rudra.compute.gradients import BatchResult
 from rudra.compute.hogwild import HogwildExecutor, give_window, layout_of, made_of, manner, window_here
 from rudra.compute.window import Contribution
-from rudra.core.events import (
-    AppliedGradient,
-    FindUpdates,
-    ReadShared,
-    SharedRead,
-    TrainedInPlace,
-    TrainInPlace,
-    UpdatesFound,
-    WriteShared,
-)
+from rudra.core.actions import FindUpdates, ReadShared, TrainInPlace, WriteShared
+from rudra.core.events import AppliedGradient, SharedRead, TrainedInPlace, UpdatesFound
 from rudra.core.work import Work
 from rudra.job.job import Job
 from rudra.simulation.actor import Actor

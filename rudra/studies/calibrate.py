@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from rudra.core.events import GRADIENT, SNAPSHOT, WEIGHTS, Accumulate, Compute, Copy, Evaluate
+from rudra.core.actions import Accumulate, Compute, Copy, Evaluate
+from rudra.core.buffer_names import GRADIENT, SNAPSHOT, WEIGHTS
 from rudra.core.messages import Rows
 from rudra.core.wire import tensor_bytes
 from rudra.errors import ConfigError, RunError

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rudra.core.events import Action, Event, Halt, Hashed, Received, Updated
+from rudra.core.actions import Action, Halt
+from rudra.core.events import Event, Hashed, Received, Updated
 from rudra.core.messages import MessageKind
 from rudra.mpi import launch
 from rudra.mpi.failures import ranks_below, started_below

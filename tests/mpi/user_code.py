@@ -26,7 +26,8 @@ from torch.utils.data import Dataset, TensorDataset
 import rudra
 from rudra.compute import tasks
 from rudra.compute.executor import Executor
-from rudra.core.events import GRADIENT, Reduce
+from rudra.core.actions import Reduce
+from rudra.core.buffer_names import GRADIENT
 from rudra.core.messages import GroupFlags
 from rudra.core.records import Gradient
 from rudra.mpi.launch import world_size

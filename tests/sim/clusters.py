@@ -8,7 +8,9 @@ import torch
 
 from protocols import Protocol
 from rudra.compute.executor import Executor
-from rudra.core.events import GRADIENT, BackpropFirstStage, Compute, Computed, Event, ExecutorAction, Reduce
+from rudra.core.actions import BackpropFirstStage, Compute, ExecutorAction, Reduce
+from rudra.core.buffer_names import GRADIENT
+from rudra.core.events import Computed, Event
 from rudra.job.job import Job
 from rudra.simulation import checked_run
 from rudra.simulation.checked_run import SIZE_BYTES, TrialCheckpoint, TrialResult, TrialRows, timing, validate

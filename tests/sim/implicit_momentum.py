@@ -30,7 +30,8 @@ from rudra.compute import models
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.flat import FlatModel
 from rudra.compute.making import make_executors
-from rudra.core.events import Event, ExecutorAction, Finish, Record, StoreEpochWeights, Update
+from rudra.core.actions import ExecutorAction, Finish, Record, StoreEpochWeights, Update
+from rudra.core.events import Event
 from rudra.data.load import DataInfo, load
 from rudra.data.samples import Samples
 from rudra.job.job import Job

@@ -7,7 +7,7 @@ from clusters import TrialResult
 from torch import nn
 
 from rudra.compute.flat import FlatModel
-from rudra.core.events import REPLICA
+from rudra.core.buffer_names import REPLICA
 from rudra.job.job import Job
 
 MU = 8

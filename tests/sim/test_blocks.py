@@ -15,7 +15,7 @@ from torch.nn.utils import vector_to_parameters
 import rudra
 from protocols.sma import SMA
 from rudra.compute import models
-from rudra.core.events import REFERENCE
+from rudra.core.buffer_names import REFERENCE
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError

@@ -15,7 +15,8 @@ import rudra
 from rudra.compute import models
 from rudra.compute.executor import Executor
 from rudra.compute.flat import FlatModel
-from rudra.core.events import Compute, Event, ExecutorAction, Update
+from rudra.core.actions import Compute, ExecutorAction, Update
+from rudra.core.events import Event
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.job.job import Job

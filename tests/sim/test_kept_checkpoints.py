@@ -7,7 +7,8 @@ import pytest
 from clusters import SAMPLES, TrialRows, job, validate
 from resumable import ALONE, TREE
 
-from rudra.core.events import Commit, Save, Saved
+from rudra.core.actions import Commit, Save
+from rudra.core.events import Saved
 from rudra.prepare.nodes import nodes_of
 from rudra.simulation.actor import Actor
 from rudra.simulation.assembly import assemble

@@ -19,7 +19,7 @@ from rudra.cli.main import main
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
-from rudra.core.events import Update
+from rudra.core.actions import Update
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job

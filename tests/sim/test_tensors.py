@@ -18,7 +18,8 @@ from rudra.compute import devices
 from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
 from rudra.compute.vectors import Buffer
-from rudra.core.events import GRADIENT, WEIGHTS, Compute, Copy, Reduce, Update
+from rudra.core.actions import Compute, Copy, Reduce, Update
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.core.records import Gradient
 from rudra.data.load import load
 from rudra.errors import ConfigError

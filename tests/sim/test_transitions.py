@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from random_clusters import dying, placed, undisturbed
 
-from rudra.core.events import Evaluate, Evaluated, Event, ExecutorAction, SplitMetrics
+from rudra.core.actions import Evaluate, ExecutorAction
+from rudra.core.events import Evaluated, Event, SplitMetrics
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.prepare.nodes import nodes_of

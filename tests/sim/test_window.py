@@ -18,7 +18,7 @@ from rudra.compute import models, tasks
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.gradients import GradientSource
 from rudra.core import records
-from rudra.core.events import GRADIENT
+from rudra.core.buffer_names import GRADIENT
 from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, ReplayError, RunError

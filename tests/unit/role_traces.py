@@ -10,36 +10,31 @@ import msgspec
 import numpy as np
 
 from rudra.compute.schedule import schedule_of
-from rudra.core.events import (
+from rudra.core.actions import (
     Accumulate,
     Action,
     AverageGroup,
     CancelReceive,
     Compute,
-    Computed,
     ComputeNorms,
     DeclareLost,
-    Event,
     Fail,
     Halt,
-    Hashed,
     MergeEvaluation,
     PullReplica,
     Receive,
-    Received,
     Reconfigure,
     Record,
     Reduce,
     ReorderParts,
     ResetReplica,
     Send,
-    Sent,
     StepReplica,
     StoreEpochWeights,
     Update,
-    Updated,
     WriteShared,
 )
+from rudra.core.events import Computed, Event, Hashed, Received, Sent, Updated
 from rudra.core.messages import (
     MESSAGES,
     ChildDone,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rudra.cli.main import main
-from rudra.core.events import (
+from rudra.core.actions import (
     Accumulate,
     BackpropFirstStage,
     Copy,

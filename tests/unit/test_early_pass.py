@@ -17,8 +17,10 @@ from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
 from rudra.compute.waiting import NotInTime, Waiting
+from rudra.core.actions import Compute, Reduce, Update
 from rudra.core.buckets import parts
-from rudra.core.events import GRADIENT, WEIGHTS, Compute, Computed, Reduce, Update
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
+from rudra.core.events import Computed
 from rudra.core.records import Gradient
 from rudra.core.work import Work
 from rudra.data.load import load

@@ -20,8 +20,8 @@ from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import ServerExecutor
 from rudra.compute.parts import cut
 from rudra.compute.vectors import BorrowedBuffer
+from rudra.core.actions import Accumulate, Copy, Update
 from rudra.core.digest import digest_of, sample
-from rudra.core.events import Accumulate, Copy, Update
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import PushedGradient
 from rudra.job.tables import OptimizerTable

@@ -17,8 +17,9 @@ from rudra.compute.averaging import average
 from rudra.compute.early_pass import Arrivals
 from rudra.compute.executor import Executor
 from rudra.compute.waiting import NotInTime
+from rudra.core.actions import Reduce
 from rudra.core.buckets import MOST, parts
-from rudra.core.events import GRADIENT, Reduce
+from rudra.core.buffer_names import GRADIENT
 from rudra.core.messages import GroupFlags
 from rudra.core.records import Gradient
 from rudra.mpi.group_reduction import GroupReduction

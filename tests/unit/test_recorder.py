@@ -14,7 +14,7 @@ from results_files import LAYOUT, SIZE, WEIGHTS, rows, sha256
 
 from protocols import Protocol
 from rudra.core import records
-from rudra.core.events import Finish, Record
+from rudra.core.actions import Finish, Record
 from rudra.job.job import Job
 from rudra.results.progress import Progress
 from rudra.results.reader import open_results

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rudra.core import records
-from rudra.core.events import WEIGHTS, Accumulate, Action, Copy, Receive, Send, Update
+from rudra.core.actions import Accumulate, Action, Copy, Receive, Send, Update
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.layout import Entry, Part, interleaved
 from rudra.roles.multi_owner import LOGGED, entry
 from rudra.roles.relay import SUM, SumRelay

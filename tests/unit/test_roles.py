@@ -32,15 +32,14 @@ from role_traces import (
 )
 
 from rudra.core import records
+from rudra.core.actions import Action, Fail, Send
 from rudra.core.events import (
-    Action,
     ActivationsReady,
     Committed,
     Computed,
     Evaluated,
     EvaluationPartComputed,
     Event,
-    Fail,
     Hashed,
     Lost,
     NormsComputed,
@@ -49,7 +48,6 @@ from rudra.core.events import (
     Reduced,
     ReplicaStepped,
     Saved,
-    Send,
     Sent,
     SharedRead,
     Started,

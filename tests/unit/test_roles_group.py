@@ -22,7 +22,8 @@ from role_traces import (
     updated,
 )
 
-from rudra.core.events import Computed, Event, Received, Reduce, Reduced, Send, Sent, Started
+from rudra.core.actions import Reduce, Send
+from rudra.core.events import Computed, Event, Received, Reduced, Sent, Started
 from rudra.core.messages import (
     ChildDone,
     GroupFlags,

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from role_traces import DONE, HASHED, START, STOP, computed, feed, job, machine, rows_sent
 
-from rudra.core.events import Action, Compute, Event, Receive, Received, Send, Sent, Started
+from rudra.core.actions import Action, Compute, Receive, Send
+from rudra.core.events import Event, Received, Sent, Started
 from rudra.core.messages import (
     ChildDone,
     GradientApplied,

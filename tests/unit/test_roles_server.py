@@ -25,7 +25,8 @@ from role_traces import (
 )
 
 from protocols import Clock, Protocol
-from rudra.core.events import Event, Lost, Receive, Received, Send, Sent, Started, Stopped, Update
+from rudra.core.actions import Receive, Send, Update
+from rudra.core.events import Event, Lost, Received, Sent, Started, Stopped
 from rudra.core.messages import (
     GradientPart,
     MessageKind,

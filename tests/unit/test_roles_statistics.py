@@ -7,7 +7,8 @@ import pytest
 from role_traces import FIRST_LEARNER, HASHED, SERVER, START, STATISTICS, feed, job, machine
 
 from rudra.core import records
-from rudra.core.events import Evaluated, Event, Hashed, Received, Record, Send, SplitMetrics, Started
+from rudra.core.actions import Record, Send
+from rudra.core.events import Evaluated, Event, Hashed, Received, SplitMetrics, Started
 from rudra.core.messages import (
     MESSAGES,
     ROWS,

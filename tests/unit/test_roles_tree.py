@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 from role_traces import DIGEST, DONE, HASHED, START, STOP, brief, feed, job, machine, names_of, sent_gradient
 
-from rudra.core.events import Event, Lost, Received, Send, Sent, Started
+from rudra.core.actions import Send
+from rudra.core.events import Event, Lost, Received, Sent, Started
 from rudra.core.messages import (
     ChildDone,
     Pull,

@@ -16,7 +16,7 @@ from rudra.compute.owners import AveragingExecutor
 from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear, SparseRows
 from rudra.compute.vectors import RowBuffer
-from rudra.core.events import Accumulate
+from rudra.core.actions import Accumulate
 from rudra.core.layout import Entry
 from rudra.core.messages import PushedGradient
 from rudra.core.rows import dense_because

@@ -10,25 +10,8 @@ import pytest
 from clusters import TrialRows, job, timing
 
 from protocols import Clock, Protocol
-from rudra.core.events import (
-    Accumulate,
-    Action,
-    Compute,
-    Computed,
-    Event,
-    ExecutorAction,
-    Fail,
-    Halt,
-    Hash,
-    Hashed,
-    Receive,
-    Received,
-    Send,
-    Sent,
-    Started,
-    Update,
-    Updated,
-)
+from rudra.core.actions import Accumulate, Action, Compute, ExecutorAction, Fail, Halt, Hash, Receive, Send, Update
+from rudra.core.events import Computed, Event, Hashed, Received, Sent, Started, Updated
 from rudra.core.messages import PlateauReached, PushedGradient, Snapshot, SnapshotCredit
 from rudra.core.work import Work
 from rudra.errors import RunError

@@ -1,0 +1,13 @@
+"""Names of buffers, or their first words, that executors interpret."""
+
+WEIGHTS, GRADIENT = "weights", "gradient"
+REPLICA, DIFFERENCE = "replica", "difference"
+REFERENCE, CORRECTION = "reference", "correction"
+SNAPSHOT, DOWNCAST = "snapshot", "downcast"
+"""Trained weights and gradients; a learner's replica
+and its difference from the weights; a block's reference and the difference of a replica from it; copies for
+evaluations, and copies that are sent down the tree of weights."""
+
+ACTIVATIONS, ACTIVATION_GRADIENT = "activations", "returned"
+"""Buffers of the activations of the first layers and of their gradient. Their size differs from the size of the
+weights."""
