@@ -85,7 +85,8 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     if error["type"] == "value_error":
         return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
     if error["type"] == "missing":
-        return f"{where} is missing: {model.model_fields[key].description}"
+        named = next(part for part in (key, *reversed(tables)) if part in model.model_fields)  # the rest are positions
+        return f"{where} is missing: {model.model_fields[named].description}"
     wanted = _WANTED.get(error["type"]) or error["msg"].removeprefix("Input should be ")
     wanted = wanted.format(**error.get("ctx", {})) + ("" if tables or wanted != "a list" else " of tables")
     return f"{where} must be {wanted}, not {short(error['input'])}"

@@ -103,7 +103,8 @@ QUARTER = {"bandwidth_bytes_per_s": 350_000 * 4.0}  # a tensor takes 0.25 s
 
 def small(protocol: str, learners: int, *faults: dict[str, float], **simulation: Any) -> Job:
     costs = {**QUIET, **QUARTER, "faults": faults, "detection_s": 0.5, **simulation}
-    return job(protocol, learners, epochs=1, simulation=costs, training={"evaluate": False}, results={"report_s": 0.0})
+    tables = {"simulation": costs, "training": {"evaluate": False}, "results": {"report_s": 0.0}}
+    return job(protocol, learners, epochs=1, **tables).with_(cluster={"buckets": "off"})  # a push follows a computation
 
 
 def history(rows: TrialRows) -> list[tuple[float, float, str]]:

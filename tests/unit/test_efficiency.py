@@ -53,7 +53,7 @@ def found(learners: int, *, groups: int | None = None, merged: bool = True, **co
         protocol={"name": "async", "modulation": "none"},
         topology={"name": "groups", "options": {"groups": groups}} if groups else {},
         placement={"cut": 5} if merged else {},
-        cluster={"learners": learners},
+        cluster={"learners": learners, "buckets": "off"},  # which the model does not know
         simulation={**COSTS, **costs},
     )
     return predict(job, known=Outline(SAMPLES, SIZE, PLACED if merged else None))
