@@ -19,8 +19,11 @@ from rudra.core.events import WEIGHTS, Compute, Update
 from rudra.core.work import Work
 from rudra.data.samples import Batch
 
-PATIENCE_S = 1.0
-"""Time without any arrival after which an early pass is dropped, so that the rank handles its messages."""
+PATIENCE_S = 5.0
+"""Time without any arrival after which an early pass is dropped, so that the rank handles its messages.
+
+A part of a large model may take almost as long behind a slow link. A death in the group ends a pass at once.
+"""
 
 STEPPED = (1 << 17) - CACHE_LINE
 """Number of elements that are stepped at once: few, because the last ones delay the last layer."""
