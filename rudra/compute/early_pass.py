@@ -25,6 +25,10 @@ PATIENCE_S = 5.0
 A part of a large model may take almost as long behind a slow link. A death in the group ends a pass at once.
 """
 
+LEAST = 0.5
+"""Fraction of the parts that must be under way when an early pass begins. With fewer it hides less than its copies of
+weights and velocities cost, as behind 10 Gbit/s."""
+
 STEPPED = (1 << 17) - CACHE_LINE
 """Number of elements that are stepped at once: few, because the last ones delay the last layer."""
 
@@ -64,6 +68,11 @@ class Arrivals:
     def begun(self) -> bool:
         """Whether the first parameters have arrived."""
         return self._places[0] in self._here
+
+    @property
+    def many(self) -> bool:
+        """Whether so many parts are under way that it is worthwhile to begin early."""
+        return len(self._here) <= (1 - LEAST) * len(self._places)
 
     def add(self, number: int) -> None:
         """Notes that a part has arrived. Any thread may call this."""

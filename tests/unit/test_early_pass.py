@@ -33,6 +33,12 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes begin early, however many parts have arrived."""
+    monkeypatch.setattr("rudra.compute.early_pass.LEAST", 0.0)
+
+
 @pytest.mark.parametrize("groups", [[], [SLOW, NO_DECAY]], ids=["one group", "three groups"])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("most", [16, 48, 4096])
@@ -245,3 +251,12 @@ def test_functions_wait_for_weights_in_lists_views_and_keywords() -> None:
     assert seen[0] == slice(20, 30)
     assert slice(0, 12) in seen
     assert seen[-1] == slice(0, 9)
+
+
+@pytest.mark.parametrize(("here", "many"), [(1, True), (8, True), (9, False), (16, False)])
+def test_a_pass_begins_early_while_half_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, here: int, many: bool
+) -> None:
+    monkeypatch.setattr("rudra.compute.early_pass.LEAST", 0.5)
+    its = [slice(16 * i, 16 * i + 16) for i in range(16)]
+    assert Arrivals(its, range(here), torch.zeros(256).__getitem__, lambda: False, lambda: None).many == many
