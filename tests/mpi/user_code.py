@@ -327,7 +327,7 @@ def train_early_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[
     from rudra.compute import early_pass
     from rudra.compute.gradients import GradientSource
 
-    early_pass.LEAST = 0.0  # these gradients are small, so most parts arrive soon
+    early_pass.COPIED_BYTES_S = 1e15  # however soon these small gradients arrive
     used, plain = Counter[str](), GradientSource.gradient_of
     for path in jobs:
 
