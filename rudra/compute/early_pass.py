@@ -26,6 +26,10 @@ PATIENCE_S = 5.0
 A part of a large model may take almost as long behind a slow link. A death in the group ends a pass at once.
 """
 
+COPIED_BYTES_S = 1.5e9
+"""Assumed rate of the copies of weights and velocities. A pass begins early only if the parts that are under way need
+more time than copies of all weights. Behind 10 Gbit/s they need less, and early passes were slower than usual ones."""
+
 STEPPED = (1 << 17) - CACHE_LINE
 """Number of elements that are stepped at once: few, because the last ones delay the last layer."""
 
@@ -55,6 +59,8 @@ class Arrivals:
         self._places = sorted(range(len(parts)), key=lambda number: parts[number].start)
         self._starts = [parts[number].start for number in self._places]
         self._here, self._failed = {*here}, False
+        self._before, self._since = len(self._here), time.monotonic()
+        self._size = max(part.stop for part in parts)
         self._news = threading.Event()
         self._hurries, self._began = hurries, began
         self.take = take
@@ -65,6 +71,13 @@ class Arrivals:
     def begun(self) -> bool:
         """Whether the first parameters have arrived."""
         return self._places[0] in self._here
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether the parts under way need more time than copies of the weights, at the rate of those that arrived."""
+        arrived = max(1, len(self._here) - self._before)
+        left_s = (len(self._places) - len(self._here)) * (time.monotonic() - self._since) / arrived
+        return bool(left_s * COPIED_BYTES_S > 4 * self._size)
 
     def add(self, number: int) -> None:
         """Notes that a part has arrived. Any thread may call this."""

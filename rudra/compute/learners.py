@@ -159,9 +159,15 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
             self._early = EarlyPass(*about, arrivals, (last.step + 1, last.work.after(1)))
 
     def pass_early(self) -> None:
-        """Begins the prepared forward pass, if the first parameters have arrived. Returns after the pass."""
+        """Begins the prepared forward pass, if the first parameters have arrived and it is worthwhile.
+
+        It returns after the pass.
+        """
         early = self._early
         if early is None or early.batch is not None or not early.arrivals.begun:
+            return
+        if not early.arrivals.worthwhile:
+            self._drop_early()
             return
         step, work = early.minibatch
         try:

@@ -36,6 +36,10 @@ ABREAST = 3
 """Number of parts that travel at a time if passes begin early: enough to keep a link busy, and few enough that a part
 of the first layers does not wait for many others."""
 
+KEPT = 16
+"""Fraction of the parts, those of the last layers, that begin last if passes begin early. While they travel, the pass
+computes the layers before."""
+
 PAUSE_S = 1e-3
 """Pause between two polls while a gradient is computed. In this time a network's buffers do not run full or empty."""
 
@@ -97,6 +101,7 @@ class GroupReduction:
         its = self._division
         far = bool(its.far) or len(its.sums) > 1
         self.early = early and to_all and far and library is None and len(self.roles) == 1 and self._thread is not None
+        self._kept = {*range(max(1, len(parts) // KEPT))}  # numbers of the parts that begin last if passes begin early
         self._held: set[int] = set()  # numbers of the parts that are final, and wait for others if passes begin early
         self._complete: set[int] = set()  # numbers of the parts that are complete in this reduction
         self._arrivals: Arrivals | None = None
@@ -138,9 +143,8 @@ class GroupReduction:
     def _drive(self, role: int) -> None:
         """Advances the reductions while this rank's own thread computes."""
         while self.drive(role):
-            if not self._held or len(self._active) == ABREAST:
-                self._news.wait(PAUSE_S if self._active else None)
-                self._news.clear()
+            self._news.wait(PAUSE_S if self._active or self._held else None)
+            self._news.clear()
 
     def drive(self, role: int) -> bool:
         """Advances the reductions once for a member whose gradient is being computed. The thread calls this.
@@ -153,6 +157,7 @@ class GroupReduction:
                 return False
             self._begin_final(role)
             self._advance()
+            self._begin_final(role)  # others may have made room
             if role in self._begun and not self._active and not self._waiting[role]:
                 self._driven.discard(role)
             return role in self._driven
@@ -191,7 +196,8 @@ class GroupReduction:
             self._held.add(self._final[role].popleft())
         for number in sorted(self._held, key=lambda number: self._parts[number].part.start):
             part = self._parts[number]
-            if len(self._active) < ABREAST or part.begun_elsewhere:
+            kept = number in self._kept and not self._waiting[role] <= self._kept
+            if (len(self._active) < ABREAST and not kept) or part.begun_elsewhere:
                 self._held.remove(number)
                 self._begin_part(number, role, *self._early[role])
             elif part.failed:

@@ -35,6 +35,12 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes begin early, however soon the other parts arrive."""
+    monkeypatch.setattr(Arrivals, "worthwhile", True)
+
+
 @pytest.mark.parametrize("groups", [[], [SLOW, NO_DECAY]], ids=["one group", "three groups"])
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("most", [16, 48, 4096])
@@ -207,6 +213,7 @@ def test_a_learner_gets_the_same_bits_whatever_was_predicted(model: str, surpris
         step += 2 if what == "another mini-batch" else 1
 
 
+@pytest.mark.usefixtures("_always")
 @pytest.mark.parametrize("model", MODELS)
 def test_forward_passes_do_begin_early(model: str) -> None:
     """Passes 1, 2, 4 and 8 of a model with autograd check its weights, and need all of them first."""
@@ -247,3 +254,18 @@ def test_functions_wait_for_weights_in_lists_views_and_keywords() -> None:
     assert seen[0] == slice(20, 30)
     assert slice(0, 12) in seen
     assert seen[-1] == slice(0, 9)
+
+
+@pytest.mark.parametrize(("seconds", "worthwhile"), [(0.002, False), (0.02, True)])
+def test_a_pass_begins_early_if_the_other_parts_need_longer_than_copies(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, worthwhile: bool
+) -> None:
+    """Two of eight parts of 24 MB have arrived in this time, so the others need three times as long."""
+    now = [5.0]
+    monkeypatch.setattr("rudra.compute.early_pass.time.monotonic", lambda: now[0])
+    its = [slice(750_000 * i, 750_000 * (i + 1)) for i in range(8)]
+    arrivals = Arrivals(its, (), torch.zeros(1).__getitem__, lambda: False, lambda: None)
+    now[0] += seconds
+    arrivals.add(0)
+    arrivals.add(5)
+    assert arrivals.worthwhile == worthwhile
