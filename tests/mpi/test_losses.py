@@ -70,7 +70,13 @@ ANEW = {
         "tree server 1",
         IN_BUCKETS,
     ),
-    "one that overlaps and sends buckets": ("async", 'name = "adv*"\noptions.fan_out = 3', 4, "learner 0", IN_BUCKETS),
+    "one that overlaps and sends buckets": (  # the rest of six epochs may end before a busy machine tells of the death
+        "async",
+        'name = "adv*"\noptions.fan_out = 3',
+        4,
+        "learner 0",
+        [*IN_BUCKETS, "--set", "training.epochs=20"],
+    ),
     "a learner that others get weights from": ("async", 'name = "adv*"\noptions.outstanding = 1', 2, "learner 0", []),
     "the first of a group": ("async", 'name = "groups"\noptions.groups = 2', 4, "learner 2", []),
     "another of a group": (

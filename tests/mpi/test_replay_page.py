@@ -28,8 +28,13 @@ def test_a_failed_run_is_looked_into(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     wild = WALK.replace("learning_rate=0.05 \\", "learning_rate=0.1 \\", 1)  # fails on any machine, after some updates
     first, *then = [line for block in blocks("sh", wild) for line in block.replace("\\\n", "").splitlines()]
-    failed = done(tmp_path, *forks.rudra(), *shlex.split(first)[1:])
-    assert failed.returncode == 1
+    for _ in range(5):  # on a busy machine a run may fail before its first updates are recorded
+        (tmp_path / "wild.h5").unlink(missing_ok=True)
+        failed = done(tmp_path, *forks.rudra(), *shlex.split(first)[1:])
+        assert failed.returncode == 1
+        with rudra.open_results(tmp_path / "wild.h5") as results:
+            if len(results.gradients):
+                break
     assert re.search("is (nan|inf): a smaller learning_rate may help", failed.stderr), failed.stderr
     where = done(tmp_path, *forks.script("where.py")).stdout
     told = re.fullmatch(
