@@ -18,6 +18,10 @@ from rudra.mpi.tags import AVERAGES, REDUCTIONS
 from topologies import Plan
 from topologies.kinds import EVERYBODY
 
+LARGER = 2
+"""Factor of the size of buckets that the ranks choose, if the next forward pass may begin before the last ones. Behind
+1 Gbit/s steps with 21.7 MB took 210 ms with buckets of 1.3 to 2 MB, and 222 to 243 ms with buckets of 0.74 MB."""
+
 
 class Reductions:
     """This rank's part in the reductions of compute groups, and in the reductions of all learners if groups average.
@@ -76,17 +80,19 @@ class Reductions:
         self, plan: Plan, members: Sequence[int], tag: int, executor: Executor, library: MPI.Comm | None
     ) -> GroupReduction:
         ranks = {i: plan.roles[i].world_rank for i in members}
+        may_pass_early = passes_early(self._job, plan, members)
+        auto = self._auto * LARGER if may_pass_early else self._auto
         return GroupReduction(
             self._comm,
             ranks,
             tag,
-            group_parts(self._job, plan, executor.size, executor.parameters, self._auto, members),
+            group_parts(self._job, plan, executor.size, executor.parameters, auto, members),
             ringing(self._doorbell, self._comm, ranks.values()),
             library,
             self._arena,
             plan.partial_sums(members),
             to_all=not plan.served,
-            early=self._post is not None and passes_early(self._job, plan, members) and _can_pass_early(executor),
+            early=self._post is not None and may_pass_early and _can_pass_early(executor),
         )
 
     def expect(self, role: int, gradient: str, samples: int) -> Ready | None:

@@ -458,7 +458,8 @@ def test_a_size_that_is_none_is_refused(value: Any) -> None:
     [
         ({}, True),
         ({"nodes": 1}, False),
-        ({"buckets": 1.0, "nodes": 1}, True),
+        ({"buckets": 1.0, "nodes": 1}, False),
+        ({"nodes": 2}, False),
         ({"buckets": "off"}, False),
         ({"optimizer": {"name": "adam"}}, False),
         ({"optimizer": {"clip_norm": 1.0}}, False),
