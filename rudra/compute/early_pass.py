@@ -97,7 +97,7 @@ class Arrivals:
         return self._here.issuperset(self._places[first:stop])
 
     def wait(self, stretch: slice) -> None:
-        """Waits until a part arrives, unless the slice has arrived meanwhile.
+        """Waits until some part arrives. Returns at once if the slice is complete.
 
         Raises:
             NotInTime: None may ever arrive, or this rank is needed for other work.

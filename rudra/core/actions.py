@@ -438,7 +438,7 @@ class Save(Struct, frozen=True, gc=False):
     Attributes:
         weights: Buffer with the weights.
         position: Position in the training.
-        alone: Whether to leave out the state of other roles, because some of them have died.
+        alone: Whether to save only this role's state, because other roles have died.
     """
 
     weights: str

@@ -37,7 +37,7 @@ ABREAST = 3
 of the first layers does not wait for many others."""
 
 KEPT = 16
-"""Fraction of the parts, those of the last layers, that begin last if passes begin early. While they travel, the pass
+"""If passes begin early, one in so many parts begins last: those of the last layers. While they travel, the pass
 computes the layers before."""
 
 PAUSE_S = 1e-3

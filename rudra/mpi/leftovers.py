@@ -78,7 +78,7 @@ def _named(directory: Path, name: re.Pattern[str]) -> Iterator[Path]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """Returns the files in a directory and below, of which another process may remove any at the same time."""
+    """Returns the files in a directory and below. Another process may remove some of them at the same time."""
     return [Path(place) / name for place, _, names in os.walk(directory) for name in names]
 
 

@@ -29,10 +29,10 @@ class Overlap:
 
     def __init__(self, job: Job, plan: Plan, size: int, buffers: int = 0, placed: Placed | None = None) -> None:
         self._job, self._plan, trained = job, plan, size - buffers
+        self._auto = auto_of(job, plan, size, placed)
         if placed is not None and plan.stage is not None:
             size, buffers = round(size * placed.front), round(size * placed.buffers)
         self._size, self._parameters = size, size - buffers
-        self._auto = auto_size(network_of(job), size)
         self._pass = _backward_pass(job, trained, self._parameters)
         self.share = self._pass.share
 
