@@ -337,13 +337,16 @@ class Rank:
     # Actions of the roles here.
 
     def _do(self, role: int, action: Action) -> None:
-        match action:
+        match action:  # the frequent ones first
             case Send():
                 self._send(role, action)
             case Receive():
                 self._traffic.receive(role, action)
             case ExecutorAction():
                 self._perform(role, action)
+            case Record():
+                assert self._recorder is not None
+                self._recorder.record(action)
             case Reduce():
                 self._reductions.begin(role, action)
             case CancelReceive():
@@ -360,9 +363,6 @@ class Rank:
             case Sync():
                 assert self._recorder is not None
                 self._recorder.sync()
-            case Record():
-                assert self._recorder is not None
-                self._recorder.record(action)
             case StoreEpochWeights():
                 assert self._recorder is not None
                 self._recorder.keep(role, action)
