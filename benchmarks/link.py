@@ -20,7 +20,7 @@ from rudra.bench.ddp import connect, wrapped
 from rudra.bench.ranks import LEARNER, MOMENTUM, RATE, STATISTICS, lenet_job, step_s, train, write_images
 from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute import models, tasks
-from rudra.compute.optim import uncompiled
+from rudra.compute.optimizers import uncompiled
 from rudra.data.load import load
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest

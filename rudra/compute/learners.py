@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from rudra.compute.arrivals import Arrivals
 from rudra.compute.devices import finish
-from rudra.compute.early_pass import Arrivals, EarlyPass
+from rudra.compute.early_pass import EarlyPass
 from rudra.compute.evaluation import add_batch, evaluate, score_of
 from rudra.compute.executor import Executor, performs
 from rudra.compute.final_gradients import Ready
@@ -153,9 +154,9 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
         """
         self._drop_early()
         rate, last = reduction.rate, self._computed
-        possible = self.can_pass_early and self._rule.sliceable and self.source.can_begin_early
-        if possible and rate is not None and last is not None and last.work.stride:
-            about = self._rule, self.buffer(WEIGHTS), self.spare(), reduction.buffer, rate
+        sliced = self._rule.sliced if self.can_pass_early and self.source.can_begin_early else None
+        if sliced is not None and rate is not None and last is not None and last.work.stride:
+            about = sliced, self.buffer(WEIGHTS), self.spare(), reduction.buffer, rate
             self._early = EarlyPass(*about, arrivals, (last.step + 1, last.work.after(1)))
 
     def pass_early(self) -> None:

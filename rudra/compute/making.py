@@ -26,6 +26,7 @@ from rudra.compute.stages import (
     cut_model,
 )
 from rudra.compute.staging import Staging
+from rudra.compute.statedict import entries_of
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
@@ -185,7 +186,7 @@ def make_executors(
         if kind.tests and fronts is not None:
             executor.step_bytes = fronts[1].sent(job.training.minibatch_size) * job.learners
         if kind.tests:
-            executor.state_dict = flat.state_dict()
+            executor.state_dict = entries_of(flat.module, flat.layout)
         executor.hooks = hooks.get(role)
         made[role] = executor
     return made

@@ -90,8 +90,8 @@ class ElasticExecutor(LearnerExecutor):
             elif difference is not None and action.elasticity:
                 replica[part].add_(difference[part], alpha=action.elasticity)
 
-        if rule.sliceable:  # each slice passes through memory once
-            rule.step_in_slices(before, action.learning_rate, CHUNK, after)
+        if (sliced := rule.sliced) is not None:  # each slice passes through memory once
+            sliced.step(before, action.learning_rate, CHUNK, after)
         else:
             parts = list(slices(0, parameters, CHUNK))
             for part in parts:

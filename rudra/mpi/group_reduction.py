@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
-from rudra.compute.early_pass import Arrivals
+from rudra.compute.arrivals import Arrivals
 from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take

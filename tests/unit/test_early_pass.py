@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rudra
-from rudra.compute.early_pass import Arrivals
+from rudra.compute.arrivals import Arrivals
 from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
@@ -54,12 +54,14 @@ def test_a_step_apart_has_the_bits_of_a_step_in_any_order(table: str, groups: li
     for step in range(4):
         gradient, into = torch.randn(size, generator=torch.Generator().manual_seed(step)), torch.empty(size)
         before = {name: tensor.clone() for name, tensor in apart.state().items()}
-        slices = apart.begin_apart(into, 0.1 / (1 + step), most)
+        sliced = apart.sliced
+        assert sliced is not None
+        slices = sliced.begin_apart(into, 0.1 / (1 + step), most)
         for number in chance.sample(range(len(slices)), len(slices)):
-            apart.step_apart(number, gradient[slices[number]])
+            sliced.step_apart(number, gradient[slices[number]])
         assert torch.equal(weights[0], weights[1])
         assert all(torch.equal(tensor, before[name]) for name, tensor in apart.state().items())
-        apart.adopt()
+        sliced.adopt()
         apart.move(into)
         usual.step(gradient, 0.1 / (1 + step))
         weights[1] = into
@@ -240,7 +242,7 @@ def test_forward_passes_do_begin_early(model: str) -> None:
 def test_where_it_is_not_safe_none_begins_early(model: Any, tables: dict[str, Any]) -> None:
     made = executor({"model": {"name": model}} | tables)
     list(made.perform(Compute(0, made.source.work, WEIGHTS, GRADIENT)))
-    possible = made.can_pass_early and made.source.can_begin_early and made._rule.sliceable
+    possible = made.can_pass_early and made.source.can_begin_early and made._rule.sliced is not None
     assert not possible
 
 
@@ -262,7 +264,7 @@ def test_a_pass_begins_early_if_the_other_parts_need_longer_than_copies(
 ) -> None:
     """Two of eight parts of 24 MB have arrived in this time, so the others need three times as long."""
     now = [5.0]
-    monkeypatch.setattr("rudra.compute.early_pass.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rudra.compute.arrivals.time.monotonic", lambda: now[0])
     its = [slice(750_000 * i, 750_000 * (i + 1)) for i in range(8)]
     arrivals = Arrivals(its, (), torch.zeros(1).__getitem__, lambda: False, lambda: None)
     now[0] += seconds

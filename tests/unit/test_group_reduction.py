@@ -13,8 +13,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from simulated_mpi import Group, RankOfMpi, World, which_are_over
 
+from rudra.compute.arrivals import Arrivals
 from rudra.compute.averaging import average
-from rudra.compute.early_pass import Arrivals
 from rudra.compute.executor import Executor
 from rudra.compute.waiting import NotInTime
 from rudra.core.actions import Reduce

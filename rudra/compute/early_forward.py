@@ -1,0 +1,110 @@
+"""Forward passes that begin before their weights are complete."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from rudra.compute.autograd import Forward
+from rudra.compute.final_gradients import Ready
+from rudra.compute.flat import FlatModel, figures
+from rudra.compute.waiting import Needs, NotInTime, Waiting
+
+
+class ForwardPass(NamedTuple):
+    """A forward pass whose backward pass follows later.
+
+    Attributes:
+        seen: Input of each layer and the output, if the model needs no autograd. Otherwise the pass by autograd.
+        random_state: State of the random generator after the pass.
+    """
+
+    seen: list[torch.Tensor] | Forward
+    random_state: torch.Tensor
+
+
+class EarlyForward:
+    """Forward passes of a model at weights that arrive during the pass, and gradients of these passes.
+
+    Args:
+        model: Model that computes.
+    """
+
+    def __init__(self, model: FlatModel) -> None:
+        self._model = model
+        self._all_in_torch = not model.hooked and all(map(_of_torch, model.module.modules()))
+
+    @property
+    def possible(self) -> bool:
+        """Whether `forward` is possible now.
+
+        All layers must be torch's own or Rudra's, without hooks: a user's code might read weights in another way than
+        by torch's functions. There must be no buffers, sparse rows, compiled code, scaled loss or GPU. A pass that
+        checks whether the model changes its weights needs all of them at its beginning.
+        """
+        model = self._model
+        plain = self._all_in_torch and model.size == model.parameter_count and model.row_form is None
+        usual = not model.compiled and not model.scaled and model.device.type == "cpu"
+        return plain and usual and (model.chain is not None or not model.autograd.guard.sums_next)
+
+    def forward(self, inputs: Any, target: Any, weights: torch.Tensor, seed: int, needs: Needs) -> ForwardPass:
+        """Computes output and loss for a later `gradient`. The state of the random generator does not change.
+
+        Args:
+            inputs: As for `FlatModel.gradient`.
+            target: As for `FlatModel.gradient`.
+            weights: (size,) float32, which need not be complete.
+            seed: As for `FlatModel.gradient`.
+            needs: Called with each slice of the weights before the pass reads it.
+
+        Raises:
+            NotInTime: The pass must begin with complete weights. Exceptions of `needs` propagate.
+        """
+        model = self._model
+        model.bind(weights)
+        before = model.random_state
+        model.seed(seed)
+        try:
+            seen: list[torch.Tensor] | Forward
+            if model.chain is not None and model.chain.takes(inputs):
+                seen = model.chain.forward(inputs, model.views.of(weights), model.views.reporting(needs))
+            else:
+                if model.autograd.guard.sums_next:
+                    raise NotInTime
+                model.set_mode(training=True)
+                with Waiting(weights, needs):
+                    seen = model.autograd.forward(weights, inputs, target)
+            return ForwardPass(seen, model.random_state)
+        finally:
+            model.seed(before)
+
+    def gradient(
+        self,
+        passed: ForwardPass,
+        inputs: Any,
+        target: Any,
+        weights: torch.Tensor,
+        out: torch.Tensor,
+        ready: Ready | None = None,
+    ) -> tuple[float, float]:
+        """Computes what `FlatModel.gradient` computes, after `forward`, whose weights are complete now."""
+        model = self._model
+        model.bind(weights)
+        model.seed(passed.random_state)
+        views = model.views.of(out)
+        if isinstance(passed.seen, Forward):
+            output, loss = passed.seen.output, passed.seen.loss.detach()
+            model.autograd.release()
+            model.autograd.copy(model.autograd.backward(passed.seen, weights, views, ready), views)
+        else:
+            assert model.chain is not None
+            reported = None if ready is None else model.views.reporting(ready)
+            there = model.views.of(weights)
+            output, loss, _ = model.chain.gradient(inputs, target, there, views, reported, passed.seen)
+        return figures(loss, model.task.wrong(output, target))
+
+
+def _of_torch(layer: nn.Module) -> bool:
+    """Whether a layer's code is torch's or Rudra's, and in Python."""
+    of = type(layer).__module__
+    return of.startswith(("torch.nn.", "rudra.")) and not isinstance(layer, torch.jit.ScriptModule)
