@@ -7,16 +7,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from rudra.compute.vectors import Take
 from rudra.compute.waiting import NotInTime
+from rudra.core.buckets import COPIED_BYTES_S
 
 PATIENCE_S = 5.0
 """Time without any arrival after which an early pass is dropped, so that the rank handles its messages.
 
 A part of a large model may take almost as long behind a slow link. A death in the group ends a pass at once.
 """
-
-COPIED_BYTES_S = 1.5e9
-"""Assumed rate of the copies of weights and velocities. A pass begins early only if the parts that are under way need
-more time than copies of all weights. Behind 10 Gbit/s they need less, and early passes were slower than usual ones."""
 
 TICK_S = 0.05
 """Interval of checks whether a waiting pass must end."""

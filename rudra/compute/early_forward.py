@@ -28,24 +28,26 @@ class EarlyForward:
 
     Args:
         model: Model that computes.
+
+    Attributes:
+        possible: Whether `forward` is possible for this model. All layers must be torch's own or Rudra's, without
+            hooks: a user's code might read weights in another way than by torch's functions. There must be no buffers,
+            sparse rows, compiled code, scaled loss or GPU.
     """
 
     def __init__(self, model: FlatModel) -> None:
         self._model = model
-        self._all_in_torch = not model.hooked and all(map(_of_torch, model.module.modules()))
+        all_in_torch = not model.hooked and all(map(_of_torch, model.module.modules()))
+        plain = all_in_torch and model.size == model.parameter_count and model.row_form is None
+        self.possible = plain and not model.compiled and not model.scaled and model.device.type == "cpu"
 
     @property
-    def possible(self) -> bool:
-        """Whether `forward` is possible now.
+    def possible_now(self) -> bool:
+        """Whether the next pass may be one.
 
-        All layers must be torch's own or Rudra's, without hooks: a user's code might read weights in another way than
-        by torch's functions. There must be no buffers, sparse rows, compiled code, scaled loss or GPU. A pass that
-        checks whether the model changes its weights needs all of them at its beginning.
+        A pass that checks whether the model changes its weights needs all of them at its beginning.
         """
-        model = self._model
-        plain = self._all_in_torch and model.size == model.parameter_count and model.row_form is None
-        usual = not model.compiled and not model.scaled and model.device.type == "cpu"
-        return plain and usual and (model.chain is not None or not model.autograd.guard.sums_next)
+        return self.possible and (self._model.chain is not None or not self._model.autograd.guard.sums_next)
 
     def forward(self, inputs: Any, target: Any, weights: torch.Tensor, seed: int, needs: Needs) -> ForwardPass:
         """Computes output and loss for a later `gradient`. The state of the random generator does not change.

@@ -113,9 +113,14 @@ class GradientSource:
         return self._checked(work, batch, *self._gradient(batch, weights, out, self.seed(step), ready))
 
     @property
-    def can_begin_early(self) -> bool:
-        """Whether `forward_early` is possible now."""
+    def can_pass_early(self) -> bool:
+        """Whether forward passes may begin early."""
         return self._microbatches == 1 and self._early.possible
+
+    @property
+    def can_pass_early_now(self) -> bool:
+        """Whether the next forward pass may begin early."""
+        return self._microbatches == 1 and self._early.possible_now
 
     def forward_early(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, needs: Needs) -> ForwardPass:
         """Begins to compute the gradient of samples that the caller has drawn, while the weights arrive.

@@ -25,6 +25,23 @@ gradient in 2 to 60 buckets. Each further bucket took 0.06 to 0.13 ms."""
 FIXED_SHARE = 0.1
 """Largest part of the transfer time of a bucket that it takes however small it is, if the job does not say its size."""
 
+ABREAST = 3
+"""Number of buckets that travel at a time if forward passes begin early: enough to keep a link busy, and few enough
+that a bucket of the first layers does not wait for many others."""
+
+PAUSE_S = 1e-3
+"""Pause of the thread that sends buckets between two looks for news. In this time a network's buffers do not run full
+or empty."""
+
+LOOKS = 2
+"""Number of looks until a bucket has been averaged, if its transfer takes no time: one rank sees that a part of the
+gradient is there, adds, and sends the mean, and the other one sees that the mean is there. Two ranks that exchanged
+buckets of 0.02 to 2 MB looked 1.6 to 2 times for each, and 0.6 to 1 times if three travelled at a time."""
+
+COPIED_BYTES_S = 1.5e9
+"""Assumed rate of the copies of weights and velocities. A pass begins early only if the parts that are under way need
+more time than copies of all weights. Behind 10 Gbit/s they need less, and early passes were slower than usual ones."""
+
 AUTO_HELD_BYTES = 1_000_000_000
 """Largest memory of one server for gradients that come in buckets, if the job does not say the size of a bucket."""
 
@@ -41,7 +58,7 @@ class NetworkSpeed(NamedTuple):
     bytes_per_s: float
 
 
-def auto_size(network: NetworkSpeed, size: int) -> int:
+def auto_size(network: NetworkSpeed, size: int, *, early: bool = False) -> int:
     """Returns the number of elements of a bucket that suits a network. 0: the gradient is too small for buckets.
 
     A backward pass hides the transfers of all buckets except the last one. Each bucket also takes a fixed time: the
@@ -52,12 +69,29 @@ def auto_size(network: NetworkSpeed, size: int) -> int:
     A bucket is not smaller than this. It is larger if its fixed time would exceed `FIXED_SHARE` of its transfer time,
     or if there would be more than `MOST` buckets. A gradient that has fewer than `LEAST` buckets of this size has none.
 
+    Where forward passes begin early, and transfers take longer than computation, buckets are larger for two reasons:
+
+    - The transfers go on during the forward pass. The network rests only after the last bucket has arrived: until its
+      layers have computed, forwards and backwards, and their gradient is final. This takes less than the transfer of a
+      bucket, because computation takes less than transfers. It is assumed to take half of it.
+    - Only `ABREAST` buckets travel at a time, and begin and end together, because they share the network. After each
+      such turn the network rests for `LOOKS` looks. This is part of the fixed time of a bucket. Without early passes
+      all buckets that are final travel, and hide this.
+
+    So the transfer of a bucket takes the geometric mean of twice this fixed time, and the transfer time of the whole
+    gradient, but there are `LEAST` buckets. The network must be so slow that passes do begin early: copies of all
+    weights must take less time than the transfer of half of them.
+
     Args:
         network: NetworkSpeed between the nodes.
         size: Number of elements of a gradient.
+        early: Whether forward passes may begin before the last buckets have arrived.
     """
     fixed = (network.latency_s + OVERHEAD_S) * network.bytes_per_s  # bytes that the network transfers in this time
     wanted = max(math.sqrt(fixed * 4 * size), fixed / FIXED_SHARE, 4 * size / (MOST - 2))
+    if early and 2 * network.bytes_per_s < COPIED_BYTES_S:
+        rests = LOOKS * PAUSE_S / ABREAST * network.bytes_per_s
+        wanted = max(wanted, min(math.sqrt(2 * (fixed + rests) * 4 * size), 4 * size / LEAST))
     found = _aligned(wanted) if wanted < 4 * size else size
     return found if found * (LEAST - 1) < size else 0
 

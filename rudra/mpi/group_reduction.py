@@ -23,7 +23,7 @@ from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.actions import Reduce
-from rudra.core.buckets import FinalParts
+from rudra.core.buckets import ABREAST, PAUSE_S, FinalParts
 from rudra.core.events import Reduced
 from rudra.core.records import Gradient
 from rudra.mpi.arena import Arena
@@ -32,16 +32,9 @@ from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.reduction import PartReduction
 from topologies import Plan
 
-ABREAST = 3
-"""Number of parts that travel at a time if passes begin early: enough to keep a link busy, and few enough that a part
-of the first layers does not wait for many others."""
-
 KEPT = 16
 """If passes begin early, one in so many parts begins last: those of the last layers. While they travel, the pass
 computes the layers before."""
-
-PAUSE_S = 1e-3
-"""Pause between two polls while a gradient is computed. In this time a network's buffers do not run full or empty."""
 
 
 class GroupReduction:

@@ -17,9 +17,10 @@ from rudra.compute.averaging import CHUNK
 from rudra.compute.executor import Executor
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
+from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
-from rudra.core.buckets import NetworkSpeed, auto_size, held, pairs_of_nodes
+from rudra.core.buckets import NetworkSpeed, auto_size, held, pairs_of_nodes, passes_early
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
@@ -217,12 +218,15 @@ class RankSetup:
         """Adopts the size of buckets that rank 0 chooses for the slowest network."""
         if not self._pairs:
             return
-        learning = (executor for role, executor in self.executors.items() if self.plan.traits(role).trains)
-        mine = self._network, max((executor.size for executor in learning), default=0)
+        learning = [executor for role, executor in self.executors.items() if self.plan.traits(role).trains]
+        early = any(passes_early(self.job, self.plan, members) for members in self.plan.groups)
+        early &= all(isinstance(each, ReplicaExecutor) and each.can_pass_early for each in learning)
+        mine = self._network, max((executor.size for executor in learning), default=0), early
         found, chosen = self._ranks.comm.gather(mine), None
         if found is not None:
-            network = worst([its for its, _ in found if its is not None])
-            chosen = network, auto_size(network, max(size for _, size in found))
+            network = worst([its for its, _, _ in found if its is not None])
+            size, early = max(size for _, size, _ in found), all(early for *_, early in found)
+            chosen = network, auto_size(network, size, early=early)
         self._network, self.auto = self._ranks.comm.bcast(chosen)
 
     def _restore(self) -> None:

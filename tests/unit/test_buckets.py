@@ -107,6 +107,28 @@ def test_the_size_that_suits_a_network(
     assert (math.ceil(size / found) if found else 0) == count
 
 
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "megabytes", "bucket_mb", "count"),
+    [
+        # 0.2 ms of its own, and a third of 2 looks: 0.104 MB cross the link in this time. 2.12² = 2 · 21.6 · 0.104
+        (1e-4, GBIT, 21.6, 2.12, 11),
+        (2e-4, GBIT, 21.6, 2.24, 10),
+        (1e-4, GBIT, 216, 6.70, 33),
+        (1e-4, GBIT, 1.2, 0.4, 3),  # not fewer than LEAST
+        (1e-4, GBIT, 0.4, 0, 0),
+        # Copies take longer than the transfer of half a gradient: no pass begins early, and the size is the usual one.
+        (1e-4, 10 * GBIT, 21.6, 2.4, 9),
+    ],
+)
+def test_buckets_are_larger_where_passes_begin_early(
+    latency_s: float, bytes_per_s: float, megabytes: float, bucket_mb: float, count: int
+) -> None:
+    size = round(megabytes * 1e6 / 4)
+    found = auto_size(NetworkSpeed(latency_s, bytes_per_s), size, early=True)
+    assert 4e-6 * found == pytest.approx(bucket_mb, rel=0.01)
+    assert (math.ceil(size / found) if found else 0) == count
+
+
 NETWORKS = st.builds(NetworkSpeed, st.floats(0, 1), st.floats(1e3, 1e12))
 SIZES = st.integers(1, 10**9)
 
@@ -117,7 +139,11 @@ def test_a_bucket_grows_with_latency_and_bandwidth_and_with_the_gradient_until_t
     network: NetworkSpeed, size: int, factor: float
 ) -> None:
     found = auto_size(network, size)
+    larger = auto_size(network, size, early=True)
+    assert larger >= found
+    assert not larger or LEAST <= len(parts(size, size, larger)) < MOST
     if found:
+        assert larger
         assert LEAST <= len(parts(size, size, found)) < MOST
         assert auto_size(network, round(size * factor)) >= found
         assert auto_size(network, max(1, round(size / factor))) <= found

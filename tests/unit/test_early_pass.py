@@ -242,7 +242,7 @@ def test_forward_passes_do_begin_early(model: str) -> None:
 def test_where_it_is_not_safe_none_begins_early(model: Any, tables: dict[str, Any]) -> None:
     made = executor({"model": {"name": model}} | tables)
     list(made.perform(Compute(0, made.source.work, WEIGHTS, GRADIENT)))
-    possible = made.can_pass_early and made.source.can_begin_early and made._rule.sliced is not None
+    possible = made.can_pass_early and made.source.can_pass_early_now and made._rule.sliced is not None
     assert not possible
 
 
