@@ -31,15 +31,16 @@ class EarlyForward:
 
     Attributes:
         possible: Whether `forward` is possible for this model. All layers must be torch's own or Rudra's, without
-            hooks: a user's code might read weights in another way than by torch's functions. There must be no buffers,
-            sparse rows, compiled code, scaled loss or GPU.
+            hooks: a user's code might read weights in another way than by torch's functions. There must be no sparse
+            rows, compiled code, scaled loss or GPU.
     """
 
     def __init__(self, model: FlatModel) -> None:
         self._model = model
         all_in_torch = not model.hooked and all(map(_of_torch, model.module.modules()))
-        plain = all_in_torch and model.size == model.parameter_count and model.row_form is None
-        self.possible = plain and not model.compiled and not model.scaled and model.device.type == "cpu"
+        usual = not model.compiled and not model.scaled and model.device.type == "cpu" and model.row_form is None
+        self.possible = all_in_torch and usual
+        self._behind = torch.empty(model.size - model.parameter_count)
 
     @property
     def possible_now(self) -> bool:
@@ -50,7 +51,10 @@ class EarlyForward:
         return self.possible and (self._model.chain is not None or not self._model.autograd.guard.sums_next)
 
     def forward(self, inputs: Any, target: Any, weights: torch.Tensor, seed: int, needs: Needs) -> ForwardPass:
-        """Computes output and loss for a later `gradient`. The state of the random generator does not change.
+        """Computes output and loss for a later `gradient`.
+
+        If there is none, nothing has changed: the random generator keeps its state, and the model's buffers after the
+        pass are in memory of their own. The pass waits for all buffers before it begins.
 
         Args:
             inputs: As for `FlatModel.gradient`.
@@ -74,7 +78,10 @@ class EarlyForward:
                 if model.autograd.guard.sums_next:
                     raise NotInTime
                 model.set_mode(training=True)
-                with Waiting(weights, needs):
+                if len(self._behind):
+                    needs(slice(model.parameter_count, model.size))
+                    self._behind.copy_(weights[model.parameter_count :])
+                with Waiting(weights, needs), model.changing_buffers(self._behind):
                     seen = model.autograd.forward(weights, inputs, target)
             return ForwardPass(seen, model.random_state)
         finally:
@@ -96,8 +103,12 @@ class EarlyForward:
         views = model.views.of(out)
         if isinstance(passed.seen, Forward):
             output, loss = passed.seen.output, passed.seen.loss.detach()
+            model.set_mode(training=True)  # layers whose outputs were not kept are computed again
             model.autograd.release()
-            model.autograd.copy(model.autograd.backward(passed.seen, weights, views, ready), views)
+            with model.changing_buffers(self._behind):
+                gradients = model.autograd.backward(passed.seen, weights, views, ready)
+            model.autograd.copy(gradients, views)
+            out[model.parameter_count :] = self._behind
         else:
             assert model.chain is not None
             reported = None if ready is None else model.views.reporting(ready)

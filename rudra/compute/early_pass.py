@@ -8,7 +8,7 @@ prediction, the early work is dropped, and the action is performed as usual.
 from bisect import bisect_left, bisect_right
 
 from rudra.compute.arrivals import Arrivals
-from rudra.compute.averaging import CACHE_LINE
+from rudra.compute.averaging import CACHE_LINE, slices
 from rudra.compute.early_forward import ForwardPass
 from rudra.compute.sliced_steps import SlicedSteps
 from rudra.compute.vectors import Buffer
@@ -28,6 +28,7 @@ class EarlyPass:
         step: steps of the weights' rule.
         before: buffer of the weights. Only `adopt` changes which buffer they are in.
         into: unnamed buffer for the new weights.
+        counters: number of counters among the weights. They are the last elements, and whole numbers.
         gradient: name of the buffer with the averaged gradient.
         rate: predicted learning rate of the update.
         arrivals: parts of the gradient that have arrived.
@@ -47,6 +48,7 @@ class EarlyPass:
         step: SlicedSteps,
         before: Buffer,
         into: Buffer,
+        counters: int,
         gradient: str,
         rate: float,
         arrivals: Arrivals,
@@ -56,6 +58,9 @@ class EarlyPass:
         self.weights, self._gradient, self._rate = into, gradient, rate
         self.arrivals, self.minibatch = arrivals, minibatch
         self._slices = step.begin_apart(into.vector, rate, STEPPED)
+        self._stepped, size = len(self._slices), len(into.vector)
+        self._slices += slices(self._slices[-1].stop, size, STEPPED)
+        self._counters = slice(size - counters, size)
         self._stops = [part.stop for part in self._slices]
         self._left = {*range(len(self._slices))}
         self.batch: Batch | None = None
@@ -84,7 +89,12 @@ class EarlyPass:
     def _step(self, number: int) -> None:
         part = self._slices[number]
         over = part.start % CACHE_LINE
-        self._apart.step_apart(number, self.arrivals.take(slice(part.start - over, part.stop))[over:])
+        gradient = self.arrivals.take(slice(part.start - over, part.stop))[over:]
+        if number < self._stepped:
+            self._apart.step_apart(number, gradient)
+        else:  # the model's buffers, which are averaged
+            self.weights.vector[part] = gradient
+            self.weights.vector[self._counters].round_()
         self._left.remove(number)
 
     def fits_update(self, action: Update, weights: Buffer) -> bool:

@@ -6,6 +6,8 @@ number without dimensions. Counters in weights are whole numbers. Means of gradi
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -120,6 +122,7 @@ class FlatModel:
         self._weights = torch.empty(0)  # the bound vector
         self._training: bool | None = None
         self.views = FlatViews(self.layout, _KEPT * roles)
+        self._views_behind = FlatViews(self.layout[len(self._parameters) :], _KEPT * roles)
         writing = direct_layers(module, self._parameters) if direct else {}
         self.autograd = Autograd(module, self.task, self._parameters, self.layout, self.views, writing, precision)
 
@@ -142,6 +145,25 @@ class FlatModel:
             for view, tensor in zip(self.views.of(out), tensors, strict=True):
                 view.copy_(tensor)
 
+    @contextmanager
+    def changing_buffers(self, behind: torch.Tensor) -> Iterator[None]:
+        """Lets a pass change the buffers in a vector. If it fails, its other changes are discarded.
+
+        Args:
+            behind: (size - parameter_count,) float32, the values of the buffers before and after the pass.
+        """
+        if not self._buffers:
+            yield
+            return
+        views = self._views_behind.of(behind)
+        self._buffers.place(behind, views)
+        try:
+            yield
+        except BaseException:
+            self._buffers.collect()
+            raise
+        self._buffers.collect(behind, views)
+
     def forward(self, inputs: Any, seed: int, behind: torch.Tensor) -> Any:
         """Computes the module's output at the bound weights in training mode, for a later `backward`.
 
@@ -151,17 +173,10 @@ class FlatModel:
             behind: (size - parameter_count,) float32, receives the buffers after this mini-batch.
         """
         self.set_mode(training=True)
-        views: list[torch.Tensor] = []
-        if self._buffers:
-            behind.copy_(self._weights[self.parameter_count :])
-            entries = self.layout[len(self._parameters) :]
-            parts = torch.split(behind, [entry.size for entry in entries])
-            views = [part.view(entry.shape) for part, entry in zip(parts, entries, strict=True)]
-            self._buffers.place(behind, views)
+        behind.copy_(self._weights[self.parameter_count :])
         self.seed(seed)
-        output = called(self.module, moved(inputs, self.device))
-        self._buffers.collect(behind, views)
-        return output
+        with self.changing_buffers(behind):
+            return called(self.module, moved(inputs, self.device))
 
     def backward(
         self, output: torch.Tensor, gradient: torch.Tensor, out: torch.Tensor, ready: Ready | None = None
@@ -293,31 +308,28 @@ class FlatModel:
         rows = into if isinstance(into, RowGradient) else None
         out = into.rest if isinstance(into, RowGradient) else into
         views = self.views.of(out, None if rows is None else self._rows)
-        buffers = views[len(self._parameters) :]
-        if self._buffers:
-            out[len(out) - self.size + self.parameter_count :] = self._weights[self.parameter_count :]
-            self._buffers.place(out, buffers)
+        behind = out[len(out) - self.size + self.parameter_count :]
+        behind.copy_(self._weights[self.parameter_count :])
         self.seed(seed)
         compiled = self._step if reduction == "mean" else None
         if compiled is not None and compiled.whole:
-            loss, output = compiled(inputs, target, views, self.device)
-            self._buffers.collect(out, buffers)
+            with self.changing_buffers(behind):
+                loss, output = compiled(inputs, target, views, self.device)
             return loss, self.task.wrong(output, target)
         if isinstance(inputs, torch.Tensor) and inputs.is_leaf:
             inputs.grad = None
-        passed = self.autograd.forward(
-            self._weights, inputs, target, reduction, None if compiled is None else compiled.loss
-        )
-        loss = passed.loss
-        mean = loss if reduction == "mean" else loss.mean()
-        reported = ready if compiled is None and rows is None and scale == 1 else None
-        mean = mean if scale == 1 else mean * scale
-        gradients = self.autograd.backward(passed._replace(loss=mean), self._weights, views, reported)
+        function = None if compiled is None else compiled.loss
+        with self.changing_buffers(behind):
+            passed = self.autograd.forward(self._weights, inputs, target, reduction, function)
+            loss = passed.loss
+            mean = loss if reduction == "mean" else loss.mean()
+            reported = ready if compiled is None and rows is None and scale == 1 else None
+            mean = mean if scale == 1 else mean * scale
+            gradients = self.autograd.backward(passed._replace(loss=mean), self._weights, views, reported)
         if rows is not None:
             assert self._rows is not None
             rows.put_gradient(gradients[self._rows])
         self.autograd.copy(gradients, views)
-        self._buffers.collect(out, buffers)
         if scale != 1:
             scaled_gradient = out[: self.parameter_count]
             if not scaled_gradient.isfinite().all():
@@ -333,7 +345,8 @@ class FlatModel:
         """
         self.set_mode(training=False)
         if self._buffers:
-            self._buffers.place(self._weights, self.views.of(self._weights)[len(self._parameters) :])
+            behind = self._weights[self.parameter_count :]
+            self._buffers.place(behind, self._views_behind.of(behind))
         with torch.no_grad():
             there = moved(target, self.device)
             output, loss = self.autograd.loss(self.module, inputs, there)

@@ -139,9 +139,9 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
     def can_pass_early(self) -> bool:
         """Whether forward passes may begin early, if the optimiser allows it at that time.
 
-        The role must compute on its buffers in main memory, with whole vectors of parameters and without hooks.
+        The role must compute on its buffers in main memory, with whole vectors and without hooks.
         """
-        whole = self._stage is None and self._owned_part is None and self.size == self.parameters
+        whole = self._stage is None and self._owned_part is None
         plain = self.row_format is None and self.hooks is None and self.device.type == "cpu" and not self.direct
         return whole and plain and type(self) is ReplicaExecutor and self.source.can_pass_early
 
@@ -156,7 +156,7 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
         rate, last = reduction.rate, self._computed
         sliced = self._rule.sliced if self.can_pass_early and self.source.can_pass_early_now else None
         if sliced is not None and rate is not None and last is not None and last.work.stride:
-            about = sliced, self.buffer(WEIGHTS), self.spare(), reduction.buffer, rate
+            about = sliced, self.buffer(WEIGHTS), self.spare(), self._counters, reduction.buffer, rate
             self._early = EarlyPass(*about, arrivals, (last.step + 1, last.work.after(1)))
 
     def pass_early(self) -> None:

@@ -187,7 +187,8 @@ class GroupReduction:
             return
         while self._final[role]:
             self._held.add(self._final[role].popleft())
-        for number in sorted(self._held, key=lambda number: self._parts[number].part.start):
+        last = len(self._parts) - 1  # the first layers or the model's buffers, which a pass needs first
+        for number in sorted(self._held, key=lambda number: (number != last, self._parts[number].part.start)):
             part = self._parts[number]
             kept = number in self._kept and not self._waiting[role] <= self._kept
             if (len(self._active) < ABREAST and not kept) or part.begun_elsewhere:

@@ -23,7 +23,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
     for topology, learners in TOPOLOGIES.items():
         for buckets in ("auto", "off", 0.001):
             job = rudra.Job(
-                model={"name": user_code.forgetful},
+                model={"name": user_code.dropping},
                 data={"name": user_code.prompt},
                 training={"epochs": 2, "minibatch_size": 4, "seed": 7},
                 protocol={"name": "hardsync"},
