@@ -65,7 +65,7 @@ class UpdateRule:
         self._caffe = table.momentum_form == "caffe" and table.momentum > 0
         scales = self._caffe or table.clip_norm is not None
         self._scaled = torch.zeros_like(weights if scales else weights[:0])  # borrowed gradients are read-only
-        self._sgd = table.name == "sgd"
+        self._sgd, self._torchs = table.name == "sgd", table.name in OPTIMIZERS
         self._places: dict[torch.nn.Parameter, slice] = {}
         self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> whole parameter, and slices
         self._factors: list[float] = []  # of each optimiser group
@@ -165,8 +165,13 @@ class UpdateRule:
 
     @property
     def sliced(self) -> SlicedSteps | None:
-        """Steps in slices, if they are possible now: with SGD, if its momentum is allocated and no norm comes first."""
-        return self._sliced if self._sgd and self._clip_norm is None and self._sliced.ready else None
+        """Steps in slices, if they are possible now: the state is allocated, and no norm comes first.
+
+        A user's own optimiser steps whole vectors. Optimisers with a count of steps allocate their state at their first
+        step.
+        """
+        possible = self._torchs and self._clip_norm is None and self._sliced.ready
+        return self._sliced if possible else None
 
     def norms(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the norm of each parameter's gradient, (parameters,) float32."""

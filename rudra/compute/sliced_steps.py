@@ -1,7 +1,15 @@
-"""Steps of SGD on slices of the weights: while the gradient is computed, and with results in other memory."""
+"""Steps on slices of the weights: while the gradient is computed, and with results in other memory.
+
+The optimisers step each element separately. So a copy of the optimiser that has only the pieces of parameters in a
+slice, and views of their state, steps the slice. The count of steps is one number for a whole parameter. Each slice
+increases a copy of it.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,9 +19,8 @@ from rudra.compute.runs import CACHE_LINE
 if TYPE_CHECKING:
     import torch
 
+    State = dict[str, torch.Tensor]
     Settings = tuple[list[float], list[dict[str, Any]]]  # rate and options of each optimiser group
-
-_OPTIONS = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
 
 
 class Piece(NamedTuple):
@@ -42,15 +49,15 @@ class Slice(NamedTuple):
     groups: list[tuple[int, list[Piece]]]
 
 
-Views = Callable[["Piece"], "tuple[torch.Tensor, torch.Tensor | None]"]
-"""Returns the weights and the momentum of a piece, if there is a momentum."""
+Views = Callable[["Piece"], "tuple[torch.Tensor, State]"]
+"""Returns the weights of a piece, and the state of its parameter, from which the step begins."""
 
 
 class SlicedSteps:
     """Steps of an optimiser on slices of the weights, bitwise identical to its steps on whole vectors.
 
     Args:
-        optimizer: SGD over parts of one vector.
+        optimizer: One of torch's optimisers, over parts of one vector.
         places: Slice of the vector for each parameter of the optimiser.
         set_rates: Sets and returns the rate of each optimiser group for a learning rate.
         scaled: (P,) float32, room for gradients that are scaled by these rates first. None: they are not scaled.
@@ -64,17 +71,22 @@ class SlicedSteps:
         scaled: torch.Tensor | None,
     ) -> None:
         self._optimizer, self._places = optimizer, places
+        self._of_slice = copy.copy(optimizer)
+        self._of_slice.state, self._of_slice.param_groups = defaultdict(dict), []
+        self._step = inspect.unwrap(type(optimizer).step)  # without torch's profiler, which takes longer than a slice
         self._set_rates, self._scaled = set_rates, scaled
         self._slices: dict[int, list[Slice]] = {}  # by their largest size
-        self._momenta_apart: dict[torch.Tensor, torch.Tensor] = {}
+        self._state_apart: dict[torch.Tensor, State] = {}
         self._apart: tuple[torch.Tensor, Settings, list[Slice]] | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether the optimiser's momentum is allocated, if it has one."""
-        state = self._optimizer.state
-        moving = (group["params"] for group in self._optimizer.param_groups if group["momentum"])
-        return all(state[parameter].get("momentum_buffer") is not None for each in moving for parameter in each)
+        """Whether the optimiser's state is allocated, if it has one."""
+        import torch
+
+        plain = isinstance(self._optimizer, torch.optim.SGD)  # it has no state without momentum
+        moving = (group["params"] for group in self._optimizer.param_groups if not plain or group["momentum"])
+        return all(self._state_of(parameter) for parameters in moving for parameter in parameters)
 
     def step(
         self,
@@ -93,15 +105,25 @@ class SlicedSteps:
             after: Called with each slice after its step, while the slice is in the cache.
         """
         settings = self._settings(learning_rate)
+        counts: dict[torch.Tensor, State] = {}
+
+        def views(piece: Piece) -> tuple[torch.Tensor, State]:
+            state = self._state_of(piece.parameter)
+            counts[piece.parameter] = {key: value.clone() for key, value in state.items() if value.dim() == 0}
+            return piece.parameter.data[piece.inside], _at(piece, state) | counts[piece.parameter]
+
         for cut in self._slices_of(most):
-            self._step_slice(cut, gradient(cut.whole), self._in_place, settings)
+            self._step_slice(cut, gradient(cut.whole), views, settings)
             if after is not None:
                 after(cut.whole)
+        for parameter, state in counts.items():
+            for key, value in state.items():
+                self._optimizer.state[parameter][key].copy_(value)
 
     def begin_apart(self, weights: torch.Tensor, learning_rate: float, most: int) -> list[slice]:
         """Begins a step whose results go to other memory. Until `adopt`, the weights and the state do not change.
 
-        It needs memory for another momentum.
+        It needs memory for another state.
 
         Args:
             weights: (P,) float32, receives the new weights.
@@ -113,10 +135,10 @@ class SlicedSteps:
         """
         import torch
 
-        for parameter, state in self._optimizer.state.items():
-            momentum = state.get("momentum_buffer")
-            if momentum is not None and parameter not in self._momenta_apart:
-                self._momenta_apart[parameter] = torch.zeros_like(momentum)
+        for parameter in self._places:
+            if parameter not in self._state_apart:
+                state = self._state_of(parameter)
+                self._state_apart[parameter] = {key: torch.zeros_like(value) for key, value in state.items()}
         cuts = self._slices_of(most)
         self._apart = weights, self._settings(learning_rate), cuts
         return [cut.whole for cut in cuts]
@@ -126,29 +148,31 @@ class SlicedSteps:
         assert self._apart is not None
         weights, settings, cuts = self._apart
 
-        def views(piece: Piece) -> tuple[torch.Tensor, torch.Tensor | None]:
+        def views(piece: Piece) -> tuple[torch.Tensor, State]:
             into = weights[piece.part].copy_(piece.parameter.data[piece.inside])
-            if piece.parameter not in self._momenta_apart:
-                return into, None
-            before = self._optimizer.state[piece.parameter]["momentum_buffer"]
-            return into, self._momenta_apart[piece.parameter][piece.inside].copy_(before[piece.inside])
+            state = _at(piece, self._state_apart[piece.parameter])
+            for key, before in _at(piece, self._state_of(piece.parameter)).items():
+                state[key].copy_(before)
+            return into, state
 
         self._step_slice(cuts[number], gradient, views, settings)
 
     def adopt(self) -> None:
-        """Continues with the momentum of the step that `begin_apart` began. Then the rule moves to the new weights."""
-        for parameter, momentum in self._momenta_apart.items():
-            state = self._optimizer.state[parameter]
-            self._momenta_apart[parameter], state["momentum_buffer"] = state["momentum_buffer"], momentum
+        """Continues with the state of the step that `begin_apart` began. Then the rule moves to the new weights."""
+        for parameter, state in self._state_apart.items():
+            own = self._optimizer.state[parameter]
+            for key, value in state.items():
+                state[key], own[key] = own[key], value
 
-    def _in_place(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor | None]:
-        momentum = self._optimizer.state[piece.parameter].get("momentum_buffer")
-        return piece.parameter.data[piece.inside], None if momentum is None else momentum[piece.inside]
+    def _state_of(self, parameter: torch.Tensor) -> State:
+        """Returns the tensors in the state of a parameter."""
+        state = self._optimizer.state.get(parameter, {})
+        return {key: value for key, value in state.items() if value is not None}
 
     def _settings(self, learning_rate: float) -> Settings:
         """Returns the rate and the options of each optimiser group."""
         rates = self._set_rates(learning_rate)
-        return rates, [{key: group[key] for key in _OPTIONS} for group in self._optimizer.param_groups]
+        return rates, [{**group} for group in self._optimizer.param_groups]
 
     def _step_slice(self, cut: Slice, given: torch.Tensor, views: Views, settings: Settings) -> None:
         """Steps a slice of some weights.
@@ -156,25 +180,27 @@ class SlicedSteps:
         Args:
             cut: The slice.
             given: Gradient of the slice.
-            views: Returns the weights and the momentum to step.
+            views: Returns the weights and the state to step.
             settings: Rates and options of the step.
         """
         import torch
-        from torch.optim.sgd import sgd
 
         rates, options = settings
+        self._of_slice.state.clear()
+        self._of_slice.param_groups.clear()
         for number, pieces in cut.groups:
-            weights, gradients, momenta = [], [], []
+            parameters = []
             for piece in pieces:
-                its_weights, momentum = views(piece)
                 here = slice(piece.part.start - cut.whole.start, piece.part.stop - cut.whole.start)
-                gradient = given[here]
+                weights, state = views(piece)
+                weights.grad = given[here]
                 if self._scaled is not None:
-                    gradient = torch.mul(gradient, rates[number], out=self._scaled[here])
-                weights.append(its_weights)
-                gradients.append(gradient)
-                momenta.append(momentum)
-            sgd(weights, gradients, momenta, foreach=False, **options[number])
+                    weights.grad = torch.mul(weights.grad, rates[number], out=self._scaled[here])
+                self._of_slice.state[weights] = state
+                parameters.append(weights)
+            self._of_slice.param_groups.append({**options[number], "params": parameters})
+        with torch.no_grad():
+            self._step(self._of_slice)
 
     def _slices_of(self, most: int) -> list[Slice]:
         if most not in self._slices:
@@ -201,3 +227,8 @@ class SlicedSteps:
                 if pieces:
                     groups.append((number, pieces))
             yield Slice(whole, groups)
+
+
+def _at(piece: Piece, state: State) -> State:
+    """Returns views of the state of a piece. Counts are whole."""
+    return {key: value if value.dim() == 0 else value[piece.inside] for key, value in state.items()}

@@ -7,6 +7,7 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from rudra.job.job import Job
+from rudra.job.tables import OPTIMIZERS
 from topologies import Plan
 
 ALIGNED = 16
@@ -132,14 +133,14 @@ def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     """Returns whether members of a compute group may begin a forward pass before all buckets of the average are there.
 
     Each member must update its own weights, so there is no server, and be alone on its node: learners that share a node
-    were up to 7 % slower with it. The update must be possible in any order of the elements: SGD without clipping. The
-    gradient must become final part by part, in main memory, as whole vectors. With `reduction = "mpi"` all ranks must
-    average the buckets in the same order, the last layers first. The executor decides the rest: the model must be
-    torch's own layers without hooks.
+    were up to 7 % slower with it. The update must be possible in any order of the elements: by an optimiser that jobs
+    name without a module, and without clipping. The gradient must become final part by part, in main memory, as whole
+    vectors. With `reduction = "mpi"` all ranks must average the buckets in the same order, the last layers first. The
+    executor decides the rest: the model must be torch's own layers without hooks.
     """
     cluster = job.cluster
     in_parts = not at_once_because(job) and not job.data.sparse and not cluster.gpu_aware_mpi and plan.stage is None
-    rule = job.optimizer.name == "sgd" and job.optimizer.clip_norm is None
+    rule = job.optimizer.name in OPTIMIZERS and job.optimizer.clip_norm is None
     alone = len({plan.roles[i].node for i in members}) == len(members)
     owns = cluster.buckets != "off" and not plan.served and plan.reduction != "mpi" and in_buckets(job, plan, members)
     return owns and alone and rule and in_parts

@@ -19,13 +19,14 @@ TWO, FOUR, PAIRS = [0, 0, 1], [0, 0, 1, 2, 3], [0, 0, 0, 1, 1]  # node of the st
 MLP = {"name": "mlp", "options": {"hidden": [64, 48]}}
 LSTM = {"name": "lstm", "options": {"hidden": 24, "layers": 2}}
 FALLING = {"schedule": "cosine", "warm_up": 0.5, "momentum_form": "caffe", "weight_decay": 0.01}
+ADAM = {"name": "adam", "momentum": 0.0, "learning_rate": 1e-3}
 CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "mlp": (TWO, {"model": MLP}),
     "mlp, a rate that changes with every update, velocity of Caffe": (TWO, {"model": MLP, "optimizer": FALLING}),
     "mlp, sums of nodes": (PAIRS, {"model": MLP, "topology": {"options": {"reduction": "nodes"}}}),
     "mlp, four learners": (FOUR, {"model": MLP}),
     "dropout and buffers": (TWO, {"model": {"name": user_code.dropping}}),
-    "convolution": (TWO, {"model": {"name": user_code.convolving}}),
+    "convolution, Adam": (TWO, {"model": {"name": user_code.convolving}, "optimizer": ADAM}),
     "LSTM": (TWO, {"model": LSTM, "task": {"name": "language"}}),
 }
 
