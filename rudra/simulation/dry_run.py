@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
-from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
+from rudra.compute.learners import LearnerExecutor, ReplicaExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.stages import FirstStageExecutor
@@ -31,7 +31,7 @@ from rudra.core.actions import (
     RunLastStage,
     Update,
 )
-from rudra.core.buckets import held, spread
+from rudra.core.buckets import held, passes_early, spread
 from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, WEIGHTS
 from rudra.core.events import Computed, Event
 from rudra.core.wire import behind_bytes, tail_bytes
@@ -89,6 +89,7 @@ class Rehearsal:
         metrics: Names of the metrics that each evaluation measures, in addition to loss and error.
         memory: Kind of role -> approximate bytes that its rank will take, with Python and torch.
         apart_bytes: Bytes that a server takes in addition if all learners are on other nodes, for gradients in buckets.
+            Without a server, bytes that a learner takes in addition, for forward passes that begin early.
         data_bytes: Bytes of the data, stored once on every node.
         crossed: Bytes per mini-batch of a learner that has only the first layers.
         unrepeatable: Reason why the samples cannot be drawn again, or empty if they can.
@@ -261,8 +262,12 @@ def _held_bytes(job: Job, plan: Plan, node: Sequence[int], role: int, executor: 
 
 
 def _apart_bytes(job: Job, plan: Plan, owners: Mapping[int, Executor]) -> int:
-    """Returns the bytes of gradients in buckets that come to a server if its learners are on other nodes only."""
+    """Returns the bytes of buckets that a server or a learner holds if all learners are on other nodes only."""
     here, (apart, nodes) = plan.nodes(near=True), spread(job)
+    if any(passes_early(job, apart, members) for members in apart.groups):
+        learner = next(iter(owners.values()))
+        if isinstance(learner, ReplicaExecutor) and learner.can_pass_early:
+            return 4 * learner.size + learner.state_bytes()  # other weights, and another state
     more = [
         _held_bytes(job, apart, nodes, there, executor) - _held_bytes(job, plan, here, owner, executor)
         for (owner, executor), there in zip(owners.items(), apart.owners, strict=True)
