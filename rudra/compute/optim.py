@@ -225,7 +225,11 @@ class UpdateRule:
             if momentum is not None and parameter not in self._momenta_apart:
                 self._momenta_apart[parameter] = torch.zeros_like(momentum)
         self._apart = weights, self._settings(learning_rate), self._slices_of(most)
-        return [whole for whole, _ in self._apart[2]]
+        return self.slices(most)
+
+    def slices(self, most: int) -> list[slice]:
+        """Returns the slices, of at most `most` elements, in which the weights are stepped, in ascending order."""
+        return [whole for whole, _ in self._slices_of(most)]
 
     def step_apart(self, number: int, gradient: torch.Tensor) -> None:
         """Computes a slice of the new weights from its gradient, which is only read."""

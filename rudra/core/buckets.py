@@ -1,4 +1,4 @@
-"""Buckets: parts of a gradient that are averaged, or pushed to a server, while the rest is still computed."""
+"""Buckets: parts of a gradient or a replica that are averaged, or pushed, while the rest is still computed."""
 
 import math
 from bisect import bisect_right
@@ -87,11 +87,27 @@ def in_buckets(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     """Returns whether a compute group averages large gradients in buckets.
 
     It does if its gradients are reduced as soon as they are computed, and some of them travel between nodes. In a node
-    buckets cost more than they hide, so there only a given size makes them.
+    buckets cost more than they hide, so there only a given size makes them. Replicas are averaged in buckets on the
+    same terms, if parts of them are final during the last backward pass before the average.
     """
-    if plan.averaging or len({plan.roles[i].world_rank for i in members}) < 2:
+    if averaged_whole_because(job, plan) or len({plan.roles[i].world_rank for i in members}) < 2:
         return False
     return job.cluster.buckets != "auto" or len({plan.roles[i].node for i in members}) > 1
+
+
+def averaged_whole_because(job: Job, plan: Plan) -> str:
+    """Returns the reason why replicas are averaged as a whole. It is empty if they are not, or if there are none."""
+    if not plan.averaging:
+        return ""
+    if getattr(job.protocol_factory, "early", True):
+        return f"protocol {getattr(job.protocol.name, '__name__', job.protocol.name)} averages them while they train"
+    if plan.sharing != "nothing":
+        return "members of a group step together, after the backward pass"
+    if job.optimizer.name != "sgd":
+        return f"{job.optimizer.name} steps whole replicas"
+    if job.optimizer.clip_norm is not None:
+        return f"clip_norm = {job.optimizer.clip_norm:g} needs the norm of a whole gradient"
+    return at_once_because(job)
 
 
 def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
@@ -107,8 +123,8 @@ def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     in_parts = not at_once_because(job) and not job.data.sparse and not cluster.gpu_aware_mpi and plan.stage is None
     rule = job.optimizer.name == "sgd" and job.optimizer.clip_norm is None
     alone = len({plan.roles[i].node for i in members}) == len(members)
-    owns = cluster.buckets != "off" and not plan.served and plan.reduction != "mpi" and in_buckets(job, plan, members)
-    return owns and alone and rule and in_parts
+    owns = cluster.buckets != "off" and not (plan.served or plan.averaging) and plan.reduction != "mpi"
+    return owns and alone and rule and in_parts and in_buckets(job, plan, members)
 
 
 def parts(size: int, parameters: int, bucket: int) -> list[slice]:
@@ -288,6 +304,8 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
         how = f", in buckets of at least {job.cluster.buckets:g} MB"
     if averaged and (reason := at_once_because(job)):
         return f"averaged after the backward pass{how}: {reason}"
+    if plan.averaging:
+        return f"replicas are averaged during the last backward pass of a period{how}"
     early = any(passes_early(job, plan, members) for members in plan.groups)
     more = ", which the next forward pass may use before the last ones are there" if early else ""
     return f"{'averaged' if averaged else 'pushed to servers'} during the backward pass{how}{more}"
@@ -304,9 +322,9 @@ def spread(job: Job) -> tuple[Plan, tuple[int, ...]]:
 
 
 def refusal(job: Job, plan: Plan, size: int | None = None) -> str:
-    """Returns a text that says why gradients leave as a whole, although the job gives the size of buckets.
+    """Returns a text that says why gradients or replicas are sent whole, although the job gives the size of buckets.
 
-    It is empty if they leave in buckets, or if the job gives no size.
+    It is empty if they are sent in buckets, or if the job gives no size.
 
     Args:
         job: Resolved job.
@@ -327,13 +345,13 @@ def refusal(job: Job, plan: Plan, size: int | None = None) -> str:
         reason = f"{4 * part / 1e6:.3g} MB are not more than a bucket"
     else:
         reason = "" if averaged or here else "ranks of a node read them in memory; between nodes they have buckets"
-    return reason and f"gradients leave whole: {reason}"
+    return reason and f"{'replicas are averaged' if plan.averaging else 'gradients leave'} whole: {reason}"
 
 
 def _kept_whole(job: Job, plan: Plan) -> str:
-    """Returns the reason why learners of a job neither average nor push gradients in buckets."""
+    """Returns the reason why learners of a job neither average nor push in buckets."""
     if plan.averaging:
-        return "replicas are averaged, not gradients"
+        return averaged_whole_because(job, plan) or "they are on one rank"
     if plan.scheduled:
         return "protocol hogbatch has no buckets"
     if reason := whole_because(job):

@@ -398,8 +398,7 @@ class Rank:
             for field in action.changes:
                 executor.renew(getattr(action, field))
         if isinstance(action, Compute | BackpropFirstStage) and isinstance(executor, LearnerExecutor):
-            name, samples = action.gradient, action.work.count if isinstance(action, Compute) else action.samples
-            executor.ready = self._reductions.expect(role, name, samples) or self._traffic.expect(role, name)
+            executor.ready = self._reductions.expect(role, action) or self._traffic.expect(role, action.gradient)
         work = executor.perform(action)
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))

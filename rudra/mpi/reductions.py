@@ -7,7 +7,8 @@ from mpi4py import MPI
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import ReplicaExecutor
-from rudra.core.actions import Reduce
+from rudra.compute.replicas import AveragerExecutor
+from rudra.core.actions import BackpropFirstStage, Compute, Reduce
 from rudra.core.buckets import group_parts, passes_early
 from rudra.core.events import Event
 from rudra.job.job import Job
@@ -96,20 +97,25 @@ class Reductions:
             early=self._post is not None and may_pass_early and _can_pass_early(executor),
         )
 
-    def expect(self, role: int, gradient: str, samples: int) -> Ready | None:
+    def expect(self, role: int, action: Compute | BackpropFirstStage) -> Ready | None:
         """Prepares for the gradient that a role now computes.
 
         Args:
             role: id of the role.
-            gradient: name of the gradient's buffer.
-            samples: number of samples of the gradient.
+            action: action that computes the gradient.
 
         Returns:
-            Function to call with each part of the gradient that is final, or None if it is not reduced in buckets.
+            Function to call with each part of the gradient that is final. None: neither the gradient, nor the
+            difference of a replica that it steps, is reduced in buckets.
         """
+        executor = self._executors[role]
         for reduction in self.of_groups.values():
-            if role in reduction.roles and reduction.buckets:
-                return reduction.expect(role, self._executors[role].buffer(gradient), gradient, samples)
+            if role not in reduction.roles or not reduction.buckets:
+                continue
+            if isinstance(executor, AveragerExecutor):
+                return _step_ahead(reduction, role, executor, action)
+            samples = action.work.count if isinstance(action, Compute) else action.samples
+            return reduction.expect(role, executor.buffer(action.gradient), action.gradient, samples)
         return None
 
     def begin(self, role: int, action: Reduce) -> None:
@@ -142,6 +148,17 @@ class Reductions:
         """Frees the communicators of the reductions."""
         for reduction in self.of_groups.values():
             reduction.close()
+
+
+def _step_ahead(
+    reduction: GroupReduction, role: int, executor: AveragerExecutor, action: Compute | BackpropFirstStage
+) -> Ready | None:
+    """Prepares for the step of a replica by the gradient that it now computes, if replicas are then averaged."""
+    if not isinstance(action, Compute) or action.then is None:
+        return None
+    name = action.then.difference
+    final = reduction.expect(role, executor.renew(name), name, action.averaged)
+    return None if final is None else executor.step_ahead(action.then, final)
 
 
 def _can_pass_early(executor: Executor) -> bool:

@@ -359,16 +359,31 @@ def train_early_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[
     from rudra.compute.gradients import GradientSource
 
     early_pass.COPIED_BYTES_S = 1e15  # however soon these small gradients arrive
-    used, plain = Counter[str](), GradientSource.gradient_of
+    return _counted(comm, directory, jobs, GradientSource, "gradient_of")
+
+
+def train_replicas_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
+    """As `train_on_nodes`; also the number of steps of replicas that began with their gradient, for each file."""
+    from rudra.compute import step_ahead
+
+    step_ahead.STEPPED = 64
+    return _counted(comm, directory, jobs, step_ahead.StepAhead, "complete")
+
+
+def _counted(
+    comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]], owner: type, method: str
+) -> dict[str, Any]:
+    """As `train_on_nodes`; also the number of calls of a method in this process, for each file."""
+    used, plain = Counter[str](), getattr(owner, method)
     for path in jobs:
 
         def counted(*args: Any, path: str = path) -> Any:
             used[path] += 1
             return plain(*args)
 
-        GradientSource.gradient_of = counted  # type: ignore[method-assign]
+        setattr(owner, method, counted)
         train_on_nodes(comm, directory, {path: jobs[path]})
-    GradientSource.gradient_of = plain  # type: ignore[method-assign]
+    setattr(owner, method, plain)
     return {"early": {path: used[path] for path in jobs}}
 
 

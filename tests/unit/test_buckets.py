@@ -265,7 +265,8 @@ def test_virtual_time_hides_the_reduction_in_the_backward_pass(
         (groups(1.0, nodes=1), 16),
         (groups(topology={"name": "groups", "options": {"reduction": "nodes"}}, nodes=2), 20),
         (groups(topology={"name": "groups", "options": {"reduction": "mpi"}}), 20),
-        (groups(protocol={"name": "average"}, topology={"name": "replicas"}), 1),
+        (groups(protocol={"name": "average"}, topology={"name": "replicas"}), 20),
+        (groups(protocol={"name": "sma"}, topology={"name": "replicas"}), 1),
     ],
 )
 def test_buckets_are_for_gradients_that_cross_a_network(job: Job, count: int) -> None:
@@ -417,7 +418,6 @@ SEVERAL = {"training": {"microbatches": 2}}
         (served(1.0, topology={"name": "adv", "options": {"fan_out": 2}}), "leaf servers are on the nodes of"),
         (served(1.0, protocol={"name": "async"}, topology={"name": "adv*"}), "leaf servers are on the nodes of"),
         (served(1.0, protocol={"name": "hogbatch"}), "protocol hogbatch has no buckets"),
-        (groups(1.0, protocol={"name": "average"}, topology={"name": "replicas"}), "replicas are averaged, not"),
         (groups(1.0, cluster={"learners_per_rank": 4}), "the group has one rank"),
     ],
 )
@@ -428,6 +428,31 @@ def test_a_job_that_asks_for_buckets_in_vain_is_told_why(job: Job, why: str) -> 
     if not why and job.cluster.buckets == 1.0:
         assert refusal(job, job.plan(), 250_000) == "gradients leave whole: 1 MB are not more than a bucket"
         assert not refusal(job, job.plan(), 300_000)
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ({}, ""),
+        ({"protocol": {"name": "diloco"}}, ""),
+        ({"protocol": {"name": "sma"}}, "protocol sma averages them while they train"),
+        ({"topology": {"options": {"groups": 2}}}, "members of a group step together, after the backward pass"),
+        ({"optimizer": {"name": "adamw"}}, "adamw steps whole replicas"),
+        ({"optimizer": {"clip_norm": 1.0}}, "clip_norm = 1 needs the norm of a whole gradient"),
+        ({"training": {"microbatches": 2}}, "training.microbatches = 2 adds whole gradients"),
+        ({"cluster": {"learners_per_rank": 4}}, "they are on one rank"),
+    ],
+)
+def test_where_replicas_are_averaged_in_buckets(tables: dict[str, Any], why: str) -> None:
+    """The next forward pass does not begin before the average is there."""
+    job = groups(1.0, **{"protocol": {"name": "average"}, "topology": {"name": "replicas"}} | tables)
+    plan = job.plan(nodes_of(job))
+    assert refusal(job, plan) == (f"replicas are averaged whole: {why}" if why else "")
+    assert bool(pairs_of_nodes(job.with_(cluster={"buckets": "auto"}), plan, plan.nodes(near=True))) == (not why)
+    during = "replicas are averaged during the last backward pass of a period, in buckets of at least 1 MB"
+    assert text_of(job, plan) == ("" if why else during)
+    whole = "replicas are averaged whole: 1 MB are not more than a bucket"
+    assert why or refusal(job, plan, 250_000) == whole
 
 
 def test_a_group_whose_gradients_are_final_at_once_averages_them_after_the_pass() -> None:
