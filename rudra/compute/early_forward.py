@@ -3,11 +3,12 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from rudra.compute.autograd import Forward
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel, figures
+from rudra.compute.plain_code import is_plain
+from rudra.compute.tasks import TASKS
 from rudra.compute.waiting import Needs, NotInTime, Waiting
 
 
@@ -30,16 +31,16 @@ class EarlyForward:
         model: Model that computes.
 
     Attributes:
-        possible: Whether `forward` is possible for this model. All layers must be torch's own or Rudra's, without
-            hooks: a user's code might read weights in another way than by torch's functions. There must be no sparse
-            rows, compiled code, scaled loss or GPU.
+        possible: Whether `forward` is possible for this model. All layers must be torch's own, or users' layers
+            of plain code (`rudra.compute.plain_code`), without hooks. The task must be one of Rudra's. There must be no
+            sparse rows, compiled code, scaled loss or GPU.
     """
 
     def __init__(self, model: FlatModel) -> None:
         self._model = model
-        all_in_torch = not model.hooked and all(map(_of_torch, model.module.modules()))
+        plain = not model.hooked and type(model.task) in TASKS.values() and all(map(is_plain, model.module.modules()))
         usual = not model.compiled and not model.scaled and model.device.type == "cpu" and model.row_form is None
-        self.possible = all_in_torch and usual
+        self.possible = plain and usual
         self._behind = torch.empty(model.size - model.parameter_count)
 
     @property
@@ -115,9 +116,3 @@ class EarlyForward:
             there = model.views.of(weights)
             output, loss, _ = model.chain.gradient(inputs, target, there, views, reported, passed.seen)
         return figures(loss, model.task.wrong(output, target))
-
-
-def _of_torch(layer: nn.Module) -> bool:
-    """Whether a layer's code is torch's or Rudra's, and in Python."""
-    of = type(layer).__module__
-    return of.startswith(("torch.nn.", "rudra.")) and not isinstance(layer, torch.jit.ScriptModule)

@@ -16,6 +16,7 @@ from rudra.compute.arrivals import Arrivals
 from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
+from rudra.compute.tasks import Classification
 from rudra.compute.waiting import NotInTime, Waiting
 from rudra.core.actions import Compute, Reduce, Update
 from rudra.core.buckets import parts
@@ -95,14 +96,29 @@ def dropping() -> nn.Module:
 
 
 class Own(nn.Module):
-    """A user's layer."""
+    """A user's layer of plain code, with weights that are used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.layer, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+        self.last, self.gain = nn.Linear(FEATURES, CLASSES), nn.Parameter(torch.ones(FEATURES))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layer(inputs)
+        for _ in range(2):
+            inputs = inputs + torch.dropout(self.norm(self.layer(inputs)), 0.3, self.training) * self.gain
+        return torch.nn.functional.linear(inputs, self.last.weight * 2)
+
+
+class Counting(Own):
+    """A user's layer that remembers how often it was used."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.gain.passes = getattr(self.gain, "passes", 0) + 1  # type: ignore[attr-defined]
+        return super().forward(inputs)
+
+
+class OwnLoss(Classification):
+    """A user's loss."""
 
 
 class Counted(nn.BatchNorm1d):
@@ -127,6 +143,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "autograd": {"model": {"name": dropping}},
     "bfloat16": {"model": {"name": dropping}, "training": {"precision": "bfloat16"}},
     "buffers": {"model": {"name": normed}},
+    "users' layers": {"model": {"name": Own}},
     "adam": {"model": {"name": normed}, "optimizer": {"name": "adam", "momentum": 0.0}},
     "velocity of Caffe": {"model": {"name": dropping}, "optimizer": {"momentum_form": "caffe"}},
 }
@@ -259,13 +276,14 @@ def test_forward_passes_do_begin_early(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "tables"),
     [
-        (Own, {}),
+        (Counting, {}),
+        (dropping, {"task": {"name": OwnLoss}}),
         (dropping, {"training": {"precision": "float16"}}),
         (dropping, {"training": {"microbatches": 2}}),
         (dropping, {"optimizer": {"clip_norm": 1.0}}),
         (dropping, {"optimizer": {"name": "torch.optim:Adadelta", "momentum": 0.0}}),
     ],
-    ids=["a user's layer", "float16", "microbatches", "clipping", "a user's optimiser"],
+    ids=["a user's layer", "a user's task", "float16", "microbatches", "clipping", "a user's optimiser"],
 )
 def test_where_it_is_not_safe_none_begins_early(model: Any, tables: dict[str, Any]) -> None:
     made = executor({"model": {"name": model}} | tables)
