@@ -1,4 +1,7 @@
-"""Buckets: parts of a gradient that are averaged, or pushed to a server, while the rest is still computed."""
+"""Buckets: parts of a gradient that are averaged, or pushed to a server, while the rest is still computed.
+
+Weights come from a server in buckets, too. The next forward pass then begins while the rest is under way.
+"""
 
 import math
 from bisect import bisect_right
@@ -45,6 +48,8 @@ more time than copies of all weights. Behind 10 Gbit/s they need less, and early
 
 AUTO_HELD_BYTES = 1_000_000_000
 """Largest memory of one server for gradients that come in buckets, if the job does not say the size of a bucket."""
+
+_USED = ", which the next forward pass may use before the last ones are there"
 
 
 class NetworkSpeed(NamedTuple):
@@ -233,18 +238,83 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
         node: Node of every role.
         owner: Id of the role that takes the gradients.
     """
-    cluster = job.cluster
-    if cluster.buckets == "off" or whole_because(job) or owner in plan.stages:
+    if job.cluster.buckets == "off" or whole_because(job) or owner in plan.stages:
         return ()
-    by_messages = not cluster.node_memory and cluster.buckets != "auto"
     several = plan.sharded and owner in plan.front_owners
     return tuple(
         learner
         for learner in (plan.learners if several else plan.children[owner])
-        if plan.traits(learner).pushes_in_parts
-        and plan.roles[learner].world_rank != plan.roles[owner].world_rank
-        and (by_messages or node[learner] != node[owner])
+        if plan.traits(learner).pushes_in_parts and _apart(job, plan, node, learner, owner)
     )
+
+
+def _apart(job: Job, plan: Plan, node: Sequence[int], learner: int, owner: int) -> bool:
+    """Returns whether messages between a learner and a server may come in buckets, because of their places."""
+    by_messages = not job.cluster.node_memory and job.cluster.buckets != "auto"
+    other_rank = plan.roles[learner].world_rank != plan.roles[owner].world_rank
+    return other_rank and (by_messages or node[learner] != node[owner])
+
+
+def weights_whole_because(job: Job, plan: Plan) -> str:
+    """Returns the reason why all learners of a job get whole weights. It is empty if weights may come in buckets.
+
+    Weights come in buckets only if a learner waits for them, and its forward pass can wait for each layer.
+    """
+    training = job.training
+    if plan.overlapped:
+        return "learners compute while weights arrive"
+    if plan.stage is not None:
+        return "a stage server has the last layers"
+    if job.cluster.learners_per_rank > 1:
+        return f"cluster.learners_per_rank = {job.cluster.learners_per_rank} lets learners of a rank compute in turn"
+    if job.data.sparse:
+        return "data.sparse = true reads rows of them"
+    if training.compile:
+        return "training.compile = true computes with all of them at once"
+    if training.microbatches > 1:
+        return f"training.microbatches = {training.microbatches} reads all of them several times"
+    if training.precision == "float16":
+        return "training.precision = 'float16' may repeat a pass"
+    if job.cluster.accelerated or job.cluster.gpu_aware_mpi:
+        return "they are copied to the GPU as a whole"
+    return ""
+
+
+def pulling(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int, ...]:
+    """Returns the learners that get large weights from a role in buckets.
+
+    They do if they are on other nodes, as for `pushing`, and wait for their weights. If several servers hold parts of
+    the weights, all of them must be on other nodes. The model decides the rest on the ranks: its forward pass must be
+    able to wait for each layer.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        node: Node of every role.
+        owner: Id of the role that gives the weights.
+    """
+    sources = plan.front_owners if plan.sharded else (owner,)
+    if job.cluster.buckets == "off" or owner not in sources or weights_whole_because(job, plan):
+        return ()
+    return tuple(
+        learner
+        for learner in (plan.learners if plan.sharded else plan.receivers[owner])
+        if plan.traits(learner).pushes_in_parts and all(_apart(job, plan, node, learner, source) for source in sources)
+    )
+
+
+def pull_parts(job: Job, size: int, parameters: int, auto: int) -> list[slice]:
+    """Returns the parts of weights that come in buckets, the first layers first. Empty: they come as a whole.
+
+    Args:
+        job: Resolved job.
+        size: Number of elements that one server gives.
+        parameters: Number of parameters among them.
+        auto: Number that `auto_size` found for a whole gradient.
+    """
+    bucket = bucket_size(job, size, auto)
+    found = parts(size, max(parameters, 0), bucket) if bucket else []
+    return sorted(found, key=lambda part: part.start)
 
 
 def push_parts(job: Job, size: int, parameters: int, auto: int, senders: int) -> list[slice]:
@@ -282,7 +352,8 @@ def held(job: Job, plan: Plan, node: Sequence[int], owner: int, size: int, param
 def pairs_of_nodes(job: Job, plan: Plan, node: Sequence[int]) -> set[tuple[int, int]]:
     """Returns the pairs of nodes, the smaller one first, whose network decides the size of buckets.
 
-    Gradients may travel between them in buckets, and the job does not say the size. So the set is empty if it does.
+    Gradients or weights may travel between them in buckets, and the job does not say the size. So the set is empty if
+    it does.
 
     Args:
         job: Resolved job.
@@ -296,13 +367,13 @@ def pairs_of_nodes(job: Job, plan: Plan, node: Sequence[int]) -> set[tuple[int, 
         if in_buckets(job, plan, members):
             found.update(combinations(sorted({node[i] for i in members}), 2))
     for owner in range(len(plan.roles)):
-        for learner in pushing(job, plan, node, owner):
+        for learner in {*pushing(job, plan, node, owner), *pulling(job, plan, node, owner)}:
             found.add((min(node[learner], node[owner]), max(node[learner], node[owner])))
     return found
 
 
 def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
-    """Returns a text about the buckets of large gradients. It is empty if there are none.
+    """Returns a text about the buckets of large gradients and weights. It is empty if there are none.
 
     Args:
         job: Resolved job.
@@ -312,9 +383,11 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
     if job.cluster.buckets == "off":
         return ""
     node = plan.nodes(near=True) if node is None else node
+    roles = range(len(plan.roles))
     averaged = any(in_buckets(job, plan, members) for members in plan.groups)
-    pushed = any(pushing(job, plan, node, owner) for owner in range(len(plan.roles)))
-    if not averaged and not pushed:
+    pushed = any(pushing(job, plan, node, owner) for owner in roles)
+    pulled = any(pulling(job, plan, node, owner) for owner in roles)
+    if not (averaged or pushed or pulled):
         return ""
     if job.cluster.buckets == "auto":
         chosen = "chosen at the start of the run from the network's latency and bandwidth"
@@ -323,9 +396,16 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
         how = f", in buckets of at least {job.cluster.buckets:g} MB"
     if averaged and (reason := at_once_because(job)):
         return f"averaged after the backward pass{how}: {reason}"
-    early = any(passes_early(job, plan, members) for members in plan.groups)
-    more = ", which the next forward pass may use before the last ones are there" if early else ""
-    return f"{'averaged' if averaged else 'pushed to servers'} during the backward pass{how}{more}"
+    if averaged:
+        early = any(passes_early(job, plan, members) for members in plan.groups)
+        return f"averaged during the backward pass{how}{_USED if early else ''}"
+    if not pushed:
+        return f"weights come from servers{how}{_USED}"
+    if pulled:
+        back = f"weights come in buckets, too{_USED}"
+    else:
+        back = f"weights come whole: {weights_whole_because(job, plan) or 'a server is on the node of its learner'}"
+    return f"pushed to servers during the backward pass{how}; {back}"
 
 
 def spread(job: Job) -> tuple[Plan, tuple[int, ...]]:

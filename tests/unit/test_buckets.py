@@ -30,6 +30,8 @@ from rudra.core.buckets import (
     pairs_of_nodes,
     parts,
     passes_early,
+    pull_parts,
+    pulling,
     push_parts,
     pushing,
     refusal,
@@ -342,6 +344,45 @@ def test_learners_of_other_nodes_push_in_buckets_what_becomes_final_in_parts(job
 
 
 @pytest.mark.parametrize(
+    ("job", "learners", "told"),
+    [
+        (served(), [1, 2], "weights come in buckets, too"),
+        (served(protocol={"name": "async"}), [1, 2], "weights come in buckets, too"),
+        (served(topology=SHARDS), [2], "weights come in buckets, too"),  # the second shard is on the node of learner 1
+        (served(topology=SHARDS, simulation={"nodes": 2}), [], "weights come whole: a server is on the node of its"),
+        (served(topology={"name": "adv", "options": {"fan_out": 2}}), [], ""),
+        (served(protocol={"name": "async"}, topology={"name": "adv*"}), [], ""),
+        (served(protocol={"name": "async"}, topology={"name": "groups", "options": {"groups": 3}}), [], ""),
+        (served("off"), [], ""),
+        (served(simulation={"nodes": 1}), [], ""),
+        (served(1.0, **NEAR), [0, 1, 2], "weights come in buckets, too"),
+        (served(training={"microbatches": 2}), [], ""),
+        (served(learners=4, cluster={"learners_per_rank": 2}), [], "weights come whole: cluster.learners_per_rank = 2"),
+        (served(cluster={"gradient_format": "float16"}), [1, 2], "weights come from servers unless they are small"),
+        (served(optimizer={"name": "adam", "clip_norm": 1.0}), [1, 2], "weights come in buckets, too"),
+    ],
+)
+def test_learners_of_other_nodes_that_wait_for_weights_get_them_in_buckets(
+    job: Job, learners: list[int], told: str
+) -> None:
+    plan = job.plan(nodes_of(job))
+    node = plan.nodes(near=True)
+    for owner in plan.front_owners:
+        assert [plan.roles[learner].index for learner in pulling(job, plan, node, owner)] == learners
+    assert told in text_of(job, plan, node)
+    assert not told or learners or "weights come whole" in told
+
+
+@pytest.mark.parametrize("size", [1000, 1540])
+def test_parts_of_weights_are_those_of_a_gradient_the_first_layers_first(size: int) -> None:
+    job = served(0.001)
+    found = pull_parts(job, size, 1000, 0)
+    assert found == sorted(push_parts(job, size, 1000, 0, 1), key=lambda part: part.start)
+    assert (found[0].start, found[-1].stop) == (0, size)
+    assert pull_parts(served("off"), size, 1000, 0) == []
+
+
+@pytest.mark.parametrize(
     ("job", "pairs"),
     [
         (groups(nodes=3), {(0, 1), (0, 2), (1, 2)}),
@@ -350,6 +391,7 @@ def test_learners_of_other_nodes_push_in_buckets_what_becomes_final_in_parts(job
         (groups("off", nodes=3), set()),
         (served(), {(0, 1), (0, 2)}),
         (served(topology=SHARDS), {(0, 1), (0, 2), (1, 2)}),  # the second server is on node 1
+        (served(cluster={"gradient_format": "float16"}), {(0, 1), (0, 2)}),  # of weights
         (served(4.0), set()),
     ],
 )
