@@ -15,6 +15,7 @@ from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, thread
 from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, ReplicaExecutor, StatisticsExecutor
 from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor, ServerExecutor
 from rudra.compute.parts import cut
+from rudra.compute.pulled_pass import PullingExecutor
 from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor
 from rudra.compute.stages import (
     FirstStageExecutor,
@@ -48,10 +49,10 @@ EXECUTORS: dict[Variant, type[Executor]] = {
     Variant.TREE_SERVER: AveragingExecutor,
     Variant.STAGE_SERVER: LastStageExecutor,
     Variant.STATISTICS_SERVER: StatisticsExecutor,
-    Variant.LEARNER: LearnerExecutor,
+    Variant.LEARNER: PullingExecutor,
     Variant.OVERLAPPED_LEARNER: LearnerExecutor,
     Variant.GROUP_LEARNER: LearnerExecutor,
-    Variant.SHARDED_LEARNER: LearnerExecutor,
+    Variant.SHARDED_LEARNER: PullingExecutor,
     Variant.REPLICA: ReplicaExecutor,
     Variant.AVERAGER: AveragerExecutor,
     Variant.REPLICA_SHARER: AveragerExecutor,
