@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import user_code
+from job_files import short_job
+from processes import finish, replays, start
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -21,7 +23,6 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "hardsync, shards": (ONE, {"model": MLP, **SHARDED}),
     "hardsync, buffers": (APART, {"model": {"name": user_code.normed}}),
     "hardsync, a learner near the server": (NEAR, {"model": MLP}),
-    "softsync": (APART, {"model": MLP, "protocol": {"name": "softsync", "n": 2}}),
     "async": (APART, {"model": {"name": user_code.convolving}, "protocol": {"name": "async"}}),
     "async, shards": (ONE, {"model": MLP, "protocol": {"name": "async"}, **SHARDED}),
 }
@@ -34,7 +35,7 @@ def test_weights_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path) -
         for buckets in (0.001, "off") if "hardsync" in case else (0.001,):
             job = rudra.Job(
                 data={"name": user_code.prompt},
-                training={"epochs": 2, "minibatch_size": 4, "seed": 7},
+                training={"epochs": 1, "minibatch_size": 4, "seed": 7},
                 optimizer={"learning_rate": 0.05, "momentum": 0.9},
                 protocol={"name": "hardsync"},
                 cluster={"threads_per_rank": 1, "learners": 2 if "shards" in case else 3, "buckets": buckets},
@@ -51,3 +52,19 @@ def test_weights_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path) -
         pulls = 0 if buckets == "off" or "buffers" in case else 2 if nodes in (NEAR, ONE) else 3
         assert sum(bool(rank["early"][path]) for rank in told) == pulls, path
     assert {case: len(weights) for case, weights in found.items()} == dict.fromkeys(CASES, 1)
+
+
+def test_a_server_that_dies_between_two_buckets_leaves_nothing_half_done(tmp_path: Path) -> None:
+    """A forward pass waits for its weights then. The run continues from its last checkpoint."""
+    tables = {"results": 'checkpoint_every = "5 updates"', "fault_tolerance": "restarts = 1"}
+    job, output = short_job(tmp_path, "softsync", **tables), tmp_path / "out.h5"
+    before = "import user_code; user_code.launch_with_mortal_server(100)"
+    more = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.001", "--set", "training.epochs=2"]
+    code, _, err = finish(start("run", job, "--output", output, *more, before=before))
+    assert code == 0, err
+    assert "(rank 0) died" in err
+    assert "restart 1 of 1: job: continues from" in err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert list(results.epochs["epoch"]) == [1, 2]
+    assert replays(output)
