@@ -75,6 +75,7 @@ class PartReceives:
             try:
                 over = request.Test()
             except BaseException:
+                del self._open[number]  # it is void
                 self.Cancel()
                 raise
             if over:
