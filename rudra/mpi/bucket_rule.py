@@ -17,7 +17,7 @@ class BucketRule:
         plan: role assignment.
         node: node of every role.
         auto: number of elements of a bucket that the ranks chose.
-        pulls: whether the model lets a forward pass begin before all its weights are there.
+        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
     """
 
     job: Job

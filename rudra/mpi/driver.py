@@ -120,7 +120,7 @@ class Rank:
         job: job that determines the buckets of gradients.
         places: node of every rank. By default all are on one node.
         auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
-        pulls: whether the model lets a forward pass begin before all its weights are there.
+        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
 
     Attributes:
         comm: communicator of all ranks.

@@ -162,10 +162,20 @@ class WeightBuckets:
         first = sum(len(source.parts) for source in sources.values())
         sources[owner] = _Source(rule.plan.roles[owner].world_rank, its, parts, first)
 
+    def come(self, role: int, owner: int) -> bool:
+        """Returns whether weights come to a learner here in buckets.
+
+        Args:
+            role: id of the learner.
+            owner: id of the server.
+        """
+        source = self._sources.get(role, {}).get(owner)
+        return source is not None and bool(source.parts)
+
     @property
-    def come(self) -> bool:
-        """Whether weights come to a learner here in buckets."""
-        return any(source.parts for sources in self._sources.values() for source in sources.values())
+    def any_come(self) -> bool:
+        """Whether weights come to some learner here in buckets."""
+        return any(self.come(role, owner) for role, sources in self._sources.items() for owner in sources)
 
     def pieces(self, role: int, to: int, wire: npt.NDArray[Any]) -> list[Piece]:
         """Returns the parts of a server's weights, and their tags. Empty: the weights are sent as a whole.
@@ -177,27 +187,22 @@ class WeightBuckets:
         """
         return [*_cut(wire, self._gives.get((role, to), ()), lambda number: self._tag(to, REDUCTIONS + number, role))]
 
-    def receive(
-        self, role: int, owner: int, wire: npt.NDArray[Any], weights: Buffer, post: Post | None
-    ) -> Callable[[], Any] | None:
-        """Prepares to receive weights from a server.
+    def receive(self, role: int, owner: int, wire: npt.NDArray[Any], weights: Buffer, post: Post) -> Callable[[], Any]:
+        """Prepares to receive weights that come from a server in buckets.
 
         Args:
             role: id of the learner.
             owner: id of the server.
             wire: memory of the weights, and of the message after them if there is one.
             weights: buffer with this memory.
-            post: lets this rank's own thread call a function later, while another thread receives. None: this rank's
-                own thread receives, so no forward pass begins early.
+            post: lets this rank's own thread call a function later, while another thread receives.
 
         Returns:
             Function that begins to receive them, and returns an object that is used like a request. Any thread may call
-            it. None: the weights come as a whole.
+            it.
         """
-        source = self._sources.get(role, {}).get(owner)
-        if source is None or not source.parts:
-            return None
-        arrivals = None if post is None else self._joined(role, owner, weights, post)
+        source = self._sources[role][owner]
+        arrivals = self._joined(role, owner, weights, post)
         pieces = [*_cut(wire, source.parts, lambda number: self._tag(role, REDUCTIONS + number, owner))]
 
         def arrived(number: int) -> None:

@@ -71,7 +71,7 @@ class RankSetup:
         files: files of the run.
         places: node of every rank.
         auto: number of elements of a bucket that the ranks chose. 0: none.
-        pulls: whether the model lets a forward pass begin before all its weights are there.
+        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
     """
 
     phases: Phases
@@ -232,7 +232,7 @@ class RankSetup:
         self._network, self.auto = self._ranks.comm.bcast(chosen)
 
     def _try_to_pull(self) -> None:
-        """Finds out whether the learners' model lets weights come in buckets, if the job does."""
+        """Finds out whether MPI and the learners' model let weights come in buckets, if the job does."""
         nodes = [[self.places[role.world_rank] for role in phase.plan.roles] for phase in self.phases]
         if any(
             pulling(phase.job, phase.plan, node, owner)
@@ -240,7 +240,7 @@ class RankSetup:
             for owner in range(len(phase.plan.roles))
         ):
             learning = [executor for executor in self.executors.values() if isinstance(executor, PullingExecutor)]
-            mine = all(executor.can_pass_early for executor in learning)
+            mine = MPI.Query_thread() >= MPI.THREAD_MULTIPLE and all(each.can_pass_early for each in learning)
             self.pulls = self._ranks.comm.allreduce(mine, MPI.LAND)
 
     def _restore(self) -> None:

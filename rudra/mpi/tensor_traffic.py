@@ -131,7 +131,7 @@ class TensorTraffic:
         self._outgoing.renew(rule, self._executors)
         self._incoming.renew(rule)
         self._weights.renew(rule)
-        some = self._outgoing or self._weights.come
+        some = self._outgoing or self._weights.any_come
         if some and self._carrier is None and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
             self._carrier = self._threads.get(GRADIENTS) or CommThread("buckets", self._post, self._wait)
 
@@ -214,29 +214,22 @@ class TensorTraffic:
             plan = self._plan
             if plan.in_parts(role, action.source) or plan.in_parts(action.source, role):
                 wanted.part_of = action.source
-        if channel == WEIGHTS and action.source is not None and self._receives_buckets(wanted, action.source):
-            return
-        self._transfers.receive(wanted)
+        if channel == WEIGHTS and action.source is not None and self._weights.come(role, action.source):
+            self._receive_buckets(wanted, action.source)
+        else:
+            self._transfers.receive(wanted)
 
-    def _receives_buckets(self, wanted: Wanted, owner: int) -> bool:
-        """Begins to receive weights if they come in buckets, and returns whether they do."""
-        executor, thread = self._executors[wanted.role], self._carrier
-        if not self._weights.come:
-            return False
+    def _receive_buckets(self, wanted: Wanted, owner: int) -> None:
+        """Begins to receive weights that come in buckets."""
+        executor = self._executors[wanted.role]
         if wanted.part_of is None:
             weights = executor.renew(wanted.name)
             wire: npt.NDArray[Any] = weights.wire
         else:
             weights, wire = executor.buffer(wanted.name), executor.slice_array(wanted.name, owner)
-        post = None if thread is None else self._post
-        start = self._weights.receive(wanted.role, owner, wire, weights, post)
-        if start is None:
-            return False
-        if thread is None:
-            self._transfers.receive_by(start(), wanted)
-        else:
-            thread.carry(start, self._in_time(partial(self._received, wanted)), receives=True)
-        return True
+        start = self._weights.receive(wanted.role, owner, wire, weights, self._post)
+        assert self._carrier is not None
+        self._carrier.carry(start, self._in_time(partial(self._received, wanted)), receives=True)
 
     def _look_near(self, wanted: Wanted, *, gradient: bool) -> None:
         """Sets whether only neighbours may send the wanted tensor, and whether it is read in their memory.

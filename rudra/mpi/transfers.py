@@ -51,7 +51,7 @@ class Wanted:
 class _Coming:
     """A receive that MPI has started, into a buffer, or only of a place if it has no buffer."""
 
-    request: Any
+    request: MPI.Request
     wanted: Wanted
     memory: Any
     buffer: Buffer | None
@@ -136,16 +136,6 @@ class Transfers:
             self._wanted.append(wanted)
         else:
             self._post(wanted)
-
-    def receive_by(self, request: Any, wanted: Wanted) -> None:
-        """Adds a receive of a tensor that was started elsewhere.
-
-        Args:
-            request: the receive.
-            wanted: what it receives. Its buffer contains the memory.
-        """
-        buffer = self._executors[wanted.role].buffer(wanted.name)
-        self._coming.append(_Coming(request, wanted, None, buffer, MPI.Status()))
 
     def _post(self, wanted: Wanted) -> None:
         source = MPI.ANY_SOURCE if wanted.source is None else wanted.source

@@ -148,9 +148,8 @@ class Learner:
         if self.request is None and not self.posted:
             buffer = self.executor.renew(WEIGHTS)
             buffer.vector.fill_(torch.nan)
-            start = self.buckets.receive(self.rank, SERVER, buffer.wire, buffer, self.posted.append)
-            assert start is not None
-            self.request = start()
+            assert self.buckets.come(self.rank, SERVER)
+            self.request = self.buckets.receive(self.rank, SERVER, buffer.wire, buffer, self.posted.append)()
         while self.posted and not Learner.computes:
             Learner.computes = True
             try:
@@ -273,6 +272,7 @@ def test_servers_of_which_one_gives_its_part_whole_let_no_pass_begin() -> None:
         buckets.renew(BucketRule(job, plan, range(len(plan.roles)), 0, True))
         wires = [torch.zeros(size).numpy() for size in sizes]
         for owner, wire in zip(plan.front_owners, wires, strict=True):
-            start = buckets.receive(role, owner, wire, learner.buffer(WEIGHTS), lambda work: None)
-            assert (start is None) == (len(wire) == 200)
+            assert buckets.come(role, owner) == (len(wire) != 200)
+            if buckets.come(role, owner):
+                buckets.receive(role, owner, wire, learner.buffer(WEIGHTS), lambda work: None)
         assert len(passes) == 1, "one pass for all parts, but only if all come in buckets"

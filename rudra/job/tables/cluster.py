@@ -143,8 +143,8 @@ class ClusterTable(Table):
         "auto",
         description="megabytes of a gradient that are averaged, or pushed to a server, at a time, while the rest is "
         "still computed; at least a 62nd of it. For learners on several nodes. auto: chosen at the start of the run, "
-        "from the latency and the bandwidth of the network. off: the whole gradient at once. Weights come from a server "
-        "in the same way. Results are bitwise identical",
+        "from the latency and the bandwidth of the network. off: the whole gradient at once. Weights from a server "
+        "come in the same way. Results are bitwise identical",
     )
     flush_denormals: bool = Field(
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"
