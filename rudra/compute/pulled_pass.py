@@ -1,8 +1,8 @@
 """Forward passes that begin while their weights arrive from a server.
 
 A learner that waits for weights knows its next mini-batch. It begins the forward pass when the weights of the first
-layers have arrived. Each layer waits for its own weights. The role is told about the weights only when all of them are
-there, as usual. The computation that it then requests adopts the forward pass. If that computation differs from the
+layers have arrived. Each layer waits for its own weights. The role gets its event only when all weights are there, as
+usual. The computation that it then requests adopts the forward pass. If that computation differs from the
 prediction, or if the weights do not arrive in time, the pass is dropped, and the computation is performed as usual.
 """
 

@@ -304,7 +304,9 @@ def pulling(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
 
 
 def pull_parts(job: Job, size: int, parameters: int, auto: int) -> list[slice]:
-    """Returns the parts of weights that come in buckets, the first layers first. Empty: they come as a whole.
+    """Returns the parts of weights that come in buckets. Empty: they come as a whole.
+
+    Buffers come first, because a forward pass needs all of them at its beginning. Then the first layers follow.
 
     Args:
         job: Resolved job.
@@ -314,7 +316,7 @@ def pull_parts(job: Job, size: int, parameters: int, auto: int) -> list[slice]:
     """
     bucket = bucket_size(job, size, auto)
     found = parts(size, max(parameters, 0), bucket) if bucket else []
-    return sorted(found, key=lambda part: part.start)
+    return sorted(found, key=lambda part: (part.start < parameters, part.start))
 
 
 def push_parts(job: Job, size: int, parameters: int, auto: int, senders: int) -> list[slice]:

@@ -1,11 +1,11 @@
 """Weights in buckets: a learner begins its forward pass while the rest of the weights is still under way.
 
-A server sends all parts of its weights at once, and after them the message that belongs to the weights. Its weights
-are lent until all parts have left, as for whole weights. The learner receives a few parts at a time, the first layers
-first, so it decides which parts travel. Large messages travel only after their receive has begun.
+A server sends all parts of its weights at once, and after them the message that belongs to the weights. It does not
+change its weights until all parts have left, as for whole weights. The learner receives a few parts at a time, the
+first layers first, so it decides which parts travel. Large messages travel only after their receive has begun.
 
-The roles see whole weights: the learner's role is told when all parts are there. Until then a forward pass that has
-begun waits for the parts that it needs (`rudra.compute.pulled_pass`). If the server dies, the pass ends at once.
+The roles see whole weights: the learner's role gets its event when all parts are there. Until then a forward pass that
+has begun waits for the parts that it needs (`rudra.compute.pulled_pass`). If the server dies, the pass ends at once.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ class _Source:
 
 @dataclass(slots=True)
 class _Pull:
-    """Weights that come to a learner.
+    """Weights that a learner receives.
 
     Attributes:
         arrivals: parts that have arrived.
@@ -163,7 +163,7 @@ class WeightBuckets:
         sources[owner] = _Source(rule.plan.roles[owner].world_rank, its, parts, first)
 
     def come(self, role: int, owner: int) -> bool:
-        """Returns whether weights come to a learner here in buckets.
+        """Returns whether a learner here receives weights in buckets.
 
         Args:
             role: id of the learner.
@@ -174,7 +174,7 @@ class WeightBuckets:
 
     @property
     def any_come(self) -> bool:
-        """Whether weights come to some learner here in buckets."""
+        """Whether some learner here receives weights in buckets."""
         return any(self.come(role, owner) for role, sources in self._sources.items() for owner in sources)
 
     def pieces(self, role: int, to: int, wire: npt.NDArray[Any]) -> list[Piece]:
@@ -213,7 +213,7 @@ class WeightBuckets:
         return partial(PartReceives, self._comm, source.rank, pieces, arrived, failed)
 
     def _joined(self, role: int, owner: int, weights: Buffer, post: Post) -> Arrivals | None:
-        """Returns the arrivals of the weights to which a server's part belongs. None: some part comes as a whole."""
+        """Returns the arrivals of weights with a server's part. None: some server gives its part as a whole."""
         executor, sources = self._executors[role], self._sources[role]
         if not isinstance(executor, PullingExecutor) or not all(source.parts for source in sources.values()):
             return None
@@ -236,11 +236,11 @@ def _cut(wire: npt.NDArray[Any], parts: Sequence[slice], tag: Callable[[int], in
     """Yields the parts of weights, and then the message, if there are parts."""
     if not parts:
         return
-    memory, number = wire.view(np.uint8), 0
+    memory, last = wire.view(np.uint8), max(part.stop for part in parts)
     for number, part in enumerate(parts):
         yield memory[4 * part.start : 4 * part.stop], tag(number)
-    if len(behind := memory[4 * parts[-1].stop :]):
-        yield behind, tag(number + 1)
+    if len(behind := memory[4 * last :]):
+        yield behind, tag(len(parts))
 
 
 def _nothing() -> None:

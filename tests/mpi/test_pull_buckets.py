@@ -24,15 +24,16 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
     "hardsync, shards": (ONE, {"model": MLP, **SHARDED}),
     "hardsync, leaf servers": (ONE, {"model": MLP, **TREE}),
     "hardsync, buffers": (APART, {"model": {"name": user_code.normed}}),
+    "hardsync, microbatches": (APART, {"model": MLP, "training": {"microbatches": 2}}),
     "hardsync, a learner near the server": (NEAR, {"model": MLP}),
     "async": (APART, {"model": {"name": user_code.convolving}, "protocol": {"name": "async"}}),
     "async, shards": (ONE, {"model": MLP, "protocol": {"name": "async"}, **SHARDED}),
 }
-COMPARED = ("hardsync, mlp", "hardsync, dropout", "hardsync, shards")
+COMPARED = ("hardsync, dropout", "hardsync, buffers", "hardsync, shards")
 
 
 def test_weights_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path) -> None:
-    """A learner near its server gets them whole, and so do learners of a model that learns buffers."""
+    """A learner near its server gets them whole, and so do learners that read all weights several times."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}
     for case, (nodes, tables) in CASES.items():
         for buckets in (0.001, "off") if case in COMPARED else (0.001,):
@@ -52,7 +53,7 @@ def test_weights_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path) -
         with rudra.open_results(path) as results:
             assert results.status == "finished"
             found.setdefault(case, set()).add(str(results.state["weights_sha256"]))
-        pulls = 0 if buckets == "off" or "buffers" in case else 2 if nodes in (NEAR, ONE) else 3
+        pulls = 0 if buckets == "off" or "microbatches" in case else 2 if nodes in (NEAR, ONE) else 3
         assert sum(bool(rank["early"][path]) for rank in told) == pulls, path
     assert {case: len(weights) for case, weights in found.items()} == dict.fromkeys(CASES, 1)
 

@@ -47,7 +47,7 @@ def dropping() -> nn.Module:
 
 
 def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+    return nn.Sequential(nn.Linear(FEATURES, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, CLASSES))
 
 
 class Own(nn.Linear):
@@ -57,6 +57,7 @@ class Own(nn.Linear):
 MODELS: dict[str, dict[str, Any]] = {
     "chain": {"model": {"name": "mlp", "options": {"hidden": [30, 20]}}, "training": {"gradients": "direct"}},
     "autograd": {"model": {"name": dropping}},
+    "buffers": {"model": {"name": normed}},
 }
 
 
@@ -80,9 +81,9 @@ def executor(job: Job) -> PullingExecutor:
 class Server:
     """Sends newer weights to all learners as soon as it has sent the last ones."""
 
-    def __init__(self, world: World, rule: BucketRule, size: int) -> None:
+    def __init__(self, world: World, rule: BucketRule, size: int, parameters: int) -> None:
         self.world, self.comm = world, RankOfMpi(world, SERVER)
-        self.executor = Executor((), size, size, 1)
+        self.executor = Executor((), size, parameters, 1)
         self.buckets = WeightBuckets(self.comm, tag, {SERVER: self.executor}, lambda: False)  # type: ignore[arg-type]
         self.buckets.renew(rule)
         self.timestamp, self.sends = 0, list[Any]()
@@ -198,7 +199,7 @@ def test_gradients_are_of_complete_weights_whoever_dies(model: str, seed: int, d
         world.chance.choice(living).step()
 
     learners = [Learner(world, rank, rule, step) for rank in range(FIRST, FIRST + LEARNERS)]
-    server = Server(world, rule, learners[0].executor.size)
+    server = Server(world, rule, learners[0].executor.size, learners[0].executor.parameters)
     everybody = [server, *learners]
     living = [learner for learner in learners if learner.rank != dies]
 
@@ -251,7 +252,7 @@ def test_receives_are_cancelled_together_and_a_loss_ends_all() -> None:
         ({"model": {"name": dropping}, "training": {"precision": "bfloat16"}}, True),
         ({"model": {"name": dropping}, "training": {"precision": "float16"}}, False),
         ({"model": {"name": dropping}, "training": {"microbatches": 2}}, False),
-        ({"model": {"name": normed}}, False),
+        ({"model": {"name": normed}}, True),
         ({"model": {"name": Own, "options": {"in_features": FEATURES, "out_features": CLASSES}}}, False),
     ],
 )
