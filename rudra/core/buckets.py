@@ -442,8 +442,11 @@ def refusal(job: Job, plan: Plan, size: int | None = None) -> str:
         reason = _kept_whole(job, plan)
     elif size is not None and not bucket_size(job, part, 0):
         reason = f"{4 * part / 1e6:.3g} MB are not more than a bucket"
+    elif averaged or here:
+        reason = ""
     else:
-        reason = "" if averaged or here else "ranks of a node read them in memory; between nodes they have buckets"
+        reason = "ranks of a node read them in memory; between nodes they have buckets"
+        reason += f", but weights come whole: {why}" if (why := weights_whole_because(job, plan)) else ""
     return reason and f"gradients leave whole: {reason}"
 
 

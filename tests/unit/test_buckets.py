@@ -477,6 +477,11 @@ SEVERAL = {"training": {"microbatches": 2}}
         (groups("off", nodes=1), ""),
         (served("auto", simulation={"nodes": 1}, **SEVERAL), ""),  # it does not ask for buckets
         (served(1.0, simulation={"nodes": 1}), "ranks of a node read them in memory; between nodes they have buckets"),
+        (
+            served(1.0, learners=4, simulation={"nodes": 1}, cluster={"learners_per_rank": 2}),
+            "ranks of a node read them in memory; between nodes they have buckets, but weights come whole: "
+            "cluster.learners_per_rank = 2 lets learners of a rank compute in turn",
+        ),
         (served(1.0, **SEVERAL), "training.microbatches = 2 adds whole gradients"),
         (served(1.0, training={"compile": True}), "training.compile = true computes all of a gradient at once"),
         (served(1.0, training={"precision": "float16"}), "training.precision = 'float16' scales whole gradients"),
