@@ -30,6 +30,10 @@ ABREAST = 3
 """Number of buckets that travel at a time if forward passes begin early: enough to keep a link busy, and few enough
 that a bucket of the first layers does not wait for many others."""
 
+KEPT = 16
+"""If forward passes begin early, one in so many buckets begins last: those of the last layers. While they travel, the
+pass computes the layers before."""
+
 PAUSE_S = 1e-3
 """Pause of the thread that sends buckets between two looks for news. In this time a network's buffers do not run full
 or empty."""
@@ -144,6 +148,11 @@ def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     alone = len({plan.roles[i].node for i in members}) == len(members)
     owns = cluster.buckets != "off" and not plan.served and plan.reduction != "mpi" and in_buckets(job, plan, members)
     return owns and alone and rule and in_parts
+
+
+def kept(count: int) -> frozenset[int]:
+    """Returns the numbers of the parts that begin last if passes begin early, of `count` parts."""
+    return frozenset(range(max(1, count // KEPT)))
 
 
 def parts(size: int, parameters: int, bucket: int) -> list[slice]:

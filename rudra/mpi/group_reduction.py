@@ -23,7 +23,7 @@ from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.actions import Reduce
-from rudra.core.buckets import ABREAST, PAUSE_S, FinalParts
+from rudra.core.buckets import ABREAST, PAUSE_S, FinalParts, kept
 from rudra.core.events import Reduced
 from rudra.core.records import Gradient
 from rudra.mpi.arena import Arena
@@ -31,10 +31,6 @@ from rudra.mpi.comm_threads import WorkerThread
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.reduction import PartReduction
 from topologies import Plan
-
-KEPT = 16
-"""If passes begin early, one in so many parts begins last: those of the last layers. While they travel, the pass
-computes the layers before."""
 
 
 class GroupReduction:
@@ -94,7 +90,7 @@ class GroupReduction:
         its = self._division
         far = bool(its.far) or len(its.sums) > 1
         self.early = early and to_all and far and library is None and len(self.roles) == 1 and self._thread is not None
-        self._kept = {*range(max(1, len(parts) // KEPT))}  # numbers of the parts that begin last if passes begin early
+        self._kept = kept(len(parts))  # numbers of the parts that begin last if passes begin early
         self._held: set[int] = set()  # numbers of the parts that are final, and wait for others if passes begin early
         self._complete: set[int] = set()  # numbers of the parts that are complete in this reduction
         self._arrivals: Arrivals | None = None
@@ -190,8 +186,8 @@ class GroupReduction:
         last = len(self._parts) - 1  # the first layers or the model's buffers, which a pass needs first
         for number in sorted(self._held, key=lambda number: (number != last, self._parts[number].part.start)):
             part = self._parts[number]
-            kept = number in self._kept and not self._waiting[role] <= self._kept
-            if (len(self._active) < ABREAST and not kept) or part.begun_elsewhere:
+            late = number in self._kept and not self._waiting[role] <= self._kept
+            if (len(self._active) < ABREAST and not late) or part.begun_elsewhere:
                 self._held.remove(number)
                 self._begin_part(number, role, *self._early[role])
             elif part.failed:
