@@ -2,7 +2,7 @@
 
 Allreduce is compared with torch DDP on gloo. Both cut the gradient into buckets and exchange them during the backward
 pass. Each gets the best of several bucket sizes. Model, data, batches, optimiser and number of threads are the same.
-Pushes to a server on the first host are compared with pushes of whole gradients.
+Pushes to a server on the first host, and averages of replicas after every step, are compared with whole ones.
 """
 
 import time
@@ -20,7 +20,7 @@ from rudra.bench.ddp import connect, wrapped
 from rudra.bench.ranks import LEARNER, MOMENTUM, RATE, STATISTICS, lenet_job, step_s, train, write_images
 from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute import models, tasks
-from rudra.compute.optim import uncompiled
+from rudra.compute.optimizers import uncompiled
 from rudra.data.load import load
 from rudra.job.job import Job
 from rudra.mpi.agreement import rest
@@ -40,11 +40,12 @@ class Case:
     Attributes:
         tables: tables of the job.
         size: μ.
-        goal: steps per second, as a multiple of DDP's, or of those with whole gradients if there is a server.
+        goal: steps per second, as a multiple of DDP's, or of those with whole vectors for a server and for replicas.
         steps: steps of a run.
         learners: number of learners, half of them on each host, or all on the second one if there is a server.
         gbit_s: bandwidth of the link.
         server: whether a server on the first host updates the weights.
+        replicas: whether replicas are averaged after every step, instead of gradients.
     """
 
     tables: dict[str, Any]
@@ -54,6 +55,12 @@ class Case:
     learners: int = 2
     gbit_s: float = 1.0
     server: bool = False
+    replicas: bool = False
+
+    @property
+    def by_ddp(self) -> bool:
+        """Whether DDP can do the same."""
+        return not self.server and not self.replicas
 
     @property
     def on_second_host(self) -> int:
@@ -66,6 +73,8 @@ CASES = {
     "mlp 21.7 MB, 10 Gbit/s": Case(PERCEPTRON, 256, 1.2, gbit_s=10.0),
     "resnet32 1.9 MB": Case({"model": {"name": "resnet32"}}, 32, 1.0),
     "lstm 4.3 MB": Case({**LANGUAGE, "model": {"name": "lstm", "options": {"hidden": 256}}}, 8, 1.0, 20),
+    "replicas, mlp 21.7 MB": Case(PERCEPTRON, 256, 1.1, replicas=True),
+    "replicas, mlp 21.7 MB, 10 Gbit/s": Case(PERCEPTRON, 256, 1.0, gbit_s=10.0, replicas=True),
     "mlp 21.7 MB, λ = 4": Case(PERCEPTRON, 256, 1.3, 8, learners=4),
     "server, mlp 21.7 MB, λ = 1": Case(PERCEPTRON, 256, 1.1, learners=1, server=True),
     "server, mlp 21.7 MB, λ = 2": Case(PERCEPTRON, 256, 1.1, learners=2, server=True),
@@ -109,24 +118,25 @@ def _add(report: Report, name: str, case: Case, found: dict[str, Any], sizes: tu
     models = 2 * case.learners if case.server else 1
     by_link = [models * found["bytes"][0] / rate for rate in found["link"]]
     bound = [max(times) for times in zip(found["alone"], by_link, strict=True)]
+    rule = "average" if case.replicas else "hardsync"
     rows = {
-        "hardsync, buckets": (found[f"buckets {ours:g}"], f"{ours:g}"),
-        "hardsync, auto": (found["auto"], "auto"),
-        "hardsync, whole": (found["off"], ""),
+        f"{rule}, buckets": (found[f"buckets {ours:g}"], f"{ours:g}"),
+        f"{rule}, auto": (found["auto"], "auto"),
+        f"{rule}, whole": (found["off"], ""),
         "computing alone": (found["alone"], ""),
     }
     other, ddp = "whole", found["off"]
-    if not case.server:
+    if case.by_ddp:
         size = best("ddp")
         other, ddp = "DDP", found[f"ddp {size:g}"]
         rows = {"DDP, gloo": (ddp, f"{size:g}")} | rows
     for way, (taken, bucket) in rows.items():
         milliseconds = spread([1000 * s for s in taken])
-        against = "" if case.server else ratios(ddp, taken)
+        against = ratios(ddp, taken) if case.by_ddp else ""
         cells = (milliseconds, bucket, against, spread([1000 * s for s in bound]), ratios(bound, taken))
         report.rows.append((name, str(case.size), way, *cells))
     reached = ratios(ddp, found[f"buckets {ours:g}"]).median
-    report.goals.append(Goal(f"{name}: hardsync / {other} >= {case.goal:g}", [reached], at_least=case.goal))
+    report.goals.append(Goal(f"{name}: {rule} / {other} >= {case.goal:g}", [reached], at_least=case.goal))
 
 
 def measure(comm: "MPI.Comm", directory: Path, name: str, sizes: tuple[float, ...], rounds: int) -> dict[str, Any]:
@@ -139,7 +149,7 @@ def measure(comm: "MPI.Comm", directory: Path, name: str, sizes: tuple[float, ..
         write_images(directory, case.learners * case.size * case.steps)
         write_text(directory / "input.txt")
     rest(comm)
-    by_ddp = comm.rank >= LEARNER and not case.server
+    by_ddp = comm.rank >= LEARNER and case.by_ddp
     if by_ddp:
         connect(comm.rank, directory, case.learners, "eth0")
     loops = {f"ddp {size:g}": DDPLoop(job, size) for size in sizes} if by_ddp else {}
@@ -176,6 +186,8 @@ def _job(directory: Path, case: Case) -> Job:
         job = job.with_(data={"path": directory / "input.txt"})
     if case.server:
         return job
+    if case.replicas:
+        return job.with_(protocol={"name": "average", "modulation": "auto"}, topology={"name": "replicas"})
     options = {"reduction": "nodes"} if case.learners > len(links.NAMES) else {}
     return job.with_(topology={"name": "groups", "options": options})
 

@@ -19,10 +19,10 @@ from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, TAG, in_turns, on_ran
 from rudra.bench.stubs import Maker, StubLearner, StubStatistics, drive, kept, stub_job
 from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.compute.executor import Executor
-from rudra.compute.flat import sha256
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import ServerExecutor
 from rudra.compute.vectors import Memory
+from rudra.core.digest import sha256
 from rudra.core.layout import Part
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable

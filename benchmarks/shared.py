@@ -65,7 +65,12 @@ def seconds(function: Callable[[], object], span_s: float = 0.0) -> float:
 
 def unconnected(job: Job, steps: int) -> Job:
     """Returns a job whose learners compute and update as before, but communicate only in the last step."""
-    return job.with_(protocol={"name": "average"}, averaging={"period": steps}, topology={"name": "replicas"})
+    return job.with_(
+        protocol={"name": "average"},
+        averaging={"period": steps},
+        topology={"name": "replicas"},
+        cluster={"buckets": "off"},  # with a usual step in the last mini-batch, too
+    )
 
 
 def learner_step_s(results: Results, learner: int) -> float:

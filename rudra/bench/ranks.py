@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from rudra.compute import networks
-from rudra.compute.optim import uncompiled
+from rudra.compute.optimizers import uncompiled
 from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.log import log

@@ -153,7 +153,8 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     held = f", {found.samples.validation:,} validation" if found.samples.validation else ""
     tried = 1 if job.scheduled else job.training.minibatch_size
     kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
-    apart = f"; more at a server whose learners are on other nodes: {_megabytes(found.apart_bytes)}"
+    who = "a server whose learners are on other nodes" if plan.served else "learners on several nodes"
+    apart = f"; more at {who}: {_megabytes(found.apart_bytes)}"
     return {
         "data": f"{found.samples.training:,} training{held} and {found.samples.test:,} test samples",
         "model": f"{found.parameters:,} parameters; a gradient of {counted(tried, 'sample')} "

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import put_together
 from rudra.compute.hooks import hooked
+from rudra.compute.together import put_together, vmap_gradients
 from rudra.data.samples import Batch
 from rudra.data.sparse import is_sparse, joined
 from rudra.errors import ConfigError
@@ -41,7 +41,7 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
             raise ConfigError(f"{where}: the model changes its buffers while it learns; {instead}")
     if batching == "vmap":
         try:
-            model.mapped_gradients([weights, weights], *put_together(torch.stack, [pair, pair]), [out, out])
+            vmap_gradients(model, [weights, weights], *put_together(torch.stack, [pair, pair]), [out, out])
         except Exception as error:  # torch and the user's own layers may raise any exception here
             what = " ".join(str(error).split())
             raise ConfigError(

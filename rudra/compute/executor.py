@@ -11,13 +11,13 @@ import torch
 
 from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.devices import CPU, kind_of, selection
-from rudra.compute.flat import sha256
 from rudra.compute.rows import RowFormat
 from rudra.compute.staging import Staging
 from rudra.compute.statedict import StateEntry
 from rudra.compute.vectors import BorrowedBuffer, Buffer, Deferred, DirectBuffer, Memory, RowBuffer, Take
 from rudra.core.actions import Copy, ExecutorAction, Hash, ReorderParts
 from rudra.core.buffer_names import GRADIENT, SNAPSHOT, WEIGHTS
+from rudra.core.digest import sha256
 from rudra.core.events import Event, Hashed
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry, Part

@@ -47,7 +47,7 @@ class FlatBuffers:
         """Moves the module's buffers to a vector. The module then changes them there, except its counters.
 
         Args:
-            vector: Vector that ends with the buffers, float32.
+            vector: (buffers,) float32, the end of a flat vector.
             views: Views of the buffers in the vector.
         """
         if self.floats and self._placed_at != vector.data_ptr():

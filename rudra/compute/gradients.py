@@ -13,8 +13,9 @@ import numpy.typing as npt
 import torch
 
 from protocols.hogbatch import parts
+from rudra.compute.early_forward import EarlyForward, ForwardPass
 from rudra.compute.final_gradients import Ready
-from rudra.compute.flat import FlatModel, ForwardPass
+from rudra.compute.flat import FlatModel
 from rudra.compute.rows import RowGradient
 from rudra.compute.waiting import Needs
 from rudra.core.work import Work
@@ -23,7 +24,7 @@ from rudra.data.augmentation import Augmentation
 from rudra.data.load import asked_at_once, in_memory
 from rudra.data.samples import Batch, Samples
 from rudra.data.sampling import Sampler, mix, seed_all
-from rudra.data.sparse import bytes_of, finite_rows, joined, stretch
+from rudra.data.sparse import bytes_of, finite_rows, stretch
 from rudra.data.sparse import split as rows_split
 from rudra.data.trees import mapped
 from rudra.errors import ConfigError, DataError
@@ -72,6 +73,7 @@ class GradientSource:
         self._microbatches = job.training.microbatches
         self._stops = job.fault_tolerance.non_finite_loss == "stop"
         self.work, self.model = work, model
+        self._early = EarlyForward(model)
         self._inputs = _Inputs(self._seed, split, Augmentation(job.augment), self.seed)
         # A data set that draws random numbers is read in this thread, without concurrent draws.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
@@ -111,9 +113,14 @@ class GradientSource:
         return self._checked(work, batch, *self._gradient(batch, weights, out, self.seed(step), ready))
 
     @property
-    def can_begin_early(self) -> bool:
-        """Whether `forward_early` is possible now."""
-        return self._microbatches == 1 and self.model.can_begin_early
+    def can_pass_early(self) -> bool:
+        """Whether forward passes may begin early."""
+        return self._microbatches == 1 and self._early.possible
+
+    @property
+    def can_pass_early_now(self) -> bool:
+        """Whether the next forward pass may begin early."""
+        return self._microbatches == 1 and self._early.possible_now
 
     def forward_early(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, needs: Needs) -> ForwardPass:
         """Begins to compute the gradient of samples that the caller has drawn, while the weights arrive.
@@ -123,10 +130,9 @@ class GradientSource:
             work: As for `compute`.
             batch: Samples of the step.
             weights: As for `compute`. They need not be complete yet.
-            needs: As for `FlatModel.forward_early`.
+            needs: As for `EarlyForward.forward`.
         """
-        self.model.bind(weights)
-        return self.model.forward_early(*batch, self.seed(step), needs)
+        return self._early.forward(*batch, weights, self.seed(step), needs)
 
     def gradient_of(
         self,
@@ -138,8 +144,7 @@ class GradientSource:
         ready: Ready | None = None,
     ) -> BatchResult:
         """Computes what `of_batch` computes, after `forward_early`."""
-        self.model.bind(weights)
-        return self._checked(work, batch, *self.model.gradient_of(passed, *batch, out, ready))
+        return self._checked(work, batch, *self._early.gradient(passed, *batch, weights, out, ready))
 
     def _checked(self, work: Work, batch: Batch, loss: float, errors: float) -> BatchResult:
         inputs, target = batch
@@ -231,71 +236,6 @@ def not_finite(batch: Any) -> npt.NDArray[np.bool_]:
 
     mapped(look, batch)
     return flags
-
-
-def joint_gradient(
-    sources: Sequence[GradientSource], step: int, works: Sequence[Work], weights: torch.Tensor, out: torch.Tensor
-) -> list[BatchResult]:
-    """Computes the mean gradient of the same step of several learners as one big batch.
-
-    The result is not bitwise identical to the mean of separate gradients, and dropout draws other masks.
-
-    Args:
-        sources: Sources of the learners. They share one model.
-        step: Step of all learners.
-        works: Samples of each learner, equally many.
-        weights: (size,) float32, only read.
-        out: (size,) float32, filled as by `FlatModel.gradient`.
-
-    Returns:
-        Results of each learner's own mini-batch.
-    """
-    batches = [source.minibatch(step, work) for source, work in zip(sources, works, strict=True)]
-    inputs, target = put_together(joined, batches)
-    model, each = sources[0].model, len(sources)
-    model.bind(weights)
-    losses, wrong = model.joint_gradient(inputs, target, out, sources[0].seed(step))
-    means, errors = losses.reshape(each, -1).mean(1), wrong.reshape(each, -1).sum(1, dtype=np.float32)
-    return _outcomes(means, errors, works[0].count)
-
-
-def mapped_gradients(
-    sources: Sequence[GradientSource],
-    minibatches: Sequence[tuple[int, Work]],
-    weights: Sequence[torch.Tensor],
-    outs: list[torch.Tensor],
-) -> list[BatchResult]:
-    """Computes one gradient for each of several learners together, by `torch.func.vmap`.
-
-    The gradients are not bitwise identical to `GradientSource.compute`, and dropout draws other masks.
-
-    Args:
-        sources: Sources of the learners. They share one model.
-        minibatches: Step and samples of each learner. All have the same number of samples.
-        weights: (size,) float32 for each learner, or a single vector for all, only read.
-        outs: (size,) float32 for each learner, filled as by `FlatModel.gradient`.
-    """
-    batches = [source.minibatch(*minibatch) for source, minibatch in zip(sources, minibatches, strict=True)]
-    inputs, target = put_together(torch.stack, batches)
-    model = sources[0].model
-    (step, work), *_ = minibatches
-    model.seed(sources[0].seed(step))
-    losses, errors = model.mapped_gradients(weights, inputs, target, outs)
-    return _outcomes(losses, errors, work.count)
-
-
-def put_together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
-    """Combines several batches into one."""
-    try:
-        inputs, target = mapped(lambda *tensors: how(list(tensors)), *batches)
-    except RuntimeError:
-        where = "[simulation] batching: mini-batches of different sizes cannot be computed together"
-        raise ConfigError(f"{where}; valid for this data: none") from None
-    return inputs, target
-
-
-def _outcomes(losses: npt.NDArray[Any], errors: npt.NDArray[Any], samples: int) -> list[BatchResult]:
-    return [BatchResult(loss, wrong, samples) for loss, wrong in zip(losses.tolist(), errors.tolist(), strict=True)]
 
 
 class _Inputs:

@@ -101,7 +101,7 @@ class HogwildExecutor(Sharing, LearnerExecutor):
         self.worker = plan.roles[role].index
         self.copies, self.overwrites = manner(job, plan, role)
         for source in sources:
-            source.model.guard.racing = not self.copies
+            source.model.autograd.guard.racing = not self.copies
         self._threads = [_Thread(source, self.size, copies=self.copies) for source in sources]
         self._pool: ThreadPoolExecutor | None = None
 

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from msgspec import structs
 
+from rudra.compute.arrivals import Arrivals
 from rudra.compute.devices import finish
-from rudra.compute.early_pass import Arrivals, EarlyPass
+from rudra.compute.early_pass import EarlyPass
 from rudra.compute.evaluation import add_batch, evaluate, score_of
 from rudra.compute.executor import Executor, performs
 from rudra.compute.final_gradients import Ready
@@ -136,13 +137,18 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
 
     @property
     def can_pass_early(self) -> bool:
-        """Whether forward passes may begin early, if optimiser and model allow it at that time.
+        """Whether forward passes may begin early, if the optimiser allows it at that time.
 
-        The role must compute on its buffers in main memory, with whole vectors of parameters and without hooks.
+        The role must compute on its buffers in main memory, with whole vectors and without hooks.
         """
-        whole = self._stage is None and self._owned_part is None and self.size == self.parameters
+        whole = self._stage is None and self._owned_part is None
         plain = self.row_format is None and self.hooks is None and self.device.type == "cpu" and not self.direct
-        return whole and plain and type(self) is ReplicaExecutor
+        return whole and plain and type(self) is ReplicaExecutor and self.source.can_pass_early
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Memory that updates which begin early take: other weights, and another state of the optimiser."""
+        return 4 * self.size + self._rule.state_bytes() if self.can_pass_early else 0
 
     def prepare_early(self, reduction: Reduce, arrivals: Arrivals) -> None:
         """Prepares the update and the forward pass that follow a reduction, if they can begin early.
@@ -153,9 +159,9 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
         """
         self._drop_early()
         rate, last = reduction.rate, self._computed
-        possible = self.can_pass_early and self._rule.sliceable and self.source.can_begin_early
-        if possible and rate is not None and last is not None and last.work.stride:
-            about = self._rule, self.buffer(WEIGHTS), self.spare(), reduction.buffer, rate
+        sliced = self._rule.sliced if self.can_pass_early and self.source.can_pass_early_now else None
+        if sliced is not None and rate is not None and last is not None and last.work.stride:
+            about = sliced, self.buffer(WEIGHTS), self.spare(), self._counters, reduction.buffer, rate
             self._early = EarlyPass(*about, arrivals, (last.step + 1, last.work.after(1)))
 
     def pass_early(self) -> None:

@@ -15,6 +15,7 @@ from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, thread
 from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, ReplicaExecutor, StatisticsExecutor
 from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor, ServerExecutor
 from rudra.compute.parts import cut
+from rudra.compute.pulled_pass import PullingExecutor
 from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor
 from rudra.compute.stages import (
     FirstStageExecutor,
@@ -26,6 +27,7 @@ from rudra.compute.stages import (
     cut_model,
 )
 from rudra.compute.staging import Staging
+from rudra.compute.statedict import entries_of
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
@@ -47,10 +49,10 @@ EXECUTORS: dict[Variant, type[Executor]] = {
     Variant.TREE_SERVER: AveragingExecutor,
     Variant.STAGE_SERVER: LastStageExecutor,
     Variant.STATISTICS_SERVER: StatisticsExecutor,
-    Variant.LEARNER: LearnerExecutor,
+    Variant.LEARNER: PullingExecutor,
     Variant.OVERLAPPED_LEARNER: LearnerExecutor,
     Variant.GROUP_LEARNER: LearnerExecutor,
-    Variant.SHARDED_LEARNER: LearnerExecutor,
+    Variant.SHARDED_LEARNER: PullingExecutor,
     Variant.REPLICA: ReplicaExecutor,
     Variant.AVERAGER: AveragerExecutor,
     Variant.REPLICA_SHARER: AveragerExecutor,
@@ -185,7 +187,7 @@ def make_executors(
         if kind.tests and fronts is not None:
             executor.step_bytes = fronts[1].sent(job.training.minibatch_size) * job.learners
         if kind.tests:
-            executor.state_dict = flat.state_dict()
+            executor.state_dict = entries_of(flat.module, flat.layout)
         executor.hooks = hooks.get(role)
         made[role] = executor
     return made

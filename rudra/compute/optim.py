@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from itertools import groupby, pairwise
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rudra import plugins
-from rudra.errors import ConfigError, meant
-from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, OptimizerTable, ParameterGroup
+from rudra.compute.optimizers import check_own, optimizer_of
+from rudra.compute.runs import CACHE_LINE, REST, around, kernel_parts, runs_of
+from rudra.compute.sliced_steps import SlicedSteps
+from rudra.errors import ConfigError
+from rudra.job.tables import OPTIMIZERS, OptimizerTable
 
 if TYPE_CHECKING:
     import torch
 
     from rudra.compute.rows import RowFormat, RowGradient
     from rudra.core.layout import Entry
-
-    Piece = tuple[torch.nn.Parameter, slice, slice]  # slices of the weights, and of the parameter
-    Slice = tuple[slice, list[tuple[int, list[Piece]]]]  # slice of the weights, and its pieces in each group
-    Settings = tuple[list[float], list[dict[str, Any]]]  # rate and options of each optimiser group
-
-_NOT_OPTIONS = {"params", "lr", "momentum", "weight_decay", "fused", "foreach", "capturable", "differentiable"}
-_STEP = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize", "fused")
-CACHE_LINE = 16  # elements, the unit in which torch hands a vector to its threads
 
 
 class UpdateRule:
@@ -73,27 +65,23 @@ class UpdateRule:
         self._caffe = table.momentum_form == "caffe" and table.momentum > 0
         scales = self._caffe or table.clip_norm is not None
         self._scaled = torch.zeros_like(weights if scales else weights[:0])  # borrowed gradients are read-only
-        self._weights = weights
-        self._sgd = table.name == "sgd"
-        self._slices: dict[int, list[Slice]] = {}  # by their largest size
-        self._momenta_apart: dict[torch.Tensor, torch.Tensor] = {}
-        self._apart: tuple[torch.Tensor, Settings, list[Slice]] = weights[:0], ([], []), []
+        self._sgd, self._torchs = table.name == "sgd", table.name in OPTIMIZERS
         self._places: dict[torch.nn.Parameter, slice] = {}
         self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> whole parameter, and slices
         self._factors: list[float] = []  # of each optimiser group
         groups: list[dict[str, Any]] = []
         tail = CACHE_LINE if self._sgd else 1
-        runs = runs_of(table.groups, parameters) if parameters else [(_REST, slice(0, len(weights)))]
+        runs = runs_of(table.groups, parameters) if parameters else [(REST, slice(0, len(weights)))]
         first = 0 if part is None else part.start
         number = 0
         self._rows, self._row_form = torch.nn.Parameter(weights[:0]), rows
-        row_group = _REST
+        row_group = REST
         if rows is not None:
             self._rows = torch.nn.Parameter(weights[rows.part].view(rows.features, rows.width))
             runs = list(runs)
             row_group = next(group for group, run in runs if run.start <= rows.start < run.stop)
-            runs = _around(runs, rows.part)
-        for (group, fused), wholes in _parts(runs, tail).items():
+            runs = around(runs, rows.part)
+        for (group, fused), wholes in kernel_parts(runs, tail).items():
             made: list[torch.nn.Parameter] = []
             for whole in wholes:
                 here = slice(max(whole.start - first, 0), min(whole.stop - first, len(weights)))
@@ -119,11 +107,12 @@ class UpdateRule:
                 flags = {"fused": fused} if fusible else {}
                 cls([trial], lr=table.learning_rate, **plain, **flags, **options).step()
             if table.name not in OPTIMIZERS:
-                _check_own(lambda trial: cls(trial, lr=table.learning_rate, **options))
+                check_own(lambda trial: cls(trial, lr=table.learning_rate, **options))
             self.optimizer: torch.optim.Optimizer = cls(groups, lr=table.learning_rate, **plain, **options)
         except Exception as error:  # torch checks some options, and fails on others with any exception
             raise ConfigError(f"[optimizer] {table.name}: {' '.join(str(error).split())}") from None
         self._decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
+        self._sliced = SlicedSteps(self.optimizer, self._places, self._set_rates, self._scaled if self._caffe else None)
 
     def step(
         self, gradient: torch.Tensor, learning_rate: float, norms: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -175,136 +164,14 @@ class UpdateRule:
         return rates
 
     @property
-    def sliceable(self) -> bool:
-        """Whether `step_in_slices` is possible now: SGD with allocated momentum, and no norm needed first."""
-        state = self.optimizer.state
-        moving = [group["params"] for group in self.optimizer.param_groups if self._sgd and group["momentum"]]
-        ready = all(state[parameter].get("momentum_buffer") is not None for each in moving for parameter in each)
-        return self._sgd and self._clip_norm is None and ready
+    def sliced(self) -> SlicedSteps | None:
+        """Steps in slices, if they are possible now: the state is allocated, and no norm comes first.
 
-    def step_in_slices(
-        self,
-        gradient: Callable[[slice], torch.Tensor],
-        learning_rate: float,
-        most: int,
-        after: Callable[[slice], None] | None = None,
-    ) -> None:
-        """Updates the weights, bitwise identical to `step`, for a caller that computes the gradient during the step.
-
-        Args:
-            gradient: Returns a slice of the gradient, read-only and valid until the next call. Slices are requested in
-                ascending order. The weights of a slice are not read or changed before its request.
-            learning_rate: Rate of this step.
-            most: Largest number of elements in a slice.
-            after: Called with each slice after its step, while the slice is in the cache.
+        A user's own optimiser steps whole vectors. Optimisers with a count of steps allocate their state at their first
+        step.
         """
-        settings = self._settings(learning_rate)
-        momenta = {parameter: state.get("momentum_buffer") for parameter, state in self.optimizer.state.items()}
-        for cut in self._slices_of(most):
-            self._step_slice(cut, gradient(cut[0]), self._weights, momenta, settings)
-            if after is not None:
-                after(cut[0])
-
-    def begin_apart(self, weights: torch.Tensor, learning_rate: float, most: int) -> list[slice]:
-        """Begins a step whose results go to other memory. Until `adopt`, the weights and the state do not change.
-
-        It needs memory for another momentum. It is bitwise identical to `step`, and needs a rule that is `sliceable`.
-
-        Args:
-            weights: (P,) float32, receives the new weights.
-            learning_rate: As for `step_in_slices`.
-            most: As for `step_in_slices`.
-
-        Returns:
-            Slices of the weights in ascending order. `step_apart` needs each of them once, in any order.
-        """
-        import torch
-
-        for parameter, state in self.optimizer.state.items():
-            momentum = state.get("momentum_buffer")
-            if momentum is not None and parameter not in self._momenta_apart:
-                self._momenta_apart[parameter] = torch.zeros_like(momentum)
-        self._apart = weights, self._settings(learning_rate), self._slices_of(most)
-        return [whole for whole, _ in self._apart[2]]
-
-    def step_apart(self, number: int, gradient: torch.Tensor) -> None:
-        """Computes a slice of the new weights from its gradient, which is only read."""
-        weights, settings, cuts = self._apart
-        whole, groups = cuts[number]
-        weights[whole].copy_(self._weights[whole])
-        for _, pieces in groups:
-            for parameter, _, inside in pieces:
-                if parameter in self._momenta_apart:
-                    before = self.optimizer.state[parameter]["momentum_buffer"]
-                    self._momenta_apart[parameter][inside].copy_(before[inside])
-        self._step_slice(cuts[number], gradient, weights, self._momenta_apart, settings)
-
-    def adopt(self) -> None:
-        """Continues with the momentum of the step that `begin_apart` began. Call `move` with the new weights."""
-        for parameter, momentum in self._momenta_apart.items():
-            state = self.optimizer.state[parameter]
-            self._momenta_apart[parameter], state["momentum_buffer"] = state["momentum_buffer"], momentum
-
-    def _settings(self, learning_rate: float) -> Settings:
-        """Returns the rate and the options of each optimiser group."""
-        rates = self._set_rates(learning_rate)
-        return rates, [{key: group[key] for key in _STEP} for group in self.optimizer.param_groups]
-
-    def _step_slice(
-        self,
-        cut: Slice,
-        given: torch.Tensor,
-        into: torch.Tensor,
-        momenta: Mapping[torch.Tensor, torch.Tensor | None],
-        settings: Settings,
-    ) -> None:
-        """Steps a slice of some weights.
-
-        Args:
-            cut: The slice and its pieces.
-            given: Gradient of the slice.
-            into: (P,) float32, the weights.
-            momenta: Momentum of each parameter that has one.
-            settings: Rates and options of the step.
-        """
-        from torch.optim.sgd import sgd
-
-        (whole, groups), (rates, options) = cut, settings
-        for number, pieces in groups:
-            weights, gradients, moving = [], [], []
-            for parameter, part, inside in pieces:
-                here = slice(part.start - whole.start, part.stop - whole.start)
-                weights.append(into[part])
-                gradients.append(self._times(rates[number], given[here], here) if self._caffe else given[here])
-                momentum = momenta.get(parameter) if options[number]["momentum"] else None
-                moving.append(None if momentum is None else momentum[inside])
-            sgd(weights, gradients, moving, foreach=False, **options[number])
-
-    def _slices_of(self, most: int) -> list[Slice]:
-        if most not in self._slices:
-            self._slices[most] = list(self._cut(most))
-        return self._slices[most]
-
-    def _cut(self, most: int) -> Iterator[Slice]:
-        """Yields slices of the weights. As for parts, cuts do not change the arithmetic of the kernels."""
-        places = sorted((place.start, place.stop) for place in self._places.values())
-        cuts = [0]
-        for start, stop in places:
-            while stop - cuts[-1] > most:
-                cuts.append(start + max(0, cuts[-1] + most - start) // CACHE_LINE * CACHE_LINE)
-        cuts.append(places[-1][1])
-        for whole in (slice(first, last) for first, last in pairwise(cuts)):
-            groups = []
-            for number, group in enumerate(self.optimizer.param_groups):
-                pieces = []
-                for parameter in group["params"]:
-                    place = self._places[parameter]
-                    part = slice(max(place.start, whole.start), min(place.stop, whole.stop))
-                    if part.start < part.stop:
-                        pieces.append((parameter, part, slice(part.start - place.start, part.stop - place.start)))
-                if pieces:
-                    groups.append((number, pieces))
-            yield whole, groups
+        possible = self._torchs and self._clip_norm is None and self._sliced.ready
+        return self._sliced if possible else None
 
     def norms(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the norm of each parameter's gradient, (parameters,) float32."""
@@ -337,7 +204,6 @@ class UpdateRule:
 
     def move(self, weights: torch.Tensor) -> None:
         """Continues with weights in other memory, which holds the same values."""
-        self._weights = weights
         for parameter, part in self._places.items():
             parameter.data = weights[part]
         if (form := self._row_form) is not None:
@@ -397,136 +263,3 @@ class UpdateRule:
 
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
-
-
-def optimizer_of(table: OptimizerTable) -> tuple[Any, dict[str, Any]]:
-    """Returns the optimiser class of a table, and its keyword arguments except the learning rate.
-
-    Raises:
-        ConfigError: There is no such class, or it does not accept them.
-    """
-    import torch
-
-    if table.name in OPTIMIZERS:
-        cls = getattr(torch.optim, OPTIMIZERS[table.name])
-        return uncompiled(cls), _options(table, cls)
-    cls = plugins.choose("[optimizer] name", table.name, OPTIMIZERS)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-        raise ConfigError(f"[optimizer] name: {table.name} is not a class that inherits from torch.optim.Optimizer")
-    return cls, _options(table, cls)
-
-
-def _check_own(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Checks that a user's optimiser works on parts of a flat vector, and that a checkpoint can hold its state.
-
-    Raises:
-        ValueError: It does not, or its state contains other things than tensors.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(4, 2 * CACHE_LINE, generator=generator).unbind()
-    whole = torch.nn.Parameter(start.clone())
-    halves = [torch.nn.Parameter(half.clone()) for half in torch.split(start, CACHE_LINE)]
-    optimizers = [make([whole]), make(halves)]
-    before = [_held(optimizer) for optimizer in optimizers]
-    for gradient in gradients:
-        whole.grad = gradient.clone()
-        for half, part in zip(halves, torch.split(gradient, CACHE_LINE), strict=True):
-            half.grad = part.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    if not torch.equal(whole.data, torch.cat([half.data for half in halves])):
-        raise ValueError(
-            "its step for an element depends on other elements, but Rudra steps over parts of a flat vector; valid: "
-            "optimisers that treat each element separately"
-        )
-    for key, value in optimizers[0].state[whole].items():
-        known = isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.numel() in {1, len(whole)}
-        if not known:
-            raise ValueError(
-                f"its state '{key}' is no float32 tensor of one number or of the parameter's shape, which a checkpoint "
-                "could hold"
-            )
-    if [_held(optimizer) for optimizer in optimizers] != before:
-        raise ValueError("a step changes more of the optimiser than its `state`, and a checkpoint holds only `state`")
-
-
-def _held(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describes the attributes of an optimiser outside its state, to detect changes."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    own = {key: value for key, value in vars(optimizer).items() if isinstance(value, bool | int | float | str | list)}
-    return [repr(groups), repr({key: value for key, value in own.items() if key != "param_groups"})]
-
-
-def uncompiled(cls: Any) -> Any:
-    """Returns an optimiser without torch's compiler wrappers, whose import takes over a second."""
-    import torch
-
-    bare = {name: inspect.unwrap(getattr(cls, name)) for name in ("add_param_group", "zero_grad")}
-    return type(cls.__name__, (cls,), bare | {"step": torch.no_grad()(inspect.unwrap(cls.step))})
-
-
-_REST = ParameterGroup(parameters=("*",))
-
-
-def runs_of(groups: Sequence[ParameterGroup], layout: Sequence[Entry]) -> Iterator[tuple[ParameterGroup, slice]]:
-    """Yields the longest possible slices of the flat vector whose parameters belong to one group.
-
-    Raises:
-        ConfigError: A group names parameters that do not exist.
-    """
-    parameters = [entry for entry in layout if entry.kind == "parameter"]
-    names = [entry.name for entry in parameters]
-    for group in groups:
-        for pattern in group.parameters:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-                raise ConfigError(f"[optimizer] groups: '{pattern}' matches no parameter; there are {some}")
-
-    def group_of(entry: Entry) -> ParameterGroup:
-        fitting = (g for g in groups if any(fnmatchcase(entry.name, pattern) for pattern in g.parameters))
-        return next(fitting, _REST)
-
-    for group, run in groupby(parameters, group_of):
-        entries = list(run)
-        yield group, slice(entries[0].offset, entries[-1].offset + entries[-1].size)
-
-
-def _around(runs: Iterable[tuple[ParameterGroup, slice]], hole: slice) -> Iterator[tuple[ParameterGroup, slice]]:
-    """Yields the runs without the elements in the hole."""
-    for group, run in runs:
-        for piece in (slice(run.start, min(run.stop, hole.start)), slice(max(run.start, hole.stop), run.stop)):
-            if piece.start < piece.stop:
-                yield group, piece
-
-
-def _parts(runs: Iterable[tuple[ParameterGroup, slice]], tail: int) -> dict[tuple[ParameterGroup, bool], list[slice]]:
-    """Returns each group's runs: multiples of `tail` for the fused kernel, and the rest for the plain one."""
-    parts: dict[tuple[ParameterGroup, bool], list[slice]] = {}
-    for group, run in runs:
-        middle = run.stop - (run.stop - run.start) % tail
-        for part, fused in ((slice(run.start, middle), True), (slice(middle, run.stop), False)):
-            if part.start < part.stop:
-                parts.setdefault((group, fused), []).append(part)
-    return parts
-
-
-def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:
-    """Returns keyword arguments for the optimiser's class, checked against its signature."""
-    valid = [key for key in inspect.signature(cls).parameters if key not in _NOT_OPTIONS]
-    for key in table.options:
-        if key not in valid:
-            hint = meant(key, valid)
-            raise ConfigError(f"[optimizer] unknown option '{key}' of {table.name}; valid: {', '.join(valid)}{hint}")
-    takes = inspect.signature(cls).parameters
-    has_momentum = table.name in WITH_MOMENTUM if table.name in OPTIMIZERS else "momentum" in takes
-    decays = [table.weight_decay, *(group.weight_decay for group in table.groups)]
-    if any(decays) and "weight_decay" not in takes:
-        raise ConfigError(f"[optimizer] weight_decay: {table.name} does not take it; valid: 0")
-    if table.momentum and not has_momentum:
-        text = f"momentum = {table.momentum:g} is not supported with {table.name}"
-        raise ConfigError(f"[optimizer] {text}; use momentum = 0")
-    momentum = {"momentum": table.momentum} if has_momentum else {}
-    decay = {"weight_decay": table.weight_decay} if "weight_decay" in takes else {}
-    return {**decay, **momentum, **table.options}

@@ -12,15 +12,16 @@ import torch
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
 from rudra.compute.executor import Executor, performs
-from rudra.compute.flat import FlatModel, sha256
+from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import stretch_names
 from rudra.compute.rows import RowFormat, RowGradient, alike
+from rudra.compute.sliced_steps import SlicedSteps
 from rudra.compute.sparse import SparseRows
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Accumulate, ComputeNorms, Copy, Update
 from rudra.core.buffer_names import DOWNCAST, WEIGHTS
-from rudra.core.digest import sample
+from rudra.core.digest import sample, sha256
 from rudra.core.events import NormsComputed, Updated
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import Message, MessageKind
@@ -227,8 +228,9 @@ class OwnerExecutor(Executor):
             self._replace(action.weights, self.spare())
         buffer = self.buffer(action.weights)
         copy_on_write, waits = buffer is not before, action.gradient in self._deferred
-        if (copy_on_write or waits) and self._rule.sliceable and self.row_format is None:
-            self._update_in_slices(action, before.vector, buffer.vector)
+        sliced = self._rule.sliced if (copy_on_write or waits) and self.row_format is None else None
+        if sliced is not None:
+            self._update_in_slices(sliced, action, before.vector, buffer.vector)
         else:
             if copy_on_write:
                 buffer.vector.copy_(before.vector)
@@ -255,7 +257,9 @@ class OwnerExecutor(Executor):
         which = [(place, sample(timestamp, self._of, stretch.start)) for place, stretch in stretches]
         return tuple(buffer.sampled(slice(place.start + those.start, place.stop, those.step)) for place, those in which)
 
-    def _update_in_slices(self, action: Update, before: torch.Tensor, weights: torch.Tensor) -> None:
+    def _update_in_slices(
+        self, sliced: SlicedSteps, action: Update, before: torch.Tensor, weights: torch.Tensor
+    ) -> None:
         """Averages each slice, copies it if the weights have readers, and steps it while it is in the cache.
 
         The deferred average is not stored and is invalid afterwards: an applied gradient is not read again.
@@ -269,7 +273,7 @@ class OwnerExecutor(Executor):
             return take(slice(part.start - over, part.stop))[over:]
 
         sources = self._deferred[action.gradient].of if action.gradient in self._deferred else ()
-        self._rule.step_in_slices(gradient, action.learning_rate, CHUNK - CACHE_LINE)
+        sliced.step(gradient, action.learning_rate, CHUNK - CACHE_LINE)
         for part in slices(self.parameters, self.size, CHUNK - CACHE_LINE):
             weights[part] = gradient(part)
         self._void(action.gradient)

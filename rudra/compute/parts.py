@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rudra.compute.optim import CACHE_LINE, runs_of
+from rudra.compute.runs import CACHE_LINE, runs_of
 from rudra.core.buffer_names import WEIGHTS
 from rudra.core.layout import Entry, NamedVectors
 from rudra.errors import ConfigError

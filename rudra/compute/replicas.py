@@ -12,9 +12,11 @@ from msgspec import structs
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.executor import performs
+from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
+from rudra.compute.step_ahead import StepAhead
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import PullReplica, ResetReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, REFERENCE, REPLICA, WEIGHTS
@@ -90,8 +92,8 @@ class ElasticExecutor(LearnerExecutor):
             elif difference is not None and action.elasticity:
                 replica[part].add_(difference[part], alpha=action.elasticity)
 
-        if rule.sliceable:  # each slice passes through memory once
-            rule.step_in_slices(before, action.learning_rate, CHUNK, after)
+        if (sliced := rule.sliced) is not None:  # each slice passes through memory once
+            sliced.step(before, action.learning_rate, CHUNK, after)
         else:
             parts = list(slices(0, parameters, CHUNK))
             for part in parts:
@@ -116,9 +118,14 @@ class ElasticExecutor(LearnerExecutor):
 
 
 class AveragerExecutor(ElasticExecutor, OwnerExecutor):
-    """Executor that steps a replica, and steps the weights by the mean difference between them and all replicas."""
+    """Executor that steps a replica, and steps the weights by the mean difference between them and all replicas.
+
+    It may make the last step of a period while the gradient is computed (`StepAhead`). It then has another buffer for
+    the replica, and another state of its optimiser.
+    """
 
     _own: tuple[str, ...] = (REPLICA,)
+    _ahead: StepAhead | None = None
 
     def train_alone(self, job: Job, plan: Plan, role: int) -> None:
         super().train_alone(job, plan, role)
@@ -134,6 +141,11 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def state_bytes(self) -> int:
         return super().state_bytes() + self._inner.state_bytes()
 
+    @property
+    def ahead_bytes(self) -> int:
+        """Memory that steps which begin with their gradient take: another replica, and another state of its rule."""
+        return 4 * self.size + self._inner.state_bytes() if self._stage is None else 0
+
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         shared = super()._tensors() if self._leads else {}
         if alone:
@@ -147,6 +159,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         Raises:
             CheckpointError: The tensors do not match this model and these optimisers.
         """
+        self._drop_ahead()
         super().restore({name: tensor for name, tensor in tensors.items() if not name.startswith(REPLICA)})
         try:
             found = self._restore_own({name: torch.from_numpy(tensor) for name, tensor in tensors.items()})
@@ -174,6 +187,46 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         for name in names:
             super().restart(ResetReplica(name, WEIGHTS))
 
+    def step_ahead(self, action: StepReplica, final: Ready) -> Ready | None:
+        """Prepares for a step by the gradient that is computed now, whose difference is sent in parts.
+
+        Args:
+            action: the step. Its difference has a new buffer.
+            final: called with each part of the difference that is final.
+
+        Returns:
+            Function to call with each piece of the gradient that is final. None: the step is made afterwards.
+        """
+        self._drop_ahead()
+        sliced = self._rule_for(action.replica).sliced
+        if sliced is None or self._stage is not None:
+            return None
+        gradient, weights, difference = map(self.buffer, (action.gradient, action.weights, action.difference))
+        self._ahead = StepAhead(action, sliced, self.spare(), gradient, weights, difference, final)
+        return self._ahead.take
+
+    def _drop_ahead(self) -> None:
+        """Drops a step that was begun. All ranks also drop its average."""
+        if self._ahead is not None:
+            self._use_again(self._ahead.into)
+        self._ahead = None
+
+    def step(self, action: StepReplica) -> ReplicaStepped:
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return super().step(action)
+        assert ahead.action == action
+        began = time.perf_counter()
+        squares = ahead.complete()
+        before, into = self.buffer(action.replica), ahead.into
+        if self.size > self.parameters:
+            behind = slice(self.parameters, self.size)
+            into.vector[behind] = self.buffer(action.gradient).vector[behind]
+            self.buffer(action.difference).vector[behind] = into.vector[behind]
+        into.version = before.version + 1
+        self._replace(action.replica, into)
+        return ReplicaStepped(time.perf_counter() - began, math.sqrt(squares))
+
     @performs(PullReplica)
     def approach(self, action: PullReplica) -> None:
         replica, weights = self.buffer(action.replica), self.buffer(action.weights).vector
@@ -186,6 +239,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
 
     @performs(ResetReplica)
     def restart(self, action: ResetReplica) -> None:
+        self._drop_ahead()
         self._rule.reset()
         super().restart(action)
 

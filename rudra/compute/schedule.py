@@ -6,7 +6,7 @@ import math
 import torch
 
 from protocols import Protocol
-from rudra.compute.optim import uncompiled
+from rudra.compute.optimizers import uncompiled
 from rudra.core.schedule import Schedule
 from rudra.errors import ConfigError
 from rudra.job.job import Job

@@ -21,14 +21,16 @@ from rudra.compute.averaging import average
 from rudra.compute.buffers import buffers_of
 from rudra.compute.cuts import chain
 from rudra.compute.executor import performs
-from rudra.compute.flat import FlatModel, sha256
+from rudra.compute.flat import FlatModel
 from rudra.compute.flat_buffers import travels
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
-from rudra.compute.optim import UpdateRule, runs_of
+from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
+from rudra.compute.runs import runs_of
 from rudra.core.actions import AverageGroup, BackpropFirstStage, Hash, RunFirstStage, RunLastStage
 from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, WEIGHTS
+from rudra.core.digest import sha256
 from rudra.core.events import ActivationsReady, Computed, Hashed
 from rudra.core.layout import Entry, Part, Placed
 from rudra.core.work import portion

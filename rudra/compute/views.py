@@ -1,6 +1,6 @@
 """Views of flat vectors: pieces of a vector, shaped like the tensors of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,3 +41,8 @@ class FlatViews:
                 del self._views[next(iter(self._views))]
             self._views[address] = views
         return views
+
+    def reporting(self, report: Callable[[slice], None]) -> Callable[[int, int], None]:
+        """Returns a function that reports the slice of the vector between two indices of the layout."""
+        ends = [0, *(entry.offset + entry.size for entry in self._layout)]
+        return lambda first, stop: report(slice(ends[first], ends[stop]))

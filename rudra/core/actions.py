@@ -105,6 +105,9 @@ class Compute(ExecutorAction, frozen=True, gc=False):
         gradient: Buffer for the gradient.
         timestamp: Timestamp of the weights, for hooks.
         time_s: Seconds of training at the beginning, for hooks.
+        then: Step that follows with this gradient, if all replicas are then averaged and the role waits for it. The
+            step and the average can begin while the gradient is computed.
+        averaged: Number of samples of this replica in that average.
     """
 
     long = True
@@ -115,6 +118,8 @@ class Compute(ExecutorAction, frozen=True, gc=False):
     gradient: str
     timestamp: int = -1
     time_s: float = 0.0
+    then: "StepReplica | None" = None
+    averaged: int = 0
 
 
 class RunFirstStage(ExecutorAction, frozen=True, gc=False):

@@ -1,4 +1,7 @@
-"""Buckets: parts of a gradient that are averaged, or pushed to a server, while the rest is still computed."""
+"""Buckets: parts of a gradient or a replica that are averaged, or pushed, while the rest is still computed.
+
+Weights come from a server in buckets, too. The next forward pass then begins while the rest is under way.
+"""
 
 import math
 from bisect import bisect_right
@@ -7,6 +10,7 @@ from itertools import combinations, pairwise
 from typing import NamedTuple
 
 from rudra.job.job import Job
+from rudra.job.tables import OPTIMIZERS
 from topologies import Plan
 
 ALIGNED = 16
@@ -25,8 +29,31 @@ gradient in 2 to 60 buckets. Each further bucket took 0.06 to 0.13 ms."""
 FIXED_SHARE = 0.1
 """Largest part of the transfer time of a bucket that it takes however small it is, if the job does not say its size."""
 
+ABREAST = 3
+"""Number of buckets that travel at a time if forward passes begin early: enough to keep a link busy, and few enough
+that a bucket of the first layers does not wait for many others."""
+
+KEPT = 16
+"""If forward passes begin early, one in so many buckets begins last: those of the last layers. While they travel, the
+pass computes the layers before."""
+
+PAUSE_S = 1e-3
+"""Pause of the thread that sends buckets between two looks for news. In this time a network's buffers do not run full
+or empty."""
+
+LOOKS = 2
+"""Number of looks until a bucket has been averaged, if its transfer takes no time: one rank sees that a part of the
+gradient is there, adds, and sends the mean, and the other one sees that the mean is there. Two ranks that exchanged
+buckets of 0.02 to 2 MB looked 1.6 to 2 times for each, and 0.6 to 1 times if three travelled at a time."""
+
+COPIED_BYTES_S = 1.5e9
+"""Assumed rate of the copies of weights and velocities. A pass begins early only if the parts that are under way need
+more time than copies of all weights. Behind 10 Gbit/s they need less, and early passes were slower than usual ones."""
+
 AUTO_HELD_BYTES = 1_000_000_000
 """Largest memory of one server for gradients that come in buckets, if the job does not say the size of a bucket."""
+
+_USED = ", which the next forward pass may use before the last ones are there"
 
 
 class NetworkSpeed(NamedTuple):
@@ -41,7 +68,7 @@ class NetworkSpeed(NamedTuple):
     bytes_per_s: float
 
 
-def auto_size(network: NetworkSpeed, size: int) -> int:
+def auto_size(network: NetworkSpeed, size: int, *, early: bool = False) -> int:
     """Returns the number of elements of a bucket that suits a network. 0: the gradient is too small for buckets.
 
     A backward pass hides the transfers of all buckets except the last one. Each bucket also takes a fixed time: the
@@ -52,12 +79,29 @@ def auto_size(network: NetworkSpeed, size: int) -> int:
     A bucket is not smaller than this. It is larger if its fixed time would exceed `FIXED_SHARE` of its transfer time,
     or if there would be more than `MOST` buckets. A gradient that has fewer than `LEAST` buckets of this size has none.
 
+    Where forward passes begin early, and transfers take longer than computation, buckets are larger for two reasons:
+
+    - The transfers go on during the forward pass. The network rests only after the last bucket has arrived: until its
+      layers have computed, forwards and backwards, and their gradient is final. This takes less than the transfer of a
+      bucket, because computation takes less than transfers. It is assumed to take half of it.
+    - Only `ABREAST` buckets travel at a time, and begin and end together, because they share the network. After each
+      such turn the network rests for `LOOKS` looks. This is part of the fixed time of a bucket. Without early passes
+      all buckets that are final travel, and hide this.
+
+    So the transfer of a bucket takes the geometric mean of twice this fixed time, and the transfer time of the whole
+    gradient, but there are `LEAST` buckets. The network must be so slow that passes do begin early: copies of all
+    weights must take less time than the transfer of half of them.
+
     Args:
         network: NetworkSpeed between the nodes.
         size: Number of elements of a gradient.
+        early: Whether forward passes may begin before the last buckets have arrived.
     """
     fixed = (network.latency_s + OVERHEAD_S) * network.bytes_per_s  # bytes that the network transfers in this time
     wanted = max(math.sqrt(fixed * 4 * size), fixed / FIXED_SHARE, 4 * size / (MOST - 2))
+    if early and 2 * network.bytes_per_s < COPIED_BYTES_S:
+        rests = LOOKS * PAUSE_S / ABREAST * network.bytes_per_s
+        wanted = max(wanted, min(math.sqrt(2 * (fixed + rests) * 4 * size), 4 * size / LEAST))
     found = _aligned(wanted) if wanted < 4 * size else size
     return found if found * (LEAST - 1) < size else 0
 
@@ -87,28 +131,49 @@ def in_buckets(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     """Returns whether a compute group averages large gradients in buckets.
 
     It does if its gradients are reduced as soon as they are computed, and some of them travel between nodes. In a node
-    buckets cost more than they hide, so there only a given size makes them.
+    buckets cost more than they hide, so there only a given size makes them. Replicas are averaged in buckets on the
+    same terms, if parts of them are final during the last backward pass before the average.
     """
-    if plan.averaging or len({plan.roles[i].world_rank for i in members}) < 2:
+    if averaged_whole_because(job, plan) or len({plan.roles[i].world_rank for i in members}) < 2:
         return False
     return job.cluster.buckets != "auto" or len({plan.roles[i].node for i in members}) > 1
+
+
+def averaged_whole_because(job: Job, plan: Plan) -> str:
+    """Returns the reason why replicas are averaged as a whole. It is empty if they are not, or if there are none."""
+    if not plan.averaging:
+        return ""
+    if getattr(job.protocol_factory, "early", True):
+        return f"protocol {getattr(job.protocol.name, '__name__', job.protocol.name)} averages them while they train"
+    if plan.sharing != "nothing":
+        return "members of a group step together, after the backward pass"
+    if job.optimizer.name not in OPTIMIZERS:
+        return f"optimizer {getattr(job.optimizer.name, '__name__', job.optimizer.name)} steps whole replicas"
+    if job.optimizer.clip_norm is not None:
+        return f"clip_norm = {job.optimizer.clip_norm:g} needs the norm of a whole gradient"
+    return at_once_because(job)
 
 
 def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     """Returns whether members of a compute group may begin a forward pass before all buckets of the average are there.
 
     Each member must update its own weights, so there is no server, and be alone on its node: learners that share a node
-    were up to 7 % slower with it. The update must be possible in any order of the elements: SGD without clipping. The
-    gradient must become final part by part, in main memory, as whole vectors. With `reduction = "mpi"` all ranks must
-    average the buckets in the same order, the last layers first. The executor decides the rest: the model must be
-    torch's own layers without buffers and hooks.
+    were up to 7 % slower with it. The update must be possible in any order of the elements: by an optimiser that jobs
+    name without a module, and without clipping. The gradient must become final part by part, in main memory, as whole
+    vectors. With `reduction = "mpi"` all ranks must average the buckets in the same order, the last layers first. The
+    executor decides the rest: task, layers and hooks must allow it.
     """
     cluster = job.cluster
     in_parts = not at_once_because(job) and not job.data.sparse and not cluster.gpu_aware_mpi and plan.stage is None
-    rule = job.optimizer.name == "sgd" and job.optimizer.clip_norm is None
+    rule = job.optimizer.name in OPTIMIZERS and job.optimizer.clip_norm is None
     alone = len({plan.roles[i].node for i in members}) == len(members)
-    owns = cluster.buckets != "off" and not plan.served and plan.reduction != "mpi" and in_buckets(job, plan, members)
-    return owns and alone and rule and in_parts
+    owns = cluster.buckets != "off" and not (plan.served or plan.averaging) and plan.reduction != "mpi"
+    return owns and alone and rule and in_parts and in_buckets(job, plan, members)
+
+
+def kept(count: int) -> frozenset[int]:
+    """Returns the numbers of the parts that begin last if passes begin early, of `count` parts."""
+    return frozenset(range(max(1, count // KEPT)))
 
 
 def parts(size: int, parameters: int, bucket: int) -> list[slice]:
@@ -198,18 +263,85 @@ def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int,
         node: Node of every role.
         owner: Id of the role that takes the gradients.
     """
-    cluster = job.cluster
-    if cluster.buckets == "off" or whole_because(job) or owner in plan.stages:
+    if job.cluster.buckets == "off" or whole_because(job) or owner in plan.stages:
         return ()
-    by_messages = not cluster.node_memory and cluster.buckets != "auto"
     several = plan.sharded and owner in plan.front_owners
     return tuple(
         learner
         for learner in (plan.learners if several else plan.children[owner])
-        if plan.traits(learner).pushes_in_parts
-        and plan.roles[learner].world_rank != plan.roles[owner].world_rank
-        and (by_messages or node[learner] != node[owner])
+        if plan.traits(learner).pushes_in_parts and _apart(job, plan, node, learner, owner)
     )
+
+
+def _apart(job: Job, plan: Plan, node: Sequence[int], learner: int, owner: int) -> bool:
+    """Returns whether messages between a learner and a server may come in buckets, because of their places."""
+    by_messages = not job.cluster.node_memory and job.cluster.buckets != "auto"
+    other_rank = plan.roles[learner].world_rank != plan.roles[owner].world_rank
+    return other_rank and (by_messages or node[learner] != node[owner])
+
+
+def weights_whole_because(job: Job, plan: Plan) -> str:
+    """Returns the reason why all learners of a job get whole weights. It is empty if weights may come in buckets.
+
+    Weights come in buckets only if a learner waits for them, and its forward pass can wait for each layer.
+    """
+    training = job.training
+    if plan.overlapped:
+        return "learners compute while weights arrive"
+    if plan.stage is not None:
+        return "a stage server has the last layers"
+    if job.cluster.learners_per_rank > 1:
+        return f"cluster.learners_per_rank = {job.cluster.learners_per_rank} lets learners of a rank compute in turn"
+    if job.data.sparse:
+        return "data.sparse = true reads rows of them"
+    if training.compile:
+        return "training.compile = true computes with all of them at once"
+    if training.microbatches > 1:
+        return f"training.microbatches = {training.microbatches} reads all of them several times"
+    if training.precision == "float16":
+        return "training.precision = 'float16' may repeat a pass"
+    if job.cluster.accelerated or job.cluster.gpu_aware_mpi:
+        return "they are copied to the GPU as a whole"
+    return ""
+
+
+def pulling(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int, ...]:
+    """Returns the learners that get large weights from a role in buckets.
+
+    They do if they are on other nodes, as for `pushing`, and wait for their weights. If several servers hold parts of
+    the weights, all of them must be on other nodes. The model decides the rest on the ranks: its forward pass must be
+    able to wait for each layer.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        node: Node of every role.
+        owner: Id of the role that gives the weights.
+    """
+    sources = plan.front_owners if plan.sharded else (owner,)
+    if job.cluster.buckets == "off" or owner not in sources or weights_whole_because(job, plan):
+        return ()
+    return tuple(
+        learner
+        for learner in (plan.learners if plan.sharded else plan.receivers[owner])
+        if plan.traits(learner).pushes_in_parts and all(_apart(job, plan, node, learner, source) for source in sources)
+    )
+
+
+def pull_parts(job: Job, size: int, parameters: int, auto: int) -> list[slice]:
+    """Returns the parts of weights that come in buckets. Empty: they come as a whole.
+
+    Buffers come first, because a forward pass needs all of them at its beginning. Then the first layers follow.
+
+    Args:
+        job: Resolved job.
+        size: Number of elements that one server gives.
+        parameters: Number of parameters among them.
+        auto: Number that `auto_size` found for a whole gradient.
+    """
+    bucket = bucket_size(job, size, auto)
+    found = parts(size, max(parameters, 0), bucket) if bucket else []
+    return sorted(found, key=lambda part: (part.start < parameters, part.start))
 
 
 def push_parts(job: Job, size: int, parameters: int, auto: int, senders: int) -> list[slice]:
@@ -247,7 +379,8 @@ def held(job: Job, plan: Plan, node: Sequence[int], owner: int, size: int, param
 def pairs_of_nodes(job: Job, plan: Plan, node: Sequence[int]) -> set[tuple[int, int]]:
     """Returns the pairs of nodes, the smaller one first, whose network decides the size of buckets.
 
-    Gradients may travel between them in buckets, and the job does not say the size. So the set is empty if it does.
+    Gradients or weights may travel between them in buckets, and the job does not say the size. So the set is empty if
+    it does.
 
     Args:
         job: Resolved job.
@@ -261,13 +394,13 @@ def pairs_of_nodes(job: Job, plan: Plan, node: Sequence[int]) -> set[tuple[int, 
         if in_buckets(job, plan, members):
             found.update(combinations(sorted({node[i] for i in members}), 2))
     for owner in range(len(plan.roles)):
-        for learner in pushing(job, plan, node, owner):
+        for learner in {*pushing(job, plan, node, owner), *pulling(job, plan, node, owner)}:
             found.add((min(node[learner], node[owner]), max(node[learner], node[owner])))
     return found
 
 
 def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
-    """Returns a text about the buckets of large gradients. It is empty if there are none.
+    """Returns a text about the buckets of large gradients and weights. It is empty if there are none.
 
     Args:
         job: Resolved job.
@@ -277,9 +410,11 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
     if job.cluster.buckets == "off":
         return ""
     node = plan.nodes(near=True) if node is None else node
+    roles = range(len(plan.roles))
     averaged = any(in_buckets(job, plan, members) for members in plan.groups)
-    pushed = any(pushing(job, plan, node, owner) for owner in range(len(plan.roles)))
-    if not averaged and not pushed:
+    pushed = any(pushing(job, plan, node, owner) for owner in roles)
+    pulled = any(pulling(job, plan, node, owner) for owner in roles)
+    if not (averaged or pushed or pulled):
         return ""
     if job.cluster.buckets == "auto":
         chosen = "chosen at the start of the run from the network's latency and bandwidth"
@@ -288,9 +423,18 @@ def text_of(job: Job, plan: Plan, node: Sequence[int] | None = None) -> str:
         how = f", in buckets of at least {job.cluster.buckets:g} MB"
     if averaged and (reason := at_once_because(job)):
         return f"averaged after the backward pass{how}: {reason}"
-    early = any(passes_early(job, plan, members) for members in plan.groups)
-    more = ", which the next forward pass may use before the last ones are there" if early else ""
-    return f"{'averaged' if averaged else 'pushed to servers'} during the backward pass{how}{more}"
+    if plan.averaging:
+        return f"replicas are averaged during the last backward pass of a period{how}"
+    if averaged:
+        early = any(passes_early(job, plan, members) for members in plan.groups)
+        return f"averaged during the backward pass{how}{_USED if early else ''}"
+    if not pushed:
+        return f"weights come from servers{how}{_USED}"
+    if pulled:
+        back = f"weights come in buckets, too{_USED}"
+    else:
+        back = f"weights come whole: {weights_whole_because(job, plan) or 'a server is on the node of its learner'}"
+    return f"pushed to servers during the backward pass{how}; {back}"
 
 
 def spread(job: Job) -> tuple[Plan, tuple[int, ...]]:
@@ -304,9 +448,9 @@ def spread(job: Job) -> tuple[Plan, tuple[int, ...]]:
 
 
 def refusal(job: Job, plan: Plan, size: int | None = None) -> str:
-    """Returns a text that says why gradients leave as a whole, although the job gives the size of buckets.
+    """Returns a text that says why gradients or replicas are sent whole, although the job gives the size of buckets.
 
-    It is empty if they leave in buckets, or if the job gives no size.
+    It is empty if they are sent in buckets, or if the job gives no size.
 
     Args:
         job: Resolved job.
@@ -325,15 +469,18 @@ def refusal(job: Job, plan: Plan, size: int | None = None) -> str:
         reason = _kept_whole(job, plan)
     elif size is not None and not bucket_size(job, part, 0):
         reason = f"{4 * part / 1e6:.3g} MB are not more than a bucket"
+    elif averaged or here:
+        reason = ""
     else:
-        reason = "" if averaged or here else "ranks of a node read them in memory; between nodes they have buckets"
-    return reason and f"gradients leave whole: {reason}"
+        reason = "ranks of a node read them in memory; between nodes they have buckets"
+        reason += f", but weights come whole: {why}" if (why := weights_whole_because(job, plan)) else ""
+    return reason and f"{'replicas are averaged' if plan.averaging else 'gradients leave'} whole: {reason}"
 
 
 def _kept_whole(job: Job, plan: Plan) -> str:
-    """Returns the reason why learners of a job neither average nor push gradients in buckets."""
+    """Returns the reason why learners of a job neither average nor push in buckets."""
     if plan.averaging:
-        return "replicas are averaged, not gradients"
+        return averaged_whole_because(job, plan) or "they are on one rank"
     if plan.scheduled:
         return "protocol hogbatch has no buckets"
     if reason := whole_because(job):

@@ -1,10 +1,18 @@
-"""Digest of a sample of the weights. It detects different weights of one timestamp at almost no cost."""
+"""Digests of weights: of all of them, and of a sample, which detects different weights at almost no cost."""
 
 import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
 
 SAMPLED = 128
 """Number of elements in the sample: enough to detect differences, few enough to cost nothing. Result files depend on
 it. Another number requires another `FORMAT_VERSION`."""
+
+
+def sha256(vector: NDArray[np.float32]) -> str:
+    """Returns the SHA-256 of a flat vector, over its values as little-endian float32."""
+    return hashlib.sha256(np.ascontiguousarray(vector, dtype="<f4").data).hexdigest()
 
 
 def sample(timestamp: int, size: int, first: int = 0) -> slice:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rudra.core.backward import WHOLE, BackwardPass, Leads, after_s
+from rudra.core.forward import ForwardTimes, arrivals_s, early_times, step_s
 
 THRESHOLD = -0.5
 """Largest skewness that still lets the paper cut a model."""
@@ -303,18 +304,26 @@ def _users(cluster: PlacementHardware, servers: int) -> int:
     return -(-cluster.learners // servers)
 
 
-def allreduce_s(layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole) -> float:
+def allreduce_s(
+    layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole, *, early: bool = False
+) -> float:
     """Returns the time of a synchronous step by a ring.
 
     Args:
         layers: Layers of the model.
         cluster: Learners of a step.
         buckets: buckets of gradients that are averaged.
+        early: Whether the next forward pass may begin while buckets are under way.
     """
     size, others = sum(layer.parameters_bytes for layer in layers), cluster.learners - 1
     transfer_s = 2 * size * others / cluster.learners / cluster.bytes_per_s
     ring_s = transfer_s + 2 * others * cluster.latency_s
-    return sum(layer.seconds for layer in layers) + after_s(_leads(layers, buckets), ring_s, _backward_s(layers))
+    seconds, backward_s, parts = sum(layer.seconds for layer in layers), _backward_s(layers), buckets(size // 4)
+    if not early or len(parts) < 2:
+        return seconds + after_s(_leads(layers, buckets), ring_s, backward_s)
+    backward = BackwardPass.of_layers(layers)
+    arrived_s = arrivals_s(parts, [-backward.left(part) * backward_s for part in parts], ring_s)
+    return step_s(seconds, max(arrived_s), early_times(ForwardTimes.of_layers(layers), parts, arrived_s))
 
 
 def choose(
@@ -324,6 +333,8 @@ def choose(
     threshold: float = THRESHOLD,
     against: Sequence[Form] = ("server", "allreduce"),
     buckets: Mapping[Form, Buckets] | None = None,
+    *,
+    early: bool = False,
 ) -> PlacementDecision:
     """Chooses a cut of a model.
 
@@ -335,6 +346,7 @@ def choose(
         threshold: Largest skewness that lets "ralp" cut.
         against: Alternatives without a cut, for "auto".
         buckets: buckets of gradients that are pushed to a server, or averaged. None: gradients are sent as a whole.
+        early: Whether the next forward pass may begin while buckets of an average are under way.
     """
     pushed, averaged = (whole if buckets is None else buckets[form] for form in ("server", "allreduce"))
     size, skewed, found = (
@@ -344,7 +356,7 @@ def choose(
     )
     others: dict[Form, float] = {
         "server": server_s(layers, cluster, pushed),
-        "allreduce": allreduce_s(layers, cluster, averaged),
+        "allreduce": allreduce_s(layers, cluster, averaged, early=early),
     }
     decide: Callable[[], tuple[CutEstimate | None, str]] = {
         "ralp": lambda: _least_sent(found, size, skewed, threshold),

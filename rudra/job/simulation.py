@@ -120,6 +120,15 @@ class SimulationTable(Table):
         "which their gradient is final, for gradients in buckets. Default: by the times of layers; without them, at a "
         "constant rate",
     )
+    needed_at: tuple[tuple[int, float], ...] = Field(
+        (),
+        description="list of pairs: a number of consecutive parameters, and the fraction of a gradient's time after "
+        "which its forward pass needs them, for forward passes that begin early. Default: by the times of layers; "
+        "without them, at a constant rate",
+    )
+    forward_share: float = Field(
+        1 / 3, ge=0, le=1, description="fraction of a gradient's time that its forward pass takes, with needed_at"
+    )
     jitter: float = Field(0.1, ge=0, description="random variation of compute_s, as a fraction of compute_s")
     distribution: Literal["uniform", "lognormal", "exponential", "memoryless"] = Field(
         "uniform",
@@ -163,8 +172,14 @@ class SimulationTable(Table):
     cores_per_node: int | None = Field(
         None,
         ge=1,
-        description="number of cores of a node. If learners use all of them, a server on the node delays the "
-        "learners. Default: no delay",
+        description="number of cores of a node. If learners use all of them, a server on the node and transfers "
+        "(cpu_s_per_byte) delay the learners. Default: no delay",
+    )
+    cpu_s_per_byte: float = Field(
+        0.0,
+        ge=0,
+        description="core's time for each byte of an average that a node sends to other nodes or receives during a "
+        "backward pass, in seconds. It delays learners that fill cores_per_node",
     )
     latency_s: float = Field(1e-5, ge=0, description="latency of each message between nodes, in seconds")
     latency_jitter_s: float = Field(0.0, ge=0, description="largest random delay of each message, in seconds")
@@ -227,12 +242,12 @@ class SimulationTable(Table):
         """Restores dotted keys, because TOML reads `model.name = "lenet"` as a nested table."""
         return [_dotted(entry) for entry in value] if isinstance(value, list | tuple) else value
 
-    @field_validator("final_at")
+    @field_validator("final_at", "needed_at")
     @classmethod
     def _fractions(cls, value: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
-        for count, final in value:
-            if count < 1 or not 0 <= final <= 1:
-                raise ValueError(f"has a pair [{count}, {final:g}]; use a number >= 1 and a fraction from 0 to 1")
+        for count, at in value:
+            if count < 1 or not 0 <= at <= 1:
+                raise ValueError(f"has a pair [{count}, {at:g}]; use a number >= 1 and a fraction from 0 to 1")
         return value
 
     @field_validator("machines")

@@ -128,6 +128,7 @@ class CommThread(WorkerThread):
                 self._quiet = None
         for carried in self._carried:  # receives that no rank will match any more
             carried.request.Cancel()
+        for carried in (*self._carried, *self._forgotten):
             self._wait(carried.request)
 
     def _over(self, carried: _Carried) -> bool:

@@ -49,6 +49,7 @@ from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi.arena import Arena
+from rudra.mpi.bucket_rule import BucketRule
 from rudra.mpi.checkpoint_thread import CheckpointThread
 from rudra.mpi.clock import clock_origin
 from rudra.mpi.control_messages import ControlMessages
@@ -60,7 +61,6 @@ from rudra.mpi.hosted_roles import HostedRoles, Make
 from rudra.mpi.idleness import Idleness
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
-from rudra.mpi.push_buckets import Pushing
 from rudra.mpi.reductions import Reductions
 from rudra.mpi.regroup import RankRegrouping
 from rudra.mpi.states import StateTransfer
@@ -120,6 +120,7 @@ class Rank:
         job: job that determines the buckets of gradients.
         places: node of every rank. By default all are on one node.
         auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
+        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
 
     Attributes:
         comm: communicator of all ranks.
@@ -148,8 +149,9 @@ class Rank:
         job: Job,
         places: Sequence[int] = (),
         auto: int = 0,
+        pulls: bool = False,
     ) -> None:
-        self._job, self._places, self._auto = job, places or [0] * comm.size, auto
+        self._job, self._places, self._auto, self._pulls = job, places or [0] * comm.size, auto, pulls
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
         self.apart = False
@@ -175,6 +177,7 @@ class Rank:
             wake=self._control.wake,
             delivered=self._control.delivered.add,
             in_time=self._regrouping.in_time,
+            hurries=self.signalled.hurries,
         )
         self._state_tag = partial(tags.tag, channel=STATES)
         self._saver = CheckpointThread(checkpoints, self._work, StateTransfer(comm, plan, self._state_tag))
@@ -186,7 +189,7 @@ class Rank:
         if overlaps:
             self._traffic.start_threads()
             self._work.compute_beside()
-        self._traffic.push_in_buckets(self._pushing)
+        self._traffic.use_buckets(self._rule)
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         # Messages of neighbours arrive at once, with a ring. Large transfers make progress only if this rank polls.
         near = library is None and arena.neighbours.issuperset(range(comm.size))
@@ -202,8 +205,9 @@ class Rank:
         )
 
     @property
-    def _pushing(self) -> Pushing:
-        return Pushing.on(self._places, self._job, self.plan, self._auto)
+    def _rule(self) -> BucketRule:
+        node = [self._places[role.world_rank] for role in self.plan.roles]
+        return BucketRule(self._job, self.plan, node, self._auto, self._pulls)
 
     @property
     def lost(self) -> set[int]:
@@ -398,8 +402,7 @@ class Rank:
             for field in action.changes:
                 executor.renew(getattr(action, field))
         if isinstance(action, Compute | BackpropFirstStage) and isinstance(executor, LearnerExecutor):
-            name, samples = action.gradient, action.work.count if isinstance(action, Compute) else action.samples
-            executor.ready = self._reductions.expect(role, name, samples) or self._traffic.expect(role, name)
+            executor.ready = self._reductions.expect(role, action) or self._traffic.expect(role, action.gradient)
         work = executor.perform(action)
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
@@ -442,7 +445,7 @@ class Rank:
     def regroup(self, position: TrainingState) -> None:
         """Creates the roles again, for training that continues from a position."""
         self._reductions.renew(self.plan, self._roles.running)
-        self._traffic.push_in_buckets(self._pushing)
+        self._traffic.use_buckets(self._rule)
         self._roles.restart(self.plan, position, self.lost)
 
     def _close(self) -> None:

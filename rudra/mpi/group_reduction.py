@@ -18,12 +18,12 @@ from functools import partial
 import torch
 from mpi4py import MPI
 
-from rudra.compute.early_pass import Arrivals
+from rudra.compute.arrivals import Arrivals
 from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.actions import Reduce
-from rudra.core.buckets import FinalParts
+from rudra.core.buckets import ABREAST, PAUSE_S, FinalParts, kept
 from rudra.core.events import Reduced
 from rudra.core.records import Gradient
 from rudra.mpi.arena import Arena
@@ -31,17 +31,6 @@ from rudra.mpi.comm_threads import WorkerThread
 from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.reduction import PartReduction
 from topologies import Plan
-
-ABREAST = 3
-"""Number of parts that travel at a time if passes begin early: enough to keep a link busy, and few enough that a part
-of the first layers does not wait for many others."""
-
-KEPT = 16
-"""If passes begin early, one in so many parts begins last: those of the last layers. While they travel, the pass
-computes the layers before."""
-
-PAUSE_S = 1e-3
-"""Pause between two polls while a gradient is computed. In this time a network's buffers do not run full or empty."""
 
 
 class GroupReduction:
@@ -101,7 +90,7 @@ class GroupReduction:
         its = self._division
         far = bool(its.far) or len(its.sums) > 1
         self.early = early and to_all and far and library is None and len(self.roles) == 1 and self._thread is not None
-        self._kept = {*range(max(1, len(parts) // KEPT))}  # numbers of the parts that begin last if passes begin early
+        self._kept = kept(len(parts))  # numbers of the parts that begin last if passes begin early
         self._held: set[int] = set()  # numbers of the parts that are final, and wait for others if passes begin early
         self._complete: set[int] = set()  # numbers of the parts that are complete in this reduction
         self._arrivals: Arrivals | None = None
@@ -194,10 +183,11 @@ class GroupReduction:
             return
         while self._final[role]:
             self._held.add(self._final[role].popleft())
-        for number in sorted(self._held, key=lambda number: self._parts[number].part.start):
+        last = len(self._parts) - 1  # the first layers or the model's buffers, which a pass needs first
+        for number in sorted(self._held, key=lambda number: (number != last, self._parts[number].part.start)):
             part = self._parts[number]
-            kept = number in self._kept and not self._waiting[role] <= self._kept
-            if (len(self._active) < ABREAST and not kept) or part.begun_elsewhere:
+            late = number in self._kept and not self._waiting[role] <= self._kept
+            if (len(self._active) < ABREAST and not late) or part.begun_elsewhere:
                 self._held.remove(number)
                 self._begin_part(number, role, *self._early[role])
             elif part.failed:

@@ -23,58 +23,21 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
-from rudra.core.buckets import FinalParts, push_parts, pushing
+from rudra.core.buckets import FinalParts
 from rudra.core.buffer_names import GRADIENT
 from rudra.core.messages import Message
 from rudra.core.wire import decode, encode
-from rudra.job.job import Job
+from rudra.mpi.bucket_rule import BucketRule
 from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.leases import Going
 from rudra.mpi.tags import PUSHES, REDUCTIONS
 from rudra.mpi.transfers import Wanted
-from topologies import Plan
 
 Tag = Callable[[int, int, int], int]
 """Returns the tag of tensors for a role on a channel from a sender."""
 
 _HEAD = struct.Struct("<Q?")
 """One bit for each part that was sent, and whether the learner ends without a message. Else the message follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pushing:
-    """Rule that says which gradients are pushed in buckets, the same on all ranks.
-
-    Attributes:
-        job: job that determines the buckets.
-        plan: role assignment.
-        node: node of every role.
-        auto: number of elements of a bucket that the ranks chose.
-    """
-
-    job: Job
-    plan: Plan
-    node: Sequence[int]
-    auto: int
-
-    @classmethod
-    def on(cls, places: Sequence[int], job: Job, plan: Plan, auto: int) -> "Pushing":
-        """Returns the rule for ranks whose nodes are `places`."""
-        return cls(job, plan, [places[role.world_rank] for role in plan.roles], auto)
-
-    def senders(self, owner: int) -> tuple[int, ...]:
-        """Returns the learners that push large gradients to a role in buckets."""
-        return pushing(self.job, self.plan, self.node, owner)
-
-    def parts(self, owner: int, size: int, parameters: int) -> list[slice]:
-        """Returns the parts of gradients for a role. Empty: they come as a whole.
-
-        Args:
-            owner: id of the role that takes them.
-            size: number of elements that it takes of a gradient.
-            parameters: number of parameters among them.
-        """
-        return push_parts(self.job, size, parameters, self.auto, len(self.senders(owner)))
 
 
 @dataclass(slots=True)
@@ -111,7 +74,7 @@ class OutgoingPushes:
         self._rank: dict[int, int] = {}
         self._open: dict[tuple[int, str], dict[int, _Push]] = {}  # learner and buffer -> pushes that are not complete
 
-    def renew(self, rule: Pushing, executors: Mapping[int, Executor]) -> None:
+    def renew(self, rule: BucketRule, executors: Mapping[int, Executor]) -> None:
         """Follows a plan. Pushes that are not complete are forgotten."""
         plan = rule.plan
         self._open.clear()
@@ -122,9 +85,9 @@ class OutgoingPushes:
                 if learner in executors:
                     self._cut(rule, learner, owner, executors[learner])
 
-    def _cut(self, rule: Pushing, learner: int, owner: int, executor: Executor) -> None:
+    def _cut(self, rule: BucketRule, learner: int, owner: int, executor: Executor) -> None:
         its = executor.slices_by_owner.get(owner, slice(0, executor.size))
-        found = rule.parts(owner, its.stop - its.start, min(executor.parameters, its.stop) - its.start)
+        found = rule.push_parts(owner, its.stop - its.start, min(executor.parameters, its.stop) - its.start)
         if found:
             placed = [slice(its.start + part.start, its.start + part.stop) for part in found]
             self._parts.setdefault(learner, {})[owner] = placed
@@ -283,10 +246,10 @@ class IncomingPushes:
         self._ending: list[tuple[_Coming, list[MPI.Request]]] = []  # abandoned; their memory will be used again
         self._forgotten: list[MPI.Request] = []  # of the dead; their memory must stay
 
-    def renew(self, rule: Pushing) -> None:
+    def renew(self, rule: BucketRule) -> None:
         """Receives pushes for the roles here by a plan. Nothing may be under way."""
         for role, executor in self._executors.items():
-            parts = rule.parts(role, executor.size, executor.parameters)
+            parts = rule.push_parts(role, executor.size, executor.parameters)
             for sender in rule.senders(role) if parts else ():
                 rank = rule.plan.roles[sender].world_rank
                 head = bytearray(_HEAD.size + executor.tail)

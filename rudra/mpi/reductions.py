@@ -7,7 +7,8 @@ from mpi4py import MPI
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import ReplicaExecutor
-from rudra.core.actions import Reduce
+from rudra.compute.replicas import AveragerExecutor
+from rudra.core.actions import BackpropFirstStage, Compute, Reduce
 from rudra.core.buckets import group_parts, passes_early
 from rudra.core.events import Event
 from rudra.job.job import Job
@@ -17,11 +18,6 @@ from rudra.mpi.group_reduction import GroupReduction, ringing
 from rudra.mpi.tags import AVERAGES, REDUCTIONS
 from topologies import Plan
 from topologies.kinds import EVERYBODY
-
-LARGER = 2
-"""Factor of the size of buckets that the ranks choose, if the next forward pass may begin before the last ones. Behind
-1 Gbit/s steps with 21.7 MB took 208 to 218 ms with buckets of 2 MB, 211 to 224 ms with 1.3 to 1.5 MB, and 222 to 243 ms
-with 0.74 MB. With this factor they took 218 to 232 ms."""
 
 
 class Reductions:
@@ -82,12 +78,11 @@ class Reductions:
     ) -> GroupReduction:
         ranks = {i: plan.roles[i].world_rank for i in members}
         may_pass_early = passes_early(self._job, plan, members)
-        auto = self._auto * LARGER if may_pass_early else self._auto
         return GroupReduction(
             self._comm,
             ranks,
             tag,
-            group_parts(self._job, plan, executor.size, executor.parameters, auto, members),
+            group_parts(self._job, plan, executor.size, executor.parameters, self._auto, members),
             ringing(self._doorbell, self._comm, ranks.values()),
             library,
             self._arena,
@@ -96,20 +91,25 @@ class Reductions:
             early=self._post is not None and may_pass_early and _can_pass_early(executor),
         )
 
-    def expect(self, role: int, gradient: str, samples: int) -> Ready | None:
+    def expect(self, role: int, action: Compute | BackpropFirstStage) -> Ready | None:
         """Prepares for the gradient that a role now computes.
 
         Args:
             role: id of the role.
-            gradient: name of the gradient's buffer.
-            samples: number of samples of the gradient.
+            action: action that computes the gradient.
 
         Returns:
-            Function to call with each part of the gradient that is final, or None if it is not reduced in buckets.
+            Function to call with each part of the gradient that is final. None: neither the gradient, nor the
+            difference of a replica that it steps, is reduced in buckets.
         """
+        executor = self._executors[role]
         for reduction in self.of_groups.values():
-            if role in reduction.roles and reduction.buckets:
-                return reduction.expect(role, self._executors[role].buffer(gradient), gradient, samples)
+            if role not in reduction.roles or not reduction.buckets:
+                continue
+            if isinstance(executor, AveragerExecutor):
+                return _step_ahead(reduction, role, executor, action)
+            samples = action.work.count if isinstance(action, Compute) else action.samples
+            return reduction.expect(role, executor.buffer(action.gradient), action.gradient, samples)
         return None
 
     def begin(self, role: int, action: Reduce) -> None:
@@ -142,6 +142,17 @@ class Reductions:
         """Frees the communicators of the reductions."""
         for reduction in self.of_groups.values():
             reduction.close()
+
+
+def _step_ahead(
+    reduction: GroupReduction, role: int, executor: AveragerExecutor, action: Compute | BackpropFirstStage
+) -> Ready | None:
+    """Prepares for the step of a replica by the gradient that it now computes, if replicas are then averaged."""
+    if not isinstance(action, Compute) or action.then is None:
+        return None
+    name = action.then.difference
+    final = reduction.expect(role, executor.renew(name), name, action.averaged)
+    return None if final is None else executor.step_ahead(action.then, final)
 
 
 def _can_pass_early(executor: Executor) -> bool:

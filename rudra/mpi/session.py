@@ -215,6 +215,7 @@ class _Session:
             job=setup.job,
             places=setup.places,
             auto=setup.auto,
+            pulls=setup.pulls,
         )
 
     def _serve(self, rank: Rank) -> int:

@@ -17,9 +17,11 @@ from rudra.compute.averaging import CHUNK
 from rudra.compute.executor import Executor
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
+from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
-from rudra.core.buckets import NetworkSpeed, auto_size, held, pairs_of_nodes
+from rudra.compute.pulled_pass import PullingExecutor
+from rudra.core.buckets import NetworkSpeed, auto_size, held, pairs_of_nodes, passes_early, pulling
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
@@ -69,6 +71,7 @@ class RankSetup:
         files: files of the run.
         places: node of every rank.
         auto: number of elements of a bucket that the ranks chose. 0: none.
+        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
     """
 
     phases: Phases
@@ -88,7 +91,7 @@ class RankSetup:
         self.executors: dict[int, Executor] = {}
         self.arena = Arena()
         self.files = RunFiles(start)
-        self.auto = 0
+        self.auto, self.pulls = 0, False
         self._network: NetworkSpeed | None = None
         self._ranks, self._start, self._device = ranks, start, device
 
@@ -108,7 +111,7 @@ class RankSetup:
         """
         measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
         data = (self._load, lambda: self._data.share(), self._compare_data, self._settle, self._take_settled)
-        network = (self._build, self._test_network, self._choose_buckets)
+        network = (self._build, self._test_network, self._choose_buckets, self._try_to_pull)
         ready = (*network, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
         for step in (*data, *measured, *ready):
             error = self._ranks.agree(step)
@@ -217,13 +220,28 @@ class RankSetup:
         """Adopts the size of buckets that rank 0 chooses for the slowest network."""
         if not self._pairs:
             return
-        learning = (executor for role, executor in self.executors.items() if self.plan.traits(role).trains)
-        mine = self._network, max((executor.size for executor in learning), default=0)
+        learning = [executor for role, executor in self.executors.items() if self.plan.traits(role).trains]
+        early = any(passes_early(self.job, self.plan, members) for members in self.plan.groups)
+        early &= all(isinstance(each, ReplicaExecutor) and each.can_pass_early for each in learning)
+        mine = self._network, max((executor.size for executor in learning), default=0), early
         found, chosen = self._ranks.comm.gather(mine), None
         if found is not None:
-            network = worst([its for its, _ in found if its is not None])
-            chosen = network, auto_size(network, max(size for _, size in found))
+            network = worst([its for its, _, _ in found if its is not None])
+            size, early = max(size for _, size, _ in found), all(early for *_, early in found)
+            chosen = network, auto_size(network, size, early=early)
         self._network, self.auto = self._ranks.comm.bcast(chosen)
+
+    def _try_to_pull(self) -> None:
+        """Finds out whether MPI and the learners' model let weights come in buckets, if the job does."""
+        nodes = [[self.places[role.world_rank] for role in phase.plan.roles] for phase in self.phases]
+        if any(
+            pulling(phase.job, phase.plan, node, owner)
+            for phase, node in zip(self.phases, nodes, strict=True)
+            for owner in range(len(phase.plan.roles))
+        ):
+            learning = [executor for executor in self.executors.values() if isinstance(executor, PullingExecutor)]
+            mine = MPI.Query_thread() >= MPI.THREAD_MULTIPLE and all(each.can_pass_early for each in learning)
+            self.pulls = self._ranks.comm.allreduce(mine, MPI.LAND)
 
     def _restore(self) -> None:
         """Allocates the memory for training, and restores the state from a checkpoint if there is one."""

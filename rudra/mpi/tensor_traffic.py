@@ -2,7 +2,8 @@
 
 A tensor for a neighbour stays in place, and only its `Place` is sent. Other tensors are transferred by the rank's own
 thread, which polls (`rudra.mpi.transfers`), or by a communication thread (`rudra.mpi.comm_threads`). A gradient may
-leave part by part while it is computed (`rudra.mpi.push_buckets`).
+leave part by part while it is computed (`rudra.mpi.push_buckets`), and weights may come part by part
+(`rudra.mpi.pull_buckets`).
 """
 
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
 from mpi4py import MPI
 
 from rudra.compute.executor import Executor
@@ -21,11 +23,13 @@ from rudra.core.events import Event, ReceiveCancelled, Received, Sent
 from rudra.core.messages import GRADIENTS as GRADIENT_KINDS
 from rudra.core.messages import GradientPart, Message, WeightsPart
 from rudra.mpi.arena import Arena
+from rudra.mpi.bucket_rule import BucketRule
 from rudra.mpi.comm_threads import CommThread, Post
 from rudra.mpi.failures import PAUSE_S, Losses
 from rudra.mpi.leases import Going
-from rudra.mpi.push_buckets import IncomingPushes, OutgoingPushes, Pushing
-from rudra.mpi.tags import CHANNELS, FIRST_TAG, GRADIENTS, WEIGHTS
+from rudra.mpi.pull_buckets import WeightBuckets
+from rudra.mpi.push_buckets import IncomingPushes, OutgoingPushes
+from rudra.mpi.tags import CHANNELS, FIRST_TAG, GRADIENTS, REDUCTIONS, WEIGHTS
 from rudra.mpi.transfers import Transfers, Wanted
 from topologies import Plan
 
@@ -83,6 +87,7 @@ class TensorTraffic:
         wake: wakes up a rank to which a tensor was sent.
         delivered: called with the rank whose tensor has arrived here.
         in_time: wraps a callback, so that it does nothing after this rank has regrouped.
+        hurries: whether this rank must end its work as soon as possible.
     """
 
     def __init__(
@@ -100,6 +105,7 @@ class TensorTraffic:
         wake: Callable[[int], None],
         delivered: Callable[[int], None],
         in_time: Callable[[Callable[..., Any]], Callable[..., Any]],
+        hurries: Callable[[], bool],
     ) -> None:
         self._comm, self._plan, self._executors, self._tags = comm, plan, executors, tags
         self._arena, self._halves = arena, halves
@@ -107,11 +113,12 @@ class TensorTraffic:
         self._wake, self._delivered = wake, delivered
         self._outgoing = OutgoingPushes(comm, tags.tag, self._carry)
         self._incoming = IncomingPushes(comm, tags.tag, losses, executors)
+        self._weights = WeightBuckets(comm, tags.tag, executors, hurries)
         take = self._incoming.take
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena, take)
         self._wait = losses.wait
         self._threads: dict[int, CommThread] = {}
-        self._pusher: CommThread | None = None  # sends parts of gradients
+        self._carrier: CommThread | None = None  # carries buckets, may be one of these threads
         self._writing: set[int] = set()  # communication threads that may still write abandoned tensors
 
     def start_threads(self) -> None:
@@ -119,12 +126,14 @@ class TensorTraffic:
         for channel, name in ((GRADIENTS, "push"), (WEIGHTS, "pull")):
             self._threads[channel] = CommThread(name, self._post, self._wait)
 
-    def push_in_buckets(self, rule: Pushing) -> None:
-        """Follows a rule that says which gradients are pushed in buckets."""
+    def use_buckets(self, rule: BucketRule) -> None:
+        """Follows a rule that says which gradients and weights travel in buckets."""
         self._outgoing.renew(rule, self._executors)
         self._incoming.renew(rule)
-        if self._outgoing and self._pusher is None and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
-            self._pusher = self._threads.get(GRADIENTS) or CommThread("push", self._post, self._wait)
+        self._weights.renew(rule)
+        some = self._outgoing or self._weights.any_come
+        if some and self._carrier is None and MPI.Query_thread() >= MPI.THREAD_MULTIPLE:
+            self._carrier = self._threads.get(GRADIENTS) or CommThread("buckets", self._post, self._wait)
 
     def expect(self, role: int, gradient: str) -> Ready | None:
         """Prepares for the gradient that a role now computes.
@@ -145,11 +154,11 @@ class TensorTraffic:
         return lambda first: post(partial(ready, first))
 
     def _carry(self, start: Callable[[], MPI.Request], going: Going) -> None:
-        """Starts to send a part of a tensor."""
-        if self._pusher is None:
+        """Starts to send a part of a gradient."""
+        if self._carrier is None:
             self._transfers.send(start(), going)
         else:
-            self._pusher.carry(start, self._in_time(partial(self._sent, going)))
+            self._carrier.carry(start, self._in_time(partial(self._sent, going)))
 
     def send(self, role: int, action: Send) -> None:
         """Sends a tensor of a role."""
@@ -169,6 +178,11 @@ class TensorTraffic:
             self._outgoing.push(role, action.buffer, action.message, action.to)
             return
         wire = self._executors[role].send(action.buffer, action.message, action.to, halves=halves)
+        if channel == WEIGHTS and (pieces := self._weights.pieces(role, action.to, wire)):
+            going.left = len(pieces)
+            for piece, its_tag in pieces:
+                self._transfers.send(self._comm.Isend(piece, to, its_tag), going)
+            return
         start = partial(self._comm.Isend, wire, to, tag)
         if channel in self._threads:
             self._threads[channel].carry(start, self._in_time(partial(self._sent, going)))
@@ -200,7 +214,22 @@ class TensorTraffic:
             plan = self._plan
             if plan.in_parts(role, action.source) or plan.in_parts(action.source, role):
                 wanted.part_of = action.source
-        self._transfers.receive(wanted)
+        if channel == WEIGHTS and action.source is not None and self._weights.come(role, action.source):
+            self._receive_buckets(wanted, action.source)
+        else:
+            self._transfers.receive(wanted)
+
+    def _receive_buckets(self, wanted: Wanted, owner: int) -> None:
+        """Begins to receive weights that come in buckets."""
+        executor = self._executors[wanted.role]
+        if wanted.part_of is None:
+            weights = executor.renew(wanted.name)
+            wire: npt.NDArray[Any] = weights.wire
+        else:
+            weights, wire = executor.buffer(wanted.name), executor.slice_array(wanted.name, owner)
+        start = self._weights.receive(wanted.role, owner, wire, weights, self._post)
+        assert self._carrier is not None
+        self._carrier.carry(start, self._in_time(partial(self._received, wanted)), receives=True)
 
     def _look_near(self, wanted: Wanted, *, gradient: bool) -> None:
         """Sets whether only neighbours may send the wanted tensor, and whether it is read in their memory.
@@ -244,11 +273,9 @@ class TensorTraffic:
         for role in roles:
             self._executors[role].lent = Counter(send.name for send in going if send.role == role)
         self._incoming.abandon()
-        self._writing = set(self._threads)
-        for channel, thread in self._threads.items():
+        self._writing = {*self._all_threads}
+        for channel, thread in self._all_threads.items():
             thread.abandon(self._in_time(partial(self._writing.discard, channel)))
-        if self._pusher is not None and not self._threads:
-            self._pusher.abandon(lambda: None)  # it only sends
 
     @property
     def quiet(self) -> bool:
@@ -261,10 +288,17 @@ class TensorTraffic:
         while not self._incoming.end():
             time.sleep(PAUSE_S)
         self._transfers.close()
-        if self._pusher is not None:
-            self._pusher.abandon(lambda: None)  # a server that takes nothing more may have dropped a learner here
-        for thread in {*self._threads.values(), *filter(None, [self._pusher])}:
+        if self._carrier is not None:
+            self._carrier.abandon(lambda: None)  # a server that takes nothing more may have dropped a learner here
+        for thread in self._all_threads.values():
             thread.close()
+
+    @property
+    def _all_threads(self) -> dict[int, CommThread]:
+        """Communication threads of this rank, by the first channel of each."""
+        if self._carrier is None or self._carrier in self._threads.values():
+            return self._threads
+        return {**self._threads, REDUCTIONS: self._carrier}
 
     def _sent(self, going: Going) -> None:
         going.left -= 1

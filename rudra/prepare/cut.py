@@ -6,7 +6,7 @@ The job that is run, stored, replayed and resumed then names the layer, and the 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rudra.core.buckets import at_once_because, auto_size, group_parts, push_parts, pushing
+from rudra.core.buckets import at_once_because, auto_size, group_parts, passes_early, push_parts, pushing
 from rudra.core.placement import Buckets, Form, Layer, PlacementHardware, choose
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
@@ -63,7 +63,8 @@ def choose_cut(job: Job) -> str | None:
         layers = _timed(layers, known(costs, job.training.minibatch_size) or profile(job).with_loss, rule)
     buckets = buckets_of(loaded)
     # A job without a cut has a server.
-    decision = choose(rule, layers, cluster_of(job, costs), against=("server",), buckets=buckets)
+    early = early_by_group(loaded)
+    decision = choose(rule, layers, cluster_of(job, costs), against=("server",), buckets=buckets, early=early)
     cut = None if decision.cut is None else decision.cut.name
     chosen = "places no layers" if cut is None else f"chooses {cut!r}"
     log.info(f"{job.name}: [placement] cut = {rule!r} {chosen}: {decision.why}")
@@ -97,10 +98,21 @@ def buckets_of(job: Job) -> dict[Form, Buckets]:
     plan, group = job.plan(nodes), groups.plan(nodes)
     senders = pushing(job, plan, plan.nodes(near=job.simulation.servers_on_first_node), plan.server)
     members = () if at_once_because(job) else group.learners
+    early = early_by_group(job)
     return {
         "server": lambda size: push_parts(job, size, size, auto_size(network, size), len(senders)),
-        "allreduce": lambda size: group_parts(job, group, size, size, auto_size(network, size), members),
+        "allreduce": lambda size: group_parts(job, group, size, size, auto_size(network, size, early=early), members),
     }
+
+
+def early_by_group(job: Job) -> bool:
+    """Returns whether the next forward pass may begin early if learners average their gradients without a server.
+
+    Args:
+        job: Resolved job with its cost file read.
+    """
+    group = groups.plan(nodes_of(job))
+    return passes_early(job.with_(placement={"cut": None}), group, group.learners)
 
 
 def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tuple[Layer, ...]:

@@ -13,7 +13,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rudra.benchmark_report import Report
-from rudra.core.backward import BackwardPass, FinalAt
+from rudra.core.backward import SHARE, BackwardPass, FinalAt
+from rudra.core.forward import NeededAt
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -176,6 +177,27 @@ def final_at(job: Job, *, seconds: float | None = None) -> FinalAt:
         return _final_at(_Learner.of(job), (seconds or SECONDS) / 4)[1]
 
 
+def needed_at(job: Job, *, seconds: float | None = None) -> tuple[NeededAt, float]:
+    """Measures when a forward pass first needs its parameters, and its fraction of a gradient's time.
+
+    Args:
+        job: Job with the model, the data, μ and the number of threads.
+        seconds: Duration of the measurement, by default a quarter of `SECONDS`.
+
+    Returns:
+        No times if the code is compiled.
+
+    Raises:
+        RudraError: The job has a mistake.
+    """
+    from rudra.compute.executor import torch_as_in
+
+    if job.training.compile:
+        return (), 1 - SHARE
+    with torch_as_in(job.cluster):
+        return _needed_at(_Learner.of(job), job.training.precision, (seconds or SECONDS) / 4)
+
+
 @dataclass(frozen=True, slots=True)
 class _Learner:
     """Model, mini-batch and device of a learner.
@@ -257,10 +279,10 @@ def _measured(
         notes[every] = timed.notes
         if every == 1:
             parts.append(timed.parts(began, ended))
-    quick = {every: median(sorted(times)[: max(1, len(times) // _QUICKEST)]) for every, times in wholes.items()}
+    quick = {every: median(_quick(times)) for every, times in wholes.items()}
     more = notes[1] - notes[2]  # none, where there is one layer
     noted_s = max(0.0, quick[1] - quick[2]) / more if more else 0.0
-    return sorted(parts, key=sum)[: max(1, len(parts) // _QUICKEST)], quick[0], noted_s
+    return _quick(parts, key=sum), quick[0], noted_s
 
 
 def _final_at(learner: _Learner, seconds: float) -> tuple[float, FinalAt]:
@@ -277,7 +299,7 @@ def _final_at(learner: _Learner, seconds: float) -> tuple[float, FinalAt]:
         step(lambda part, final=final: final.update({part.start: (part.stop, now())}))
         taken = now() - began
         found.append((taken, {start: (stop, (at - began) / taken) for start, (stop, at) in final.items()}))
-    quick = sorted(found, key=lambda each: each[0])[: max(1, len(found) // _QUICKEST)]
+    quick = _quick(found, key=lambda each: each[0])
     runs: list[tuple[int, float]] = []
     place = 0
     for start, (stop, _) in sorted(quick[0][1].items()):
@@ -289,16 +311,69 @@ def _final_at(learner: _Learner, seconds: float) -> tuple[float, FinalAt]:
     return median(taken for taken, _ in quick), tuple(_merged([*runs, *left]))
 
 
-def _merged(runs: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-    """Yields consecutive parts that are final at nearly the same time as one part."""
-    count, final = 0, 0.0
+def _needed_at(learner: _Learner, precision: str, seconds: float) -> tuple[NeededAt, float]:
+    """Returns when the forward pass of a learner's fast steps first needs its parameters, and the fraction of a step
+    that the pass takes."""
+    import torch
+
+    from rudra.compute.timing import clock
+    from rudra.compute.waiting import Waiting
+    from rudra.data import trees
+
+    flat, now, device = learner.flat, clock(learner.device), learner.device
+    weights, out = torch.empty(2, flat.size, device=device)
+    flat.read_into(weights)
+    flat.bind(weights)
+    inputs = trees.moved(learner.inputs, device)
+    mixed = precision != "float32"
+    autocast = torch.autocast(device.type, getattr(torch, precision if mixed else "bfloat16"), enabled=mixed)
+    flat.gradient(learner.inputs, learner.target, out, 0)
+    wholes_s: list[float] = []
+    found: list[tuple[float, dict[tuple[int, int], float]]] = []
+    ends = time.perf_counter() + seconds
+    while len(found) < LEAST or (time.perf_counter() < ends and len(found) < MOST):
+        began = now()
+        flat.gradient(learner.inputs, learner.target, out, 0)
+        wholes_s.append(now() - began)
+        used: dict[tuple[int, int], float] = {}
+        began = now()
+
+        def note(part: slice, began: float = began, used: dict[tuple[int, int], float] = used) -> None:
+            used.setdefault((part.start, part.stop), now() - began)
+
+        with autocast, Waiting(weights, note):
+            trees.called(flat.module, inputs)
+        found.append((now() - began, used))
+    step_s = median(_quick(wholes_s))
+    quick = _quick(found, key=lambda each: each[0])
+    forward_s = median(taken for taken, _ in quick)
+    first_s = {span: median(used[span] for _, used in quick if span in used) for span in quick[0][1]}
+    runs = []
+    for entry in flat.layout:
+        start, stop = entry.offset, entry.offset + entry.size
+        # Parameters that the model does not use are needed at the end.
+        needed_s = min((at for span, at in first_s.items() if span[0] < stop and start < span[1]), default=forward_s)
+        runs += [(entry.size, min(needed_s / step_s, 1.0))] if entry.kind == "parameter" else []
+    return tuple(_merged(runs, min)), round(min(forward_s / step_s, 1.0), 4)
+
+
+def _quick(found: Sequence[Any], key: Callable[[Any], float] | None = None) -> list[Any]:
+    """Returns the fastest steps."""
+    return sorted(found, key=key)[: max(1, len(found) // _QUICKEST)]
+
+
+def _merged(
+    runs: Sequence[tuple[int, float]], choose: Callable[[float, float], float] = max
+) -> Iterator[tuple[int, float]]:
+    """Yields consecutive parts of nearly the same time as one part, with the time that `choose` chooses."""
+    count, time_s = 0, 0.0
     for more, at in runs:
-        if count and abs(at - final) > _ALIKE:
-            yield count, round(final, 4)
-            count, final = 0, 0.0
-        count, final = count + more, max(final, at)
+        if count and abs(at - time_s) > _ALIKE:
+            yield count, round(time_s, 4)
+            count, time_s = 0, at
+        count, time_s = count + more, choose(time_s, at) if count else at
     if count:
-        yield count, round(min(final, 1.0), 4)
+        yield count, round(min(time_s, 1.0), 4)
 
 
 def as_toml(found: Profile) -> str:
@@ -317,6 +392,12 @@ def as_toml(found: Profile) -> str:
 def final_toml(final_at: FinalAt) -> str:
     """Returns `final_at` of a cost file. Empty if all parts of a gradient are final at once."""
     return f"final_at = [{', '.join(f'[{count}, {final:g}]' for count, final in final_at)}]" if final_at else ""
+
+
+def needed_toml(needed_at: NeededAt, share: float) -> str:
+    """Returns `needed_at` and `forward_share` of a cost file. Empty if there are no times."""
+    pairs = ", ".join(f"[{count}, {needed:g}]" for count, needed in needed_at)
+    return f"needed_at = [{pairs}]\nforward_share = {share:g}" if needed_at else ""
 
 
 def as_text(found: Profile) -> str:

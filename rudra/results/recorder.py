@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from rudra import plugins
-from rudra.compute.flat import sha256
 from rudra.compute.statedict import StateEntry
 from rudra.core.actions import Finish, Record, StoreEpochWeights, TableName
 from rudra.core.buckets import NetworkSpeed
+from rudra.core.digest import sha256
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows

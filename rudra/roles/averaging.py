@@ -11,10 +11,12 @@ its own replica. The average of all replicas is made in parallel. `protocols.ave
                                 -> REDUCING, if training pauses until that average has updated the weights
     REDUCING   weights updated  -> COMPUTING, or after the last epoch -> STOPPED
 
-Training pauses for an average if the replica must move towards the new weights. Under early rules, which need no such
-move, it pauses at the end of an epoch. In a pause replicas restart if necessary, and requests are served. A request
-asks for the end of training, or for a checkpoint, which has all replicas after the same mini-batch. A learner sends its
-request with an average. If that average is made in the background, training pauses for the next one.
+Training pauses for an average if the replica must move towards the new weights. The last mini-batch of the period then
+names the step that follows, so that step and average can begin while its gradient is computed. Under early rules,
+which need no such move, training pauses at the end of an epoch. In a pause replicas restart if necessary, and requests
+are served. A request asks for the end of training, or for a checkpoint, which has all replicas after the same
+mini-batch. A learner sends its request with an average. If that average is made in the background, training pauses for
+the next one.
 
 A compute group may share a replica, or a reference that corrects its replicas (`rudra.roles.sharing`).
 
@@ -23,6 +25,8 @@ The difference of a replica counts as one gradient. It covers all mini-batches s
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
+
+from msgspec import structs
 
 from protocols import Averaging
 from rudra.core.actions import Action, Hash, PullReplica, Reduce, Save, StepReplica
@@ -69,10 +73,15 @@ class AveragingPeriods:
     def is_complete(self) -> bool:
         return len(self.made) == self._length
 
-    def rate(self, schedule: Schedule) -> float:
-        """Returns the learning rate of the replica's step."""
+    @property
+    def is_last(self) -> bool:
+        """Whether the next mini-batch ends the period."""
+        return len(self.made) + 1 == self._length
+
+    def rate(self, schedule: Schedule, made: int) -> float:
+        """Returns the learning rate of the replica's step by the last of `made` mini-batches of this period."""
         samples, of_epoch = self._samples, self._training_samples
-        progress = (samples + self._together * len(self.made)) / of_epoch
+        progress = (samples + self._together * made) / of_epoch
         return schedule.rate(samples // of_epoch, progress, self.number)
 
     def end(self) -> tuple[Gradient, bool]:
@@ -150,7 +159,13 @@ class Averager(Replica):
 
     def _next(self, now: float) -> list[Action]:
         self.state, self._held_s = COMPUTING, 0.0
-        return [self.log.begin(REPLICA, GRADIENT, self._periods.number, now)]
+        compute = self.log.begin(REPLICA, GRADIENT, self._periods.number, now)
+        made = self._periods.made
+        if self.rule.early or self._sharing.pools or not self._periods.is_last:
+            return [compute]
+        rate = self._periods.rate(self.ledger.rules.schedule, len(made) + 1)
+        samples = sum(gradient.samples for gradient in made) + compute.work.count
+        return [structs.replace(compute, then=self._sharing.step(rate, ends_period=True), averaged=samples)]
 
     def _step(self, event: Computed, now: float) -> list[Action]:
         self._ready_at = now
@@ -178,7 +193,7 @@ class Averager(Replica):
     def _step_replica(self, now: float) -> Action:
         self.state = STEPPING
         self._held_s = now - self._ready_at
-        return self._step_at(self._periods.rate(self.ledger.rules.schedule))
+        return self._step_at(self._periods.rate(self.ledger.rules.schedule, len(self._periods.made)))
 
     def _step_at(self, rate: float) -> StepReplica:
         return self._sharing.step(rate, ends_period=self._periods.is_complete)

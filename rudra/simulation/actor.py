@@ -36,6 +36,8 @@ class Actor:
         compute_s: Function that draws the seconds of the next mini-batch.
         local_s: Seconds of each other local action. An action that is missing here takes no time.
         computing: Whether a mini-batch is being computed.
+        ahead_s: Seconds that the next mini-batch still takes after its forward pass, which is complete as soon as the
+            role is told of the average that it was updated by. None: the pass has not begun.
         delay_s: Seconds that a server on the same node has taken from the current computation.
         neighbours: Learners on a server's node, where cores may be short.
         inbox: Events that arrived while the role was busy.
@@ -47,6 +49,7 @@ class Actor:
     """
 
     __slots__ = (
+        "ahead_s",
         "busy_until",
         "compute_s",
         "computing",
@@ -79,6 +82,7 @@ class Actor:
         self.compute_s: Callable[[], float] = float
         self.local_s: Mapping[type[ExecutorAction], float] = {}
         self.computing = False
+        self.ahead_s: float | None = None
         self.delay_s = 0.0
         self.neighbours: list[Actor] = []
         self.inbox: deque[Event] = deque()

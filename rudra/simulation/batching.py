@@ -1,8 +1,9 @@
 """Gradients of several learners computed together: as one big batch, or by torch.func.vmap."""
 
 from rudra.compute.executor import Executor
-from rudra.compute.gradients import BatchResult, joint_gradient, mapped_gradients
+from rudra.compute.gradients import BatchResult
 from rudra.compute.learners import LearnerExecutor
+from rudra.compute.together import joint_gradient, mapped_gradients
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Accumulate, Compute, ExecutorAction
 from rudra.core.events import Computed, Event

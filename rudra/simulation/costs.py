@@ -31,7 +31,8 @@ from rudra.core.actions import (
     TrainInPlace,
     Update,
 )
-from rudra.core.backward import SHARE, WHOLE, Leads, after_s
+from rudra.core.backward import SHARE, WHOLE, Leads
+from rudra.core.forward import EarlyTimes
 from rudra.core.layout import Placed
 from rudra.core.work import by_speed, portion, speeds_text
 from rudra.errors import ConfigError
@@ -129,7 +130,8 @@ class CostModel:
     ) -> None:
         self.paces, self._overlap = paces or {}, overlap
         self._pushers: dict[int, tuple[frozenset[int], Leads]] = {}  # by the role that takes gradients
-        self._reductions_s: dict[tuple[int, int, float], float] = {}  # by first member, number of members and size
+        # By first member, number of members and size.
+        self._reductions: dict[tuple[int, int, float], tuple[float, EarlyTimes | None]] = {}
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
         self._placed = placed = placed or Placed()
         # A backward pass has twice the operations of a forward pass.
@@ -249,12 +251,38 @@ class CostModel:
 
         Buckets begin in the backward pass.
         """
+        return self._reduction(members, size_bytes)[0]
+
+    def early(self, members: Sequence[int], size_bytes: float) -> EarlyTimes | None:
+        """Returns the times of the forward passes after a compute group's all-reduce, if they begin before its end."""
+        return self._reduction(members, size_bytes)[1]
+
+    def _reduction(self, members: Sequence[int], size_bytes: float) -> tuple[float, EarlyTimes | None]:
         key = members[0], len(members), size_bytes
-        if key not in self._reductions_s:
-            leads = WHOLE if self._overlap is None else self._overlap.of_group(members)
+        if key not in self._reductions:
+            whole_s = self._whole_reduction_s(members, size_bytes)
             backward_s = max(self.compute_s[role] for role in members) * self.backward
-            self._reductions_s[key] = after_s(leads, self._whole_reduction_s(members, size_bytes), backward_s)
-        return self._reductions_s[key]
+            update_s = self.local_seconds(Update) * self.part(members[0])
+            self._reductions[key] = whole_s, None
+            if self._overlap is not None:
+                seconds, early = self._overlap.of_group(members, whole_s, backward_s, update_s)
+                self._reductions[key] = seconds + self._delay_s(members, whole_s - seconds), early
+        return self._reductions[key]
+
+    def _delay_s(self, members: Sequence[int], hidden_s: float) -> float:
+        """Returns the delay of a backward pass by transfers in parallel with it, which need time of the same cores.
+
+        Args:
+            members: Members of the group.
+            hidden_s: Time of the transfers during the pass.
+        """
+        table, cores = self.table, self.table.cores_per_node
+        nodes, on_node = {self.node[role] for role in members}, Counter(self.node[role] for role in self.plan.learners)
+        if cores is None or len(nodes) < 2 or not table.cpu_s_per_byte or max(on_node[node] for node in nodes) < cores:
+            return 0.0
+        # A node sends as much as it receives. A network without limits transfers nothing during a pass.
+        both_ways = 2 * table.bandwidth_bytes_per_s if table.bandwidth_bytes_per_s < math.inf else 0.0
+        return table.cpu_s_per_byte * both_ways * max(hidden_s, 0.0) / cores
 
     def leads(self, sender: int, receiver: int) -> Leads:
         """Returns the moments of a backward pass when more of a learner's gradient for a role may be sent."""

@@ -29,6 +29,7 @@ from rudra.core.actions import (
     Send,
     StoreEpochWeights,
     Sync,
+    Update,
     Warn,
 )
 from rudra.core.events import Committed, Event, Received, Saved, Started, Stopped, Tick
@@ -232,6 +233,7 @@ class Simulation:
         if costs is not self.costs:
             self.costs = costs
             for role in costs.compute_s:
+                self.actors[role].ahead_s = None
                 self.actors[role].compute_s = costs.computation(role, self.actors[role].random)
 
     def stretch(self, actor: Actor, factor: float) -> None:
@@ -287,6 +289,8 @@ class Simulation:
     def _perform(self, actor: Actor, action: ExecutorAction, time: float) -> None:
         """Carries out a short action at once. Its result is available when the action's time is over."""
         seconds = actor.local_s.get(type(action), 0.0)
+        if actor.ahead_s is not None and type(action) is Update:
+            seconds = 0.0  # an early forward pass has updated the weights
         event = self._performed(actor.role, action, seconds)
         if seconds:
             actor.busy_until = time = time + seconds
@@ -302,7 +306,7 @@ class Simulation:
         actor.computing = True
         kind = type(action)
         if kind is Compute:
-            seconds = actor.compute_s()
+            seconds, actor.ahead_s = actor.compute_s() if actor.ahead_s is None else actor.ahead_s, None
             if self._sized:
                 seconds *= self.costs.relative(actor.role, action.work.count)  # type: ignore[attr-defined]
         elif kind in self._pieces:

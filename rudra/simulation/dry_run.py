@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
-from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
+from rudra.compute.learners import LearnerExecutor, ReplicaExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
+from rudra.compute.replicas import AveragerExecutor
 from rudra.compute.stages import FirstStageExecutor
 from rudra.core.actions import (
     BackpropFirstStage,
@@ -29,10 +30,11 @@ from rudra.core.actions import (
     ReorderParts,
     RunFirstStage,
     RunLastStage,
+    StepReplica,
     Update,
 )
-from rudra.core.buckets import held, spread
-from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, WEIGHTS
+from rudra.core.buckets import held, in_buckets, passes_early, spread
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import Computed, Event
 from rudra.core.wire import behind_bytes, tail_bytes
 from rudra.data.fingerprint import fingerprints, unrepeatable
@@ -89,6 +91,7 @@ class Rehearsal:
         metrics: Names of the metrics that each evaluation measures, in addition to loss and error.
         memory: Kind of role -> approximate bytes that its rank will take, with Python and torch.
         apart_bytes: Bytes that a server takes in addition if all learners are on other nodes, for gradients in buckets.
+            Without a server, bytes that a learner takes in addition, for updates that begin early.
         data_bytes: Bytes of the data, stored once on every node.
         crossed: Bytes per mini-batch of a learner that has only the first layers.
         unrepeatable: Reason why the samples cannot be drawn again, or empty if they can.
@@ -139,6 +142,8 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         metrics = _test(owners, made[plan.statistics])
         for owner in owners.values():
             owner.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates its state
+            if isinstance(owner, AveragerExecutor):
+                owner.perform(StepReplica(GRADIENT, REPLICA, 0.0))
         why = unrepeatable(fingerprints(loaded))
     held_out = 0 if loaded.validation is None else len(loaded.validation)
     return Rehearsal(
@@ -261,8 +266,12 @@ def _held_bytes(job: Job, plan: Plan, node: Sequence[int], role: int, executor: 
 
 
 def _apart_bytes(job: Job, plan: Plan, owners: Mapping[int, Executor]) -> int:
-    """Returns the bytes of gradients in buckets that come to a server if its learners are on other nodes only."""
+    """Returns the bytes of buckets that a server or a learner holds if all learners are on other nodes only."""
     here, (apart, nodes) = plan.nodes(near=True), spread(job)
+    ahead = in_buckets if plan.averaging else passes_early
+    if any(ahead(job, apart, members) for members in apart.groups):
+        learner = next(iter(owners.values()))
+        return learner.ahead_bytes if isinstance(learner, ReplicaExecutor | AveragerExecutor) else 0
     more = [
         _held_bytes(job, apart, nodes, there, executor) - _held_bytes(job, plan, here, owner, executor)
         for (owner, executor), there in zip(owners.items(), apart.owners, strict=True)

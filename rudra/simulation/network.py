@@ -300,9 +300,13 @@ class Network:
         actions = [reductions[role] for role in members]
         gradients, words = zip(*((action.gradient, action.word) for action in actions), strict=True)
         event = Reduced(actions[0].sequence, gradients, words, actions[0].group)
+        early = self._costs.early(members, self._size_bytes)
         for role in members:
-            actor = self._actors[role]
-            self._queue.later(self._queue.now, actor.take, actor, event)
+            actor, rest_s = self._actors[role], 0.0
+            if early is not None and reductions[role].rate is not None:  # a forward pass follows, and has begun
+                seconds = actor.compute_s()
+                rest_s, actor.ahead_s = early.rest_s(seconds), seconds * (1 - early.share)
+            self._queue.later(self._queue.now + rest_s, actor.take, actor, event)
 
     # Losses.
 

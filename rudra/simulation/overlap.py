@@ -1,10 +1,12 @@
-"""Gradients in buckets in virtual time: moments of a backward pass when parts of them may be sent."""
+"""Gradients in buckets in virtual time: moments of a backward pass when parts of them may be sent, and of the next
+forward pass when parts of their average are needed."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
-from rudra.core.backward import WHOLE, BackwardPass, Leads
-from rudra.core.buckets import at_once_because, auto_size, group_parts, push_parts, pushing
+from rudra.core.backward import WHOLE, BackwardPass, Leads, after_s
+from rudra.core.buckets import at_once_because, auto_size, group_parts, passes_early, push_parts, pushing
+from rudra.core.forward import EarlyTimes, ForwardTimes, arrivals_s, early_times
 from rudra.core.layout import Placed
 from rudra.job.job import Job
 from rudra.prepare.cut import known
@@ -34,13 +36,30 @@ class Overlap:
             size, buffers = round(size * placed.front), round(size * placed.buffers)
         self._size, self._parameters = size, size - buffers
         self._pass = _backward_pass(job, trained, self._parameters)
+        self._next = _forward_times(job, self._parameters)
         self.share = self._pass.share
 
-    def of_group(self, members: Sequence[int]) -> Leads:
-        """Returns the moments when more of the gradients of a group's members may be sent."""
-        if at_once_because(self._job):
-            return WHOLE
-        return self._pass.leads(group_parts(self._job, self._plan, self._size, self._parameters, self._auto, members))
+    def of_group(
+        self, members: Sequence[int], transfer_s: float, backward_s: float, update_s: float
+    ) -> tuple[float, EarlyTimes | None]:
+        """Returns the time from the end of a backward pass to the arrival of the average of a group's gradients.
+
+        With it come the times of the next forward pass, if it begins before.
+
+        Args:
+            members: Members of the group.
+            transfer_s: Time of the average if it begins after the pass.
+            backward_s: Time of the pass.
+            update_s: Time of the update by the average.
+        """
+        job, plan = self._job, self._plan
+        if at_once_because(job):
+            return after_s(WHOLE, transfer_s, backward_s), None
+        parts = group_parts(job, plan, self._size, self._parameters, self._auto, members)
+        if len(parts) < 2 or not may_pass_early(job, plan, members):
+            return after_s(self._pass.leads(parts), transfer_s, backward_s), None
+        arrived_s = arrivals_s(parts, [-self._pass.left(part) * backward_s for part in parts], transfer_s)
+        return max(arrived_s), early_times(self._next, parts, arrived_s, update_s)
 
     def of_pushes(self, node: Sequence[int], owner: int) -> tuple[tuple[int, ...], Leads]:
         """Returns the learners that push to a role in buckets, and the moments when more of a gradient may be sent.
@@ -78,7 +97,21 @@ def auto_of(job: Job, plan: Plan, size: int, placed: Placed | None) -> int:
         placed: How the model is divided between learners and a stage server.
     """
     front = 1.0 if plan.stage is None or placed is None else placed.front
-    return auto_size(network_of(job), round(size * front))
+    early = any(may_pass_early(job, plan, members) for members in plan.groups)
+    return auto_size(network_of(job), round(size * front), early=early)
+
+
+def may_pass_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
+    """Returns whether forward passes of a group may begin before all buckets of an average are there, as far as is
+    known without the model: its layers may prevent it, too.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        members: Members of the group.
+    """
+    hooked = {role for hook in job.hooks for role in hook.roles(plan)}
+    return hooked.isdisjoint(members) and passes_early(job, plan, members)
 
 
 def _backward_pass(job: Job, trained: int, parameters: int) -> BackwardPass:
@@ -94,3 +127,13 @@ def _backward_pass(job: Job, trained: int, parameters: int) -> BackwardPass:
     if count and sizes[count - 1] == 4 * parameters:
         return BackwardPass.of_layers(layers[:count])
     return BackwardPass(parameters)
+
+
+def _forward_times(job: Job, parameters: int) -> ForwardTimes:
+    """Returns the times of the pass over a model. Costs of another model do not count."""
+    table, layers = job.simulation, known(job.simulation, job.training.minibatch_size)
+    if table.needed_at and sum(count for count, _ in table.needed_at) == parameters:
+        return ForwardTimes(parameters, table.needed_at, table.forward_share)
+    if sum(layer.parameters_bytes for layer in layers) == 4 * parameters:
+        return ForwardTimes.of_layers(layers)
+    return ForwardTimes(parameters)

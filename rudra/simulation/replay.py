@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from rudra.compute import models
 from rudra.compute.executor import torch_as_in
-from rudra.compute.flat import sha256
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
+from rudra.core.digest import sha256
 from rudra.core.layout import Entry, interleaved
 from rudra.data.fingerprint import fingerprints, from_plain
 from rudra.data.load import Data, DataInfo, load

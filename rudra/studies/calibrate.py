@@ -31,7 +31,7 @@ from rudra.job.job import Job
 from rudra.job.tables import AveragingTable, HogbatchTable
 from rudra.machine import cores
 from rudra.mpi.launch import launch
-from rudra.prepare.profile import as_toml, final_at, final_toml, profile
+from rudra.prepare.profile import as_toml, final_at, final_toml, needed_at, needed_toml, profile
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
@@ -152,6 +152,7 @@ def calibrate(
             layers = as_toml(profile(job, seconds=seconds))
         except ConfigError:  # the model cannot be taken apart
             layers = final_toml(final_at(job, seconds=seconds))
+        layers += f"\n{needed_toml(*needed_at(job, seconds=seconds))}"
         bar.update()
         probes = _probe(job, cases, alone, seconds or SECONDS, bar)
     return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers)
@@ -369,7 +370,8 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: st
         found: costs of the job.
         size_bytes: size of its model on the wire.
         learners: largest number of learners that were busy at once.
-        layers: costs of the model's layers, and when parts of a gradient are final, as TOML.
+        layers: costs of the model's layers, when parts of a gradient are final, and when a forward pass needs its
+            parameters, as TOML.
     """
     model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
     held = max(1, tensor_bytes(size_bytes))

@@ -101,6 +101,42 @@ def test_learners_of_a_block_may_share_a_rank(tmp_path: Path) -> None:
             assert measured.state["weights_sha256"] == simulated.state["weights_sha256"] != ""
 
 
+DAMPED = {"momentum": 0.9, "options": {"dampening": 0.1}}  # has no momentum before the first step
+ALONE, PAIRS = [0, 0, 1, 2, 3], [0, 0, 0, 1, 1]  # node of the statistics server and of each learner
+IN_BUCKETS: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "average": (ALONE, {"optimizer": {"momentum": 0.9, "schedule": "cosine", "warm_up": 0.5}}),
+    "average, period 3, shares": (ALONE, {"averaging": {"period": 3}, "cluster": {"shares": True}}),
+    "average, halfway, pairs": (PAIRS, {"averaging": {"elasticity": 0.5}, "optimizer": {"momentum": 0.9}}),
+    "average, by nodes": (
+        PAIRS,
+        {"topology": {"name": "replicas", "options": {"reduction": "nodes"}}, "optimizer": DAMPED},
+    ),
+    "average, ranks of two": ([0, 0, 1], {"cluster": {"learners": 4, "learners_per_rank": 2}}),
+    "diloco": (ALONE, {"protocol": {"name": "diloco"}, "averaging": {"period": 4}}),
+    "diloco, adamw": (ALONE, {"protocol": {"name": "diloco"}, "optimizer": {"name": "adamw"}}),
+}
+
+
+def test_replicas_that_are_averaged_in_buckets_get_the_same_bits(tmp_path: Path) -> None:
+    """A step begins with its gradient, at the end of a period."""
+    jobs: dict[str, tuple[list[int], rudra.Job]] = {}
+    for case, (nodes, tables) in IN_BUCKETS.items():
+        for buckets in (0.001, "off"):
+            job = make_job(len(nodes) - 1, **{"protocol": {"name": "average"}, **tables})
+            jobs[str(tmp_path / f"{case}-{buckets}.h5")] = nodes, job.with_(cluster={"buckets": buckets})
+    told = on_ranks(user_code.train_replicas_on_nodes, len(ALONE) - 2, jobs=jobs)
+    for case, (nodes, _) in IN_BUCKETS.items():
+        paths = [str(tmp_path / f"{case}-{buckets}.h5") for buckets in (0.001, "off")]
+        with rudra.open_results(paths[0]) as cut, rudra.open_results(paths[1]) as whole:
+            assert cut.status == whole.status == "finished"
+            assert cut.state["weights_sha256"] == whole.state["weights_sha256"] != ""
+            assert np.array_equal(cut.averages, whole.averages)
+            steps = (len(cut.updates) - ("by nodes" in case)) * (1 + ("ranks of two" in case))  # of a rank
+        early = [[rank["early"][path] for path in paths] for rank in told[1 : len(nodes)]]
+        assert early == [[steps, 0]] * (len(nodes) - 1)
+        assert rudra.replay(paths[0], quiet=True).identical
+
+
 SHAPES = {
     "replicas": 'name = "replicas"',
     "groups": 'name = "replicas"\noptions.groups = 2',
@@ -158,9 +194,19 @@ def without_rank_4(directory: Path, protocol: str, *options: str, shape: str = "
     return output, err
 
 
-@pytest.mark.parametrize(("protocol", "shape"), [("sma", "replicas"), ("average", "groups"), ("sma", "blocks")])
-def test_where_a_replica_dies_the_others_go_on_from_the_weights(tmp_path: Path, protocol: str, shape: str) -> None:
-    output, err = without_rank_4(tmp_path, protocol, shape=shape)
+@pytest.mark.parametrize(
+    ("protocol", "shape", "buckets"),
+    [
+        ("sma", "replicas", "auto"),
+        ("average", "replicas", 0.001),
+        ("average", "groups", "auto"),
+        ("sma", "blocks", "auto"),
+    ],
+)
+def test_where_a_replica_dies_the_others_go_on_from_the_weights(
+    tmp_path: Path, protocol: str, shape: str, buckets: str | float
+) -> None:
+    output, err = without_rank_4(tmp_path, protocol, "--set", f"cluster.buckets={buckets}", shape=shape)
     assert "learner 3 (rank 4) died; 3 learners are left, which continue from update " in err
     with rudra.open_results(output) as results:
         (lost,) = results.events[results.events["kind"] == b"lost"]

@@ -355,20 +355,35 @@ def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list
 
 def train_early_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
     """As `train_on_nodes`; also the number of forward passes of this rank that began early, for each file."""
-    from rudra.compute import early_pass
+    from rudra.compute import arrivals
     from rudra.compute.gradients import GradientSource
 
-    early_pass.COPIED_BYTES_S = 1e15  # however soon these small gradients arrive
-    used, plain = Counter[str](), GradientSource.gradient_of
+    arrivals.COPIED_BYTES_S = 1e15  # however soon these small gradients arrive
+    return _counted(comm, directory, jobs, GradientSource, "gradient_of")
+
+
+def train_replicas_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
+    """As `train_on_nodes`; also the number of steps of replicas that began with their gradient, for each file."""
+    from rudra.compute import step_ahead
+
+    step_ahead.STEPPED = 64
+    return _counted(comm, directory, jobs, step_ahead.StepAhead, "complete")
+
+
+def _counted(
+    comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]], owner: type, method: str
+) -> dict[str, Any]:
+    """As `train_on_nodes`; also the number of calls of a method in this process, for each file."""
+    used, plain = Counter[str](), getattr(owner, method)
     for path in jobs:
 
         def counted(*args: Any, path: str = path) -> Any:
             used[path] += 1
             return plain(*args)
 
-        GradientSource.gradient_of = counted  # type: ignore[method-assign]
+        setattr(owner, method, counted)
         train_on_nodes(comm, directory, {path: jobs[path]})
-    GradientSource.gradient_of = plain  # type: ignore[method-assign]
+    setattr(owner, method, plain)
     return {"early": {path: used[path] for path in jobs}}
 
 
@@ -404,6 +419,42 @@ def run_on_nodes(nodes: list[int], payload: dict[str, Any], dies: int | None = N
     if MPI.COMM_WORLD.rank == dies:
         network_test._answer = network_test._round_trip_s = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     return run_ranks(**payload, comm=on_nodes(MPI.COMM_WORLD, nodes))[0]
+
+
+def launch_with_mortal_server(sends: int) -> None:
+    """Lets the server of the first launch die when it has sent a part of the weights of this send."""
+    from rudra.mpi import launch
+
+    plain, fates = launch.launch, [sends]
+
+    def launched(*about: Any, payload: dict[str, Any], **more: Any) -> Any:
+        return plain(*about, payload=partial(run_mortal, fates.pop() if fates else -1, payload), **more)
+
+    launch.launch = launched
+
+
+class DeadlyPieces(list[Any]):
+    """Pieces of which only some are sent."""
+
+    def __iter__(self) -> Any:
+        yield from self[:2]
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_mortal(sends: int, payload: dict[str, Any]) -> int:
+    from rudra.mpi.pull_buckets import WeightBuckets
+    from rudra.mpi.session import run_ranks
+
+    plain, left = WeightBuckets.pieces, [sends]
+
+    def pieces(*about: Any) -> Any:
+        found = plain(*about)
+        left[0] -= bool(found)
+        return DeadlyPieces(found) if found and not left[0] else found
+
+    WeightBuckets.pieces = pieces  # type: ignore[method-assign]
+    return run_ranks(**payload)[0]
 
 
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Averages of replicas against plain torch, against each other, and against hardsync."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,9 @@ from protocols.average import Average
 from protocols.easgd import EASGD
 from protocols.sma import SMA
 from rudra.compute import models
+from rudra.core.actions import Compute, ExecutorAction, Reduce, StepReplica
+from rudra.core.buffer_names import DIFFERENCE
+from rudra.core.events import Event
 from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule
 from rudra.data.load import load
@@ -28,6 +31,7 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.roles.averaging import Averager, joined
 from rudra.roles.elastic import ReplicaSteps
+from rudra.simulation.timing_only import TimingOnly
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -165,12 +169,16 @@ def test_replicas_restart_where_the_rate_drops(topology: dict[str, Any]) -> None
 
 def test_averages_are_made_beside_the_next_minibatch_where_the_rule_allows_it() -> None:
     slow = {"bandwidth_bytes_per_s": 1e6, "latency_jitter_s": 0.0, "jitter": 0.0, "slowdown": {}, "compute_s": 1.0}
-    times = {
-        name: timing(averaged(name, 4, 10, simulation=slow), 320).totals["time_s"] for name in ("easgd", "average")
+    runs = {
+        name: averaged(name, 4, 10, simulation=slow).with_(cluster={"buckets": "off"}) for name in ("easgd", "average")
     }
+    runs["in buckets"] = runs["average"].with_(cluster={"buckets": "auto"})
+    times = {name: timing(run, 320).totals["time_s"] for name, run in runs.items()}
     exposed_s = 2 * 3 / 4 * 350_000 / 1e6
     assert times["average"] == pytest.approx(10 * (1 + exposed_s), rel=0.1)
     assert times["easgd"] == pytest.approx(10 + exposed_s, rel=0.1)
+    last_s = exposed_s / 59  # of a bucket, which the backward pass does not hide
+    assert times["in buckets"] == pytest.approx(10 * (1 + last_s), abs=0.01)
 
 
 def test_averages_after_the_step_go_on_from_the_weights_when_a_learner_dies() -> None:
@@ -476,6 +484,44 @@ def test_replicas_warm_up_with_every_mini_batch(monkeypatch: pytest.MonkeyPatch)
     timing(run, run.data.train_limit or 0)
     expected = [0.02 * min(1.0, (number + 1) / 6) for number in range(12)]
     assert sorted(rates) == pytest.approx(sorted(2 * expected))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "period", "tables", "waits"),
+    [
+        ("average", 1, {}, True),
+        ("average", 3, {"cluster": {"shares": (1, 2)}}, True),
+        ("diloco", 2, {}, True),
+        ("sma", 2, {}, False),
+        ("average", 2, {"topology": {"options": {"groups": 2}}}, False),
+    ],
+)
+def test_the_last_mini_batch_of_a_period_says_what_follows(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, period: int, tables: dict[str, Any], waits: bool
+) -> None:
+    """The step and the samples that each replica contributes to an average that training waits for."""
+    told: dict[int, list[Any]] = {}
+    came: dict[int, list[Any]] = {}
+
+    class Recorded(TimingOnly):
+        def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
+            if isinstance(action, Compute) and action.then is not None:
+                told.setdefault(role, []).append((action.then, action.averaged))
+            if isinstance(action, StepReplica) and action.difference:
+                came.setdefault(role, []).append(action)
+            return super().perform(role, action, seconds)
+
+        def reduce(self, actions: Mapping[int, Reduce], sums: Any) -> None:
+            for role, action in actions.items():
+                if action.buffer == DIFFERENCE:
+                    came[role][-1] = (came[role][-1], action.gradient.samples)
+
+    monkeypatch.setattr("rudra.simulation.checked_run.TimingOnly", Recorded)
+    about = {"averaging": {"period": period}, "optimizer": {"warm_up": 0.5, "schedule": "cosine"}}
+    run = averaged(protocol, 2, 12, **about).with_(**tables)
+    timing(run, run.data.train_limit or 0)
+    assert told == (came if waits else {})
+    assert sorted(map(len, came.values())) == [12, 12]
 
 
 @pytest.mark.parametrize(("timestamp", "made", "rate"), [(0, 3, 0.5), (3, 3, 0.5), (4, 1, 0.05), (9, 2, 0.05)])

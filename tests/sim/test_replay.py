@@ -17,9 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 import rudra
 from protocols.async_ import Async
 from rudra.cli.main import main
-from rudra.compute.flat import sha256
 from rudra.compute.vectors import Buffer
-from rudra.core.digest import SAMPLED
+from rudra.core.digest import SAMPLED, sha256
 from rudra.errors import ConfigError, ReplayError, RudraError
 
 OWN = {

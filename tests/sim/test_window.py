@@ -15,10 +15,11 @@ from workers import ALONE, UNLIKE, async_alone, check_epochs, check_served, clus
 
 import rudra
 from rudra.compute import models, tasks
-from rudra.compute.flat import FlatModel, sha256
+from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.core import records
 from rudra.core.buffer_names import GRADIENT
+from rudra.core.digest import sha256
 from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.errors import EXIT_STOPPED, ConfigError, ReplayError, RunError

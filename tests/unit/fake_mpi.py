@@ -9,7 +9,7 @@ import pytest
 
 import rudra.mpi.transfers  # noqa: F401  before what it has imported is replaced
 
-FAILED, PENDING, IN_STATUS = 75, 76, 18
+FAILED, PENDING, IN_STATUS, VOID = 75, 76, 18, 7
 ANYBODY = -1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from fake_mpi import ANYBODY, FAILED, PENDING, Error, Status
+from fake_mpi import ANYBODY, FAILED, PENDING, VOID, Error, Status
 
 from rudra.mpi.arena import LEASES
 
@@ -72,6 +72,8 @@ class Request:
         return over
 
     def Cancel(self) -> None:
+        if self.error == FAILED:
+            raise Error(VOID)
         if self.receives and self.sent is None and not self.complete:
             self.cancelled = self.complete = True
             self.rank.posted.remove(self)

@@ -12,6 +12,7 @@ from torch import nn
 
 from rudra.core.backward import SHARE, WHOLE, BackwardPass, Lead, after_s
 from rudra.core.buckets import parts
+from rudra.core.forward import ForwardTimes
 from rudra.core.placement import Layer
 from rudra.core.training_state import BEGINNING
 from rudra.core.wire import tail_bytes, tensor_bytes
@@ -20,7 +21,7 @@ from rudra.job.job import Job
 from rudra.prepare import cost_files
 from rudra.prepare.nodes import nodes_of
 from rudra.prepare.phases import phases_of
-from rudra.prepare.profile import Profile, as_text, as_toml, final_at, final_toml
+from rudra.prepare.profile import Profile, as_text, as_toml, final_at, final_toml, needed_at, needed_toml
 from rudra.simulation.assembly import prices_of
 from rudra.simulation.costs import CostModel
 from rudra.simulation.predict import Outline, outline, predict
@@ -148,8 +149,10 @@ def measured(path: Path, *final_at: tuple[int, float]) -> Path:
 
 
 def job(topology: dict[str, Any], learners: int = 2, **simulation: Any) -> Job:
+    """A job in which no forward pass begins before the average is complete."""
     free = {"gradient_s": 0.0, "update_s": 0.0, "message_s": 0.0, "bandwidth_bytes_per_s": 4e6, "nodes": learners}
     return Job(
+        optimizer={"clip_norm": 1.0 if topology["name"] == "groups" else None},
         protocol={"name": "hardsync"},
         topology=topology,
         training={"minibatch_size": 8},
@@ -199,6 +202,16 @@ def test_virtual_time_prefers_the_measured_progress(
 ) -> None:
     found = priced(job({"name": "groups"}, costs=str(measured(tmp_path / "costs.toml", *final_at))))
     assert found.reduction_s(found.plan.learners, 4 * MILLION) == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize(("cores", "delay_s"), [(None, 0.0), (1, 0.25), (2, 0.0)])
+def test_transfers_during_the_pass_take_time_of_cores_that_are_busy(cores: int | None, delay_s: float) -> None:
+    """Of the transfer of 1 s, 4 MB each way, 0.7 s are hidden. A core works 0.25 s for these bytes."""
+    table = {"compute_s": 1.2, "latency_s": 0.0, "cores_per_node": cores, "cpu_s_per_byte": 0.25 / 0.7 / 8e6}
+    found = priced(job({"name": "groups"}, **table))
+    assert found.reduction_s(found.plan.learners, 4 * MILLION) == pytest.approx(0.3 + delay_s, rel=1e-3)
+    whole = priced(job({"name": "groups"}, **table).with_(cluster={"buckets": "off"}))
+    assert whole.reduction_s(whole.plan.learners, 4 * MILLION) == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.parametrize("pair", [[0, 0.5], [-3, 0.5], [3, 1.5], [3, -0.1]])
@@ -319,3 +332,20 @@ def test_a_learner_tells_when_its_gradient_is_final(precision: str) -> None:
     whole = BackwardPass.measured(found, sum(count for count, _ in found))
     last, unused, first = (whole.left(slice(place, place + 1)) for place in (0, 3010, 3034))
     assert last > first >= 0 == unused
+
+
+def test_a_learner_tells_when_a_forward_pass_needs_its_parameters() -> None:
+    run = Job(
+        model={"name": unlike},
+        data={"name": "digits", "train_limit": 64},
+        training={"minibatch_size": 64},
+        cluster={"learners": 2, "threads_per_rank": 1},
+    )
+    found, share = needed_at(run, seconds=0.1)
+    assert sum(count for count, _ in found) == 300 * 10 + 10 + 24 + 64 * 300 + 300
+    times = ForwardTimes(sum(count for count, _ in found), found, share)
+    last, unused, first = (times.needed(slice(place, place + 1)) for place in (0, 3010, 3034))
+    assert 0 <= first < last < unused == share < 1
+    assert f"forward_share = {share:g}" in needed_toml(found, share)
+    compiled = needed_at(run.with_(training={"compile": True}))
+    assert needed_toml(*compiled) == ""

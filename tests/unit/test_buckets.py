@@ -30,6 +30,8 @@ from rudra.core.buckets import (
     pairs_of_nodes,
     parts,
     passes_early,
+    pull_parts,
+    pulling,
     push_parts,
     pushing,
     refusal,
@@ -107,6 +109,28 @@ def test_the_size_that_suits_a_network(
     assert (math.ceil(size / found) if found else 0) == count
 
 
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_per_s", "megabytes", "bucket_mb", "count"),
+    [
+        # 0.2 ms of its own, and a third of 2 looks: 0.104 MB cross the link in this time. 2.12² = 2 · 21.6 · 0.104
+        (1e-4, GBIT, 21.6, 2.12, 11),
+        (2e-4, GBIT, 21.6, 2.24, 10),
+        (1e-4, GBIT, 216, 6.70, 33),
+        (1e-4, GBIT, 1.2, 0.4, 3),  # not fewer than LEAST
+        (1e-4, GBIT, 0.4, 0, 0),
+        # Copies take longer than the transfer of half a gradient: no pass begins early, and the size is the usual one.
+        (1e-4, 10 * GBIT, 21.6, 2.4, 9),
+    ],
+)
+def test_buckets_are_larger_where_passes_begin_early(
+    latency_s: float, bytes_per_s: float, megabytes: float, bucket_mb: float, count: int
+) -> None:
+    size = round(megabytes * 1e6 / 4)
+    found = auto_size(NetworkSpeed(latency_s, bytes_per_s), size, early=True)
+    assert 4e-6 * found == pytest.approx(bucket_mb, rel=0.01)
+    assert (math.ceil(size / found) if found else 0) == count
+
+
 NETWORKS = st.builds(NetworkSpeed, st.floats(0, 1), st.floats(1e3, 1e12))
 SIZES = st.integers(1, 10**9)
 
@@ -117,7 +141,11 @@ def test_a_bucket_grows_with_latency_and_bandwidth_and_with_the_gradient_until_t
     network: NetworkSpeed, size: int, factor: float
 ) -> None:
     found = auto_size(network, size)
+    larger = auto_size(network, size, early=True)
+    assert larger >= found
+    assert not larger or LEAST <= len(parts(size, size, larger)) < MOST
     if found:
+        assert larger
         assert LEAST <= len(parts(size, size, found)) < MOST
         assert auto_size(network, round(size * factor)) >= found
         assert auto_size(network, max(1, round(size / factor))) <= found
@@ -248,7 +276,7 @@ def test_virtual_time_hides_the_reduction_in_the_backward_pass(
     table = {"latency_s": 0.0, "bandwidth_bytes_per_s": bandwidth, "compute_s": compute_s, "gradient_s": 0.0}
     found = {}
     for buckets in ("auto", "off"):
-        job = groups(buckets, simulation=table)
+        job = groups(buckets, simulation=table, optimizer={"clip_norm": 1.0})  # so that no forward pass begins early
         costs = prices_of(phases_of(job, job.plan(nodes_of(job)), 64), 16 * MILLION)(BEGINNING)
         found[buckets] = costs.reduction_s(costs.plan.learners, 16 * MILLION)
     assert found == pytest.approx({"auto": seconds, "off": 24e6 / bandwidth}, rel=1e-3)
@@ -265,7 +293,8 @@ def test_virtual_time_hides_the_reduction_in_the_backward_pass(
         (groups(1.0, nodes=1), 16),
         (groups(topology={"name": "groups", "options": {"reduction": "nodes"}}, nodes=2), 20),
         (groups(topology={"name": "groups", "options": {"reduction": "mpi"}}), 20),
-        (groups(protocol={"name": "average"}, topology={"name": "replicas"}), 1),
+        (groups(protocol={"name": "average"}, topology={"name": "replicas"}), 20),
+        (groups(protocol={"name": "sma"}, topology={"name": "replicas"}), 1),
     ],
 )
 def test_buckets_are_for_gradients_that_cross_a_network(job: Job, count: int) -> None:
@@ -316,6 +345,49 @@ def test_learners_of_other_nodes_push_in_buckets_what_becomes_final_in_parts(job
 
 
 @pytest.mark.parametrize(
+    ("job", "learners", "told"),
+    [
+        (served(), [1, 2], "weights come in buckets, too"),
+        (served(protocol={"name": "async"}), [1, 2], "weights come in buckets, too"),
+        (served(topology=SHARDS), [2], "weights come in buckets, too"),  # the second shard is on the node of learner 1
+        (served(topology=SHARDS, simulation={"nodes": 2}), [], "weights come whole: a server is on the node of its"),
+        (served(topology={"name": "adv", "options": {"fan_out": 2}}), [], ""),
+        (served(protocol={"name": "async"}, topology={"name": "adv*"}), [], ""),
+        (served(protocol={"name": "async"}, topology={"name": "groups", "options": {"groups": 3}}), [], ""),
+        (served("off"), [], ""),
+        (served(simulation={"nodes": 1}), [], ""),
+        (served(1.0, **NEAR), [0, 1, 2], "weights come in buckets, too"),
+        (served(training={"microbatches": 2}), [], ""),
+        (served(learners=4, cluster={"learners_per_rank": 2}), [], "weights come whole: cluster.learners_per_rank = 2"),
+        (served(cluster={"gradient_format": "float16"}), [1, 2], "weights come from servers unless they are small"),
+        (served(optimizer={"name": "adam", "clip_norm": 1.0}), [1, 2], "weights come in buckets, too"),
+    ],
+)
+def test_learners_of_other_nodes_that_wait_for_weights_get_them_in_buckets(
+    job: Job, learners: list[int], told: str
+) -> None:
+    plan = job.plan(nodes_of(job))
+    node = plan.nodes(near=True)
+    for owner in plan.front_owners:
+        assert [plan.roles[learner].index for learner in pulling(job, plan, node, owner)] == learners
+    assert told in text_of(job, plan, node)
+    assert not told or learners or "weights come whole" in told
+
+
+@pytest.mark.parametrize("size", [1000, 1540])
+def test_parts_of_weights_are_those_of_a_gradient_buffers_and_the_first_layers_first(size: int) -> None:
+    job = served(0.001)
+    found = pull_parts(job, size, 1000, 0)
+    assert sorted(found, key=lambda part: part.start) == sorted(
+        push_parts(job, size, 1000, 0, 1), key=lambda part: part.start
+    )
+    first = slice(1000, size)
+    assert found[0] == (first if size > 1000 else slice(0, 256))
+    assert (found[size > 1000].start, found[-1].stop) == (0, 1000)
+    assert pull_parts(served("off"), size, 1000, 0) == []
+
+
+@pytest.mark.parametrize(
     ("job", "pairs"),
     [
         (groups(nodes=3), {(0, 1), (0, 2), (1, 2)}),
@@ -324,6 +396,7 @@ def test_learners_of_other_nodes_push_in_buckets_what_becomes_final_in_parts(job
         (groups("off", nodes=3), set()),
         (served(), {(0, 1), (0, 2)}),
         (served(topology=SHARDS), {(0, 1), (0, 2), (1, 2)}),  # the second server is on node 1
+        (served(cluster={"gradient_format": "float16"}), {(0, 1), (0, 2)}),  # of weights
         (served(4.0), set()),
     ],
 )
@@ -405,6 +478,11 @@ SEVERAL = {"training": {"microbatches": 2}}
         (groups("off", nodes=1), ""),
         (served("auto", simulation={"nodes": 1}, **SEVERAL), ""),  # it does not ask for buckets
         (served(1.0, simulation={"nodes": 1}), "ranks of a node read them in memory; between nodes they have buckets"),
+        (
+            served(1.0, learners=4, simulation={"nodes": 1}, cluster={"learners_per_rank": 2}),
+            "ranks of a node read them in memory; between nodes they have buckets, but weights come whole: "
+            "cluster.learners_per_rank = 2 lets learners of a rank compute in turn",
+        ),
         (served(1.0, **SEVERAL), "training.microbatches = 2 adds whole gradients"),
         (served(1.0, training={"compile": True}), "training.compile = true computes all of a gradient at once"),
         (served(1.0, training={"precision": "float16"}), "training.precision = 'float16' scales whole gradients"),
@@ -417,7 +495,6 @@ SEVERAL = {"training": {"microbatches": 2}}
         (served(1.0, topology={"name": "adv", "options": {"fan_out": 2}}), "leaf servers are on the nodes of"),
         (served(1.0, protocol={"name": "async"}, topology={"name": "adv*"}), "leaf servers are on the nodes of"),
         (served(1.0, protocol={"name": "hogbatch"}), "protocol hogbatch has no buckets"),
-        (groups(1.0, protocol={"name": "average"}, topology={"name": "replicas"}), "replicas are averaged, not"),
         (groups(1.0, cluster={"learners_per_rank": 4}), "the group has one rank"),
     ],
 )
@@ -428,6 +505,32 @@ def test_a_job_that_asks_for_buckets_in_vain_is_told_why(job: Job, why: str) -> 
     if not why and job.cluster.buckets == 1.0:
         assert refusal(job, job.plan(), 250_000) == "gradients leave whole: 1 MB are not more than a bucket"
         assert not refusal(job, job.plan(), 300_000)
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ({}, ""),
+        ({"protocol": {"name": "diloco"}}, ""),
+        ({"protocol": {"name": "sma"}}, "protocol sma averages them while they train"),
+        ({"topology": {"options": {"groups": 2}}}, "members of a group step together, after the backward pass"),
+        ({"optimizer": {"name": "adamw"}}, ""),
+        ({"optimizer": {"name": "torch.optim:Adadelta"}}, "optimizer torch.optim:Adadelta steps whole replicas"),
+        ({"optimizer": {"clip_norm": 1.0}}, "clip_norm = 1 needs the norm of a whole gradient"),
+        ({"training": {"microbatches": 2}}, "training.microbatches = 2 adds whole gradients"),
+        ({"cluster": {"learners_per_rank": 4}}, "they are on one rank"),
+    ],
+)
+def test_where_replicas_are_averaged_in_buckets(tables: dict[str, Any], why: str) -> None:
+    """The next forward pass does not begin before the average is there."""
+    job = groups(1.0, **{"protocol": {"name": "average"}, "topology": {"name": "replicas"}} | tables)
+    plan = job.plan(nodes_of(job))
+    assert refusal(job, plan) == (f"replicas are averaged whole: {why}" if why else "")
+    assert bool(pairs_of_nodes(job.with_(cluster={"buckets": "auto"}), plan, plan.nodes(near=True))) == (not why)
+    during = "replicas are averaged during the last backward pass of a period, in buckets of at least 1 MB"
+    assert text_of(job, plan) == ("" if why else during)
+    whole = "replicas are averaged whole: 1 MB are not more than a bucket"
+    assert why or refusal(job, plan, 250_000) == whole
 
 
 def test_a_group_whose_gradients_are_final_at_once_averages_them_after_the_pass() -> None:
@@ -461,7 +564,8 @@ def test_a_size_that_is_none_is_refused(value: Any) -> None:
         ({"buckets": 1.0, "nodes": 1}, False),
         ({"nodes": 2}, False),
         ({"buckets": "off"}, False),
-        ({"optimizer": {"name": "adam"}}, False),
+        ({"optimizer": {"name": "adam"}}, True),
+        ({"optimizer": {"name": "torch.optim:Adadelta"}}, False),
         ({"optimizer": {"clip_norm": 1.0}}, False),
         ({"training": {"precision": "float16"}}, False),
         ({"training": {"precision": "bfloat16"}}, True),

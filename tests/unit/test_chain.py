@@ -27,9 +27,9 @@ def chain(activation: type[nn.Module], sizes: tuple[int, ...], *, bias: bool = T
 
 def bits_by_autograd(flat: FlatModel, batch: Any) -> tuple[torch.Tensor, tuple[float, float]]:
     out = torch.full((flat.size,), float("nan"))
-    held, flat._chain = flat._chain, None
+    held, flat.chain = flat.chain, None
     found = flat.gradient(*batch, out, 0)
-    flat._chain = held
+    flat.chain = held
     return out, found
 
 
@@ -50,7 +50,7 @@ def test_bits_are_those_of_autograd(
 ) -> None:
     torch.manual_seed(3)
     flat = FlatModel(chain(activation, sizes, bias=bias), task, gradients="direct")
-    assert flat._chain is not None
+    assert flat.chain is not None
     weights, out = torch.empty(flat.size), torch.full((flat.size,), float("nan"))
     flat.read_into(weights)
     flat.bind(weights)
@@ -124,15 +124,15 @@ def test_a_first_layer_for_sparse_inputs_has_the_bits_of_autograd(samples: int, 
     about: dict[str, Any] = {"hidden": [20, 20], "activation": "sigmoid", "biases": bias, "initialisation": "fan-in"}
     module = networks.mlp((WIDTH,), 3, sparse=True, **about)
     flat = FlatModel(module, Classification(3), gradients="direct")
-    assert flat._chain is not None
+    assert flat.chain is not None
     weights = torch.empty(flat.size)
     flat.read_into(weights)
     flat.bind(weights)
     batch = compressed(matrix(samples, density=0.3)), torch.randint(3, (samples,))
     memory = [torch.full((flat.row_form.floats if in_rows else flat.size,), float("nan")) for _ in range(2)]
     found = []
-    for room, of_chain in zip(memory, (flat._chain, None), strict=True):
-        flat._chain = of_chain
+    for room, of_chain in zip(memory, (flat.chain, None), strict=True):
+        flat.chain = of_chain
         found.append(flat.gradient(*batch, RowGradient(room, flat.row_form) if in_rows else room, 0))
     assert found[0] == found[1]
     if not in_rows:

@@ -130,7 +130,7 @@ def test_memory_is_told_for_every_kind_of_role(topology: dict[str, Any], protoco
         ({"training": {"microbatches": 2}}, 0, 0),
         ({"topology": {"name": "sharded", "options": {"shards": 2}}}, 0, 1.5),
         ({"topology": {"name": "adv", "options": {"fan_out": 2}}}, 0, 0),
-        ({"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}}, 0, 0),
+        ({"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}}, 0, 1),
     ],
 )
 def test_a_server_holds_gradients_that_come_in_buckets(
@@ -151,6 +151,33 @@ def test_a_server_holds_gradients_that_come_in_buckets(
     assert without.apart_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("tables", "more"),
+    [
+        ({}, 1),
+        ({"optimizer": {"momentum": 0.9}}, 2),
+        ({"optimizer": {"name": "adam"}}, 3),
+        ({"optimizer": {"clip_norm": 1.0}}, 0),
+        ({"cluster": {"learners_per_rank": 3}}, 0),
+        ({"cluster": {"buckets": "off"}}, 0),
+        ({"topology": {"name": "replicas"}, "protocol": {"name": "diloco"}, "optimizer": {"name": "adamw"}}, 3),
+        ({"topology": {"name": "replicas"}, "protocol": {"name": "sma"}}, 0),
+    ],
+)
+def test_learners_on_several_nodes_hold_vectors_for_early_updates(
+    tables: dict[str, Any], more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "memory_bytes", lambda name: 0)
+    job = Job(
+        model={"name": "mlp", "options": {"hidden": [100]}},
+        protocol={"name": "hardsync"},
+        topology={"name": "groups"},
+    ).with_(cluster={"learners": 3, "threads_per_rank": 1}, optimizer={"momentum": 0.0})
+    job = job.with_(**tables)
+    found = rehearse(job, job.plan())
+    assert found.apart_bytes == pytest.approx(4 * more * found.size, rel=0.01)
+
+
 def test_validate_says_what_learners_on_other_nodes_need(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["validate", "digits", "--learners", "4"]
     assert main(line) == 0
@@ -158,6 +185,8 @@ def test_validate_says_what_learners_on_other_nodes_need(capsys: pytest.CaptureF
     assert "; more at a server whose learners are on other nodes: 6.64 MB\n" in said
     assert main([*line, "--set", "cluster.buckets=off"]) == 0
     assert "other nodes" not in capsys.readouterr().out
+    assert main([*line, "--set", "topology.name=groups"]) == 0
+    assert "; more at learners on several nodes: 3.32 MB\n" in capsys.readouterr().out
 
 
 BY_TESTS = [

@@ -12,10 +12,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import rudra
-from rudra.compute.early_pass import Arrivals
+from rudra.compute.arrivals import Arrivals
 from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.optim import UpdateRule
+from rudra.compute.tasks import Classification
 from rudra.compute.waiting import NotInTime, Waiting
 from rudra.core.actions import Compute, Reduce, Update
 from rudra.core.buckets import parts
@@ -32,6 +33,12 @@ TABLES: dict[str, dict[str, Any]] = {
     "momentum": {"momentum": 0.9, "weight_decay": 5e-4},
     "nesterov": {"momentum": 0.9, "options": {"nesterov": True}},
     "caffe": {"momentum": 0.9, "momentum_form": "caffe", "weight_decay": 5e-4},
+    "dampening": {"momentum": 0.9, "options": {"dampening": 0.1}},
+    "adam": {"name": "adam", "weight_decay": 5e-4},
+    "amsgrad": {"name": "adam", "options": {"amsgrad": True, "eps": 1e-3}},
+    "adamw": {"name": "adamw", "weight_decay": 0.1},
+    "adagrad": {"name": "adagrad", "options": {"lr_decay": 0.01}},
+    "rmsprop": {"name": "rmsprop", "momentum": 0.5, "weight_decay": 5e-4, "options": {"centered": True}},
 }
 
 
@@ -41,30 +48,40 @@ def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Arrivals, "worthwhile", True)
 
 
-@pytest.mark.parametrize("groups", [[], [SLOW, NO_DECAY]], ids=["one group", "three groups"])
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize("most", [16, 48, 4096])
+@pytest.mark.parametrize(("most", "groups"), [(176, []), (4096, []), (4096, [SLOW, NO_DECAY])])
 def test_a_step_apart_has_the_bits_of_a_step_in_any_order(table: str, groups: list[dict[str, Any]], most: int) -> None:
     entries = [entry for entry in layout() if entry.kind == "parameter"]
     size, chance = sum(entry.size for entry in entries), random.Random(3)
-    weights = [torch.randn(size, generator=torch.Generator().manual_seed(1)) for _ in range(2)]
-    usual, apart = (UpdateRule(OptimizerTable(groups=groups, **TABLES[table]), each, entries) for each in weights)
-    for rule in (usual, apart):
+    weights = [torch.randn(size, generator=torch.Generator().manual_seed(1)) for _ in range(3)]
+    rules = [UpdateRule(OptimizerTable(groups=groups, **TABLES[table]), each, entries) for each in weights]
+    usual, apart, in_place = rules
+    for rule in rules:
         rule.prepare()
-    for step in range(4):
+        if rule.sliced is None:  # the first step allocates the state
+            rule.step(torch.ones(size), 0.1)
+    for step in range(3):
         gradient, into = torch.randn(size, generator=torch.Generator().manual_seed(step)), torch.empty(size)
         before = {name: tensor.clone() for name, tensor in apart.state().items()}
-        slices = apart.begin_apart(into, 0.1 / (1 + step), most)
+        sliced = apart.sliced
+        assert sliced is not None
+        assert in_place.sliced is not None
+        in_place.sliced.step(gradient.__getitem__, 0.1 / (1 + step), most)
+        sliced.begin_apart(torch.empty(size), 0.7, most)
+        sliced.step_apart(0, gradient[: sliced.begin_apart(into, 0.3, most)[0].stop])  # it is dropped
+        slices = sliced.begin_apart(into, 0.1 / (1 + step), most)
         for number in chance.sample(range(len(slices)), len(slices)):
-            apart.step_apart(number, gradient[slices[number]])
+            sliced.step_apart(number, gradient[slices[number]])
         assert torch.equal(weights[0], weights[1])
         assert all(torch.equal(tensor, before[name]) for name, tensor in apart.state().items())
-        apart.adopt()
+        sliced.adopt()
         apart.move(into)
         usual.step(gradient, 0.1 / (1 + step))
         weights[1] = into
-        assert torch.equal(weights[0], weights[1])
-        assert all(torch.equal(tensor, apart.state()[name]) for name, tensor in usual.state().items())
+        for rule, its in zip(rules, weights, strict=True):
+            assert torch.equal(weights[0], its)
+            assert rule.state().keys() == usual.state().keys()
+            assert all(torch.equal(tensor, usual.state()[name]) for name, tensor in rule.state().items())
 
 
 def data() -> tuple[Any, Any]:
@@ -79,24 +96,55 @@ def dropping() -> nn.Module:
 
 
 class Own(nn.Module):
-    """A user's layer."""
+    """A user's layer of plain code, with weights that are used twice."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
+        self.layer, self.norm = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES)
+        self.last, self.gain = nn.Linear(FEATURES, CLASSES), nn.Parameter(torch.ones(FEATURES))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layer(inputs)
+        for _ in range(2):
+            inputs = inputs + torch.dropout(self.norm(self.layer(inputs)), 0.3, self.training) * self.gain
+        return torch.nn.functional.linear(inputs, self.last.weight * 2)
+
+
+class Counting(Own):
+    """A user's layer that remembers how often it was used."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.gain.passes = getattr(self.gain, "passes", 0) + 1  # type: ignore[attr-defined]
+        return super().forward(inputs)
+
+
+class OwnLoss(Classification):
+    """A user's loss."""
+
+
+class Counted(nn.BatchNorm1d):
+    """BatchNorm that replaces a buffer in each pass. Its layers are torch's for `EarlyForward`."""
+
+    __module__ = "rudra.tests"
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        assert self.running_mean is not None
+        found = super().forward(inputs)
+        self.running_mean = self.running_mean * 0.5
+        return found
 
 
 def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
+    first = nn.Linear(FEATURES, 20), nn.BatchNorm1d(20), nn.Dropout(0.4), Counted(20, momentum=None)
+    return nn.Sequential(*first, nn.Linear(20, CLASSES), nn.BatchNorm1d(CLASSES))
 
 
 MODELS: dict[str, dict[str, Any]] = {
     "chain": {"model": {"name": "mlp", "options": {"hidden": [30, 20]}}, "training": {"gradients": "direct"}},
     "autograd": {"model": {"name": dropping}},
     "bfloat16": {"model": {"name": dropping}, "training": {"precision": "bfloat16"}},
+    "buffers": {"model": {"name": normed}},
+    "users' layers": {"model": {"name": Own}},
+    "adam": {"model": {"name": normed}, "optimizer": {"name": "adam", "momentum": 0.0}},
     "velocity of Caffe": {"model": {"name": dropping}, "optimizer": {"momentum_form": "caffe"}},
 }
 
@@ -142,12 +190,12 @@ class Learner:
         return computed
 
     def average(self, rate: float, *, in_time: bool) -> None:
+        gradient = self.executor.buffer(GRADIENT).vector
+        gradient[self.executor.size - self.executor._counters :] -= 0.3  # means of counters may be fractions
         if self.early is None:
             return
-        size = self.executor.parameters
-        its = parts(size, size, 48)
+        its = parts(self.executor.size, self.executor.parameters, 48)
         left = self.early.sample(range(len(its)), len(its))
-        gradient = self.executor.buffer(GRADIENT).vector
         mean = gradient.clone()
         gradient.fill_(torch.nan)  # what has not arrived
         arrivals = Arrivals(its, (), gradient.__getitem__, lambda: False, lambda: None)
@@ -228,19 +276,19 @@ def test_forward_passes_do_begin_early(model: str) -> None:
 @pytest.mark.parametrize(
     ("model", "tables"),
     [
-        (Own, {}),
-        (normed, {}),
+        (Counting, {}),
+        (dropping, {"task": {"name": OwnLoss}}),
         (dropping, {"training": {"precision": "float16"}}),
         (dropping, {"training": {"microbatches": 2}}),
         (dropping, {"optimizer": {"clip_norm": 1.0}}),
-        (dropping, {"optimizer": {"name": "adam", "momentum": 0.0}}),
+        (dropping, {"optimizer": {"name": "torch.optim:Adadelta", "momentum": 0.0}}),
     ],
-    ids=["a user's layer", "buffers", "float16", "microbatches", "clipping", "adam"],
+    ids=["a user's layer", "a user's task", "float16", "microbatches", "clipping", "a user's optimiser"],
 )
 def test_where_it_is_not_safe_none_begins_early(model: Any, tables: dict[str, Any]) -> None:
     made = executor({"model": {"name": model}} | tables)
     list(made.perform(Compute(0, made.source.work, WEIGHTS, GRADIENT)))
-    possible = made.can_pass_early and made.source.can_begin_early and made._rule.sliceable
+    possible = made.can_pass_early and made.source.can_pass_early_now and made._rule.sliced is not None
     assert not possible
 
 
@@ -262,7 +310,7 @@ def test_a_pass_begins_early_if_the_other_parts_need_longer_than_copies(
 ) -> None:
     """Two of eight parts of 24 MB have arrived in this time, so the others need three times as long."""
     now = [5.0]
-    monkeypatch.setattr("rudra.compute.early_pass.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("rudra.compute.arrivals.time.monotonic", lambda: now[0])
     its = [slice(750_000 * i, 750_000 * (i + 1)) for i in range(8)]
     arrivals = Arrivals(its, (), torch.zeros(1).__getitem__, lambda: False, lambda: None)
     now[0] += seconds

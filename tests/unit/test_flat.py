@@ -13,9 +13,12 @@ from torch.nn import functional
 from user_code import Assorted, Regrouping
 
 from rudra.compute.buffers import tried
-from rudra.compute.flat import FlatModel, sha256
+from rudra.compute.flat import FlatModel
 from rudra.compute.models import build
 from rudra.compute.networks import cifar10_full
+from rudra.compute.statedict import entries_of
+from rudra.compute.together import vmap_gradients
+from rudra.core.digest import sha256
 from rudra.core.layout import Entry
 from rudra.data.load import DataInfo
 from rudra.errors import ConfigError, DataError
@@ -145,7 +148,7 @@ def test_the_vector_and_what_is_beside_it_make_the_state_dict(make: Callable[[],
     flat.read_into(weights)
     flat.bind(weights)
     entries = {e.name: weights[e.offset : e.offset + e.size].view(e.shape) for e in flat.layout}
-    listed = flat.state_dict()
+    listed = entries_of(module, flat.layout)
     assert [named.name for named in listed] == list(expected)
     for named in listed:
         tensor = entries[named.tensor] if named.value is None else torch.from_numpy(named.value)
@@ -155,7 +158,7 @@ def test_the_vector_and_what_is_beside_it_make_the_state_dict(make: Callable[[],
 
 def test_a_copy_is_made_of_buffers_that_do_not_travel() -> None:
     module = Regrouping()
-    (kept,) = [named for named in FlatModel(module).state_dict() if named.value is not None]
+    (kept,) = [named for named in entries_of(module, FlatModel(module).layout) if named.value is not None]
     module.get_buffer("order").zero_()
     assert kept.name == "order"
     np.testing.assert_array_equal(kept.value, np.arange(10)[::-1])  # type: ignore[arg-type]
@@ -308,7 +311,7 @@ def test_mapped_gradients_are_those_of_one_after_the_other(network: Any, shape: 
         vector[: model.parameter_count] *= 1 + index
     inputs, labels = torch.randn(3, 2, *shape), torch.randint(16, (3, 2))
     outs = [torch.full((model.size,), math.nan) for _ in range(3)]
-    losses, wrong = model.mapped_gradients(weights, inputs, labels, outs)
+    losses, wrong = vmap_gradients(model, weights, inputs, labels, outs)
     for index, out in enumerate(outs):
         model.bind(weights[0 if shared else index])
         expected = torch.empty(model.size)

@@ -1,4 +1,7 @@
-"""Averages in buckets under random interleavings and deaths: what living members get is the average, bit for bit."""
+"""Averages in buckets under random interleavings and deaths: what living members get is the average, bit for bit.
+
+Members average gradients, or replicas that they step while they compute their gradients.
+"""
 
 import random
 from itertools import pairwise
@@ -13,15 +16,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from simulated_mpi import Group, RankOfMpi, World, which_are_over
 
+from rudra.compute.arrivals import Arrivals
 from rudra.compute.averaging import average
-from rudra.compute.early_pass import Arrivals
 from rudra.compute.executor import Executor
+from rudra.compute.optim import UpdateRule
+from rudra.compute.replicas import AveragerExecutor
 from rudra.compute.waiting import NotInTime
-from rudra.core.actions import Reduce
+from rudra.core.actions import PullReplica, Reduce, StepReplica, Update
 from rudra.core.buckets import MOST, parts
-from rudra.core.buffer_names import GRADIENT
+from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.messages import GroupFlags
 from rudra.core.records import Gradient
+from rudra.job.tables import OptimizerTable
 from rudra.mpi.group_reduction import GroupReduction
 
 RANKS, STEPS, PARAMETERS, SIZE, BUCKET = 4, 3, 150, 166, 48
@@ -63,11 +69,14 @@ class Rank:
         its = parts(SIZE, PARAMETERS, BUCKET)
         self.reduction = GroupReduction(self.comm, members, tag, its, lambda: None, None, None, sums, early=True)
         self.executors = {
-            role: self.executors.get(role) or Executor((), SIZE, PARAMETERS, 1)
+            role: self.executors.get(role) or self.make_executor()
             for role, rank in members.items()
             if rank == self.rank
         }
         self._begin_step()
+
+    def make_executor(self) -> Executor:
+        return Executor((), SIZE, PARAMETERS, 1)
 
     def _begin_step(self) -> None:
         self.pieces: dict[int, list[slice]] = {}
@@ -151,6 +160,95 @@ class EarlyRank(Rank):
         if self.arrivals is not None and not self.arrivals.have(slice(0, SIZE)):
             with pytest.raises(NotInTime):
                 self.arrivals.wait(slice(0, SIZE))
+
+
+class Replica(AveragerExecutor):
+    """A replica with momentum, whose weights are the mean of all replicas."""
+
+    def __init__(self) -> None:
+        super().__init__((), SIZE, PARAMETERS, 1)
+        self._of, self._counters, self._prefix = SIZE, 0, REPLICA
+        self._rule = UpdateRule(OptimizerTable(momentum=0.0), self.buffer(WEIGHTS).vector[:PARAMETERS])
+        self._inner = UpdateRule(OptimizerTable(momentum=0.9), self.buffer(REPLICA).vector[:PARAMETERS])
+        self._inner.prepare()
+
+    def average(self, step: int) -> None:
+        self.update(Update(DIFFERENCE, WEIGHTS, 1.0, step + 1))
+        self.approach(PullReplica(REPLICA, WEIGHTS, 1.0))
+
+
+STEP = StepReplica(GRADIENT, REPLICA, 0.1, WEIGHTS, DIFFERENCE)
+
+
+class AveragingRank(Rank):
+    """A rank whose members step replicas. After a death they begin again from the weights that all have reached."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__(world, rank)
+        self.reached = [torch.zeros(SIZE)]  # weights after each step
+
+    def make_executor(self) -> Executor:
+        return Replica()
+
+    def join(self, members: dict[int, int], generation: int, sums: list[list[int]], step: int) -> None:
+        super().join(members, generation, sums, step)
+        del self.reached[step + 1 :]
+        self.usual = {role: Replica() for role in members}  # replicas that step after the pass
+        for executor in (*self.executors.values(), *self.usual.values()):
+            assert isinstance(executor, Replica)
+            executor.restore({WEIGHTS: self.reached[step].numpy()})
+
+    def _compute(self, role: int) -> None:
+        executor, own = self.executors[role], gradient_of(role, self.step)
+        assert isinstance(executor, Replica)
+        if role not in self.ready:
+            final = self.reduction.expect(role, executor.renew(DIFFERENCE), DIFFERENCE, SAMPLES[role])
+            self.ready[role] = None if final is None else executor.step_ahead(STEP, final)
+        elif self.pieces[role]:
+            piece = self.pieces[role].pop()
+            executor.buffer(GRADIENT).vector[piece] = own[piece]
+            if self.ready[role] is not None:
+                self.ready[role](piece)
+        else:
+            executor.buffer(GRADIENT).vector[PARAMETERS:] = own[PARAMETERS:]
+            executor.step(STEP)
+            made = Gradient(-1, list(self.members).index(role), SAMPLES[role], self.step, 0, 0, 0, 1.0, 0.0, 0.0, 0)
+            self.reduction.begin(role, Reduce(DIFFERENCE, 0, self.step, made, True, GroupFlags(role)), executor)
+            del self.pieces[role]
+
+    def _advance(self) -> None:
+        if not self.reduction.busy or self.reduction.test() is None:
+            return
+        for role, executor in self.usual.items():
+            executor.buffer(GRADIENT).vector.copy_(gradient_of(role, self.step))
+            executor.step(STEP)
+        differences = [executor.buffer(DIFFERENCE).vector.clone() for executor in self.usual.values()]
+        for executor in self.usual.values():
+            samples = [SAMPLES[role] for role in self.members]
+            average(executor.buffer(DIFFERENCE).vector, differences, samples, sums=self.sums)
+        for role, executor in self.executors.items():
+            assert isinstance(executor, Replica)
+            for each in (executor, self.usual[role]):
+                each.average(self.step)
+            for name in (WEIGHTS, REPLICA):
+                assert torch.equal(*(each.buffer(name).vector for each in (executor, self.usual[role])))
+        for role in self.usual.keys() - self.executors.keys():
+            self.usual[role].average(self.step)
+        self.step += 1
+        self.reached.append(executor.buffer(WEIGHTS).vector.clone())
+        if self.step < STEPS:
+            self._begin_step()
+
+
+@settings(parent=cases(40), phases=[Phase.generate])
+@given(st.integers(0, 2**32), st.integers(0, 2), st.integers(5, 200), st.booleans())
+def test_replicas_are_those_of_usual_steps_whoever_dies_between_buckets(
+    seed: int, deaths: int, soon: int, nodes: bool
+) -> None:
+    members = {0: 0, 1: 1, 4: 1, 2: 2, 3: 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rudra.compute.step_ahead.STEPPED", 32)
+        reduce(random.Random(seed), members, deaths, soon, nodes=nodes, kind=AveragingRank)
 
 
 @settings(parent=cases(200), phases=[Phase.generate])

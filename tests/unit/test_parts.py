@@ -6,8 +6,9 @@ import pytest
 import torch
 from flat_layout import NO_DECAY, SIZE, SLOW, layout
 
-from rudra.compute.optim import CACHE_LINE, UpdateRule, runs_of
+from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import cut, joined
+from rudra.compute.runs import CACHE_LINE, runs_of
 from rudra.core.layout import Entry
 from rudra.errors import ConfigError
 from rudra.job.tables import OptimizerTable

@@ -16,6 +16,7 @@ from rudra.cli.main import main
 from rudra.compute import networks, tasks
 from rudra.compute.checks import check_gradient
 from rudra.compute.flat import FlatModel
+from rudra.compute.together import vmap_gradients
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import TaskTable, TrainingTable
@@ -190,7 +191,7 @@ def test_mapped_gradients_in_bfloat16_are_near_those_one_by_one() -> None:
     single, together = torch.empty(2, flat.size), torch.empty(2, flat.size)
     loss = [flat.gradient(inputs[half], target[half], single[i], 0)[0] for i, half in enumerate(halves)]
     batches = (torch.stack([inputs[half] for half in halves]), torch.stack([target[half] for half in halves]))
-    found, _ = flat.mapped_gradients([weights], *batches, list(together))
+    found, _ = vmap_gradients(flat, [weights], *batches, list(together))
     assert found == pytest.approx(loss, rel=0.01)
     assert near(together, single, 0.02)
 

@@ -18,15 +18,16 @@ from rudra.core.buckets import MOST
 from rudra.core.messages import Message, PushedGradient
 from rudra.core.records import Gradient
 from rudra.job.job import Job
+from rudra.mpi.bucket_rule import BucketRule
 from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.leases import Going
-from rudra.mpi.push_buckets import IncomingPushes, OutgoingPushes, Pushing
+from rudra.mpi.push_buckets import IncomingPushes, OutgoingPushes
 from rudra.mpi.transfers import Transfers, Wanted
 
 SERVER, FIRST, LEARNERS, PUSHES = 0, 2, 4, 4  # roles of topology base have the ids of their ranks
 PARAMETERS, SIZE = 1500, 1540
 JOB = Job(protocol={"name": "hardsync"}, cluster={"learners": LEARNERS, "buckets": 0.001})
-RULE = Pushing(JOB, JOB.plan(), [0, 0, 1, 1, 2, 2], 0)
+RULE = BucketRule(JOB, JOB.plan(), [0, 0, 1, 1, 2, 2], 0, False)
 
 
 def tag(role: int, channel: int, sender: int) -> int:
@@ -226,7 +227,7 @@ def test_what_a_dropped_learner_sent_is_void_and_its_memory_not_used_again_while
 
 def test_without_buckets_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, which_are_over, Group=Group)
-    whole = Pushing(JOB.with_(cluster={"buckets": "off"}), RULE.plan, RULE.node, 0)
+    whole = BucketRule(JOB.with_(cluster={"buckets": "off"}), RULE.plan, RULE.node, 0, False)
     executor = Executor((), SIZE, PARAMETERS, 1)
     outgoing = OutgoingPushes(None, tag, lambda start, going: None)  # type: ignore[arg-type]
     outgoing.renew(whole, {FIRST: executor})

@@ -18,6 +18,7 @@ from rudra.compute.checks import check_batching
 from rudra.compute.flat import FlatModel
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.tasks import Classification
+from rudra.compute.together import vmap_gradients
 from rudra.data.load import load
 from rudra.errors import ConfigError
 
@@ -88,7 +89,7 @@ def test_gradients_computed_together_are_those_of_plain_torch_or_refused(name: s
     out = torch.empty(model.size)
     if batching == "vmap":
         model.seed(3)
-        model.mapped_gradients([weights], inputs[None], target[None], [out])
+        vmap_gradients(model, [weights], inputs[None], target[None], [out])
     else:
         model.joint_gradient(inputs, target, out, 3)
     if name != "dropout":  # other masks

@@ -141,10 +141,10 @@ class ClusterTable(Table):
     )
     buckets: Literal["auto", "off"] | float = Field(
         "auto",
-        description="megabytes of a gradient that are averaged, or pushed to a server, at a time, while the rest is "
-        "still computed; at least a 62nd of it. For learners on several nodes. auto: chosen at the start of the run, "
-        "from the latency and the bandwidth of the network. off: the whole gradient at once. Results are bitwise "
-        "identical",
+        description="megabytes of a gradient or a replica that are averaged, or pushed to a server, at a time, while "
+        "the rest is still computed; at least a 62nd of it. For learners on several nodes. auto: chosen at the start "
+        "of the run, from the latency and the bandwidth of the network. off: all of it at once. Weights from a server "
+        "come in the same way. Results are bitwise identical",
     )
     flush_denormals: bool = Field(
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"

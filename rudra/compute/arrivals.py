@@ -1,0 +1,95 @@
+"""Parts of a vector that arrive while a pass uses those that are here."""
+
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Sequence
+
+from rudra.compute.vectors import Take
+from rudra.compute.waiting import NotInTime
+from rudra.core.buckets import COPIED_BYTES_S
+
+PATIENCE_S = 5.0
+"""Time without any arrival after which an early pass is dropped, so that the rank handles its messages.
+
+A part of a large model may take almost as long behind a slow link. A death in the group ends a pass at once.
+"""
+
+TICK_S = 0.05
+"""Interval of checks whether a waiting pass must end."""
+
+
+class Arrivals:
+    """Parts of an averaged gradient that have arrived, while others are under way.
+
+    Args:
+        parts: parts of the gradient, which cover it.
+        here: numbers of the parts that have arrived.
+        take: returns a slice of the gradient that has arrived.
+        hurries: whether this rank must end its work as soon as possible.
+        began: called once the first parameters have arrived. Any thread may call it.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[slice],
+        here: Collection[int],
+        take: Take,
+        hurries: Callable[[], bool],
+        began: Callable[[], None],
+    ) -> None:
+        self._places = sorted(range(len(parts)), key=lambda number: parts[number].start)
+        self._starts = [parts[number].start for number in self._places]
+        self._here, self._failed = {*here}, False
+        self._before, self._since = len(self._here), time.monotonic()
+        self._size = max(part.stop for part in parts)
+        self._news = threading.Event()
+        self._hurries, self._began = hurries, began
+        self.take = take
+        if self.begun:
+            began()
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first parameters have arrived."""
+        return self._places[0] in self._here
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether the parts under way need more time than copies of the weights, at the rate of those that arrived."""
+        arrived = max(1, len(self._here) - self._before)
+        left_s = (len(self._places) - len(self._here)) * (time.monotonic() - self._since) / arrived
+        return bool(left_s * COPIED_BYTES_S > 4 * self._size)
+
+    def add(self, number: int) -> None:
+        """Notes that a part has arrived. Any thread may call this."""
+        self._here.add(number)
+        self._news.set()
+        if number == self._places[0]:
+            self._began()
+
+    def fail(self) -> None:
+        """Notes that no part will arrive any more. Any thread may call this."""
+        self._failed = True
+        self._news.set()
+
+    def have(self, stretch: slice) -> bool:
+        """Returns whether a slice of the gradient has arrived."""
+        first, stop = bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop)
+        return self._here.issuperset(self._places[first:stop])
+
+    def wait(self, stretch: slice) -> None:
+        """Waits until some part arrives. Returns at once if the slice is complete.
+
+        Raises:
+            NotInTime: None may ever arrive, or this rank is needed for other work.
+        """
+        since = time.monotonic()
+        while True:
+            self._news.clear()
+            if self.have(stretch):
+                return
+            if self._failed or self._hurries() or time.monotonic() - since > PATIENCE_S:
+                raise NotInTime
+            if self._news.wait(TICK_S):
+                return

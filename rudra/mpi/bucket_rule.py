@@ -1,0 +1,54 @@
+"""Rule that says which gradients and weights travel in buckets between learners and servers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rudra.core.buckets import pull_parts, pulling, push_parts, pushing
+from rudra.job.job import Job
+from topologies import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRule:
+    """Rule that says which gradients and weights travel in buckets, the same on all ranks.
+
+    Attributes:
+        job: job that determines the buckets.
+        plan: role assignment.
+        node: node of every role.
+        auto: number of elements of a bucket that the ranks chose.
+        pulls: whether MPI and the model let a forward pass begin before all its weights are there.
+    """
+
+    job: Job
+    plan: Plan
+    node: Sequence[int]
+    auto: int
+    pulls: bool
+
+    def senders(self, owner: int) -> tuple[int, ...]:
+        """Returns the learners that push large gradients to a role in buckets."""
+        return pushing(self.job, self.plan, self.node, owner)
+
+    def push_parts(self, owner: int, size: int, parameters: int) -> list[slice]:
+        """Returns the parts of gradients for a role. Empty: they come as a whole.
+
+        Args:
+            owner: id of the role that takes them.
+            size: number of elements that it takes of a gradient.
+            parameters: number of parameters among them.
+        """
+        return push_parts(self.job, size, parameters, self.auto, len(self.senders(owner)))
+
+    def receivers(self, owner: int) -> tuple[int, ...]:
+        """Returns the learners that get large weights from a role in buckets."""
+        return pulling(self.job, self.plan, self.node, owner) if self.pulls else ()
+
+    def pull_parts(self, size: int, parameters: int) -> list[slice]:
+        """Returns the parts of weights from a role. Empty: they come as a whole.
+
+        Args:
+            size: number of elements that the role gives.
+            parameters: number of parameters among them.
+        """
+        return pull_parts(self.job, size, parameters, self.auto)
