@@ -172,7 +172,7 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
         early = self._early
         if early is None or early.batch is not None or not early.arrivals.begun:
             return
-        if not early.arrivals.worthwhile:
+        if not early.arrivals.worthwhile(len(self.layout)):
             self._drop_early()
             return
         step, work = early.minibatch

@@ -38,13 +38,18 @@ class Waiting(TorchFunctionMode):
 
     def _wait(self, arguments: Iterable[Any]) -> None:
         for argument in arguments:
-            if isinstance(argument, list | tuple):
+            if isinstance(argument, torch.Tensor):
+                if argument.layout is torch.strided and self._begin <= (place := argument.data_ptr()) < self._end:
+                    first = (place - self._begin) // 4
+                    self._needs(slice(first, first + _extent(argument)))
+            elif isinstance(argument, list | tuple):
                 self._wait(argument)
             elif isinstance(argument, dict):
                 self._wait(argument.values())
-            elif isinstance(argument, torch.Tensor) and argument.layout is torch.strided:
-                place = argument.data_ptr()
-                if self._begin <= place < self._end and argument.numel():
-                    first = (place - self._begin) // 4
-                    spans = zip(argument.shape, argument.stride(), strict=True)
-                    self._needs(slice(first, first + 1 + sum((size - 1) * step for size, step in spans)))
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Returns the number of elements from the first one of a tensor to the last one, in memory."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
