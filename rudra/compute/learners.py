@@ -138,11 +138,13 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
     def can_pass_early(self) -> bool:
         """Whether forward passes may begin early, if optimiser and model allow it at that time.
 
-        The role must compute on its buffers in main memory, with whole vectors of parameters and without hooks.
+        The role must compute on its buffers in main memory, with whole vectors of parameters, without hooks and without
+        a correction of gradients.
         """
         whole = self._stage is None and self._owned_part is None and self.size == self.parameters
-        plain = self.row_format is None and self.hooks is None and self.device.type == "cpu" and not self.direct
-        return whole and plain and type(self) is ReplicaExecutor
+        plain = self.row_format is None and self.device.type == "cpu" and not self.direct
+        alone = self.hooks is None and self.corrector is None
+        return whole and plain and alone and type(self) is ReplicaExecutor
 
     def prepare_early(self, reduction: Reduce, arrivals: Arrivals) -> None:
         """Prepares the update and the forward pass that follow a reduction, if they can begin early.

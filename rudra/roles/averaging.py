@@ -33,6 +33,7 @@ from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
+from rudra.roles.correcting import correct
 from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.replica import ALWAYS, AVERAGING, Replica, ReplicaState
@@ -121,6 +122,7 @@ class Averager(Replica):
         about = (together, self._training_samples, ledger.timestamp, ledger.samples)
         self._periods = AveragingPeriods(self.rule, *about)
         self._brings: Gradient  # gradient for the average under way
+        self._pooled: tuple[Gradient, ...] = ()  # of the mean that steps a shared replica next
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
         self._distances: list[float] = []  # of all replicas, in the average that is ready
@@ -168,17 +170,20 @@ class Averager(Replica):
         if self._holds:
             self.state = HOLDING
             return []
-        return [self._step_replica(now)]
+        return self._step_replica(now)
 
     @property
     def _holds(self) -> bool:
         """Whether the correction that is due with the step needs something that is not ready."""
         return self._sharing.busy or (self.rule.early and self._periods.is_complete and self._under_way)
 
-    def _step_replica(self, now: float) -> Action:
+    def _step_replica(self, now: float) -> list[Action]:
         self.state = STEPPING
         self._held_s = now - self._ready_at
-        return self._step_at(self._periods.rate(self.ledger.rules.schedule))
+        gradients = self._pooled if self._sharing.pools else (self._periods.made[-1],)
+        about = gradients, REPLICA, REPLICA, gradients[0].timestamp
+        corrects = correct(self.ledger.rules.job, self.plan, GRADIENT, *about)
+        return [*corrects, self._step_at(self._periods.rate(self.ledger.rules.schedule))]
 
     def _step_at(self, rate: float) -> StepReplica:
         return self._sharing.step(rate, ends_period=self._periods.is_complete)
@@ -232,7 +237,7 @@ class Averager(Replica):
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         if event.group != self._sharing.everybody:
-            corrects = self._sharing.reduced()
+            corrects, self._pooled = self._sharing.reduced(), event.gradients
             return self._step_or_hold(now) if self._sharing.pools else corrects
         words = event.words
         if fails := self._take_in(event, now):
