@@ -1,10 +1,11 @@
-"""Delay compensation: DC-ASGD (Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation").
+"""Delay compensation of stale gradients: DC-ASGD (Zheng et al. 2017).
 
 A stale gradient g was computed at the weights that its learner pulled, but is applied to the present weights w. The
 correction is the first term of the Taylor series that leads from one to the other, with the Hessian approximated by the
 diagonal of the outer product of gradients: g + λ · g ⊙ g ⊙ (w − w_pulled).
 
-Source: DC-ASGD-c (constant λ) and DC-ASGD-a (λ0 / √(mean square + ε), element by element, ε = 10⁻⁷) of the paper.
+Source: "Asynchronous Stochastic Gradient Descent with Delay Compensation", DC-ASGD-c (constant λ) and DC-ASGD-a
+(λ0 / √(mean square + ε), element by element, ε = 10⁻⁷).
 """
 
 from typing import Any

@@ -14,6 +14,7 @@ from protocols import Correction, GradientRecord
 from rudra.compute import models
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
+from rudra.simulation.conformance import cases, cases_of_correction, outcome
 
 PLACES: dict[str, dict[str, Any]] = {
     "base": {"protocol": {"name": "async"}},
@@ -175,3 +176,16 @@ def test_a_run_that_is_resumed_in_the_middle_continues_with_the_state_of_its_cor
     assert torch.equal(train(own, resumed=middle).weights, whole.weights)
     forgetful = {name: tensor for name, tensor in middle.tensors.items() if "correction." not in name}
     assert not torch.equal(train(own, resumed=middle._replace(tensors=forgetful)).weights, whole.weights)
+
+
+class Forgetful(Velocity):
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def test_the_check_finds_a_state_that_is_not_declared() -> None:
+    names = {Velocity: "ok", Forgetful: "FAILED"}
+    for rule, status in names.items():
+        case = next(case for case in cases_of_correction({"correction": rule}) if case.name == "hardsync, base")
+        assert outcome(case).status == status
+    assert [case.name for case in cases("protocols:Correction", {})][-1] == "async, adv (fan_out = 2)"
