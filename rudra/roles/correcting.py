@@ -1,7 +1,5 @@
 """Correction of the gradients that arrive at a server, and copies of the weights that their learners hold."""
 
-from collections.abc import Iterable
-
 from rudra.core.actions import Action, Copy, Correct
 from rudra.core.buffer_names import PULLED, WEIGHTS
 from rudra.core.messages import PushedGradient
@@ -67,10 +65,9 @@ class ServerCorrection:
         if self._keeps:
             self._holding |= dict.fromkeys(children)
 
-    def forget(self, children: Iterable[int]) -> None:
-        """Notes that children will get other weights before their next gradient."""
-        for child in children:
-            self._holding.pop(child, None)
+    def forget(self, child: int) -> None:
+        """Notes that a child asks for weights: its next gradient belongs to the weights of the answer."""
+        self._holding.pop(child, None)
 
     def keep(self) -> list[Action]:
         """Returns the actions that copy the present weights for the children that hold them, before an update."""
@@ -82,3 +79,13 @@ class ServerCorrection:
         fresh = message.gradients[0].timestamp == timestamp
         pulled = (WEIGHTS if fresh else pulled_name(message.sender)) if self._keeps else ""
         return correct(self._job, self._plan, buffer, message.gradients, WEIGHTS, pulled, timestamp)
+
+
+def correction_of(job: Job, plan: Plan) -> ServerCorrection | None:
+    """Returns the correction of a server's gradients. None: the job has none.
+
+    Args:
+        job: job of the present epoch.
+        plan: roles of the run.
+    """
+    return None if job.protocol.correction is None else ServerCorrection(job, plan)
