@@ -6,11 +6,13 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from protocols import probe
 from protocols.averaging import Pair, pairs
 from protocols.base import Protocol
+from protocols.correction import Correction
 from protocols.modulation import MODULATIONS, Modulation
 
 
@@ -82,6 +84,38 @@ def make(
     return made
 
 
+def make_correction(correction: str | Callable[..., Correction], options: Mapping[str, Any]) -> Correction:
+    """Makes a correction ready for use.
+
+    Args:
+        correction: Class (or callable) that returns a `Correction`, or the name of a shipped one.
+        options: Keyword arguments of the class.
+
+    Raises:
+        KeyError: The name is unknown.
+        ValueError: The class does not accept the options, or makes no correction. The text is one line.
+    """
+    factory: Any = corrections()[correction] if isinstance(correction, str) else correction
+    name = next((known for known, of in corrections().items() if of is factory), None)
+    name = name or str(getattr(factory, "__qualname__", repr(factory)))
+    text = f"[protocol] correction: {name} makes no correction; use a class of protocols.Correction"
+    if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, Correction)):
+        raise ValueError(text)
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters) or "none"
+        raise ValueError(f"[protocol] correction_options: {name}: {error}; its parameters: {takes}") from None
+    try:
+        made = factory(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"[protocol] correction_options: {name}: {error}") from None
+    if not isinstance(made, Correction):
+        raise ValueError(text)
+    return made
+
+
 def _check_arguments(name: str, factory: object, learners: int, arguments: Mapping[str, Any]) -> None:
     """Raises ValueError if the factory does not accept these arguments. Its own exceptions are passed on."""
     try:
@@ -131,6 +165,15 @@ def averaging_names(on: str = "replicas") -> str:
 @cache
 def shipped() -> dict[str, type[Protocol]]:
     """Returns name -> class of every protocol in this package ("async" is a keyword, so its module is async_)."""
+    return {name: module.PROTOCOL for name, module in _modules().items() if hasattr(module, "PROTOCOL")}
+
+
+@cache
+def corrections() -> dict[str, type[Correction]]:
+    """Returns name -> class of every correction in this package."""
+    return {name: module.CORRECTION for name, module in _modules().items() if hasattr(module, "CORRECTION")}
+
+
+def _modules() -> dict[str, ModuleType]:
     names = sorted(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
-    modules = {name.rstrip("_"): importlib.import_module(f"protocols.{name}") for name in names}
-    return {name: module.PROTOCOL for name, module in modules.items() if hasattr(module, "PROTOCOL")}
+    return {name.rstrip("_"): importlib.import_module(f"protocols.{name}") for name in names}

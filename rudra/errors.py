@@ -125,6 +125,13 @@ class HookError(RunError):
         return f"{super().report}\n{''.join(traceback.format_exception(type(cause), cause, frames)).rstrip()}"
 
 
+class CorrectionError(HookError):
+    """A correction of gradients, which may be the user's own code, failed or left something unusable.
+
+    Its exception is `__cause__`, if it raised one.
+    """
+
+
 class CheckpointError(RudraError):
     """A checkpoint is missing, damaged, or belongs to another job."""
 

@@ -10,7 +10,7 @@ from rudra.cli.options import search_beside, set_option
 if TYPE_CHECKING:
     from rudra.job.job import Job
 
-SUMMARY = "check your own protocol, averaging rule or topology in many small cases"
+SUMMARY = "check your own protocol, averaging rule, correction or topology in many small cases"
 
 MORE = """\
 Runs small jobs in virtual time, most without data and models: few and many learners of different speeds, on every
@@ -24,12 +24,13 @@ failed, or none passed."""
 EXAMPLES = {
     "rudra check bounded:Bounded": "check a protocol on every topology",
     "rudra check bounded:Bounded --set protocol.options.ahead=0": "check it with other options",
+    "rudra check clipped:Clipped": "check a correction of gradients where it may run",
     "rudra check racks:Racks": "check a topology with every protocol",
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="MODULE:CLASS", help="your protocol, averaging rule or topology")
+    parser.add_argument("target", metavar="MODULE:CLASS", help="your protocol, averaging rule, correction or topology")
     set_option(parser, "set a key of protocol or topology; repeatable")
 
 

@@ -40,6 +40,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.core.work import portion
     from rudra.prepare.resolve import resolve
     from rudra.report.topology import message, roles
+    from rudra.results.summary import correction_text
 
     written = job_of(arguments)
     if arguments.syntax:
@@ -68,6 +69,8 @@ def execute(arguments: argparse.Namespace) -> int:
         "epochs": f"{job.training.epochs}, seed {job.training.seed}",
         "threads": f"{each} per learner, {counted(here, 'core')} here{shared}",
     }
+    if told := correction_text(dict(job.protocol)):
+        lines["correction"] = f"of each gradient before it is averaged: {told}"
     if plan.scheduled:
         share = f"samples / {job.protocol.reference_batch_size}"
         scale = {"linear": f"times {share}", "sqrt": f"times √({share})", "none": "for all"}[job.hogbatch.lr_scaling]

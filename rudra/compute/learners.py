@@ -139,11 +139,13 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
     def can_pass_early(self) -> bool:
         """Whether forward passes may begin early, if the optimiser allows it at that time.
 
-        The role must compute on its buffers in main memory, with whole vectors and without hooks.
+        The role must compute on its buffers in main memory, with whole vectors, without hooks and without a correction
+        of gradients.
         """
         whole = self._stage is None and self._owned_part is None
-        plain = self.row_format is None and self.hooks is None and self.device.type == "cpu" and not self.direct
-        return whole and plain and type(self) is ReplicaExecutor and self.source.can_pass_early
+        plain = self.row_format is None and self.device.type == "cpu" and not self.direct
+        alone = self.hooks is None and self.corrector is None
+        return whole and plain and alone and type(self) is ReplicaExecutor and self.source.can_pass_early
 
     @property
     def ahead_bytes(self) -> int:

@@ -6,6 +6,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from rudra.compute import models, tasks
+from rudra.compute.correcting import corrector_of
 from rudra.compute.devices import CPU, Placing
 from rudra.compute.executor import Executor
 from rudra.compute.first_gradient import portion_of
@@ -35,6 +36,7 @@ from rudra.core.rows import dense_because
 from rudra.data.load import Data
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.job.table import named
 from rudra.job.target import Target
 from topologies import Plan
 from topologies.kinds import RoleTraits, Variant
@@ -136,6 +138,11 @@ def make_executors(
     form = flat.row_form if rows and data.info.sparse and flat.device.type == "cpu" else None
     if any(dense_because(its, its_plan) for _, its, its_plan in all_parts):
         form = None
+    if form is not None and job.protocol.correction is not None:
+        raise ConfigError(
+            f"[protocol] correction = '{named(job.protocol.correction)}' is not supported with gradients in rows, as a "
+            "sparse first layer has; use momentum > 0, or dense inputs"
+        )
     hooks = hooks_of(job, plan, roles, flat.layout)
     made: dict[int, Executor] = {}
     for role in roles:
@@ -156,6 +163,7 @@ def make_executors(
             executor.own_side(sides[kind.concludes])
         if isinstance(executor, OwnerExecutor):
             executor.own(job, plan, flat, first_weights, part)
+            executor.corrector = corrector_of(job, plan, role, flat.layout, executor.parameters, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             work = portions[role].work(0)

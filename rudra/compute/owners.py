@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
+from rudra.compute.correcting import PREFIX, Corrector
 from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
@@ -19,7 +20,7 @@ from rudra.compute.rows import RowFormat, RowGradient, alike
 from rudra.compute.sliced_steps import SlicedSteps
 from rudra.compute.sparse import SparseRows
 from rudra.compute.vectors import Buffer
-from rudra.core.actions import Accumulate, ComputeNorms, Copy, Update
+from rudra.core.actions import Accumulate, ComputeNorms, Copy, Correct, Update
 from rudra.core.buffer_names import DOWNCAST, WEIGHTS
 from rudra.core.digest import sample, sha256
 from rudra.core.events import NormsComputed, Updated
@@ -103,8 +104,13 @@ class AveragingExecutor(Executor):
 
 
 class OwnerExecutor(Executor):
-    """Executor of a role that updates its own weights, or a part of the weights, with the optimiser."""
+    """Executor of a role that updates its own weights, or a part of the weights, with the optimiser.
 
+    Attributes:
+        corrector: Correction of gradients. None: the job has none.
+    """
+
+    corrector: Corrector | None = None
     _owned_part: Part | None = None
 
     def own(
@@ -166,6 +172,8 @@ class OwnerExecutor(Executor):
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         """Returns all tensors for a checkpoint, without tensors of other roles if `alone`."""
         state = {f"optimizer.{name}": value for name, value in self._rule.state().items()}
+        if self.corrector is not None:
+            state |= self.corrector.state()
         return {**dict(zip(stretch_names(len(self.stretches)), self.stretches, strict=True)), **state}
 
     @property
@@ -197,6 +205,9 @@ class OwnerExecutor(Executor):
         try:
             if weights is None or len(weights) != self._of:
                 raise ValueError(f"the model has {self._of} numbers, not {0 if weights is None else len(weights)}")
+            corrections = {name: found.pop(name) for name in [*found] if name.startswith(PREFIX)}
+            if self.corrector is not None:
+                self.corrector.restore(corrections)
             self._rule.restore({name.removeprefix("optimizer."): tensor for name, tensor in found.items()})
         except ValueError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
@@ -207,9 +218,29 @@ class OwnerExecutor(Executor):
             self._take_part(weights)
         buffer.version += 1
 
+    @performs(Correct)
+    def correct(self, action: Correct) -> None:
+        buffer = self.buffer(action.gradient)
+        if buffer.borrowed or buffer.readers:
+            own = self.spare(action.gradient)
+            own.vector.copy_(buffer.vector)
+            self._replace(action.gradient, own)
+            buffer = own
+        self._correct(buffer.vector, action)
+        buffer.version += 1
+
+    def _correct(self, vector: torch.Tensor, action: Correct) -> None:
+        """Corrects the parameters of a gradient's vector."""
+        assert self.corrector is not None
+        whole = slice(0, self.parameters)
+        pulled = self.buffer(action.pulled).vector[whole] if action.pulled else None
+        self.corrector.correct(vector[whole], self.buffer(action.weights).vector[whole], pulled, action)
+
     @performs(Update)
     def update(self, action: Update) -> Updated:
         began = time.perf_counter()
+        if self.corrector is not None:
+            self.corrector.updated()
         buffer = self._stepped(action)
         self._give_back(action.gradient)
         if self.size > self.parameters:

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
+from rudra.compute.correcting import PREFIX
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import LearnerExecutor
@@ -18,7 +19,7 @@ from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
 from rudra.compute.step_ahead import StepAhead
 from rudra.compute.vectors import Buffer
-from rudra.core.actions import PullReplica, ResetReplica, StepReplica, Update
+from rudra.core.actions import Correct, PullReplica, ResetReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, REFERENCE, REPLICA, WEIGHTS
 from rudra.core.events import ReplicaStepped, Updated
 from rudra.errors import CheckpointError, ConfigError
@@ -148,9 +149,12 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         shared = super()._tensors() if self._leads else {}
+        shared = {name: tensor for name, tensor in shared.items() if not name.startswith(PREFIX)}  # each replica's own
         if alone:
             return shared
         own = {WEIGHTS: self.buffer(REPLICA).vector, **self._inner.state()}
+        if self.corrector is not None:
+            own |= self.corrector.state()
         return shared | {self._prefix + name: tensor for name, tensor in own.items()}
 
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
@@ -178,6 +182,9 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         if not own:
             return False
         self.renew(REPLICA).vector.copy_(own.pop(WEIGHTS))
+        corrections = {name: own.pop(name) for name in [*own] if name.startswith(PREFIX)}
+        if self.corrector is not None:
+            self.corrector.restore(corrections)
         self._inner.restore(own)
         self.buffer(REPLICA).version += 1
         return True
@@ -241,6 +248,8 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
     def restart(self, action: ResetReplica) -> None:
         self._drop_ahead()
         self._rule.reset()
+        if self.corrector is not None and not action.keeps_momentum:
+            self.corrector.reset()
         super().restart(action)
 
 
@@ -291,15 +300,26 @@ class ReferrerExecutor(AveragerExecutor):
 
 
 class CentralExecutor(ServerExecutor):
-    """Executor of a server that exchanges its weights with one replica at a time. It receives replicas as gradients."""
+    """Executor of a server that exchanges its weights with one replica at a time. It receives replicas as gradients.
+
+    A correction changes the difference of the weights and the replica.
+    """
+
+    _correction: Correct | None = None  # of the next difference
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         return outer_rule(job, plan, weights)
+
+    def correct(self, action: Correct) -> None:
+        self._correction = action
 
     def update(self, action: Update) -> Updated:
         replica, weights = self.buffer(action.gradient).vector, self.buffer(action.weights).vector
         difference, parameters = self.renew(DIFFERENCE).vector, self.parameters
         torch.sub(weights[:parameters], replica[:parameters], out=difference[:parameters])
         torch.lerp(weights[parameters:], replica[parameters:], action.learning_rate, out=difference[parameters:])
+        if self._correction is not None:
+            self._correct(difference, self._correction)
+            self._correction = None
         self._give_back(action.gradient)
         return super().update(structs.replace(action, gradient=DIFFERENCE))

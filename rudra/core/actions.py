@@ -288,6 +288,27 @@ class Accumulate(ExecutorAction, frozen=True, gc=False):
     scale: float
 
 
+class Correct(ExecutorAction, frozen=True, gc=False):
+    """Change a gradient by the job's correction (`protocols.Correction`), before it is averaged or applied.
+
+    Attributes:
+        gradient: Buffer with the gradient.
+        weights: Buffer with the present weights.
+        pulled: Buffer with the weights that the gradient was computed from. Empty: the correction does not need them.
+        learner, step, timestamp, staleness, samples: As in `protocols.GradientRecord`.
+    """
+
+    reads, changes = ("weights", "pulled"), ("gradient",)
+    gradient: str
+    weights: str
+    pulled: str
+    learner: int
+    step: int
+    timestamp: int
+    staleness: int
+    samples: int
+
+
 class AverageGroup(ExecutorAction, frozen=True, gc=False):
     """Average the gradients of a stage server, weighted by samples, in the same way as a compute group.
 

@@ -151,6 +151,8 @@ def averaged_whole_because(job: Job, plan: Plan) -> str:
         return f"optimizer {getattr(job.optimizer.name, '__name__', job.optimizer.name)} steps whole replicas"
     if job.optimizer.clip_norm is not None:
         return f"clip_norm = {job.optimizer.clip_norm:g} needs the norm of a whole gradient"
+    if job.protocol.correction is not None:
+        return "protocol.correction changes whole gradients"
     return at_once_because(job)
 
 
@@ -159,13 +161,14 @@ def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
 
     Each member must update its own weights, so there is no server, and be alone on its node: learners that share a node
     were up to 7 % slower with it. The update must be possible in any order of the elements: by an optimiser that jobs
-    name without a module, and without clipping. The gradient must become final part by part, in main memory, as whole
+    name without a module, without clipping, and without a correction of gradients. The gradient must become final part by part, in main memory, as whole
     vectors. With `reduction = "mpi"` all ranks must average the buckets in the same order, the last layers first. The
     executor decides the rest: task, layers and hooks must allow it.
     """
     cluster = job.cluster
     in_parts = not at_once_because(job) and not job.data.sparse and not cluster.gpu_aware_mpi and plan.stage is None
-    rule = job.optimizer.name in OPTIMIZERS and job.optimizer.clip_norm is None
+    optimizer, whole = job.optimizer, job.protocol.correction is not None
+    rule = optimizer.name in OPTIMIZERS and optimizer.clip_norm is None and not whole
     alone = len({plan.roles[i].node for i in members}) == len(members)
     owns = cluster.buckets != "off" and not (plan.served or plan.averaging) and plan.reduction != "mpi"
     return owns and alone and rule and in_parts and in_buckets(job, plan, members)

@@ -8,6 +8,9 @@ SNAPSHOT, DOWNCAST = "snapshot", "downcast"
 and its difference from the weights; a block's reference and the difference of a replica from it; copies for
 evaluations, and copies that are sent down the tree of weights."""
 
+PULLED = "pulled"
+"""First word of the names of a server's copies of the weights that its learners hold."""
+
 ACTIVATIONS, ACTIVATION_GRADIENT = "activations", "returned"
 """Buffers of the activations of the first layers and of their gradient. Their size differs from the size of the
 weights."""

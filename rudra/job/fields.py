@@ -109,6 +109,17 @@ class JobFields(Table):
         how = {"scheduled": scheduled, "window": scheduled and self.hogbatch.shares_weights}
         return topologies.load(topology, self.topology.options, per_rank, staged=staged, **how)
 
+    def make_correction(self) -> protocols.Correction:
+        """Makes the job's correction of gradients, without a state.
+
+        Raises:
+            ConfigError: there is no such correction.
+            ValueError: the correction does not take its options.
+        """
+        table = self.protocol
+        factory = plugins.choose("[protocol] correction", table.correction, protocols.corrections())
+        return protocols.make_correction(factory, table.correction_options)
+
     def make_protocol(self, plan: topologies.Plan | None = None, lost: int = 0) -> protocols.Protocol:
         """Makes the job's protocol for its workers: the learners, or the compute groups if the plan has any.
 

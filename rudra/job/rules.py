@@ -236,6 +236,16 @@ def _either(*names: str) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+@job_rule
+def options_of_a_correction(job: JobFields) -> Iterator[str]:
+    table = job.protocol
+    if table.correction is None and table.correction_options:
+        key = next(iter(table.correction_options))
+        yield f"[protocol] correction_options.{key} is not supported without a correction; set correction, or remove it"
+    if table.correction is not None:
+        job.make_correction()
+
+
 # Protocol and plan.
 
 
@@ -316,6 +326,31 @@ def weighing_below_a_tree(part: JobPart) -> Iterator[str]:
         yield (
             f"[protocol] modulation = 'gradient_staleness' is not supported with topology "
             f"{named(part.job.topology.name)}; use modulation = 'mean_staleness', or topology base"
+        )
+
+
+@part_rule
+def correction(part: JobPart) -> Iterator[str]:
+    """Requires that the owners of the weights see single gradients, or the differences of single replicas."""
+    job, plan = part.job, part.plan
+    if job.protocol.correction is None:
+        return
+    on = f"[protocol] correction = '{named(job.protocol.correction)}' is not supported with"
+    if part.relayed or plan.overlapped:
+        yield (
+            f"{on} topology {named(job.topology.name)}, whose servers add gradients on the way; "
+            "use topology base, sharded, groups or replicas"
+        )
+    if plan.window:
+        yield f"{on} [hogbatch] weights = 'shared', where no server sees a gradient; use weights = 'server'"
+    if plan.reduction == "mpi":
+        yield f"{on} [topology] options.reduction = 'mpi', which is not repeatable; use 'ordered' or 'nodes'"
+    if job.placement.given:
+        yield f"{on} [placement] cut, because no role sees a whole gradient; remove one of them"
+    if job.simulation.batching == "big-batch":
+        yield (
+            f"{on} [simulation] batching = 'big-batch', which computes only the sum of all gradients; "
+            "use batching = 'none' or 'vmap'"
         )
 
 

@@ -326,7 +326,8 @@ def read(path: Path) -> Run:
 
 def _expected_staleness(results: Results) -> float | None:
     tables = {name: results.job[name] for name in ("hogbatch", "averaging") if name in results.job}
-    protocol = {**results.job.get("protocol", {}), "modulation": "none"}  # the modulation may name the user's code
+    # Without what may name the user's code.
+    protocol = {**results.job.get("protocol", {}), "modulation": "none", "correction": None, "correction_options": {}}
     if protocol.get("name") not in shipped():
         return None
     try:

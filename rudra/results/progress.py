@@ -219,6 +219,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         *_tests(summary),
         ("target", _target(summary)),
         ("learning rate", _rate(summary)),
+        ("correction", summary["correction"]),
         *(("change", text) for text in summary["changes"]),
         ("epochs", f"{summary['epochs']}" + (f" of {planned}" if planned not in (None, summary["epochs"]) else "")),
         ("training time", duration(summary["wall_time_s"]) + rate + unmeasured),

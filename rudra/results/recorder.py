@@ -323,11 +323,11 @@ def python_objects(job: Job) -> list[str]:
     tables |= {f"hooks.{place}": hook for place, hook in enumerate(job.hooks)}
     tables |= {f"changes.{place}.protocol": SimpleNamespace(**c.protocol) for place, c in enumerate(job.changes)}
     for table, keys in tables.items():
-        names = ("name", "collate", "schedule", "call")
+        names = ("name", "collate", "schedule", "correction", "call")
         found += [f"{table}.{key}" for key in names if not _is_found_by_name(getattr(keys, key, ""))]
         if not all(map(_is_found_by_name, getattr(keys, "metrics", ()))):
             found.append(f"{table}.metrics")
-        for key in ("options", "schedule_options"):
+        for key in ("options", "schedule_options", "correction_options"):
             try:
                 json.dumps(getattr(keys, key, {}))
             except TypeError:

@@ -1,7 +1,7 @@
 """Summary of a run in numbers, for `rudra show --json`, and the name of its protocol for users."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from protocols import rule_of
 from rudra.core.records import TIMES
 from rudra.errors import printable
-from rudra.job.table import checked
+from rudra.job.table import checked, named
 from rudra.job.tables import HogbatchTable
 from rudra.job.target import WINDOW, Best, Target, Watch
 from rudra.results.tables import RunTables
@@ -42,6 +42,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "flushed_s": state["flushed_s"],
         "protocol": attributes.get("protocol"),
         "n": attributes.get("n"),
+        "correction": correction_text(job.get("protocol", {})),
         "topology": attributes.get("topology"),
         "learners": attributes.get("learners"),
         **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, updates, epochs),
@@ -89,6 +90,14 @@ def _changes(results: RunTables) -> list[str]:
     """Returns the changes of the job, with their times."""
     events = results.events
     return [printable(text.decode("utf-8", "replace")) for text in events["text"][events["kind"] == b"change"]]
+
+
+def correction_text(protocol: Mapping[str, Any]) -> str:
+    """Returns the correction of gradients and its options, from the table `[protocol]`. Empty: there is none."""
+    if (name := protocol.get("correction")) is None:
+        return ""
+    options = ", ".join(f"{key} = {value}" for key, value in protocol.get("correction_options", {}).items())
+    return printable(f"{named(name)} ({options})" if options else named(name))
 
 
 def protocol_label(summary: dict[str, Any]) -> str:

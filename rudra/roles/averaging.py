@@ -37,6 +37,7 @@ from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
 from rudra.core.work import portion
+from rudra.roles.correcting import correct
 from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Setup, States, Transition, self_loops
 from rudra.roles.replica import ALWAYS, AVERAGING, Replica, ReplicaState
@@ -130,6 +131,7 @@ class Averager(Replica):
         about = (together, self._training_samples, ledger.timestamp, ledger.samples)
         self._periods = AveragingPeriods(self.rule, *about)
         self._brings: Gradient  # gradient for the average under way
+        self._pooled: tuple[Gradient, ...] = ()  # of the mean that steps a shared replica next
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
         self._distances: list[float] = []  # of all replicas, in the average that is ready
@@ -161,7 +163,8 @@ class Averager(Replica):
         self.state, self._held_s = COMPUTING, 0.0
         compute = self.log.begin(REPLICA, GRADIENT, self._periods.number, now)
         made = self._periods.made
-        if self.rule.early or self._sharing.pools or not self._periods.is_last:
+        corrected = self.ledger.rules.job.protocol.correction is not None
+        if corrected or self.rule.early or self._sharing.pools or not self._periods.is_last:
             return [compute]
         rate = self._periods.rate(self.ledger.rules.schedule, len(made) + 1)
         samples = sum(gradient.samples for gradient in made) + compute.work.count
@@ -183,17 +186,20 @@ class Averager(Replica):
         if self._holds:
             self.state = HOLDING
             return []
-        return [self._step_replica(now)]
+        return self._step_replica(now)
 
     @property
     def _holds(self) -> bool:
         """Whether the correction that is due with the step needs something that is not ready."""
         return self._sharing.busy or (self.rule.early and self._periods.is_complete and self._under_way)
 
-    def _step_replica(self, now: float) -> Action:
+    def _step_replica(self, now: float) -> list[Action]:
         self.state = STEPPING
         self._held_s = now - self._ready_at
-        return self._step_at(self._periods.rate(self.ledger.rules.schedule, len(self._periods.made)))
+        gradients = self._pooled if self._sharing.pools else (self._periods.made[-1],)
+        about = gradients, REPLICA, REPLICA, gradients[0].timestamp
+        corrects = correct(self.ledger.rules.job, self.plan, GRADIENT, *about)
+        return [*corrects, self._step_at(self._periods.rate(self.ledger.rules.schedule, len(self._periods.made)))]
 
     def _step_at(self, rate: float) -> StepReplica:
         return self._sharing.step(rate, ends_period=self._periods.is_complete)
@@ -247,7 +253,7 @@ class Averager(Replica):
 
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         if event.group != self._sharing.everybody:
-            corrects = self._sharing.reduced()
+            corrects, self._pooled = self._sharing.reduced(), event.gradients
             return self._step_or_hold(now) if self._sharing.pools else corrects
         words = event.words
         if fails := self._take_in(event, now):

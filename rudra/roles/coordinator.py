@@ -31,6 +31,8 @@ class Coordinator(ParameterServer):
         if work is None:
             return []
         _, held = self._pulls.pop(child)
+        if self._correction is not None:
+            self._correction.answered(child)
         assign = work_for(child, [(work.first, work.count)], ledger)
         if not self._lacks_weights(held):
             return [assign]

@@ -11,6 +11,7 @@ from rudra.core.actions import (
     CancelReceive,
     ComputeNorms,
     Copy,
+    Correct,
     DeclareLost,
     Receive,
     Reconfigure,
@@ -102,6 +103,8 @@ class LogFollower:
             return []
         if kind is Accumulate:
             return [Accumulate(other, buffer, fraction, scale)]
+        if kind is Correct:
+            return [Correct(buffer, WEIGHTS, other, role, number, epoch, round(fraction), samples)]
         if kind is Update:
             return None if self.lent[WEIGHTS] else [Update(buffer, WEIGHTS, scale, number, epoch, samples, time_s)]
         if kind is Copy:

@@ -16,6 +16,7 @@ from rudra.core.actions import (
     CancelReceive,
     ComputeNorms,
     Copy,
+    Correct,
     DeclareLost,
     Receive,
     Reconfigure,
@@ -41,6 +42,7 @@ LOGGED: tuple[type[Action], ...] = (
     AverageGroup,
     Reconfigure,
     ComputeNorms,
+    Correct,
 )
 """Actions that concern other owners. An entry of the log identifies an action by its place here."""
 
@@ -58,6 +60,9 @@ def entry(action: Action, number: int = 0) -> bytes:
             buffer = action.buffer
         case Accumulate():
             buffer, other, fraction, scale = action.gradient, action.into, action.fraction, action.scale
+        case Correct():
+            role, buffer, other, number = action.learner, action.gradient, action.pulled, action.step
+            samples, epoch, fraction = action.samples, action.timestamp, float(action.staleness)
         case AverageGroup():
             buffer = action.into
         case ComputeNorms():

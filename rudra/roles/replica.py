@@ -38,7 +38,9 @@ from rudra.core.messages import (
     TargetReached,
     TrainingStarted,
 )
+from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
+from rudra.roles.correcting import correct
 from rudra.roles.gradient_requests import request_of
 from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
@@ -170,6 +172,7 @@ class Replica(Machine):
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
         self._readiness = Readiness()
+        self._gradients: tuple[Gradient, ...] = ()  # of the average that updates the weights next
         self._digest = 0  # digest of the weights; 0 before the first update by this plan
 
     def inherit(self, before: "Replica") -> None:
@@ -271,6 +274,7 @@ class Replica(Machine):
             if word.digest != self._digest:
                 differ = f"differ from those of learner {gradient.learner}, although they must not"
                 return [Fail(f"its weights at timestamp {self.ledger.timestamp} {differ}")]
+        self._gradients = event.gradients
         self.duties.count(event.gradients, 1.0)
         return []
 
@@ -280,7 +284,9 @@ class Replica(Machine):
             self.state = ReplicaState.WAITING
             return []
         self.state = ReplicaState.UPDATING
-        actions = self.duties.update(GRADIENT, now)
+        about = self._gradients, WEIGHTS, WEIGHTS, self.ledger.timestamp
+        actions = correct(self.ledger.rules.job, self.plan, GRADIENT, *about)
+        actions += self.duties.update(GRADIENT, now)
         self._ended_training = self.ledger.over or self._stops
         return actions
 

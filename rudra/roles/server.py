@@ -68,6 +68,7 @@ from rudra.core.messages import (
 from rudra.core.training_state import TrainingState
 from rudra.core.wire import in_pieces_or_none
 from rudra.job.job import Job
+from rudra.roles.correcting import correction_of
 from rudra.roles.distributed_evaluation import DistributedEvaluation, WorkersEvaluation
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import DROPPED
@@ -201,7 +202,6 @@ class ParameterServer(Machine):
         self.plan = plan
         self.state = ServerState.INITIALISING
         self._gradient_weight = protocol.modulation.gradient_weight
-        self._grants_on_push = protocol.grants_on_push
         self.discarded = self.lost = 0
         self.received = position.applied
         self.membership = Membership(plan, role, position)
@@ -217,6 +217,7 @@ class ParameterServer(Machine):
         self._update_due = False
         self._pulls: dict[int, tuple[int, int]] = {}  # requests: child -> timestamp asked about, and timestamp held
         self._downcast = WeightBroadcast(plan, role, position.timestamp)
+        self._correction = correction_of(self.ledger.rules.job, plan)
         wanted = plan.scheduled and self.ledger.rules.job.training.evaluate == "workers"
         self._evaluation = WorkersEvaluation(wanted=wanted, epoch=position.epoch)
         self._weights_changed()
@@ -261,6 +262,8 @@ class ParameterServer(Machine):
         self._readiness.digest = short_digest(event.digest)
         receivers = self.plan.receivers[self.id]
         self._lent = len(receivers)
+        if self._correction is not None:
+            self._correction.answered(*self.membership.children)
         return [Send(to, self._stamp.weights, WEIGHTS) for to in receivers]
 
     def _child_ready(self, event: Received[Ready], now: float) -> list[Action]:
@@ -331,12 +334,16 @@ class ParameterServer(Machine):
         if plan.overlapped:
             self._downcast.await_update(gradients)
         buffers, protocol = self.buffers, ledger.rules.protocol
-        actions = buffers.average(buffer, samples, scale)
+        actions, correction = buffers.average(buffer, samples, scale), self._correction
+        if correction is not None:
+            actions = [*correction.correct(buffer, message, ledger.timestamp), *actions]
         self._update_due = buffers.complete if buffers.ordered else protocol.update_due(self._units)
         asks = message.held >= 0 or message.asks
         if asks and message.sender in self.membership.worker:  # else it has since died
             self._pulls[message.sender] = (message.timestamp, message.held)
-            actions += self._answer_all() if self._grants_on_push else self._answer(message.sender)
+            if correction is not None:
+                correction.forget(message.sender)
+            actions += self._answer_all() if protocol.grants_on_push else self._answer(message.sender)
         return actions
 
     def _is_update_due(self) -> bool:
@@ -349,6 +356,8 @@ class ParameterServer(Machine):
     def _update(self, now: float) -> list[Action]:
         gradient = self.buffers.take_average()
         actions = self.duties.update(gradient, now)
+        if self._correction is not None:
+            actions = [*self._correction.keep(), *actions]
         for child, silence_s in self._stragglers.found(now, self.received):
             actions += self._report_straggler(child, silence_s, now)
         self._weights_changed()
@@ -428,6 +437,8 @@ class ParameterServer(Machine):
         ):
             return []
         del self._pulls[child]
+        if self._correction is not None:
+            self._correction.answered(child)
         if held == ledger.timestamp:
             return [Send(child, stamp.answer)]
         self._lent += 1

@@ -19,7 +19,19 @@ from dataclasses import dataclass
 from enum import auto
 from typing import Any, ClassVar
 
-from rudra.core.actions import Accumulate, Action, CancelReceive, Copy, DeclareLost, Hash, Receive, Save, Send, Update
+from rudra.core.actions import (
+    Accumulate,
+    Action,
+    CancelReceive,
+    Copy,
+    Correct,
+    DeclareLost,
+    Hash,
+    Receive,
+    Save,
+    Send,
+    Update,
+)
 from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.core.events import Computed, Lost, Received, Sent, Started, Updated
 from rudra.core.messages import (
@@ -96,7 +108,7 @@ class GradientParts:
                     if action.message.kind is MessageKind.SNAPSHOT:
                         own.append(Send(action.to, action.message))
                     own.append(self._log.add(Send(action.to, WeightsPart(self._id), action.buffer)))
-                case Accumulate() | Update() | Copy() | Save() | DeclareLost():
+                case Correct() | Accumulate() | Update() | Copy() | Save() | DeclareLost():
                     own.append(self._log.add(action))
                 case _:
                     own.append(action)

@@ -315,15 +315,36 @@ def cases_of(protocol: dict[str, Any], topology: dict[str, Any] | None) -> Itera
         yield Case(f"6 learners, layers placed, {placed}{where}", {**tables, "placement": {"cut": 1, "rule": placed}})
 
 
+CORRECTED_CASES: tuple[tuple[str, dict[str, Any]], ...] = (
+    *((name, {"name": "base"}) for name in ("async", "softsync", "hardsync")),
+    *((name, {"name": "sharded"}) for name in ("async", "hardsync")),
+    ("async", {"name": "groups", "options": {"groups": 2}}),
+    ("hardsync", {"name": "groups", "options": {"groups": 1}}),
+    ("sma", {"name": "replicas"}),
+    ("easgd", {"name": "replicas", "options": {"parameter_server": True}}),
+    ("async", {"name": "adv", "options": {"fan_out": 2}}),
+)
+"""Protocols and topologies for the checks of a correction."""
+
+
+def cases_of_correction(protocol: dict[str, Any]) -> Iterator[Case]:
+    """Yields the cases of a correction, all with tensors."""
+    for name, topology in CORRECTED_CASES:
+        about = {**NOISY, "slowdown": {0: 5.0}}
+        rule = {"modulation": "none", **protocol, "name": name}
+        tables = {"protocol": rule, "topology": topology, "cluster": {"learners": 4}, "simulation": about}
+        yield Case(f"{name}, {_words(topology)}", tables, real=True)
+
+
 def cases(target: str, tables: dict[str, dict[str, Any]]) -> Iterator[Case]:
-    """Yields the cases of a user's class: a protocol, an averaging rule, or a topology.
+    """Yields the cases of a user's class: a protocol, an averaging rule, a correction, or a topology.
 
     Args:
         target: `module:name`.
         tables: Keys of `[protocol]` and `[topology]` in addition to the name.
 
     Raises:
-        ConfigError: The class is neither a protocol, an averaging rule nor a topology.
+        ConfigError: The class is neither a protocol, an averaging rule, a correction nor a topology.
     """
     found: Any = plugins.resolve(target)
     if callable(getattr(found, "plan", None)):
@@ -332,8 +353,12 @@ def cases(target: str, tables: dict[str, dict[str, Any]]) -> Iterator[Case]:
             if not protocols.rule_of(name).schedules:  # such a rule has invariants of its own
                 yield from cases_of({"name": name}, topology)
         return
+    if isinstance(found, type) and issubclass(found, protocols.Correction):
+        yield from cases_of_correction({**tables.get("protocol", {}), "correction": target})
+        return
     if not (isinstance(found, type) and issubclass(found, protocols.Protocol)):
-        raise ConfigError(f"{target}: is no class of protocols.Protocol, and has no function plan, as topologies have")
+        kinds = "protocols.Protocol or protocols.Correction"
+        raise ConfigError(f"{target}: is no class of {kinds}, and has no function plan, as topologies have")
     protocol = {**tables.get("protocol", {}), "name": target}
     if not found.averages:
         yield from cases_of(protocol, None)

@@ -19,6 +19,7 @@ from rudra.job.simulation import SimulationTable
 from rudra.roles import Machine
 from rudra.roles.averaging import joined
 from rudra.roles.coordinator import Coordinator
+from rudra.roles.correcting import needs_pulled_weights, pulled_name
 from rudra.roles.elastic import ReplicaSteps
 from rudra.roles.ledger import Owner
 from rudra.roles.machine import Setup, States, short_digest
@@ -109,6 +110,7 @@ class ReplayDriver:
         self._coordinator = owner if isinstance(owner, Coordinator) else None
         self._exchanged: set[int] = set()  # learners whose replica differs from the weights
         self._restarts = record.restarts  # indices of rows that follow a reset of all replicas
+        self._keeps_pulled = needs_pulled_weights(first.job)
         self._replicas = ReplicaSteps(setup) if plan.averaging and plan.served else None
         self._period = 1 if self._replicas is None else self._replicas.rule.period
         self._through: ThroughStage | None = None
@@ -302,6 +304,9 @@ class ReplayDriver:
             text = f"is of weights {timestamp} in the record, but they could not have reached it by then"
             raise Left(self._ledger.timestamp + 1, f"{who}: {text}")
         tensors.transfer(server, version_name(timestamp), role, WEIGHTS)
+        if self._keeps_pulled:
+            sender = self._simulation.plan.group_of(role)[0]
+            tensors.perform(server, Copy(version_name(timestamp), pulled_name(sender)), 0.0)
         self._needed[timestamp] -= 1
         if not self._needed[timestamp]:
             self._kept.discard(timestamp)

@@ -15,6 +15,7 @@ from rudra.core.actions import (
     ComputeEvaluationPart,
     ComputeNorms,
     Copy,
+    Correct,
     Evaluate,
     ExecutorAction,
     Hash,
@@ -89,7 +90,7 @@ class TimingOnly:
 
     executors: Mapping[int, Executor] = {}
 
-    idle: Collection[type[ExecutorAction]] = (Accumulate, PullReplica, AverageGroup, Copy, ResetReplica)
+    idle: Collection[type[ExecutorAction]] = (Accumulate, Correct, PullReplica, AverageGroup, Copy, ResetReplica)
 
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         match action:

@@ -20,10 +20,12 @@ from tests.docs.markdown import code, plain, sentence
 def sections() -> list[str]:
     """A table for each kind of thing that a job or a command line may name."""
     rules = {name: inspect.getmodule(rule) for name, rule in protocols.shipped().items()}
+    corrections = {name: inspect.getmodule(rule) for name, rule in protocols.corrections().items()}
     commands = {name: importlib.import_module(f"rudra.cli.{name}").SUMMARY for name in names()}
     jobs = {name: file.read_text(encoding="utf-8").partition("\n")[0][2:] for name, file in shipped_jobs().items()}
     lines = [
         *_table("Protocols", "`[protocol] name`", _described(rules)),
+        *_table("Corrections of gradients", "`[protocol] correction`", _described(corrections)),
         *_table("Topologies", "`[topology] name`", _described(topologies.shipped())),
         *_table("Data", "`[data] name`", _described(READERS)),
         *_table("Models", "`[model] name`", _described(MODELS)),

@@ -29,6 +29,7 @@ SHORTER = {
         "epochs=5": "epochs=2",
         "rudra calibrate job.toml ": "rudra calibrate job.toml --seconds 0.05 --sizes 16 -o costs.toml ",
     },
+    "own-rules.md": {"sweep delays.toml": "sweep delays.toml --quick --set training.epochs=1"},
     "own-model.md": {"stop_at_target = true": 'stop_at_target = true\nevaluate = "always"'},
     "tutorial.md": {"epochs = 10": 'epochs = 5\nevaluate = "always"', "epochs=15": "epochs=6"},
     "compare.md": {

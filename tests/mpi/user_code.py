@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import rudra
+from protocols import Correction, GradientRecord
 from rudra.compute import tasks
 from rudra.compute.executor import Executor
 from rudra.core.actions import Reduce
@@ -262,6 +263,14 @@ def struck() -> nn.Module:
     for where, name, count in places.get(rank, []):
         setattr(where, name, _deadly(getattr(where, name), count, before=name == "__exit__"))
     return network()
+
+
+class Wrong(Correction):
+    """Adds vectors of different lengths."""
+
+    def correct(self, gradient: Any, weights: Any, pulled_weights: Any, record: GradientRecord) -> None:
+        if (record.learner, record.step) == (1, 2):
+            gradient += weights[:7]
 
 
 def _deadly(plain: Any, count: int, *, before: bool) -> Any:

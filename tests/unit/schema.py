@@ -44,6 +44,7 @@ KINDS: dict[str, dict[str, Any]] = {  # what types say too little of
     "optimizer.name": {"type": "string", "enum": [*OPTIMIZERS]},
     "optimizer.schedule": _names(["step", "cosine", "plateau"]),
     "protocol.name": _names(protocols.shipped()),
+    "protocol.correction": _names(protocols.corrections()),
     "topology.name": _names(["auto", *topologies.shipped()]),
     "simulation.costs": {"anyOf": [{"type": "string", "enum": [*presets(), "defaults"]}, {"type": "string"}]},
     "hooks.call": _names(Hook.SHIPPED),

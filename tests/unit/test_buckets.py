@@ -517,6 +517,7 @@ def test_a_job_that_asks_for_buckets_in_vain_is_told_why(job: Job, why: str) -> 
         ({"optimizer": {"name": "adamw"}}, ""),
         ({"optimizer": {"name": "torch.optim:Adadelta"}}, "optimizer torch.optim:Adadelta steps whole replicas"),
         ({"optimizer": {"clip_norm": 1.0}}, "clip_norm = 1 needs the norm of a whole gradient"),
+        ({"protocol": {"name": "average", "correction": "dc_asgd"}}, "protocol.correction changes whole gradients"),
         ({"training": {"microbatches": 2}}, "training.microbatches = 2 adds whole gradients"),
         ({"cluster": {"learners_per_rank": 4}}, "they are on one rank"),
     ],

@@ -74,7 +74,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"training": {"epoch": 1}}, f"[training] unknown key 'epoch'; valid: {TRAINING}; did you mean epochs?"),
     (
         {"protocol": {"nsoft": 2}},
-        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options",
+        "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options, correction, "
+        "correction_options",
     ),
     ({"model": 3}, "model must be a table, not 3"),
     ({"model": {"name": 3}}, "[model] name must be a text, not 3"),

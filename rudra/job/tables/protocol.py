@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocols import MODULATIONS, shipped
+from protocols import MODULATIONS, corrections, shipped
 from rudra.errors import unknown
 from rudra.job.table import Named, Table
 from rudra.plugins import CALLABLE
@@ -49,6 +49,12 @@ class ProtocolTable(Table):
         description="B: batch size for which learning_rate was tuned. sqrt uses learners · minibatch_size / B",
     )
     options: dict[str, Any] = Field({}, description="keyword arguments of your own protocol")
+    correction: Named | None = Field(
+        None,
+        description="rule that changes each gradient before it is averaged: "
+        f"{', '.join(corrections())}, or your own, package.module:class",
+    )
+    correction_options: dict[str, Any] = Field({}, description="keyword arguments of the correction")
 
     @field_validator("modulation")
     @classmethod
