@@ -4,9 +4,10 @@ WEIGHTS, GRADIENT = "weights", "gradient"
 REPLICA, DIFFERENCE = "replica", "difference"
 REFERENCE, CORRECTION = "reference", "correction"
 SNAPSHOT, DOWNCAST = "snapshot", "downcast"
+AVERAGE = "average"
 """Trained weights and gradients; a learner's replica
 and its difference from the weights; a block's reference and the difference of a replica from it; copies for
-evaluations, and copies that are sent down the tree of weights."""
+evaluations, and copies that are sent down the tree of weights; the average of the weights over time."""
 
 ACTIVATIONS, ACTIVATION_GRADIENT = "activations", "returned"
 """Buffers of the activations of the first layers and of their gradient. Their size differs from the size of the
