@@ -449,10 +449,11 @@ def changes_of_replicas(part: JobPart) -> Iterator[str]:
 
 @part_rule
 def big_batches_of_replicas(part: JobPart) -> Iterator[str]:
-    if part.plan.averaging and part.job.simulation.batching == "big-batch":
+    alone = part.plan.averaging and part.plan.sharing != "replica"
+    if alone and part.job.simulation.batching == "big-batch":
         yield (
             f"[simulation] batching = 'big-batch' is not supported with protocol {part.name}; "
-            "use batching = 'none' or 'vmap'"
+            "use batching = 'none' or 'vmap', or topology replicas with options.groups"
         )
 
 
