@@ -111,6 +111,8 @@ def execute(arguments: argparse.Namespace) -> int:
         lines["placement"] = f"layers from {job.placement.cut} on are with {who}, {job.placement.rule}"
     if plan.averaging:
         lines["averaging"] = protocol.text
+    if job.optimizer.average.given:
+        lines["average"] = f"{job.optimizer.average.text}; evaluated and exported instead of the last weights"
     if job.optimizer.warm_up:
         lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
     if job.optimizer.momentum:

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from rudra.compute.flat import FlatModel
-from rudra.compute.hooks import hooked
 from rudra.compute.together import put_together, vmap_gradients
 from rudra.data.samples import Batch
 from rudra.data.sparse import is_sparse, joined
@@ -30,7 +29,7 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
         raise ConfigError(f"{where}: BatchNorm ({norms[0]}) depends on which samples share a batch; {instead}")
     if batching == "vmap" and is_sparse(sample[0]):
         raise ConfigError(f"{where}: the inputs are sparse; {instead}, big-batch")
-    if hooked(model.module):
+    if model.hooked:
         raise ConfigError(f"{where}: the model has hooks, which see each gradient by itself; {instead}")
     pair = put_together(joined, [sample, sample])
     out = torch.empty_like(weights)

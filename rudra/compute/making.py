@@ -162,7 +162,8 @@ def make_executors(
         if isinstance(executor, PieceExecutor):
             executor.own_side(sides[kind.concludes])
         if isinstance(executor, OwnerExecutor):
-            executor.own(job, plan, flat, first_weights, part)
+            averages = job.optimizer.average.given and role in plan.owners
+            executor.own(job, plan, flat, first_weights, part, averages=averages)
             executor.corrector = corrector_of(job, plan, role, flat.layout, executor.parameters, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None

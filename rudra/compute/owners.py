@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from rudra.compute.sliced_steps import SlicedSteps
 from rudra.compute.sparse import SparseRows
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Accumulate, ComputeNorms, Copy, Correct, Update
-from rudra.core.buffer_names import DOWNCAST, WEIGHTS
+from rudra.core.buffer_names import AVERAGE, DOWNCAST, WEIGHTS
 from rudra.core.digest import sample, sha256
 from rudra.core.events import NormsComputed, Updated
 from rudra.core.layout import Entry, Part
@@ -112,6 +113,7 @@ class OwnerExecutor(Executor):
 
     corrector: Corrector | None = None
     _owned_part: Part | None = None
+    _averages = False
 
     def own(
         self,
@@ -120,8 +122,19 @@ class OwnerExecutor(Executor):
         flat: FlatModel,
         first_weights: FirstWeights | None = None,
         part: Part | None = None,
+        *,
+        averages: bool = False,
     ) -> None:
-        """Takes over the initial weights of the model or of a warm start, or a part of them."""
+        """Takes over the initial weights of the model or of a warm start, or a part of them.
+
+        Args:
+            job: Resolved job.
+            plan: Role assignment.
+            flat: Model.
+            first_weights: Returns the weights of a warm start.
+            part: Part of the flat vector that the role owns. None: it owns all of it.
+            averages: Whether the role keeps an average of its weights over time.
+        """
         own = self.buffer(WEIGHTS).vector
         weights = own if part is None else torch.empty(flat.size)
         flat.read_into(weights)
@@ -134,6 +147,9 @@ class OwnerExecutor(Executor):
         if part is not None:
             self._take_part(weights)
         self._rule = self._rule_of(job, plan, own[: self.parameters])
+        self._averages = averages
+        if averages:
+            self.buffer(AVERAGE).vector.copy_(own)
         here = [entry for entry in self.layout if part is None or entry in part]
         self._counters = sum(entry.kind == "counter" for entry in here)  # they are the last entries
 
@@ -174,13 +190,20 @@ class OwnerExecutor(Executor):
         state = {f"optimizer.{name}": value for name, value in self._rule.state().items()}
         if self.corrector is not None:
             state |= self.corrector.state()
-        return {**dict(zip(stretch_names(len(self.stretches)), self.stretches, strict=True)), **state}
+        kept = (WEIGHTS, AVERAGE) if self._averages else (WEIGHTS,)
+        vectors = {name: self.stretches(name) for name in kept}
+        pieces = [zip(stretch_names(name, len(found)), found, strict=True) for name, found in vectors.items()]
+        return {**dict(chain.from_iterable(pieces)), **state}
+
+    def stretches(self, name: str = WEIGHTS) -> tuple[torch.Tensor, ...]:
+        """Returns a vector that the role owns, as pieces of the whole vector."""
+        own = self.buffer(name).vector
+        return (own,) if self._owned_part is None else tuple(own[part] for part in self._owned_part.within)
 
     @property
-    def stretches(self) -> tuple[torch.Tensor, ...]:
-        """Returns the weights that the role owns, as pieces of the whole vector."""
-        own = self.buffer(WEIGHTS).vector
-        return (own,) if self._owned_part is None else tuple(own[part] for part in self._owned_part.within)
+    def evaluated(self) -> str:
+        """Name of the buffer with the weights that are evaluated and exported."""
+        return AVERAGE if self._averages else WEIGHTS
 
     def last_state(self) -> dict[str, npt.NDArray[np.float32]]:
         """Returns all tensors for a checkpoint after the last change, without copying tensors in main memory."""
@@ -202,6 +225,7 @@ class OwnerExecutor(Executor):
         """
         found = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
         weights = found.pop(WEIGHTS, None)
+        average = found.pop(AVERAGE, None)
         try:
             if weights is None or len(weights) != self._of:
                 raise ValueError(f"the model has {self._of} numbers, not {0 if weights is None else len(weights)}")
@@ -216,6 +240,22 @@ class OwnerExecutor(Executor):
             buffer.vector.copy_(weights)
         else:
             self._take_part(weights)
+        buffer.version += 1
+        if self._averages:
+            self._restore_average(weights if average is None else average)
+
+    def _restore_average(self, average: torch.Tensor) -> None:
+        """Takes over an average of all weights over time.
+
+        Raises:
+            CheckpointError: It does not match this model.
+        """
+        if len(average) != self._of:
+            raise CheckpointError(f"the checkpoint does not fit: the average of the weights has {len(average)} numbers")
+        part = self._owned_part
+        own = average if part is None else torch.cat([average[stretch] for stretch in part.stretches])
+        buffer = self.renew(AVERAGE)
+        buffer.vector.copy_(own)
         buffer.version += 1
 
     @performs(Correct)
@@ -246,11 +286,24 @@ class OwnerExecutor(Executor):
         if self.size > self.parameters:
             buffer.vector[self.size - self._counters :].round_()
         buffer.version += 1
+        if action.average:
+            self._average_over_time(action, buffer.vector)
         digest = buffer.digest(action.timestamp) if self._owned_part is None else 0
         sampled = self._sampled(buffer, action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
         return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
+
+    def _average_over_time(self, action: Update, weights: torch.Tensor) -> None:
+        """Adds new weights to their average over time. Counters of the model are not averaged."""
+        average = self.buffer(action.average)
+        if action.average_weight == 1:
+            average.vector.copy_(weights)
+        else:
+            average.vector.lerp_(weights, action.average_weight)
+            floats = self.size - self._counters
+            average.vector[floats:] = weights[floats:]
+        average.version += 1
 
     def _stepped(self, action: Update) -> Buffer:
         """Steps the weights, in other memory if they have readers. Returns their buffer."""

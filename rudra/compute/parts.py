@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.compute.runs import CACHE_LINE, runs_of
-from rudra.core.buffer_names import WEIGHTS
+from rudra.core.buffer_names import AVERAGE, WEIGHTS
 from rudra.core.layout import Entry, NamedVectors
 from rudra.errors import ConfigError
 from rudra.job.tables import OptimizerTable
@@ -60,14 +60,16 @@ def joined(states: Sequence[NamedVectors]) -> dict[str, NDArray[np.float32]]:
     for name in names:
         pieces = [state[name] for state in states if name in state]
         # No part of a cut vector is so short, but a stretch may be.
-        single = all(len(piece) == 1 for piece in pieces) and not name.startswith(WEIGHTS)
+        single = all(len(piece) == 1 for piece in pieces) and not name.startswith((WEIGHTS, AVERAGE))
         found[name] = pieces[0] if single or len(pieces) == 1 else np.concatenate(pieces)
-    stretches = [found.pop(name) for name in [*found] if name == WEIGHTS or name.startswith(f"{WEIGHTS} ")]
-    if not stretches:
-        return found
-    return {WEIGHTS: stretches[0] if len(stretches) == 1 else np.concatenate(stretches), **found}
+    whole = {}
+    for vector in (WEIGHTS, AVERAGE):
+        stretches = [found.pop(name) for name in [*found] if name == vector or name.startswith(f"{vector} ")]
+        if stretches:
+            whole[vector] = stretches[0] if len(stretches) == 1 else np.concatenate(stretches)
+    return {**whole, **found}
 
 
-def stretch_names(count: int) -> list[str]:
-    """Returns the names of the stretches of an owner's weights in its checkpoint state."""
-    return [WEIGHTS, *(f"{WEIGHTS} {number}" for number in range(1, count))]
+def stretch_names(vector: str, count: int) -> list[str]:
+    """Returns the names of the stretches of an owner's vector in its checkpoint state."""
+    return [vector, *(f"{vector} {number}" for number in range(1, count))]

@@ -29,7 +29,7 @@ from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
 from rudra.compute.runs import runs_of
 from rudra.core.actions import AverageGroup, BackpropFirstStage, Hash, RunFirstStage, RunLastStage
-from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, WEIGHTS
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, AVERAGE, WEIGHTS
 from rudra.core.digest import sha256
 from rudra.core.events import ActivationsReady, Computed, Hashed
 from rudra.core.layout import Entry, Part, Placed
@@ -295,10 +295,10 @@ class LastStageExecutor(PieceExecutor, ServerExecutor):
 
     def restore(self, tensors: Mapping[str, npt.NDArray[np.float32]]) -> None:
         own = {name.removeprefix(BACK): tensor for name, tensor in tensors.items() if name.startswith(BACK)}
-        super().restore({WEIGHTS: tensors[WEIGHTS], **own} if WEIGHTS in tensors else own)
+        super().restore({name: tensors[name] for name in (WEIGHTS, AVERAGE) if name in tensors} | own)
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         return {
-            name if name.startswith(WEIGHTS) else BACK + name: tensor
+            name if name.startswith((WEIGHTS, AVERAGE)) else BACK + name: tensor
             for name, tensor in super()._tensors(alone=alone).items()
         }

@@ -339,9 +339,11 @@ class Update(ExecutorAction, frozen=True, gc=False):
         epoch, samples, time_s: Progress of the training.
         norms: Norms of the gradients of other owners, for the parameters before and after this owner's, float32.
             Clipping uses the norm of all of them.
+        average: Buffer with the average of the weights over time. Empty: there is none.
+        average_weight: Weight of the new weights in this average.
     """
 
-    reads, changes = ("gradient",), ("weights",)
+    reads, changes = ("gradient",), ("weights", "average")
     gradient: str
     weights: str
     learning_rate: float
@@ -350,6 +352,8 @@ class Update(ExecutorAction, frozen=True, gc=False):
     samples: int = 0
     time_s: float = 0.0
     norms: tuple[bytes, bytes] = (b"", b"")
+    average: str = ""
+    average_weight: float = 0.0
 
 
 class ComputeNorms(ExecutorAction, frozen=True, gc=False):

@@ -161,9 +161,9 @@ def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
 
     Each member must update its own weights, so there is no server, and be alone on its node: learners that share a node
     were up to 7 % slower with it. The update must be possible in any order of the elements: by an optimiser that jobs
-    name without a module, without clipping, and without a correction of gradients. The gradient must become final part by part, in main memory, as whole
-    vectors. With `reduction = "mpi"` all ranks must average the buckets in the same order, the last layers first. The
-    executor decides the rest: task, layers and hooks must allow it.
+    name without a module, without clipping, and without a correction of gradients. The gradient must become final part
+    by part, in main memory, as whole vectors. With `reduction = "mpi"` all ranks must average the buckets in the same
+    order, the last layers first. The executor decides the rest: task, layers and hooks must allow it.
     """
     cluster = job.cluster
     in_parts = not at_once_because(job) and not job.data.sparse and not cluster.gpu_aware_mpi and plan.stage is None

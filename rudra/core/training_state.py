@@ -24,6 +24,7 @@ class TrainingState(Struct, frozen=True):
         again: With a coordinator, samples that were assigned and not applied: first place in the epoch, and number.
         sizes, counts: For each worker of a coordinator, the size of its last batch for each thread, and its count of
             updates.
+        averaged: Number of updates whose weights are in their average over time. 0: the next one begins a new average.
         protocol, protocol_state: Name of the protocol, and its state after the last update from `protocols.saved`.
             Empty: it has no state.
         lowered: Complete epochs after which the learning rate fell, or will fall, because evaluations did not improve.
@@ -46,6 +47,7 @@ class TrainingState(Struct, frozen=True):
     again: tuple[tuple[int, int], ...] = ()
     sizes: tuple[int, ...] = ()
     counts: tuple[float, ...] = ()
+    averaged: int = 0
     protocol: str = ""
     protocol_state: str = ""
 

@@ -161,6 +161,15 @@ def momentum_correction(job: JobFields) -> Iterator[str]:
 
 
 @job_rule
+def average_over_time(job: JobFields) -> Iterator[str]:
+    if job.optimizer.average.given and job.training.evaluate == "workers":
+        yield f"{_AVERAGE} [training] evaluate = 'workers', which evaluate the last weights; use evaluate = true"
+
+
+_AVERAGE = "[optimizer] average is not supported with"
+
+
+@job_rule
 def loss_scale(job: JobFields) -> Iterator[str]:
     if job.training.precision == "float16" and job.simulation.batching == "vmap":
         yield (
@@ -475,10 +484,11 @@ def changes_of_replicas(part: JobPart) -> Iterator[str]:
 
 @part_rule
 def big_batches_of_replicas(part: JobPart) -> Iterator[str]:
-    if part.plan.averaging and part.job.simulation.batching == "big-batch":
+    alone = part.plan.averaging and part.plan.sharing != "replica"
+    if alone and part.job.simulation.batching == "big-batch":
         yield (
             f"[simulation] batching = 'big-batch' is not supported with protocol {part.name}; "
-            "use batching = 'none' or 'vmap'"
+            "use batching = 'none' or 'vmap', or topology replicas with options.groups"
         )
 
 
@@ -565,6 +575,8 @@ def updates_that_no_role_sees(part: JobPart) -> Iterator[str]:
     kept = part.job.results.kept_interval
     if part.plan.window and any(hook.at == "update" for hook in part.job.hooks):
         yield f"{_SHARED} [hooks] at = 'update'; use at = 'epoch' or 'end'"
+    if part.plan.window and part.job.optimizer.average.given:
+        yield f"{_AVERAGE} [hogbatch] weights = 'shared'; remove average, or use weights = 'server'"
     if part.plan.window and kept is not None and kept[1] == "update":
         yield f"{_SHARED} [results] keep_checkpoints = '{kept[0]} updates'; use a number of epochs"
 

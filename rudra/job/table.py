@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
@@ -137,6 +138,15 @@ def _whole_numbers(value: Any) -> Iterator[int]:
     elif isinstance(value, dict | list | tuple):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _whole_numbers(inner)
+
+
+_INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
+
+
+def interval(text: str) -> tuple[int, str] | None:
+    """Returns an interval such as `2 epochs` as a number and a unit: update, epoch or s. None: it is no interval."""
+    found = _INTERVAL.fullmatch(text)
+    return None if found is None else (int(found[1]), found[2])
 
 
 def short(value: Any) -> str:

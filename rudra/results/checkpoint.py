@@ -226,7 +226,7 @@ class CheckpointWriter:
 def _possible(position: TrainingState, job: Mapping[str, Any]) -> bool:
     """Returns whether a run of this job can be at this training state."""
     counts = [position.timestamp, position.epoch, position.samples, position.applied, position.epoch_gradients]
-    counts += [position.epoch_samples, *position.steps, *position.lowered]
+    counts += [position.epoch_samples, position.averaged, *position.steps, *position.lowered]
     tables = all(possible(name, keys) for name, keys in job.items())
     # Larger numbers could not be written to the result file.
     fits = all(0 <= count < 2**53 for count in counts) and 0 <= position.time_s < 1e12

@@ -228,6 +228,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("staleness", staleness),
         ("buckets", f"{size / 1e6:.3g} MB" if (size := summary["bucket_bytes"]) else ""),
         ("weights", (summary["weights_sha256"] or "")[:16]),
+        ("average", f"{text}: evaluated and kept as the weights" if (text := summary["weights_average"]) else ""),
     ]
 
 

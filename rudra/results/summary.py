@@ -12,6 +12,7 @@ from rudra.core.records import TIMES
 from rudra.errors import printable
 from rudra.job.table import checked, named
 from rudra.job.tables import HogbatchTable
+from rudra.job.tables.weights_average import WeightsAverageTable
 from rudra.job.target import WINDOW, Best, Target, Watch
 from rudra.results.tables import RunTables
 
@@ -83,7 +84,14 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "overlap": _overlap(results.learners),
         "initial_weights_sha256": attributes.get("initial_weights_sha256"),
         "weights_sha256": state["weights_sha256"] or None,
+        "weights_average": _average(job.get("optimizer", {}).get("average", {})),
     }
+
+
+def _average(table: dict[str, Any]) -> str | None:
+    """Returns how the weights were averaged over time, or None if they were not."""
+    average = checked(WeightsAverageTable, table, "optimizer", "average")
+    return average.text if average.given else None
 
 
 def _changes(results: RunTables) -> list[str]:

@@ -15,7 +15,7 @@ from msgspec import structs
 from protocols import Hogbatch
 from rudra.core import records
 from rudra.core.actions import Action, Fail, Reconfigure, Send, Update, Warn
-from rudra.core.buffer_names import WEIGHTS
+from rudra.core.buffer_names import AVERAGE, WEIGHTS
 from rudra.core.events import Committed, Event, Lost, Received, Saved, Sent, Stopped, Updated
 from rudra.core.messages import BETWEEN_OWNERS, EpochRows, MessageKind, Snapshot, TrainingStarted
 from rudra.core.records import EVENT_KINDS, TIMES, Gradient
@@ -27,6 +27,7 @@ from rudra.roles.rules import TrainingClock, TrainingRules
 from rudra.roles.sample_allocator import SampleAllocator
 from rudra.roles.snapshots import SnapshotQueue
 from rudra.roles.sums import EpochSums, LearnerCounts, PendingUpdate
+from rudra.roles.weights_average import WeightsAverage
 
 UPDATE = PACK[MessageKind.UPDATES]
 
@@ -95,7 +96,12 @@ class Ledger:
         self.stopped = False
         self.outbox = (Outbox if reports else NullOutbox)(role, setup.plan.statistics, job.results.report_s)
         self._update_rows: deque[tuple[float, ...]] = deque()  # of updates that have not ended yet
-        self._snapshots = SnapshotQueue(setup.plan.statistics, all_epochs=job.training.evaluate in EVALUATES_ALL)
+        self._average: WeightsAverage | None = None
+        if job.optimizer.average.given and role in setup.plan.owners:
+            self._average = WeightsAverage(job.optimizer.average, position.averaged)
+        evaluated = WEIGHTS if self._average is None else AVERAGE
+        every = job.training.evaluate in EVALUATES_ALL
+        self._snapshots = SnapshotQueue(setup.plan.statistics, all_epochs=every, weights=evaluated)
         self.recorded_losses: set[int] = set()
         self._sums = EpochSums.of(position)
         self._warned = False  # whether stale gradients were reported
@@ -185,7 +191,14 @@ class Ledger:
         own_rate = self.rules.protocol.outer_rate
         about = (self.timestamp, self.epoch + 1, samples, now - self.clock.start_time)
         update = Update(gradient, WEIGHTS, rate if own_rate is None else own_rate, *about)
-        return [update, *self._applied(rate, now)]
+        average = self._average
+        if average is None:
+            return [update, *self._applied(rate, now)]
+        update = structs.replace(update, average=AVERAGE, average_weight=average.enter())
+        epoch, counted = self.epoch, self.timestamp // self.per_update
+        actions = self._applied(rate, now)
+        average.end_window(((self.timestamp - 1) // self.per_update, counted), (epoch, self.epoch))
+        return [update, *actions]
 
     def _rate(self, samples: int, mean_staleness: float) -> float:
         """Returns the rate of the next update, by gradients of `samples` samples."""
@@ -387,6 +400,8 @@ class Ledger:
         dealt = () if self.dealer is None else self.dealer.about()
         time_s = now - self.clock.start_time
         found = TrainingState(*books, time_s, *begun, *totals, *counts, self.rules.lr_drops, *dealt)
+        if self._average is not None:
+            found = structs.replace(found, averaged=self._average.count)
         name, state = self.rules.protocol_state
         return structs.replace(found, protocol=name, protocol_state=state) if state else found
 

@@ -19,7 +19,7 @@ from rudra.core.actions import (
     Send,
     Update,
 )
-from rudra.core.buffer_names import WEIGHTS
+from rudra.core.buffer_names import AVERAGE, WEIGHTS
 from rudra.core.messages import WeightsPart
 from rudra.core.training_state import BEGINNING
 from rudra.roles.multi_owner import LOGGED, NUMBER
@@ -60,6 +60,11 @@ class LogFollower:
             return f"the {self._plan.roles[self._plan.server].name} to announce the next step"
         in_transfer = [buffer for buffer, count in self.lent.items() if count]
         return f"transfers of its {' and '.join(in_transfer)} to end" if in_transfer else "part of a gradient"
+
+    @property
+    def lends_weights(self) -> bool:
+        """Whether a transfer reads the weights, or their average over time."""
+        return bool(self.lent[WEIGHTS] or self.lent[AVERAGE])
 
     def carry_out(self, due: Due) -> list[Action]:
         """Carries out entries in order until one must wait.
@@ -106,7 +111,9 @@ class LogFollower:
         if kind is Correct:
             return [Correct(buffer, WEIGHTS, other, role, number, epoch, round(fraction), samples)]
         if kind is Update:
-            return None if self.lent[WEIGHTS] else [Update(buffer, WEIGHTS, scale, number, epoch, samples, time_s)]
+            about = (number, epoch, samples, time_s)
+            update = Update(buffer, WEIGHTS, scale, *about, average=other, average_weight=fraction)
+            return None if self.lends_weights else [update]
         if kind is Copy:
             return None if self.lent[other] else [Copy(buffer, other)]
         if kind is Send:

@@ -70,6 +70,7 @@ def entry(action: Action, number: int = 0) -> bytes:
         case Update():
             buffer, scale, number = action.gradient, action.learning_rate, action.timestamp
             samples, time_s, epoch = action.samples, action.time_s, action.epoch
+            other, fraction = action.average, action.average_weight
         case Copy():
             buffer, other = action.source, action.target
         case Send():

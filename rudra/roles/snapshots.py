@@ -1,7 +1,7 @@
 """Queue of weight snapshots for the statistics server."""
 
 from rudra.core.actions import Action, Copy, Send
-from rudra.core.buffer_names import SNAPSHOT, WEIGHTS
+from rudra.core.buffer_names import SNAPSHOT
 from rudra.core.messages import Snapshot
 
 CREDITS = 2
@@ -14,14 +14,15 @@ class SnapshotQueue:
     Args:
         statistics: role id of the statistics server.
         all_epochs: whether the weights of every epoch must be sent.
+        weights: buffer of the weights to send.
 
     Attributes:
         all_epochs: whether the weights of every epoch must be sent.
         final_lent: whether the weights of the last epoch are not completely sent yet.
     """
 
-    def __init__(self, statistics: int, *, all_epochs: bool) -> None:
-        self._statistics, self.all_epochs = statistics, all_epochs
+    def __init__(self, statistics: int, *, all_epochs: bool, weights: str) -> None:
+        self._statistics, self.all_epochs, self._weights = statistics, all_epochs, weights
         self._credits = CREDITS
         self._lent = False
         self._final: Snapshot | None = None  # waits until the statistics server has room
@@ -40,7 +41,7 @@ class SnapshotQueue:
         """Copies the weights and sends the copy. The caller checks `free` first."""
         self._credits -= 1
         self._lent = True
-        return [Copy(WEIGHTS, SNAPSHOT), Send(self._statistics, snapshot, SNAPSHOT)]
+        return [Copy(self._weights, SNAPSHOT), Send(self._statistics, snapshot, SNAPSHOT)]
 
     def send_final(self, snapshot: Snapshot) -> list[Action]:
         """Sends the final weights without a copy, because they no longer change, as soon as there is room."""
@@ -64,4 +65,4 @@ class SnapshotQueue:
             return []
         self._credits -= 1
         snapshot, self._final = self._final, None
-        return [Send(self._statistics, snapshot, WEIGHTS)]
+        return [Send(self._statistics, snapshot, self._weights)]

@@ -7,6 +7,8 @@ in order, and the learning rate of each update.
 
 from collections.abc import Iterable, Sequence
 
+from msgspec import structs
+
 from rudra.core.actions import (
     Accumulate,
     Action,
@@ -125,7 +127,9 @@ class StageLog:
                 about = (action.timestamp, action.epoch, action.samples, action.time_s)
                 if self._clips:
                     self._log.add(ComputeNorms(self._average))
-                self._log.add(Update(self._average, WEIGHTS, action.learning_rate, *about))
+                update = Update(self._average, WEIGHTS, action.learning_rate, *about)
+                over_time = {"average": action.average, "average_weight": action.average_weight}
+                self._log.add(structs.replace(update, **over_time))
                 self._forget()
         return [action]
 

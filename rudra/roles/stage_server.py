@@ -39,7 +39,7 @@ from rudra.core.actions import (
     Send,
     Update,
 )
-from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, SNAPSHOT, WEIGHTS
+from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, AVERAGE, GRADIENT, SNAPSHOT, WEIGHTS
 from rudra.core.events import Computed, Lost, NormsComputed, Received, Sent, Started, Updated
 from rudra.core.messages import (
     ActivationGradient,
@@ -111,8 +111,11 @@ class StageServer(Machine):
         self._norms = Norms()
         self._relay = SumRelay(role, plan)
         self._factor = job.placement.rate_factor(job.optimizer)
-        self._ledger = Ledger(role, setup, reports=False)
-        self._ledger.per_update = self._ledger.rules.protocol.gradients_per_update if self._merged else 1
+        per_update = job.make_protocol(plan).gradients_per_update if self._merged else 1
+        averaged = setup.position.averaged * per_update  # an estimate, as the timestamp below
+        started = setup._replace(position=structs.replace(setup.position, averaged=averaged))
+        self._ledger = Ledger(role, started, reports=False)
+        self._ledger.per_update = per_update
         self._ledger.rules.protocol = job.make_protocol(plan, plan.workers - 1)  # as for a single learner
         # An estimate: the number of merged mini-batches that the parameter server had not applied is unknown.
         position, batches = setup.position, setup.position.applied * plan.workers // plan.learner_numbers
@@ -234,7 +237,7 @@ class StageServer(Machine):
 
     def _make_update(self) -> list[Action]:
         """Makes a due update if all transfers of the weights have ended."""
-        if self._update is None or self._follower.lent[WEIGHTS]:
+        if self._update is None or self._follower.lends_weights:
             return []
         update, self._update = self._update, None
         return [self._begin_update(update)]
@@ -244,7 +247,8 @@ class StageServer(Machine):
         self._updates.begin(rate)
         self.timestamp = update.timestamp
         norms, self._norms = (self._norms.theirs, b""), Norms()
-        return structs.replace(update, learning_rate=rate, norms=norms)
+        average = update.average if self._leads else ""  # the others' weights are not evaluated
+        return structs.replace(update, learning_rate=rate, norms=norms, average=average)
 
     # The log of the parameter server.
 
@@ -286,9 +290,10 @@ class StageServer(Machine):
             return [self._begin_update(update)]
         if to_stage:
             return [Send(role, PartialSum(self.id), name)]
-        if kind is Copy or (kind is Send and name == WEIGHTS):
+        final = kind is Send and name in (WEIGHTS, AVERAGE)
+        if kind is Copy or final:
             self._reports.tell_snapshot(number, self.timestamp)
-        if kind is Send and name == WEIGHTS:
+        if final:
             self._final = True
             return [*self._reports.flush(self._reports.now), *actions]  # all learners may have left already
         return actions
@@ -339,7 +344,7 @@ class StageServer(Machine):
         self._ledger.rules.protocol, self._ledger.rules.plan = ledger.rules.protocol, self.plan
         self.timestamp = before.timestamp
         self._follower.read(before._follower.entries)
-        self._follower.lent.update({name: before._follower.lent[name] for name in (WEIGHTS, SNAPSHOT)})
+        self._follower.lent.update({name: before._follower.lent[name] for name in (WEIGHTS, AVERAGE, SNAPSHOT)})
         self._updates, self._update, self._reports = before._updates, before._update, before._reports
         self._final, self._ending = before._final, before._ending
         self._plans, self._followed = [*before._plans, self.plan], before._followed

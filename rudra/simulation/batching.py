@@ -1,11 +1,15 @@
 """Gradients of several learners computed together: as one big batch, or by torch.func.vmap."""
 
+from collections.abc import Mapping, Sequence
+
+import torch
+
 from rudra.compute.executor import Executor
 from rudra.compute.gradients import BatchResult
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.together import joint_gradient, mapped_gradients
 from rudra.compute.vectors import Buffer
-from rudra.core.actions import Accumulate, Compute, ExecutorAction
+from rudra.core.actions import Accumulate, Compute, ExecutorAction, Reduce
 from rudra.core.events import Computed, Event
 from rudra.errors import ConfigError
 from rudra.simulation.tensors import RealTensors
@@ -14,36 +18,65 @@ _MAPPED_SAMPLES = 1024
 """Number of samples per call of vmap. More samples are no faster and need much memory."""
 
 
-class BigBatchTensors(RealTensors):
-    """One gradient for all learners: the gradient of the mean over all their samples, as an update needs it.
+_WEIGHTS_OF_STEP, _GRADIENT_OF_STEP = "team weights", "team gradient"
+"""Buffers of a team's first member with the weights and the gradient of the latest step."""
 
-    It requires that an update takes one gradient from every learner, all computed from the same weights.
+
+class _Team:
+    """Learners that compute each step at the same weights.
+
+    Attributes:
+        members: Roles of the learners.
+        step: Latest step that was computed. -1: none.
+        outcomes: Result of each member.
     """
 
-    def __init__(self, executors: dict[int, Executor], *, halves: bool = False) -> None:
+    def __init__(self, members: Sequence[int]) -> None:
+        self.members, self.step = members, -1
+        self.outcomes: dict[int, BatchResult] = {}
+
+
+class BigBatchTensors(RealTensors):
+    """One gradient for all learners of a team: the gradient of the mean over all their samples.
+
+    Each compute group is a team. Without groups it is all learners, and an update must take one gradient from each of
+    them. All members of a team compute a step at the same weights.
+
+    Args:
+        executors: Executors by role id.
+        halves: Whether gradients are sent as float16.
+        groups: Roles of each compute group. Empty: there are no groups.
+    """
+
+    def __init__(
+        self, executors: dict[int, Executor], *, halves: bool = False, groups: Sequence[Sequence[int]] = ()
+    ) -> None:
         super().__init__(executors, halves=halves)
-        self._learners = [role for role, executor in executors.items() if isinstance(executor, LearnerExecutor)]
-        self._step = -1
-        self._weights: Buffer | None = None
-        self._gradient: Buffer | None = None
-        self._outcomes: dict[int, BatchResult] = {}
+        learners = [role for role, executor in executors.items() if isinstance(executor, LearnerExecutor)]
+        teams = [_Team(members) for members in groups or [learners]]
+        self._team_of = {role: team for team in teams for role in team.members}
 
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
-        weights = self._held((role, action.weights))
-        if action.step > self._step:
-            self._step, self._weights, self._gradient = action.step, weights, self._new(role)
-            sources = [self._learner(learner).source for learner in self._learners]
+        weights, team = self._held((role, action.weights)), self._team_of[role]
+        of_weights, of_gradient = ((team.members[0], name) for name in (_WEIGHTS_OF_STEP, _GRADIENT_OF_STEP))
+        if action.step > team.step:
+            team.step = action.step
+            self._hold(of_weights, weights)
+            self._hold(of_gradient, self._new(role))
+            sources = [self._learner(learner).source for learner in team.members]
             works = [source.work.after(action.step) for source in sources]
-            outcomes = joint_gradient(sources, action.step, works, weights.vector, self._gradient.vector)
-            self._outcomes = dict(zip(self._learners, outcomes, strict=True))
-        if action.step < self._step or weights is not self._weights or self._gradient is None:
+            vectors = (weights.vector, self._held(of_gradient).vector)
+            team.outcomes = dict(zip(team.members, joint_gradient(sources, action.step, works, *vectors), strict=True))
+        # Members with a replica of their own have equal replicas in buffers of their own.
+        used = self._held(of_weights)
+        if action.step < team.step or not (weights is used or torch.equal(weights.vector, used.vector)):
             raise ConfigError(
                 f"[simulation] batching = 'big-batch': with this protocol learners compute step {action.step} at "
                 "different weights; valid here: none, vmap"
             )
-        self._hold((role, action.gradient), self._gradient)
-        return self._learner(role).computed(action, self._outcomes[role])
+        self._hold((role, action.gradient), self._held(of_gradient))
+        return self._learner(role).computed(action, team.outcomes[role])
 
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Accumulate) and action.into != action.gradient:
@@ -51,6 +84,15 @@ class BigBatchTensors(RealTensors):
             if into is gradient:  # the mean of equal gradients is bitwise identical to each
                 return None
         return super().perform(role, action, seconds)
+
+    def reduce(self, reductions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:
+        places = [(role, action.buffer) for role, action in reductions.items()]
+        if len({self._held(place) for place in places}) > 1:
+            super().reduce(reductions, sums)
+            return
+        for place, action in list(zip(places, reductions.values(), strict=True))[1:]:
+            if not action.to_all:
+                self.posted(*place)
 
 
 class VmapTensors(RealTensors):

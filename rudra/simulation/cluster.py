@@ -80,9 +80,11 @@ def make_cluster(job: Job, plan: Plan, data: Data, device: torch.device) -> Simu
     executors = make_executors(
         job, plan, roles, data, prefetch=False, device=device, rows=alone, first_weights=final_weights
     )
-    tensors = _KINDS[job.simulation.batching](executors, halves=job.cluster.gradient_format == "float16")
+    tensors = _tensors_of(job, plan, executors)
     if job.simulation.batching != "none":
-        _check_batching(job, executors, torch.cat([executors[i].buffer(WEIGHTS).vector for i in plan.owners]), info)
+        _check_batching(
+            job, plan, executors, torch.cat([executors[i].buffer(WEIGHTS).vector for i in plan.owners]), info
+        )
     for executor in executors.values():
         executor.prepare()
 
@@ -122,12 +124,26 @@ def without_tensors(job: Job) -> SimulatedCluster:
     return SimulatedCluster(*about, placed=placed, step_bytes=step_bytes)
 
 
-def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Tensor, info: DataInfo) -> None:
+def _tensors_of(job: Job, plan: Plan, executors: dict[int, Executor]) -> RealTensors:
+    """Makes the tensors of all roles, for gradients that are computed one by one or together."""
+    halves = job.cluster.gradient_format == "float16"
+    match job.simulation.batching:
+        case "big-batch":
+            return BigBatchTensors(executors, halves=halves, groups=plan.groups)
+        case "vmap":
+            return VmapTensors(executors, halves=halves)
+    return RealTensors(executors, halves=halves)
+
+
+def _check_batching(
+    job: Job, plan: Plan, executors: dict[int, Executor], weights: torch.Tensor, info: DataInfo
+) -> None:
     batching, protocol = job.simulation.batching, job.make_protocol()
-    if batching == "big-batch" and not (protocol.ordered and protocol.gradients_per_update == job.learners):
+    together = bool(plan.groups) or (protocol.ordered and protocol.gradients_per_update == job.learners)
+    if batching == "big-batch" and not together:
         raise ConfigError(
             "[simulation] batching = 'big-batch' needs a protocol whose updates take one gradient of every learner at "
-            "the same weights, as hardsync's do; valid here: none, vmap"
+            "the same weights, as hardsync's do, or compute groups; valid here: none, vmap"
         )
     if batching == "big-batch" and any(fault.deadly for fault in job.simulation.faults):
         raise ConfigError(
@@ -136,6 +152,3 @@ def _check_batching(job: Job, executors: dict[int, Executor], weights: torch.Ten
         )
     source = next(e.source for e in executors.values() if isinstance(e, LearnerExecutor))
     check_batching(batching, source.model, weights, info.sample)
-
-
-_KINDS = {"none": RealTensors, "big-batch": BigBatchTensors, "vmap": VmapTensors}

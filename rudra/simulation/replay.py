@@ -22,6 +22,7 @@ from rudra.compute import models
 from rudra.compute.executor import torch_as_in
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.digest import sha256
 from rudra.core.layout import Entry, interleaved
 from rudra.data.fingerprint import fingerprints, from_plain
@@ -177,13 +178,13 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
             compare_weights(0, "initial", record.attributes["initial_weights_sha256"], sha256(_weights(owners)))
             driver.repeat(updates)
             if record.finished and updates == record.updates_count:
-                compare_weights(updates, "final", record.state["weights_sha256"], sha256(_weights(owners)))
+                compare_weights(updates, "final", record.state["weights_sha256"], sha256(_weights(owners, final=True)))
         except Left as left:
             difference = left.difference
     if target is not None and difference is None:
         _save(target, job, info, executors[plan.statistics].layout, torch.from_numpy(_weights(owners)))
     done = updates if difference is None else max(0, difference.update - 1)
-    digest = sha256(_weights(owners))
+    digest = sha256(_weights(owners, final=until is None))
     return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
 
 
@@ -216,9 +217,9 @@ def _check_data(record: RecordedRun, loaded: Data) -> None:
         raise ReplayError(f"{record.path}: [data] the training set has changed since the run: {what}")
 
 
-def _weights(owners: Sequence[OwnerExecutor]) -> npt.NDArray[np.float32]:
-    """Returns all weights, collected from their owners."""
-    parts = interleaved(owner.stretches for owner in owners)
+def _weights(owners: Sequence[OwnerExecutor], *, final: bool = False) -> npt.NDArray[np.float32]:
+    """Returns all weights, collected from their owners: the last ones, or as a result file has them at its end."""
+    parts = interleaved(owner.stretches(owner.evaluated if final else WEIGHTS) for owner in owners)
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).numpy(force=True)
 
 

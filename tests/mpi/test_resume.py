@@ -14,10 +14,11 @@ import rudra
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
-ADAM = 'name = "adam"\nlearning_rate = 0.002\n'
+ADAM = 'name = "adam"\nlearning_rate = 0.002\naverage.rate = 0.05\n'
+UNIFORM = 'average.window = "2 epochs"\n'
 
 
-@pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "sharded"), (SGD, "groups")])
+@pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "sharded"), (SGD + UNIFORM, "groups")])
 def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_stopped(
     tmp_path: Path, optimizer: str, topology: str
 ) -> None:

@@ -245,6 +245,42 @@ def test_a_joint_gradient_is_computed_once_and_shared() -> None:
     assert trained.tensors.asked <= 2 * updates + 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("protocol", "topology"),
+    [
+        ("async", {"name": "groups", "options": {"groups": 3}}),
+        ("hardsync", {"name": "groups", "options": {"groups": 1}}),
+        ("sma", {"name": "replicas", "options": {"groups": 2}}),
+    ],
+)
+def test_a_group_computes_one_gradient(protocol: str, topology: dict[str, Any]) -> None:
+    """It is the mean of those of its members, at the same time and at the same weights."""
+    job = make_job(protocol, 5, topology=topology)
+    groups = job.plan().groups
+    joint: list[int] = []
+
+    class Counting(BigBatchTensors):
+        def _new(self, role: int, *name: Any) -> Any:
+            joint.extend([role] if not name else [])
+            return super()._new(role, *name)
+
+    one_by_one = train(job, Unpoisoned)
+    together = train(job, lambda executors: Counting(executors, groups=groups))
+    ours, theirs = together.rows["minibatches"], one_by_one.rows["minibatches"]
+    for column in ("learner", "step", "timestamp", "samples", "time_s", "errors"):
+        assert np.array_equal(ours[column], theirs[column])
+    assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+    assert (together.weights - one_by_one.weights).abs().max() < 1e-6
+    steps = [1 + max(ours["step"][ours["learner"] == together.plan.roles[group[0]].index]) for group in groups]
+    assert len(joint) <= sum(steps) + len(groups)
+
+
+def test_large_layers_that_write_their_own_gradients_are_no_hooks(tmp_path: Path) -> None:
+    job = make_job("hardsync", 3, model="lenet", limit=48, simulation={"batching": "big-batch"})
+    with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.status == "finished"
+
+
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()

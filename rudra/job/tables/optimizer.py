@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from rudra.errors import unknown
 from rudra.job.table import Named, Table, short
+from rudra.job.tables.weights_average import WeightsAverageTable
 from rudra.plugins import CALLABLE
 
 OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "rmsprop": "RMSprop"}
@@ -101,6 +102,11 @@ class OptimizerTable(Table):
         description="largest norm of an update's gradient. A gradient with a larger norm is scaled down to this norm",
     )
     options: dict[str, Any] = Field({}, description="further keyword arguments of the torch.optim class")
+    average: WeightsAverageTable = Field(
+        WeightsAverageTable(),
+        description="table: an average of the weights over time, which is evaluated and exported instead of the last "
+        "weights",
+    )
 
     @field_validator("name", mode="before")
     @classmethod

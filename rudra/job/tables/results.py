@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -10,11 +9,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from rudra.errors import unknown
 from rudra.job import renamed
 from rudra.job.jobfiles import flattened
-from rudra.job.table import Named, Table, short
+from rudra.job.table import Named, Table, interval, short
 from rudra.plugins import CALLABLE
 from topologies import Plan
-
-_INTERVAL = re.compile(r"0*([1-9][0-9]{0,9}) *(update|epoch|s)s?")
 
 
 class ResultsTable(Table):
@@ -59,29 +56,27 @@ class ResultsTable(Table):
     @field_validator("checkpoint_every")
     @classmethod
     def _interval(cls, value: str) -> str:
-        if value != "never" and not _INTERVAL.fullmatch(value):
+        if value != "never" and interval(value) is None:
             raise ValueError(f"= '{value}' is not an interval; use `N updates`, `N epochs`, `N s` or `never`")
         return value
 
     @field_validator("keep_checkpoints")
     @classmethod
     def _kept(cls, value: str) -> str:
-        found = _INTERVAL.fullmatch(value)
-        if value != "never" and (found is None or found[2] == "s"):
+        found = interval(value)
+        if value != "never" and (found is None or found[1] == "s"):
             raise ValueError(f"= '{value}' is not such an interval; use `N epochs`, `N updates` or `never`")
         return value
 
     @property
     def kept_interval(self) -> tuple[int, str] | None:
         """Interval between kept checkpoints, as a number and a unit: updates or epochs. None: no checkpoint is kept."""
-        found = _INTERVAL.fullmatch(self.keep_checkpoints)
-        return None if found is None else (int(found[1]), found[2])
+        return interval(self.keep_checkpoints)
 
     @property
     def checkpoint_interval(self) -> tuple[int, str] | None:
         """Interval between checkpoints, as a number and a unit: updates, epochs or seconds. None: no checkpoints."""
-        found = _INTERVAL.fullmatch(self.checkpoint_every)
-        return None if found is None else (int(found[1]), found[2])
+        return interval(self.checkpoint_every)
 
 
 class Hook(Table):
