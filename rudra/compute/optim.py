@@ -9,11 +9,14 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 from rudra import plugins
+from rudra.core.state_names import STEP, VELOCITY
 from rudra.errors import ConfigError, meant
 from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, OptimizerTable, ParameterGroup
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from rudra.compute.rows import RowFormat, RowGradient
     from rudra.core.layout import Entry
@@ -179,7 +182,7 @@ class UpdateRule:
         """Whether `step_in_slices` is possible now: SGD with allocated momentum, and no norm needed first."""
         state = self.optimizer.state
         moving = [group["params"] for group in self.optimizer.param_groups if self._sgd and group["momentum"]]
-        ready = all(state[parameter].get("momentum_buffer") is not None for each in moving for parameter in each)
+        ready = all(state[parameter].get(VELOCITY) is not None for each in moving for parameter in each)
         return self._sgd and self._clip_norm is None and ready
 
     def step_in_slices(
@@ -199,7 +202,7 @@ class UpdateRule:
             after: Called with each slice after its step, while the slice is in the cache.
         """
         settings = self._settings(learning_rate)
-        momenta = {parameter: state.get("momentum_buffer") for parameter, state in self.optimizer.state.items()}
+        momenta = {parameter: state.get(VELOCITY) for parameter, state in self.optimizer.state.items()}
         for cut in self._slices_of(most):
             self._step_slice(cut, gradient(cut[0]), self._weights, momenta, settings)
             if after is not None:
@@ -221,7 +224,7 @@ class UpdateRule:
         import torch
 
         for parameter, state in self.optimizer.state.items():
-            momentum = state.get("momentum_buffer")
+            momentum = state.get(VELOCITY)
             if momentum is not None and parameter not in self._momenta_apart:
                 self._momenta_apart[parameter] = torch.zeros_like(momentum)
         self._apart = weights, self._settings(learning_rate), self._slices_of(most)
@@ -235,7 +238,7 @@ class UpdateRule:
         for _, pieces in groups:
             for parameter, _, inside in pieces:
                 if parameter in self._momenta_apart:
-                    before = self.optimizer.state[parameter]["momentum_buffer"]
+                    before = self.optimizer.state[parameter][VELOCITY]
                     self._momenta_apart[parameter][inside].copy_(before[inside])
         self._step_slice(cuts[number], gradient, weights, self._momenta_apart, settings)
 
@@ -243,7 +246,7 @@ class UpdateRule:
         """Continues with the momentum of the step that `begin_apart` began. Call `move` with the new weights."""
         for parameter, momentum in self._momenta_apart.items():
             state = self.optimizer.state[parameter]
-            self._momenta_apart[parameter], state["momentum_buffer"] = state["momentum_buffer"], momentum
+            self._momenta_apart[parameter], state[VELOCITY] = state[VELOCITY], momentum
 
     def _settings(self, learning_rate: float) -> Settings:
         """Returns the rate and the options of each optimiser group."""
@@ -359,7 +362,7 @@ class UpdateRule:
         for group in self.optimizer.param_groups:
             if self._sgd and group["dampening"] == 0 and group["momentum"] > 0:
                 for parameter in group["params"]:
-                    self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                    self.optimizer.state[parameter][VELOCITY] = torch.zeros_like(parameter)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns the state tensors of the optimiser by names that identify their parts of the weights."""
@@ -371,6 +374,32 @@ class UpdateRule:
                 if isinstance(value, torch.Tensor):
                     found[f"{key}.{number}"] = value
         return found
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether this is SGD with momentum."""
+        return self._sgd and bool(self.optimizer.defaults["momentum"])
+
+    def take_over(self, state: Mapping[str, torch.Tensor], first: int = 0) -> None:
+        """Takes over state that is given for a whole model, as far as this optimiser has a place for it.
+
+        Args:
+            state: Key -> a value for each parameter element of the model, or one value for all.
+            first: Element of the model's vector where this rule's layout begins.
+        """
+        for parameter, whole, inside in self._numbered.values():
+            for key, value in state.items():
+                if key != VELOCITY or self.has_momentum:
+                    own = value[first + whole.start : first + whole.stop][inside] if value.dim() else value
+                    self.optimizer.state[parameter][key] = own.to(parameter.device, copy=True)
+
+    def take_over_names(self, state: Mapping[str, NDArray[np.float32]]) -> None:
+        """Takes over the momentum in a state with the names of `state`, if this is SGD with momentum."""
+        import torch
+
+        if self.has_momentum:
+            velocity = {name: value for name, value in state.items() if name.startswith(f"{VELOCITY}.")}
+            self.restore({name: torch.from_numpy(value) for name, value in velocity.items()})
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over the state of all weights that `state` returned in any process, even if the rule owns only a part.
@@ -387,7 +416,7 @@ class UpdateRule:
             parameter, whole, inside = self._numbered[int(number)]
             if value.numel() not in {1, whole.stop - whole.start}:
                 raise ValueError(f"optimiser state {name} does not fit")
-            single = value.numel() == 1 and (key == "step" or whole.stop - whole.start > 1)
+            single = value.numel() == 1 and (key == STEP or whole.stop - whole.start > 1)
             own = value.reshape(()) if single else value.reshape(-1)[inside]
             self.optimizer.state[parameter][key] = own.clone()
 
@@ -510,6 +539,12 @@ def _parts(runs: Iterable[tuple[ParameterGroup, slice]], tail: int) -> dict[tupl
             if part.start < part.stop:
                 parts.setdefault((group, fused), []).append(part)
     return parts
+
+
+def numbered_parts(table: OptimizerTable, layout: Sequence[Entry]) -> list[slice]:
+    """Returns the part of a model's parameters that each number in the names of `UpdateRule.state` stands for."""
+    runs = runs_of(table.groups, layout)
+    return [part for parts in _parts(runs, CACHE_LINE if table.name == "sgd" else 1).values() for part in parts]
 
 
 def _options(table: OptimizerTable, cls: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
+from rudra.compute.carried import CarriedState
 from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel, sha256
 from rudra.compute.optim import UpdateRule
@@ -24,6 +25,7 @@ from rudra.core.digest import sample
 from rudra.core.events import NormsComputed, Updated
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import Message, MessageKind
+from rudra.core.state_names import OPTIMIZER
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
 from topologies import Plan
@@ -164,7 +166,7 @@ class OwnerExecutor(Executor):
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         """Returns all tensors for a checkpoint, without tensors of other roles if `alone`."""
-        state = {f"optimizer.{name}": value for name, value in self._rule.state().items()}
+        state = {OPTIMIZER + name: value for name, value in self._rule.state().items()}
         return {**dict(zip(stretch_names(len(self.stretches)), self.stretches, strict=True)), **state}
 
     @property
@@ -196,7 +198,7 @@ class OwnerExecutor(Executor):
         try:
             if weights is None or len(weights) != self._of:
                 raise ValueError(f"the model has {self._of} numbers, not {0 if weights is None else len(weights)}")
-            self._rule.restore({name.removeprefix("optimizer."): tensor for name, tensor in found.items()})
+            self._rule.restore({name.removeprefix(OPTIMIZER): tensor for name, tensor in found.items()})
         except ValueError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
         buffer = self.renew(WEIGHTS)
@@ -205,6 +207,19 @@ class OwnerExecutor(Executor):
         else:
             self._take_part(weights)
         buffer.version += 1
+
+    def begin_with(self, state: CarriedState) -> None:
+        """Takes over the state of a checkpoint of another family. Call it after `prepare`.
+
+        Raises:
+            CheckpointError: The weights do not match this model.
+        """
+        OwnerExecutor.restore(self, {WEIGHTS: state.weights})
+        self._adopt(state)
+
+    def _adopt(self, state: CarriedState) -> None:
+        """Takes over the optimiser's state."""
+        self._rule.take_over(state.steps)
 
     @performs(Update)
     def update(self, action: Update) -> Updated:

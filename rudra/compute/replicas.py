@@ -11,6 +11,7 @@ from msgspec import structs
 
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
+from rudra.compute.carried import CarriedState
 from rudra.compute.executor import performs
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.optim import UpdateRule
@@ -169,6 +170,12 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         self.buffer(REPLICA).version += 1
         return True
 
+    def _adopt(self, state: CarriedState) -> None:
+        """Begins with a replica equal to the weights, and with the momentum of the role that stepped before."""
+        self._rule.take_over_names(state.outer)
+        self._begin_anew(*self._own)
+        self._inner.take_over(state.steps)
+
     def _begin_anew(self, *names: str) -> None:
         """Restarts buffers from the weights. The optimiser of the weights keeps its state."""
         for name in names:
@@ -241,6 +248,9 @@ class CentralExecutor(ServerExecutor):
 
     def _rule_of(self, job: Job, plan: Plan, weights: torch.Tensor) -> UpdateRule:
         return outer_rule(job, plan, weights)
+
+    def _adopt(self, state: CarriedState) -> None:
+        self._rule.take_over_names(state.outer)
 
     def update(self, action: Update) -> Updated:
         replica, weights = self.buffer(action.gradient).vector, self.buffer(action.weights).vector
