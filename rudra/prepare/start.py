@@ -148,7 +148,7 @@ def _found(job: Job, asked: StartRequest) -> StartDecision:
     if own is not None:
         begin = _resumed(begin, state, found, force=asked.force)
     else:
-        begin = _branched(begin._replace(rows=asked.rows), state, found)
+        begin = _branched(begin._replace(rows=asked.rows), state, found, job)
     return begin if begin.finished else _checked(begin, state, job.with_(**begin.decided))
 
 
@@ -196,7 +196,7 @@ def _resumed(begin: StartDecision, state: SavedState, found: JobComparison, *, f
     )
 
 
-def _branched(begin: StartDecision, state: SavedState, found: JobComparison) -> StartDecision:
+def _branched(begin: StartDecision, state: SavedState, found: JobComparison, job: Job) -> StartDecision:
     """Returns the decision to begin with another run's complete checkpoint."""
     origin, position = state.path, state.position
     results = checkpoint.results_of(origin)
@@ -216,12 +216,14 @@ def _branched(begin: StartDecision, state: SavedState, found: JobComparison) -> 
     if found.still_different:
         key, then, _ = found.still_different[0]
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {key} was {then}"
-    tables = completed(state.job)
+    tables, decided = completed(state.job), found.decided
+    if other and bool(tables["placement"]["cut"]) != bool(job.placement.cut):  # layers move, perhaps by a rule
+        decided = {"cluster": decided["cluster"]}
     old = any(name.startswith(REPLICA) for name in state.names) or tables["protocol"]["name"] == "easgd"
     return begin._replace(
         checkpoint=origin,
         position=position,
-        decided=found.decided,
+        decided=decided,
         replanned=other,
         branched=True,
         averages=bool(state.attributes.get("averages", old)),  # missing in older checkpoints

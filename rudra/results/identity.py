@@ -124,13 +124,12 @@ def compare(then: Tables, now: Tables) -> JobComparison:
 
 def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
     as_many = now["cluster"]["learners"] in (None, ran["cluster"]["learners"])
-    as_placed = bool(now["placement"]["cut"]) == bool(ran["placement"]["cut"])
     keys = ["threads_per_rank", *(["learners"] if as_many else [])]
     keys += [key for key in ("device", "shares") if now["cluster"][key] == "auto" and (as_many or key == "device")]
     found = {"cluster": {key: ran["cluster"][key] for key in keys}}
-    if now["placement"]["cut"] in PLACEMENT_RULES and as_placed:
+    if now["placement"]["cut"] in PLACEMENT_RULES:
         found["placement"] = {"cut": ran["placement"]["cut"]}
-    if now["training"]["gradients"] == "auto" and as_placed:
+    if now["training"]["gradients"] == "auto":
         found["training"] = {"gradients": ran["training"]["gradients"]}
     return found
 
