@@ -18,7 +18,7 @@ from rudra.results.reader import Results, check_output, open_results
 from rudra.results.writer import checked_name, default_outputs, remove_if_empty
 
 ProgressMode = Literal["bar", "lines", "quiet"]
-Carry = Literal["weights", "all"]
+Carry = Literal["weights", "state", "all"]
 
 
 def run(
@@ -47,8 +47,8 @@ def run(
             up to the checkpoint.
         from_: checkpoint or result file of another run that provides the initial state.
         carry: state to take from `from_`. `"weights"`: only the weights, as with `training.warm_start`. `"all"`:
-            weights, optimiser state, epochs, samples and the recorded rows. The model, data, learners and optimiser of
-            the checkpoint must fit.
+            weights, optimiser state, epochs, samples and the recorded rows. `"state"`: all of these, but no rows. The
+            model, data and optimiser of the checkpoint must fit. Protocol, topology and learners may differ.
         progress: `"bar"`, `"lines"` or `"quiet"`. None: a bar on a terminal, and plain lines elsewhere.
         verbose: whether to show the output of mpirun and MPI, if `run` started mpirun and the run failed.
 
@@ -66,16 +66,7 @@ def run(
     from rudra.mpi.launch import world_size  # imported late, because it makes MPI wait for an explicit start
 
     shown = _progress(progress)
-    if carry not in get_args(Carry):
-        raise ConfigError(f"carry = {carry!r}; valid: {', '.join(get_args(Carry))}")
-    origin = None if from_ is None else Path(from_)
-    asked = StartRequest(
-        None if output is None else Path(output),
-        resume if isinstance(resume, bool) else Path(resume),
-        force,
-        origin=origin if carry == "all" else None,
-        weights=origin if carry == "weights" else None,
-    )
+    asked = _asked(output, force, from_, carry, resume=resume if isinstance(resume, bool) else Path(resume))
     if world_size() is None:
         code, path = _launched(job, asked, shown, verbose=verbose)
     else:
@@ -88,6 +79,17 @@ def run(
     if code:
         raise RanksFailed(job.name, code)
     return open_results(path)
+
+
+def _asked(
+    output: str | Path | None, force: bool, from_: str | Path | None, carry: Carry, *, resume: bool | Path = False
+) -> StartRequest:
+    if carry not in get_args(Carry):
+        raise ConfigError(f"carry = {carry!r}; valid: {', '.join(get_args(Carry))}")
+    origin = None if from_ is None else Path(from_)
+    weights = origin if carry == "weights" else None
+    given = None if output is None else Path(output)
+    return StartRequest(given, resume, force, None if weights else origin, carry != "state", weights)
 
 
 def _launched(written: Job, asked: StartRequest, progress: dict[str, Any], *, verbose: bool) -> tuple[int, Path]:
@@ -127,7 +129,13 @@ def _launched(written: Job, asked: StartRequest, progress: dict[str, Any], *, ve
 
 
 def simulate(
-    job: Job, *, output: str | Path | None = None, force: bool = False, progress: ProgressMode | None = None
+    job: Job,
+    *,
+    output: str | Path | None = None,
+    force: bool = False,
+    from_: str | Path | None = None,
+    carry: Carry = "weights",
+    progress: ProgressMode | None = None,
 ) -> Results:
     """Trains a job in this process and in virtual time, and returns when the simulation has ended.
 
@@ -138,6 +146,8 @@ def simulate(
         job: job to simulate. Any number of learners fits into one process.
         output: path of the result file, which ends in `.h5`. None: a new name made of the job's name and the time.
         force: whether to replace an existing file.
+        from_: checkpoint or result file of another run or simulation that provides the initial state.
+        carry: state to take from `from_`, as for `run`.
         progress: `"bar"`, `"lines"` or `"quiet"`. None: a bar on a terminal, and plain lines elsewhere.
 
     Returns:
@@ -151,17 +161,25 @@ def simulate(
     """
     with default_outputs(job.name) as name:
         path = name() if output is None else checked_name(Path(output))
-        _simulate(job, path, force or output is None, _progress(progress))
+        asked = _asked(path, force or output is None, from_, carry)
+        _simulate(job, asked._replace(temporary=output is None), _progress(progress))
     return open_results(path)
 
 
-def _simulate(written: Job, path: Path, force: bool, progress: dict[str, Any]) -> None:
-    """Simulates a job and writes its result file. `force` replaces an existing file."""
+def _simulate(written: Job, asked: StartRequest, progress: dict[str, Any]) -> None:
+    """Simulates a job and writes its result file."""
     from rudra.compute.devices import virtual_kind
     from rudra.simulation.recorded import simulate
 
-    check_output(path, force)
+    assert asked.output is not None
+    check_output(asked.output, asked.force)
     measured, job = cost_files.source(written), cost_files.load(written)
+    if (origin := asked.origin or asked.weights) is not None and not job.simulation.tensors:
+        raise ConfigError(f"--from {origin}: [simulation] tensors = false has no weights; use tensors = true")
+    start = decide(job, asked)
+    if start.text and progress["mode"] != "quiet":
+        log.info(start.text)
+    job = job.with_(**start.decided) if start.decided else job
     if job.simulation.tensors:
         device = virtual_kind(job.cluster.device, window=job.hogbatch.shares_weights)
     elif job.hooks:
@@ -169,7 +187,7 @@ def _simulate(written: Job, path: Path, force: bool, progress: dict[str, Any]) -
     else:
         job, device = job.without_tests(), "cpu"
     resolved = resolve_virtual(job, device=device, cores=cores())
-    simulate(resolved, path, overwrite=force, measured=measured, progress=progress)
+    simulate(resolved, start, measured=measured, progress=progress)
 
 
 def _wait_for_results(path: Path, at_most_s: float = 2.0) -> None:

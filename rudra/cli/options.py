@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rudra.errors import ConfigError
 
@@ -39,6 +39,30 @@ def job_options(parser: argparse.ArgumentParser, *, runs: bool, or_results: bool
 
 def force_option(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--force", action="store_true", help=f"replace {what} if it exists")
+
+
+def from_options(parser: argparse.ArgumentParser) -> None:
+    """Adds options for a start from another run."""
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        type=Path,
+        metavar="FILE.ckpt|FILE.h5",
+        help="start with the weights of another run, or with its whole checkpoint",
+    )
+    parser.add_argument(
+        "--carry",
+        choices=("weights", "state", "all"),
+        help="what to start with: weights (default), state (also optimiser state, epochs and samples), "
+        "or all (also the recorded rows)",
+    )
+
+
+def origin_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the keyword arguments for a start from another run."""
+    if arguments.carry is not None and arguments.origin is None:
+        raise ConfigError("--carry is only for a start from another run; also give --from FILE.ckpt")
+    return {"from_": arguments.origin, "carry": arguments.carry or "weights"}
 
 
 def log_option(parser: argparse.ArgumentParser) -> None:

@@ -2,11 +2,9 @@
 
 import argparse
 from functools import partial
-from pathlib import Path
 
 from rudra.cli.finish import report
-from rudra.cli.options import job_options, verbose_option
-from rudra.errors import ConfigError
+from rudra.cli.options import from_options, job_options, origin_of, verbose_option
 
 SUMMARY = "train a job on MPI ranks"
 
@@ -36,25 +34,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.h5|FILE.ckpt",
         help="continue from the checkpoint of this run; without a file, from the checkpoint of --output, if it exists",
     )
-    parser.add_argument(
-        "--from",
-        dest="origin",
-        type=Path,
-        metavar="FILE.ckpt|FILE.h5",
-        help="start with the weights of another run, or with its whole checkpoint",
-    )
-    parser.add_argument(
-        "--carry",
-        choices=("weights", "all"),
-        help="what to start with: weights (default), or all (also optimiser state, epochs and samples)",
-    )
+    from_options(parser)
     verbose_option(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     import rudra
 
-    if arguments.carry is not None and arguments.origin is None:
-        raise ConfigError("--carry is only for a start from another run; also give --from FILE.ckpt")
-    begin = {"resume": arguments.resume, "from_": arguments.origin, "carry": arguments.carry or "weights"}
+    begin = {"resume": arguments.resume, **origin_of(arguments)}
     return report(arguments, partial(rudra.run, **begin, verbose=arguments.verbose))

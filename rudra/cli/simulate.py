@@ -1,9 +1,10 @@
 """`rudra simulate`."""
 
 import argparse
+from functools import partial
 
 from rudra.cli.finish import report
-from rudra.cli.options import job_options
+from rudra.cli.options import from_options, job_options, origin_of
 
 SUMMARY = "run a job in one process, in virtual time"
 
@@ -15,15 +16,17 @@ on this machine, for this model. The same job always gives bitwise identical res
 EXAMPLES = {
     "rudra simulate digits --learners 30 --output many.h5": "see what 30 learners would do",
     "rudra simulate digits --set training.epochs=1": "try a job quickly, without MPI",
+    "rudra simulate digits --from soft-3.ckpt --carry state": "continue a run from the end of its epoch 3",
     "rudra simulate digits --set simulation.slowdown.0=4 --output slow.h5": "make learner 0 four times slower",
 }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_options(parser, runs=True)
+    from_options(parser)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     import rudra
 
-    return report(arguments, rudra.simulate)
+    return report(arguments, partial(rudra.simulate, **origin_of(arguments)))

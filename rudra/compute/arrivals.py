@@ -66,7 +66,7 @@ class Arrivals:
         """
         arrived = max(1, len(self._here) - self._before)
         left_s = (len(self._places) - len(self._here)) * (time.monotonic() - self._since) / arrived
-        return left_s > 4 * self._size / COPIED_BYTES_S + tensors * TENSOR_S
+        return bool(left_s > 4 * self._size / COPIED_BYTES_S + tensors * TENSOR_S)
 
     def add(self, number: int) -> None:
         """Notes that a part has arrived. Any thread may call this."""

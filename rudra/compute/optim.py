@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any
 from rudra.compute.optimizers import check_own, optimizer_of
 from rudra.compute.runs import CACHE_LINE, REST, around, kernel_parts, runs_of
 from rudra.compute.sliced_steps import SlicedSteps
+from rudra.core.state_names import STEP, VELOCITY
 from rudra.errors import ConfigError
 from rudra.job.tables import OPTIMIZERS, OptimizerTable
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from rudra.compute.rows import RowFormat, RowGradient
     from rudra.core.layout import Entry
@@ -225,7 +228,7 @@ class UpdateRule:
         for group in self.optimizer.param_groups:
             if self._sgd and group["dampening"] == 0 and group["momentum"] > 0:
                 for parameter in group["params"]:
-                    self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                    self.optimizer.state[parameter][VELOCITY] = torch.zeros_like(parameter)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns the state tensors of the optimiser by names that identify their parts of the weights."""
@@ -237,6 +240,32 @@ class UpdateRule:
                 if isinstance(value, torch.Tensor):
                     found[f"{key}.{number}"] = value
         return found
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether this is SGD with momentum."""
+        return self._sgd and bool(self.optimizer.defaults["momentum"])
+
+    def take_over(self, state: Mapping[str, torch.Tensor], first: int = 0) -> None:
+        """Takes over state that is given for a whole model, as far as this optimiser has a place for it.
+
+        Args:
+            state: Key -> a value for each parameter element of the model, or one value for all.
+            first: Element of the model's vector where this rule's layout begins.
+        """
+        for parameter, whole, inside in self._numbered.values():
+            for key, value in state.items():
+                if key != VELOCITY or self.has_momentum:
+                    own = value[first + whole.start : first + whole.stop][inside] if value.dim() else value
+                    self.optimizer.state[parameter][key] = own.to(parameter.device, copy=True)
+
+    def take_over_names(self, state: Mapping[str, NDArray[np.float32]]) -> None:
+        """Takes over the momentum in a state with the names of `state`, if this is SGD with momentum."""
+        import torch
+
+        if self.has_momentum:
+            velocity = {name: value for name, value in state.items() if name.startswith(f"{VELOCITY}.")}
+            self.restore({name: torch.from_numpy(value) for name, value in velocity.items()})
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over the state of all weights that `state` returned in any process, even if the rule owns only a part.
@@ -253,7 +282,7 @@ class UpdateRule:
             parameter, whole, inside = self._numbered[int(number)]
             if value.numel() not in {1, whole.stop - whole.start}:
                 raise ValueError(f"optimiser state {name} does not fit")
-            single = value.numel() == 1 and (key == "step" or whole.stop - whole.start > 1)
+            single = value.numel() == 1 and (key == STEP or whole.stop - whole.start > 1)
             own = value.reshape(()) if single else value.reshape(-1)[inside]
             self.optimizer.state[parameter][key] = own.clone()
 
@@ -263,3 +292,9 @@ class UpdateRule:
 
         values = (value for state in self.optimizer.state.values() for value in state.values())
         return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def numbered_parts(table: OptimizerTable, layout: Sequence[Entry]) -> list[slice]:
+    """Returns the part of a model's parameters that each number in the names of `UpdateRule.state` stands for."""
+    runs = runs_of(table.groups, layout)
+    return [part for parts in kernel_parts(runs, CACHE_LINE if table.name == "sgd" else 1).values() for part in parts]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
+from rudra.compute.carried import CarriedState
 from rudra.compute.correcting import PREFIX, Corrector
 from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
@@ -27,6 +28,7 @@ from rudra.core.digest import sample, sha256
 from rudra.core.events import NormsComputed, Updated
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import Message, MessageKind
+from rudra.core.state_names import OPTIMIZER
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
 from topologies import Plan
@@ -187,7 +189,7 @@ class OwnerExecutor(Executor):
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         """Returns all tensors for a checkpoint, without tensors of other roles if `alone`."""
-        state = {f"optimizer.{name}": value for name, value in self._rule.state().items()}
+        state = {OPTIMIZER + name: value for name, value in self._rule.state().items()}
         if self.corrector is not None:
             state |= self.corrector.state()
         kept = (WEIGHTS, AVERAGE) if self._averages else (WEIGHTS,)
@@ -232,7 +234,7 @@ class OwnerExecutor(Executor):
             corrections = {name: found.pop(name) for name in [*found] if name.startswith(PREFIX)}
             if self.corrector is not None:
                 self.corrector.restore(corrections)
-            self._rule.restore({name.removeprefix("optimizer."): tensor for name, tensor in found.items()})
+            self._rule.restore({name.removeprefix(OPTIMIZER): tensor for name, tensor in found.items()})
         except ValueError as error:
             raise CheckpointError(f"the checkpoint does not fit: {error}") from None
         buffer = self.renew(WEIGHTS)
@@ -275,6 +277,19 @@ class OwnerExecutor(Executor):
         whole = slice(0, self.parameters)
         pulled = self.buffer(action.pulled).vector[whole] if action.pulled else None
         self.corrector.correct(vector[whole], self.buffer(action.weights).vector[whole], pulled, action)
+
+    def begin_with(self, state: CarriedState) -> None:
+        """Takes over the state of a checkpoint of another family. Call it after `prepare`.
+
+        Raises:
+            CheckpointError: The weights do not match this model.
+        """
+        OwnerExecutor.restore(self, {WEIGHTS: state.weights})
+        self._adopt(state)
+
+    def _adopt(self, state: CarriedState) -> None:
+        """Takes over the optimiser's state."""
+        self._rule.take_over(state.steps)
 
     @performs(Update)
     def update(self, action: Update) -> Updated:

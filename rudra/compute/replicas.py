@@ -11,6 +11,7 @@ from msgspec import structs
 
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
+from rudra.compute.carried import CarriedState
 from rudra.compute.correcting import PREFIX
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
@@ -189,6 +190,12 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         self.buffer(REPLICA).version += 1
         return True
 
+    def _adopt(self, state: CarriedState) -> None:
+        """Begins with a replica equal to the weights, and with the momentum of the role that stepped before."""
+        self._rule.take_over_names(state.outer)
+        self._begin_anew(*self._own)
+        self._inner.take_over(state.steps)
+
     def _begin_anew(self, *names: str) -> None:
         """Restarts buffers from the weights. The optimiser of the weights keeps its state."""
         for name in names:
@@ -312,6 +319,9 @@ class CentralExecutor(ServerExecutor):
 
     def correct(self, action: Correct) -> None:
         self._correction = action
+
+    def _adopt(self, state: CarriedState) -> None:
+        self._rule.take_over_names(state.outer)
 
     def update(self, action: Update) -> Updated:
         replica, weights = self.buffer(action.gradient).vector, self.buffer(action.weights).vector

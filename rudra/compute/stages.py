@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rudra.compute import parts
 from rudra.compute.averaging import average
 from rudra.compute.buffers import buffers_of
+from rudra.compute.carried import CarriedState
 from rudra.compute.cuts import chain
 from rudra.compute.executor import performs
 from rudra.compute.flat import FlatModel
@@ -33,6 +34,7 @@ from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, AVERAGE, W
 from rudra.core.digest import sha256
 from rudra.core.events import ActivationsReady, Computed, Hashed
 from rudra.core.layout import Entry, Part, Placed
+from rudra.core.state_names import BACK
 from rudra.core.work import portion
 from rudra.data.load import DataInfo
 from rudra.data.samples import Samples
@@ -42,9 +44,6 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 from topologies import Plan
-
-BACK = "back."
-"""Prefix of the names of state that the owner of the last layers adds to its weights in a checkpoint."""
 
 
 class ModelCut(NamedTuple):
@@ -204,6 +203,9 @@ class PieceExecutor(OwnerExecutor):
 
     def _momentum(self, job: Job, plan: Plan) -> float:
         return job.explicit_momentum(plan)
+
+    def _adopt(self, state: CarriedState) -> None:
+        self._rule.take_over(state.steps, self._side.stretches[0].start)
 
     def _take_part(self, weights: torch.Tensor) -> None:
         super()._take_part(weights)

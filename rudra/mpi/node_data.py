@@ -2,16 +2,15 @@
 
 from mpi4py import MPI
 
-from rudra.data.fingerprint import REPEATABLE, Fingerprint, fingerprints, from_plain, plain, unrepeatable
+from rudra.data.fingerprint import REPEATABLE, Fingerprint, fingerprints, plain, unrepeatable
 from rudra.data.load import Data, load
-from rudra.errors import CheckpointError, DataError
+from rudra.errors import DataError
 from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.node_memory import share
+from rudra.prepare.begin import SAME_DATA, check_data
 from rudra.prepare.start import StartDecision
-
-_SAME = "valid: the same order in every process, not the order of a set of texts or of an unsorted directory"
 
 
 class NodeData:
@@ -80,12 +79,9 @@ class NodeData:
                 other, theirs = first.setdefault(split, (who, mine))
                 if what := mine.difference(theirs):
                     text = f"[data] the {split} set of the {who} differs from the same set of the {other}: {what}"
-                    raise DataError(f"{text}; {_SAME}")
+                    raise DataError(f"{text}; {SAME_DATA}")
         self.prints = {split: found for split, (_, found) in first.items()}
-        for split, then in from_plain(start.fingerprints).items():
-            if split in self.prints and (what := self.prints[split].difference(then)):
-                text = f"{start.checkpoint}: [data] the {split} set has changed since: {what}"
-                raise CheckpointError(f"{text}; {_SAME}")
+        check_data(start, self.prints)
         self.unrepeatable = unrepeatable(self.prints)
         if self.unrepeatable and warns:
             log.warning(f"{self.unrepeatable}: {REPEATABLE}")

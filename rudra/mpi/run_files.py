@@ -3,8 +3,8 @@
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from mpi4py import MPI
@@ -15,24 +15,19 @@ from rudra.core.buffer_names import WEIGHTS
 from rudra.core.training_state import TrainingState
 from rudra.data.load import DataInfo
 from rudra.errors import CheckpointError
-from rudra.job.job import Job
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.node_data import NodeData
+from rudra.prepare.begin import first_rows, recall
 from rudra.prepare.resolve import ResolvedJob
 from rudra.prepare.start import StartDecision
 from rudra.results import checkpoint
-from rudra.results.carry import Carried, carried, moved
+from rudra.results.carry import Carried
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
-from rudra.results.reader import open_results
-from rudra.results.recorder import Recorder, arithmetic, make_writer, python_objects
-from rudra.results.summary import tests
-from rudra.results.warm_start import shapes
+from rudra.results.recorder import Recorder, about_checkpoint, arithmetic, make_writer
 from rudra.results.writer import ResultsWriter, Status
 from rudra.roles import Machine
-from rudra.roles.statistics import StatisticsServer
 from rudra.trust import signed
-from topologies import Plan
 
 SEEN_S = 60.0
 """Time that a file system may take to show a replaced file to other ranks."""
@@ -88,13 +83,8 @@ class RunFiles:
         own_signature = signed(job, self._start.run) if statistics is not None else None
         signature: dict[str, str] = comm.bcast(own_signature, source)  # so that only one rank needs a key
         if comm.rank == server:
-            about: dict[str, Any] = {
-                "python_objects": ", ".join(python_objects(written)),
-                "layout": shapes(executors[plan.server].layout),
-                "temporary": self._start.temporary,
-                **signature,
-                "data_fingerprints": data.plain_prints,
-            }
+            layout, prints = executors[plan.server].layout, data.plain_prints
+            about = about_checkpoint(written, plan, layout, signature, prints, self._start.temporary)
             self.checkpoints = CheckpointWriter(checkpoint.path_of(self._start.output), job, about)
         hosts: list[str] = comm.allgather(socket.gethostname())
         kinds: list[dict[str, str]] = comm.allgather(arithmetic())
@@ -103,24 +93,11 @@ class RunFiles:
         machines = {name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]}
         why = {"replayable": False, "not_replayable": data.unrepeatable} if data.unrepeatable else {}
         found = {"hosts": hosts, **machines, **buckets, "data_fingerprints": json.dumps(data.plain_prints), **why}
-        with self._carried(statistics, written, plan) as before:
+        recall(self._start, statistics)
+        with first_rows(self._start, written, plan) as before:
             self._create(resolved, executors[plan.statistics], info, before, digest, signature, found)
         self._before = None if before is None else before.learners
         self.progress = Progress(written, info.training_samples, begun=self._start.position.samples, **progress)
-
-    @contextmanager
-    def _carried(self, statistics: Machine, job: Job, plan: Plan) -> Iterator[Carried | None]:
-        """Yields earlier data of the run that this result file continues, and also updates the statistics server."""
-        start = self._start
-        if start.checkpoint is None:
-            yield None
-            return
-        with open_results(checkpoint.results_of(start.checkpoint)) as results:
-            assert isinstance(statistics, StatisticsServer)
-            found = tests(results, statistics.split, start.position.epoch)
-            statistics.recall(found, results.kept_epochs)
-            why = start.replanned or moved(results.plan(), job, plan)
-            yield carried(results, start.position, why, start.branched)
 
     def _create(
         self,

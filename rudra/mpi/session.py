@@ -36,7 +36,7 @@ from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
 from rudra.results.identity import finished
 from rudra.results.writer import remove_if_empty
-from rudra.roles.checkpoint_cycle import name_of
+from rudra.roles.checkpoint_cycle import final_name
 from rudra.roles.ledger import Owner
 
 T = TypeVar("T")
@@ -264,18 +264,10 @@ class _Session:
         owner = self._setup.machines[self._plan.server]
         assert isinstance(owner, Owner)
         try:
-            if wanted:  # the previous checkpoint counts until the new one is complete
-                position, keep = owner.ledger.last_position, results.kept_interval
-                name = "" if keep is None else name_of(keep, position.epoch - 1, position.epoch, position.timestamp)
-                state = joined(found)
-                try:
-                    checkpoints.save(position, state)
-                except OSError:  # it may fit after the earlier ones are deleted
-                    checkpoints.discard()
-                    checkpoints.save(position, state)
-                checkpoints.commit(name)
-                checkpoints.discard_previous()
-            if not leaves:
+            if wanted:
+                position = owner.ledger.last_position
+                checkpoints.finish(position, joined(found), final_name(results.kept_interval, position), leaves=leaves)
+            elif not leaves:
                 checkpoints.discard()
         except OSError as error:
             log.warning(

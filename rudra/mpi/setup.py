@@ -26,7 +26,7 @@ from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
-from rudra.errors import CheckpointError, ConfigError
+from rudra.errors import ConfigError
 from rudra.log import log
 from rudra.mpi.arena import Arena
 from rudra.mpi.job_ranks import JobRanks
@@ -37,10 +37,10 @@ from rudra.mpi.run_files import RunFiles
 from rudra.mpi.shared_window import share_window
 from rudra.mpi.speed_test import Trial
 from rudra.mpi.tensor_traffic import GENERATIONS
+from rudra.prepare.begin import first_position, restore, say_lost
 from rudra.prepare.phases import phases_of
 from rudra.prepare.resolve import ResolvedJob, settle
 from rudra.prepare.start import StartDecision
-from rudra.results import checkpoint
 from rudra.results.recorder import about_buckets
 from rudra.results.warm_start import final_weights
 from rudra.roles import Machine, make_in_phase
@@ -180,7 +180,8 @@ class RankSetup:
         self._info: DataInfo = self._ranks.comm.bcast(None if data is None else data.info, source)
         self.job.check_samples(self._info.training_samples)
         self.phases = phases_of(self.job, self.plan, self._info.training_samples)
-        self.machines = {i: self._machine(i, self.plan, self._start.position) for i in self.roles}
+        position = first_position(self._start, self.job, self.plan)
+        self.machines = {i: self._machine(i, self.plan, position) for i in self.roles}
         self._near = self.job.cluster.node_memory and self._node.size > 1
         if not self.roles:
             return
@@ -255,13 +256,9 @@ class RankSetup:
             if self._near and overlaps:
                 executor.reserve(GENERATIONS - 1)
             executor.reserve(held(self.job, self.plan, node, role, executor.size, executor.parameters, self.auto))
-            if self._start.checkpoint is not None and isinstance(executor, OwnerExecutor):
-                state, tensors = checkpoint.read(self._start.checkpoint)
-                if state.position != self._start.position:
-                    raise CheckpointError(
-                        f"{state.path}: changed while this run started: is another run still writing it?"
-                    )
-                executor.restore(tensors)
+        restore(self.executors.values(), self._start, self.job, self.plan)
+        if self.keeps_results:
+            say_lost(self._start, self.job, self.plan)
 
     def _meet_neighbours(self) -> None:
         """Maps the buffers of other ranks of this node, and lets them map this rank's buffers."""

@@ -9,7 +9,16 @@ from rudra.job.jobfiles import parsed
 from rudra.prepare.start import is_over, onwards
 from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
-from rudra.results.identity import LENGTH, RESUME_MAY_CHANGE, compare, finished, read_own, source, tables_of
+from rudra.results.identity import (
+    LENGTH,
+    RESUME_MAY_CHANGE,
+    check_ranks_ran,
+    compare,
+    finished,
+    read_own,
+    source,
+    tables_of,
+)
 from rudra.results.reader import open_results
 from rudra.trust import admit
 
@@ -34,10 +43,11 @@ def resumable(given: Path, overrides: Sequence[str] = (), *, trust: bool = False
     if given != path and not path.exists() and finished(given):
         with open_results(given) as results:
             simulated = results.attributes["driver"] == "simulation"
-        why = "a simulation leaves none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
+        why = "its job wanted none" if simulated else "it was removed, or results.checkpoint_every = 'never'"
         why += "" if simulated else "; a run without --output removes its own"
         raise ConfigError(f"{given}: is finished and has no checkpoint ({why}); use training.warm_start")
     state = read_own(path)
+    check_ranks_ran(path)
     job = job_of(state, overrides, trust=trust)
     found = compare(state.job, tables_of(job))
     valid = f"use {', '.join((*LENGTH, *RESUME_MAY_CHANGE))}, or the tables fault_tolerance and results"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protocols import restored
+from rudra.core.buffer_names import REPLICA
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import CheckpointError, ConfigError
 from rudra.files import check_output
@@ -14,7 +15,9 @@ from rudra.results import checkpoint
 from rudra.results.checkpoint import SavedState
 from rudra.results.identity import (
     JobComparison,
+    check_ranks_ran,
     compare,
+    completed,
     decisive,
     finished,
     read_own,
@@ -42,6 +45,7 @@ class StartRequest(NamedTuple):
             none.
         force: Whether an existing result file may be replaced.
         origin: Checkpoint of another run whose complete state this run begins with, unless it is resumed.
+        rows: Whether this run also begins with the recorded rows of `origin`.
         weights: Checkpoint or result file of another run whose weights this run begins with.
         temporary: Whether Rudra chose `output`, as if it were None.
     """
@@ -50,6 +54,7 @@ class StartRequest(NamedTuple):
     resume: Path | bool = False
     force: bool = False
     origin: Path | None = None
+    rows: bool = True
     weights: Path | None = None
     temporary: bool = False
 
@@ -65,7 +70,12 @@ class StartDecision(NamedTuple):
         overwrite: Whether the result file may be replaced.
         finished: Whether the run is already finished.
         replanned: Differences between the past learning rates and the schedule of this job. Empty: there are none.
-        branched: Whether the checkpoint belongs to another run, whose rows up to the checkpoint this run copies.
+        branched: Whether the checkpoint belongs to another run.
+        rows: Whether this run begins with the rows that were recorded up to the checkpoint.
+        averages: Whether the checkpoint belongs to a run that averages replicas.
+        cut: Layer where the model of the checkpoint's run was cut, or None.
+        names: Names of the checkpoint's tensors, if it belongs to another run.
+        keeps_protocol: Whether the protocol accepts its state from the checkpoint.
         text: Text for the user.
         run: Identity of the run.
         temporary: Whether the user gave no name for the result file, so that the last checkpoint is removed at the end.
@@ -80,6 +90,11 @@ class StartDecision(NamedTuple):
     finished: bool = False
     replanned: str = ""
     branched: bool = False
+    rows: bool = True
+    averages: bool = False
+    cut: Any = None
+    names: tuple[str, ...] = ()
+    keeps_protocol: bool = True
     text: str = ""
     run: str = ""
     temporary: bool = False
@@ -130,7 +145,10 @@ def _found(job: Job, asked: StartRequest) -> StartDecision:
         )
     state = read_own(path)
     found = compare(state.job, tables)
-    begin = _branched(begin, state, found) if own is None else _resumed(begin, state, found, force=asked.force)
+    if own is not None:
+        begin = _resumed(begin, state, found, force=asked.force)
+    else:
+        begin = _branched(begin._replace(rows=asked.rows), state, found, job)
     return begin if begin.finished else _checked(begin, state, job.with_(**begin.decided))
 
 
@@ -158,6 +176,7 @@ def _nothing_left(begin: StartDecision) -> StartDecision:
 def _resumed(begin: StartDecision, state: SavedState, found: JobComparison, *, force: bool) -> StartDecision:
     """Returns the decision to resume the run from its own checkpoint."""
     path, position = state.path, state.position
+    check_ranks_ran(path)
     same = begin.output == checkpoint.results_of(path)
     check_same(state, found)
     if is_over(state, found):
@@ -177,12 +196,12 @@ def _resumed(begin: StartDecision, state: SavedState, found: JobComparison, *, f
     )
 
 
-def _branched(begin: StartDecision, state: SavedState, found: JobComparison) -> StartDecision:
+def _branched(begin: StartDecision, state: SavedState, found: JobComparison, job: Job) -> StartDecision:
     """Returns the decision to begin with another run's complete checkpoint."""
     origin, position = state.path, state.position
     results = checkpoint.results_of(origin)
-    if not results.is_file():
-        raise CheckpointError(f"{origin}: its result file {results} is missing; restore it, or use --carry weights")
+    if begin.rows and not results.is_file():
+        raise CheckpointError(f"{origin}: its result file {results} is missing; restore it, or use --carry state")
     if results.resolve() == begin.output.resolve():
         raise ConfigError(f"--from {origin}: belongs to {begin.output} itself; use another --output, or rudra resume")
     if begin.output != UNNAMED:
@@ -197,12 +216,19 @@ def _branched(begin: StartDecision, state: SavedState, found: JobComparison) -> 
     if found.still_different:
         key, then, _ = found.still_different[0]
         other = f"up to update {position.timestamp} it is {origin.name} of another job, of which {key} was {then}"
+    tables, decided = completed(state.job), found.decided
+    if other and bool(tables["placement"]["cut"]) != bool(job.placement.cut):  # layers move, perhaps by a rule
+        decided = {"cluster": decided["cluster"]}
+    old = any(name.startswith(REPLICA) for name in state.names) or tables["protocol"]["name"] == "easgd"
     return begin._replace(
         checkpoint=origin,
         position=position,
-        decided=found.decided,
+        decided=decided,
         replanned=other,
         branched=True,
+        averages=bool(state.attributes.get("averages", old)),  # missing in older checkpoints
+        cut=tables["placement"]["cut"],
+        names=state.names,
         text=f"begins with {origin}: update {position.timestamp}, epoch {position.epoch + 1}",
         fingerprints=state.attributes.get("data_fingerprints", {}),
     )
@@ -229,8 +255,15 @@ def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision
         try:
             restored(now.make_protocol(), position.protocol_state)
         except ValueError as error:
+            if begin.branched:
+                return begin._replace(keeps_protocol=False)
             raise CheckpointError(f"{begin.checkpoint}: protocol {position.protocol}: {error}") from None
-    if begin.replanned or epochs == job.training.epochs or job.optimizer.schedule in ("step", "plateau"):
+    if (
+        not begin.rows
+        or begin.replanned
+        or epochs == job.training.epochs
+        or job.optimizer.schedule in ("step", "plateau")
+    ):
         return begin
     from rudra.prepare.phases import replanned  # and torch, which a process that starts ranks does without
 

@@ -105,7 +105,7 @@ def summary(study: Study) -> ReportTable:
 def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
     """Returns head -> value, in the order of the columns. A phone shows the first columns."""
     s = run.summary or defaultdict[str, Any](lambda: None)
-    planned = s["planned_epochs"]
+    planned, last = s["planned_epochs"], s["epochs"] and s["epochs"] + s["earlier_epochs"]
     return {
         "run": run.label,
         "test error (%)": run.error,
@@ -118,7 +118,7 @@ def _summary_row(run: Run, clock: str, target: str) -> dict[str, Any]:
         "μ": run.minibatch_size if run.known else None,
         "λ": run.learners if run.known else None,
         "learning rate": run.effective_rate,
-        "epochs": s["epochs"] if planned in (None, s["epochs"]) else f"{s['epochs']} of {planned}",
+        "epochs": last if planned in (None, last) else f"{last} of {planned}",
         "samples/s": s["samples_per_s"],
         "a step sends (MB)": run.attributes["step_bytes"] / 1e6 if run.attributes.get("step_bytes") else None,
         "overlap (%)": None if s["overlap"] is None else 100 * s["overlap"],

@@ -103,7 +103,11 @@ class Watched:
             status = f"running, but silent for {duration(silent_s)}: a long step, or it was killed"
         planned = attributes.get("epochs") or self._results.job.get("training", {}).get("epochs")
         done = float(self._staleness[0][-1]) if len(self._staleness[0]) else 0.0
-        facts = [f"epoch {len(epochs)} of {planned}", f"{self._seen['updates']:,} updates", duration(done)]
+        facts = [
+            f"epoch {epochs['epoch'][-1] if len(epochs) else 0} of {planned}",
+            f"{self._seen['updates']:,} updates",
+            duration(done),
+        ]
         if len(self._recent) > 1 and self._recent[-1][0] > self._recent[0][0]:
             (before_s, before), (after_s, after) = self._recent[0], self._recent[-1]
             facts.append(f"{(after - before) / (after_s - before_s):,.0f} samples/s")

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,9 @@ from rudra.errors import ResultsError
 from rudra.job.job import Job
 from rudra.results.reader import Results
 from topologies import Plan
+
+BEGINS_AT = "begins_at"
+"""Attribute of a result file without the rows of earlier updates: number of these updates."""
 
 KEPT = ("initial_weights_sha256", "started")
 """Attributes of the result file that a restart keeps. If the first part cannot be replayed, neither can the whole
@@ -52,7 +56,37 @@ def moved(before: Plan, job: Job, plan: Plan) -> str:
     return "reduction = 'nodes', and the restart placed learners on other nodes"
 
 
-def carried(results: Results, position: TrainingState, replanned: str = "", branched: bool = False) -> Carried:
+def uncarried(position: TrainingState, learners: int, text: str) -> Carried:
+    """Returns the initial content of a result file that begins with another run's state, but has none of its rows.
+
+    Args:
+        position: Training state of the checkpoint.
+        learners: Number of learners of the run.
+        text: Description of the checkpoint.
+    """
+    why = f"its earlier updates are not in this file: it {text}"
+    attributes = {BEGINS_AT: position.timestamp, "replayable": False, "not_replayable": why}
+    return Carried({"events": [_event(b"branch", position, text)]}, (), attributes, np.zeros(learners, LEARNER))
+
+
+def started_with(position: TrainingState, path: Path, lost: str) -> str:
+    """Returns a text about the checkpoint that a run began with, and the state that it began without."""
+    return f"starts with update {position.timestamp} of {path.name}" + (f"; {lost}" if lost else "")
+
+
+def _event(kind: bytes, position: TrainingState, text: str) -> Rows:
+    about = (position.timestamp, position.applied, position.time_s, time.time())
+    return np.array([(kind, -1, 0, *about, text.encode()[:512])], EVENT)
+
+
+def carried(
+    results: Results,
+    position: TrainingState,
+    replanned: str = "",
+    branched: bool = False,
+    lost: str = "",
+    learners: int | None = None,
+) -> Carried:
     """Returns the rows of a run up to a checkpoint. They are read in pieces while the new file is written.
 
     Args:
@@ -60,31 +94,35 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         position: Training state of the checkpoint.
         replanned: Reason why the run cannot be replayed, or an empty string.
         branched: Whether another run continues from the rows.
+        lost: State of the checkpoint that the other run starts without, as text. Empty: none.
+        learners: Number of learners of the run that continues, by default as many as before.
 
     Raises:
         ResultsError: Rows are missing.
     """
     steps = np.array(position.steps)
-    learners = np.zeros(len(steps), LEARNER)
-    kept = dropped = 0
+    count = len(steps) if learners is None else learners
+    totals = np.zeros(max(len(steps), count), LEARNER)
+    before = int(results.attributes.get(BEGINS_AT, 0))
+    kept, dropped = before, 0
     for piece in results.pieces("updates"):
         later = int((piece["timestamp"] > position.timestamp).sum())
         kept, dropped = kept + len(piece) - later, dropped + later
     if kept != position.timestamp:
         raise ResultsError(
-            f"{results.path}: holds {kept} updates, but the checkpoint is of update {position.timestamp}"
+            f"{results.path}: holds {kept - before} updates, but the checkpoint is of update {position.timestamp}"
         )
 
     def minibatches() -> Iterator[Rows]:
         for piece in results.pieces("minibatches"):
             rows = piece[piece["step"] < steps[piece["learner"]]]
             for name in TIMES:
-                learners[name] += np.bincount(rows["learner"], rows[name], len(steps))
-            yield rows
+                totals[name] += np.bincount(rows["learner"], rows[name], len(totals))
+            yield rows[rows["learner"] < count]
 
     def gradients() -> Iterator[Rows]:
         for rows in upto("gradients", "update"):
-            learners["samples"] += np.bincount(rows["learner"], rows["samples"], len(steps)).astype(np.int64)
+            totals["samples"] += np.bincount(rows["learner"], rows["samples"], len(totals)).astype(np.int64)
             yield rows
 
     def upto(table: TableName, column: str = "timestamp", last: int = position.timestamp) -> Iterator[Rows]:
@@ -93,7 +131,7 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
 
     def stages() -> Iterator[Rows]:
         for piece in results.pieces("stages"):
-            yield piece[piece["step"] < steps[piece["learner"]]]
+            yield piece[(piece["step"] < steps[piece["learner"]]) & (piece["learner"] < count)]
 
     def events() -> Iterator[Rows]:
         lowered = 0  # rate drops, of which those after the checkpoint will be recorded again
@@ -105,12 +143,10 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         ended = {"running": "was killed", "finished": "was finished"}.get(state["status"], state["status"])
         ended += f": {state['reason']}" if state["reason"] else ""
         text = f"resumes from the checkpoint of update {position.timestamp}; {dropped} updates after it are repeated"
-        about = (position.timestamp, position.applied, position.time_s, time.time())
-        row = (b"restart", -1, 0, *about, f"{text}; it {ended}".encode()[:512])
-        if branched:
-            text = f"starts with update {position.timestamp} of {results.path.name}"
-            row = (b"branch", -1, 0, *about, text.encode()[:512])
-        yield np.array([row], EVENT)
+        if not branched:
+            yield _event(b"restart", position, f"{text}; it {ended}")
+        else:
+            yield _event(b"branch", position, started_with(position, results.path, lost))
 
     rows: dict[TableName, Iterable[Rows]] = {
         "gradients": gradients(),
@@ -119,12 +155,13 @@ def carried(results: Results, position: TrainingState, replanned: str = "", bran
         "epochs": upto("epochs"),
         "metrics": upto("metrics", "epoch", position.epoch),
         "events": events(),
-        "averages": upto("averages"),
+        "averages": (rows[rows["learner"] < count] for rows in upto("averages")),
         "stages": stages(),
     }
     weights = ((epoch, results.weights_of(epoch)) for epoch in results.kept_epochs if epoch <= position.epoch)
     stay = KEPT if results.attributes["replayable"] else (*KEPT, "replayable", "not_replayable")
     attributes = {name: results.attributes[name] for name in stay}
+    attributes |= {BEGINS_AT: before} if before else {}
     if replanned:
         attributes |= {"replayable": False, "not_replayable": replanned}
-    return Carried(rows, weights, attributes, learners)
+    return Carried(rows, weights, attributes, totals[:count])

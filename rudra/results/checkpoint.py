@@ -58,6 +58,7 @@ class SavedState(NamedTuple):
         job: Resolved job: table -> key -> value.
         attributes: Attributes of the result file.
         signed_job: Job exactly as stored in the file, for its signature.
+        names: Names of the tensors.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class SavedState(NamedTuple):
     job: dict[str, Any]
     attributes: dict[str, Any]
     signed_job: Mapping[str, Any] = MappingProxyType({})
+    names: tuple[str, ...] = ()
 
 
 def path_of(results: Path) -> Path:
@@ -214,6 +216,28 @@ class CheckpointWriter:
         self.release()
         sync_directory(self.path.parent)
 
+    def finish(self, position: TrainingState, tensors: NamedVectors, keep: str, *, leaves: bool) -> None:
+        """Writes the final checkpoint of a run. The previous one counts until the final one is complete.
+
+        Args:
+            position: Training state at the end.
+            tensors: Tensors as for `save`.
+            keep: Name under which it is also kept, or an empty string.
+            leaves: Whether the run leaves its last checkpoint. Otherwise it leaves only kept ones.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        try:
+            self.save(position, tensors)
+        except OSError:  # it may fit after the earlier ones are deleted
+            self.discard()
+            self.save(position, tensors)
+        self.commit(keep)
+        self.discard_previous()
+        if not leaves:
+            self.discard()
+
     def discard(self) -> None:
         """Removes the checkpoint and its accompanying files."""
         discard(self.path)
@@ -322,7 +346,7 @@ def _understood(path: Path, header: dict[str, Any], size: int) -> tuple[SavedSta
         sound = sound and all(s == e for (s, _, _), e in zip(places.values(), ends, strict=False))
         sound = sound and all((end - start) % 4 == 0 <= end - start for start, end, _ in places.values())
         sound = sound and _possible(position, state["job"])
-        found = SavedState(path, position, state["job"], dict(state["attributes"]), signed_job)
+        found = SavedState(path, position, state["job"], dict(state["attributes"]), signed_job, tuple(places))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError, msgspec.ValidationError):
         sound = False
     if not sound:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.core.digest import digest_of, sample
-from rudra.errors import CheckpointError, ResultsError
+from rudra.errors import CheckpointError, ConfigError, ResultsError
 from rudra.job.job import Job
 from rudra.job.table import tables_in
 from rudra.job.tables import PLACEMENT_RULES
@@ -123,8 +123,9 @@ def compare(then: Tables, now: Tables) -> JobComparison:
 
 
 def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
-    keys = ["learners", "threads_per_rank"]
-    keys += [key for key in ("device", "shares") if now["cluster"][key] == "auto"]
+    as_many = now["cluster"]["learners"] in (None, ran["cluster"]["learners"])
+    keys = ["threads_per_rank", *(["learners"] if as_many else [])]
+    keys += [key for key in ("device", "shares") if now["cluster"][key] == "auto" and (as_many or key == "device")]
     found = {"cluster": {key: ran["cluster"][key] for key in keys}}
     if now["placement"]["cut"] in PLACEMENT_RULES:
         found["placement"] = {"cut": ran["placement"]["cut"]}
@@ -135,16 +136,12 @@ def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
 
 def _unfit(ran: Tables, now: Tables) -> tuple[str, Any, Any] | None:
     """Returns a key that prevents full use of a checkpoint: its name, value then, value now. None: no key does."""
-    learners = now["cluster"]["learners"]
     places = [(table, key) for table in ("model", "data") for key in now[table] if key != "path"]
     places += [("optimizer", key) for key in ("name", "momentum_form", "options", "groups")]
     for table, key in places:
         if now[table][key] != ran[table][key]:
             return f"{table}.{key}", ran[table][key], now[table][key]
-    if learners not in (None, ran["cluster"]["learners"]):
-        return "cluster.learners", ran["cluster"]["learners"], learners
-    momenta = ran["optimizer"]["momentum"], now["optimizer"]["momentum"]
-    return None if bool(momenta[0]) == bool(momenta[1]) else ("optimizer.momentum", *momenta)
+    return None
 
 
 def source(given: Path) -> Path:
@@ -158,6 +155,17 @@ def finished(output: Path) -> bool:
         return False
     with open_results(output) as results:
         return results.status == "finished"
+
+
+def check_ranks_ran(path: Path) -> None:
+    """Raises ConfigError if a checkpoint belongs to a simulation, whose result file ranks cannot continue."""
+    beside = checkpoint.results_of(path)
+    if not beside.is_file():
+        return
+    with open_results(beside) as results:
+        simulated = results.attributes["driver"] == "simulation"
+    if simulated:
+        raise ConfigError(f"{path}: belongs to a simulation; use rudra simulate JOB --from {path} --carry all")
 
 
 def replaceable(output: Path, job: Tables) -> bool:

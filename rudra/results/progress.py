@@ -208,7 +208,6 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    planned = summary["planned_epochs"]
     staleness = "unknown"
     if summary["mean_staleness"] is not None:
         staleness = f"mean {summary['mean_staleness']:.2f}, max {summary['max_staleness']}"
@@ -220,8 +219,9 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("target", _target(summary)),
         ("learning rate", _rate(summary)),
         ("correction", summary["correction"]),
+        *(("branch", text) for text in summary["branch"]),
         *(("change", text) for text in summary["changes"]),
-        ("epochs", f"{summary['epochs']}" + (f" of {planned}" if planned not in (None, summary["epochs"]) else "")),
+        ("epochs", _epochs(summary)),
         ("training time", duration(summary["wall_time_s"]) + rate + unmeasured),
         ("updates", f"{summary['updates']:,}"),
         ("gradients", ", ".join([f"{summary['gradients']:,} applied", *unused])),
@@ -232,13 +232,21 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
+def _epochs(summary: dict[str, Any]) -> str:
+    done, planned, earlier = summary["epochs"], summary["planned_epochs"], summary["earlier_epochs"]
+    text = f"{earlier + done}" + (f" of {planned}" if planned not in (None, earlier + done) else "")
+    return f"{text}, {earlier} before the first row" if earlier else text
+
+
 def _tests(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns the results of the evaluations."""
     found = []
     for split in ("test", "validation"):
         for name, form in (("error", ".2%"), ("loss", ".4f")):
             values = summary[f"{split}_{name}"]
-            tested = [(value, epoch) for epoch, value in enumerate(values, 1) if value is not None]
+            tested = [
+                (value, epoch) for epoch, value in enumerate(values, 1 + summary["earlier_epochs"]) if value is not None
+            ]
             if tested:
                 text = f"{tested[-1][0]:{form}} after epoch {tested[-1][1]}"
                 if min(tested)[0] < tested[-1][0]:
@@ -294,7 +302,7 @@ def _metric_form(name: str) -> str:
 
 
 def _epochs_table(summary: dict[str, Any], most: int = 11) -> list[list[str]]:
-    count, times = summary["epochs"], summary["epoch_end_s"]
+    count, times, first = summary["epochs"], summary["epoch_end_s"], 1 + summary["earlier_epochs"]
     if not count:
         return []
     few = count if count <= most + most // 4 else most  # leaving out a few rows saves nothing
@@ -309,7 +317,7 @@ def _epochs_table(summary: dict[str, Any], most: int = 11) -> list[list[str]]:
     hidden |= {"validation error", "train error"} - told
     chosen = {name: column for name, column in columns.items() if name not in hidden}
     rows = [
-        [str(i + 1), *(shown(values[i], form) for values, form in chosen.values()), duration(times[i] or 0.0)]
+        [str(first + i), *(shown(values[i], form) for values, form in chosen.values()), duration(times[i] or 0.0)]
         for i in map(int, places)
     ]
     return [["epoch", *chosen, "time"], *rows]

@@ -32,6 +32,7 @@ from rudra.machine import processor
 from rudra.probe import probed
 from rudra.results import plan_rows
 from rudra.results.progress import Progress
+from rudra.results.warm_start import shapes
 from rudra.results.writer import ResultsWriter
 from rudra.trust import new_run, signed
 from topologies import Plan
@@ -83,6 +84,7 @@ ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs
     "bucket_bytes": 'size of a bucket of gradients that `cluster.buckets = "auto"` chose; 0: none',
     "network_latency_s": "time of a small message between nodes, from which it was chosen; missing if not measured",
     "network_bytes_per_s": "bandwidth between nodes, from which it was chosen; missing if not measured",
+    "begins_at": "number of earlier updates, if the run began with another run's state without its rows; else missing",
     "initial_weights_sha256": "SHA-256 of the initial weights",
     "processor": "processor of the ranks",
     "cpu_capability": "vector instructions that torch used",
@@ -313,6 +315,34 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
     if driver == "simulation" and job.simulation.batching != "none":
         return f"gradients were batched together ([simulation] batching = {job.simulation.batching})"
     return None
+
+
+def about_checkpoint(
+    job: Job,
+    plan: Plan,
+    layout: Sequence[Entry],
+    signature: Mapping[str, str],
+    prints: Mapping[str, Any],
+    temporary: bool,
+) -> dict[str, Any]:
+    """Returns the attributes of a run's checkpoints.
+
+    Args:
+        job: Resolved job.
+        plan: Roles and their ranks.
+        layout: Layout of the flat vector.
+        signature: Result of `rudra.trust.signed`.
+        prints: Fingerprints of the data, from `rudra.data.fingerprint.plain`.
+        temporary: Whether the user gave no name for the result file.
+    """
+    return {
+        "python_objects": ", ".join(python_objects(job)),
+        "layout": shapes(layout),
+        "averages": plan.averaging,
+        "temporary": temporary,
+        **signature,
+        "data_fingerprints": prints,
+    }
 
 
 def python_objects(job: Job) -> list[str]:

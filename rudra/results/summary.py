@@ -49,10 +49,12 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, updates, epochs),
         "minibatch_size": attributes.get("minibatch_size"),
         "bucket_bytes": attributes.get("bucket_bytes"),  # missing in older files
-        "changes": _changes(results),
+        "branch": _told(results, b"branch"),
+        "changes": _told(results, b"change"),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),
         "epochs": len(epochs),
+        "earlier_epochs": max(0, int(epochs["epoch"][0]) - 1) if len(epochs) else 0,
         "updates": int(totals[0]["timestamp"]) if len(totals) else len(updates),
         "gradients": applied,
         "samples": samples,
@@ -94,10 +96,10 @@ def _average(table: dict[str, Any]) -> str | None:
     return average.text if average.given else None
 
 
-def _changes(results: RunTables) -> list[str]:
-    """Returns the changes of the job, with their times."""
+def _told(results: RunTables, kind: bytes) -> list[str]:
+    """Returns the texts of all events of a kind."""
     events = results.events
-    return [printable(text.decode("utf-8", "replace")) for text in events["text"][events["kind"] == b"change"]]
+    return [printable(text.decode("utf-8", "replace")) for text in events["text"][events["kind"] == kind]]
 
 
 def correction_text(protocol: Mapping[str, Any]) -> str:

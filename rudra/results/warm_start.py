@@ -40,11 +40,22 @@ def final_weights(path: Path, layout: Sequence[Entry]) -> npt.NDArray[np.float32
             if found is None:
                 raise ConfigError(f"[training] warm_start: {path} holds no final weights (its run is {results.status})")
             weights = found
-    ours = shapes(layout)
     if len(weights) != sum(entry.size for entry in layout):
         raise ConfigError(f"[training] warm_start: {path} holds another model, of {len(weights):,} numbers")
-    if theirs is not None and theirs != ours:
-        named = [[(name, tuple(shape)) for name, shape in each] for each in (theirs, ours)]
-        differing = next((f"{a} against {b}" for a, b in zip(*named, strict=False) if a != b), "their number")
+    if differing := first_difference(theirs, layout):
         raise ConfigError(f"[training] warm_start: {path} holds another model: {differing}")
     return weights
+
+
+def first_difference(theirs: list[list[Any]] | None, layout: Sequence[Entry]) -> str:
+    """Returns the first difference between two models as text, or an empty string.
+
+    Args:
+        theirs: Result of `shapes` for the other model. None: unknown.
+        layout: Layout of the model.
+    """
+    ours = shapes(layout)
+    if theirs is None or theirs == ours:
+        return ""
+    named = [[(name, tuple(shape)) for name, shape in each] for each in (theirs, ours)]
+    return next((f"{a} against {b}" for a, b in zip(*named, strict=False) if a != b), "their number")

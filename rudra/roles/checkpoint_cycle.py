@@ -30,6 +30,16 @@ def name_of(keep: tuple[int, str], before: int, epoch: int, timestamp: int) -> s
     return str(epoch) if epoch // count > before // count else ""
 
 
+def final_name(keep: tuple[int, str] | None, position: TrainingState) -> str:
+    """Returns the name of the last update's checkpoint if it is kept, else an empty string.
+
+    Args:
+        keep: interval between kept checkpoints, or None.
+        position: state of training at its end.
+    """
+    return "" if keep is None else name_of(keep, position.epoch - 1, position.epoch, position.timestamp)
+
+
 class CheckpointCycle:
     """Schedule and progress of checkpoints, which are made one at a time.
 

@@ -91,7 +91,7 @@ def make_cluster(job: Job, plan: Plan, data: Data, device: torch.device) -> Simu
     def weights(role: int, buffer: str) -> npt.NDArray[np.float32]:
         return executors[role].buffer(buffer).array
 
-    digest, statistics = tensors.sha256(plan.server, WEIGHTS), executors[plan.statistics]
+    digest, statistics = executors[plan.server].sha256(WEIGHTS), executors[plan.statistics]
     about = (statistics.layout, statistics.size, digest, statistics.state_dict)
     fronts = (executor.cut for executor in executors.values() if isinstance(executor, FirstStageExecutor))
     placed = next((cut.placed(statistics.size, job.training.minibatch_size, info) for cut in fronts), None)

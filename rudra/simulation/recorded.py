@@ -6,7 +6,6 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,6 +13,7 @@ from rudra.compute import devices
 from rudra.compute.executor import torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.core.buckets import pairs_of_nodes
+from rudra.core.buffer_names import WEIGHTS
 from rudra.core.wire import tail_bytes
 from rudra.data.fingerprint import REPEATABLE, Fingerprint, plain, unrepeatable
 from rudra.data.load import load
@@ -21,89 +21,130 @@ from rudra.errors import Interrupted
 from rudra.job.job import Job
 from rudra.job.simulation import DEFAULTS
 from rudra.log import log
+from rudra.prepare.begin import check_data, first_position, first_rows, recall, restore, say_lost
 from rudra.prepare.nodes import network_of
 from rudra.prepare.resolve import ResolvedJob, settle
+from rudra.prepare.start import StartDecision
 from rudra.results import checkpoint
+from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
-from rudra.results.recorder import Recorder, about_buckets, make_writer
+from rudra.results.recorder import Recorder, about_buckets, about_checkpoint, make_writer
 from rudra.simulation.assembly import assemble
+from rudra.simulation.checkpoints import SimulatedCheckpoints
 from rudra.simulation.cluster import SimulatedCluster, make_cluster, without_tensors
 from rudra.simulation.costs import expected_shares
 from rudra.simulation.overlap import auto_of
+from rudra.trust import signed
 from topologies import Plan
 
 
-def simulate(
-    resolved: ResolvedJob, path: Path, *, overwrite: bool, measured: str | None, progress: dict[str, Any]
-) -> None:
+def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | None, progress: dict[str, Any]) -> None:
     """Trains a job in virtual time, and writes its result file.
 
     Args:
         resolved: Job with its plan.
-        path: Path of the result file.
-        overwrite: Whether an existing file may be replaced.
+        start: Beginning of the simulation, with the path of its result file.
         measured: Origin of the job's costs, or None if they are not measured.
         progress: Keyword arguments `mode` and `columns` of the progress bar.
 
     Raises:
         RudraError: The data or the model is missing or does not fit, or the simulation failed.
     """
-    job, plan = resolved.job, resolved.plan
+    job, plan, path = resolved.job, resolved.plan, start.output
     shares = expected_shares(job, plan) if job.cluster.shares == "auto" else None
     with torch_as_in(job.cluster):
         if job.simulation.tensors:
             device = devices.virtual(job.cluster.device, window=plan.window)
             data = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
-            job = settle(job, gradients=try_first_gradient(job, plan, data, device), shares=shares)
+            gradients: str = job.training.gradients
+            if start.checkpoint is None or gradients == "auto":
+                gradients = try_first_gradient(job, plan, data, device)
+            job = settle(job, gradients=gradients, shares=shares)
             cluster = make_cluster(job, plan, data, device)
         else:
             job = settle(job, gradients=job.training.gradients, shares=shares)
             cluster = without_tensors(job)
         samples, hooked = cluster.info.training_samples, cluster.executors.get(plan.statistics)
         job.check_samples(samples)
+        check_data(start, cluster.fingerprints)
+        restore(cluster.executors.values(), start, job, plan)
+        say_lost(start, job, plan)
         for executor in cluster.executors.values():
             if executor.hooks is not None:
                 executor.hooks.output = path.stem
-        writer = make_writer(
-            path,
-            job,
-            cluster.layout,
-            cluster.size,
-            cluster.initial_sha256,
-            overwrite,
-            plan=plan,
-            state_dict=cluster.state_dict,
-            step_bytes=cluster.step_bytes,
-            driver="simulation",
-            costs=measured or DEFAULTS,
-            training_samples=samples,
-            **_of_data(cluster.fingerprints),
-            classes=cluster.info.classes,
-            hosts=[socket.gethostname()],
-            **_of_buckets(job, plan, cluster),
-        )
+        begun = start.checkpoint is not None
+        digest = cluster.executors[plan.server].sha256(WEIGHTS) if begun else cluster.initial_sha256
+        tables = json.loads(job.to_json())
+        signature = signed(tables, start.run)
+        with first_rows(start, job, plan) as before:
+            writer = make_writer(
+                path,
+                job,
+                cluster.layout,
+                cluster.size,
+                digest,
+                start.overwrite,
+                plan=plan,
+                state_dict=cluster.state_dict,
+                carried=None if before is None else before.rows,
+                carried_weights=() if before is None else before.weights,
+                kept=None if before is None else before.attributes,
+                signature=signature,
+                step_bytes=cluster.step_bytes,
+                driver="simulation",
+                costs=measured or DEFAULTS,
+                training_samples=samples,
+                **_of_data(cluster.fingerprints),
+                classes=cluster.info.classes,
+                hosts=[socket.gethostname()],
+                **_of_buckets(job, plan, cluster),
+            )
         checkpoint.discard(checkpoint.path_of(path), kept=True)  # checkpoint of a run that this one replaces
         with writer:
-            shown = Progress(job, samples, **progress)
+            shown = Progress(job, samples, begun=start.position.samples, **progress)
+            hooks, totals = hooked.hooks if hooked else None, None if before is None else before.learners
+            recorder = Recorder(writer, shown, cluster.weights, before=totals, hooks=hooks)
+            saving = _saving(job)
             simulation = assemble(
-                job.with_(results={"checkpoint_every": "never", "keep_checkpoints": "never"}),
+                saving,
                 plan,
                 cluster.tensors,
-                Recorder(writer, shown, cluster.weights, hooks=hooked.hooks if hooked else None),
+                recorder,
                 training_samples=samples,
                 size_bytes=cluster.size * 4 + tail_bytes(1),
                 buffers=cluster.buffers,
+                position=first_position(start, job, plan),
                 placed=cluster.placed,
             )
+            recall(start, simulation.actors[plan.statistics].machine)
+            saves, kept = saving.results.checkpoint_interval is not None, saving.results.kept_interval
+            saver = None
+            if saves or kept is not None:
+                prints = plain(cluster.fingerprints)
+                about = about_checkpoint(job, plan, cluster.layout, signature, prints, start.temporary)
+                checkpoints = CheckpointWriter(checkpoint.path_of(path), tables, about)
+                saver = SimulatedCheckpoints(simulation, cluster.executors, checkpoints, recorder)
             if (text := simulation.costs.guessed) and progress["mode"] != "quiet":
                 log.info(f"{job.name}: {text}")
             try:
                 with _told_to_end():
                     simulation.run()
+                    if saver is not None and not simulation.code:
+                        saver.finish(interval=kept, leaves=saves and not start.temporary)
                     for executor in cluster.executors.values():
                         executor.close()
             finally:
                 shown.close()
+                if saver is not None:
+                    saver.close()
+
+
+def _saving(job: Job) -> Job:
+    """Returns the job with the intervals of its checkpoints in virtual time."""
+    never = {"checkpoint_every": "never"}
+    if not job.simulation.tensors:
+        return job.with_(results={**never, "keep_checkpoints": "never"})
+    return job.with_(results=never) if job.results.checkpoint_every == "auto" else job
 
 
 def _of_buckets(job: Job, plan: Plan, cluster: SimulatedCluster) -> dict[str, Any]:

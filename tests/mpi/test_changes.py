@@ -168,6 +168,41 @@ def test_a_run_that_is_not_finished_goes_back_to_a_checkpoint_that_was_kept(tmp_
     assert checkpoint.read(tmp_path / "out.ckpt")[0].position.epoch == 5
 
 
+@pytest.mark.parametrize("protocol", ["hardsync", "sma"])
+def test_ranks_and_virtual_time_train_on_from_each_other(tmp_path: Path, protocol: str) -> None:
+    job = job_file(tmp_path, "job", protocol, more='[results]\nkeep_checkpoints = "1 epochs"\n')
+    with rudra.simulate(rudra.Job.load(job), output=tmp_path / "whole.h5", progress="quiet") as results:
+        whole = results.summary()
+    run(job, output := tmp_path / "ranks.h5", "--from", tmp_path / "whole-2.ckpt", "--carry", "all")
+    about = {"from_": tmp_path / "ranks-3.ckpt", "carry": "state", "progress": "quiet"}
+    with rudra.simulate(rudra.Job.load(job), output=tmp_path / "end.h5", **about) as results:
+        end = results.summary()
+        assert results.updates["timestamp"][0] == results.attributes["begins_at"] + 1 == 61
+    with rudra.open_results(output) as results:
+        assert results.summary()["weights_sha256"] == end["weights_sha256"] == whole["weights_sha256"] is not None
+        assert len(results.updates) == whole["updates"]
+    assert replays(output)
+
+
+def test_ranks_begin_with_the_state_of_other_families(tmp_path: Path) -> None:
+    """From replicas in virtual time to a group with other learners on ranks, and from there to replicas on ranks."""
+    keep = '[results]\nkeep_checkpoints = "1 epochs"\n'
+    averaging = job_file(tmp_path, "averaging", "sma", more=keep)
+    alone = '[topology]\nname = "groups"\noptions.groups = 1\n'
+    reducing = job_file(tmp_path, "reducing", "hardsync", more=keep + alone)
+    rudra.simulate(rudra.Job.load(averaging), output=tmp_path / "first.h5", progress="quiet").close()
+    begin = ("--from", tmp_path / "first-2.ckpt", "--carry", "state", "--learners", "3")
+    run(reducing, tmp_path / "second.h5", *begin)
+    run(averaging, third := tmp_path / "third.h5", "--from", tmp_path / "second-3.ckpt", "--carry", "all")
+    lost = [text.partition("; ")[2] for _, text in events(third, "branch")]
+    assert lost == ["the outer momentum is left out; the replicas are left out", "the outer momentum starts at zero"]
+    with rudra.open_results(third) as results:
+        assert results.epochs["epoch"].tolist() == [3, 4]
+        assert results.attributes["begins_at"] + len(results.updates) == results.summary()["updates"]
+        assert len(results.learners) == 2
+        assert (results.minibatches["learner"] < 2).all()
+
+
 def test_a_branch_of_another_job_and_one_with_weights_alone(tmp_path: Path) -> None:
     keep = '[results]\nkeep_checkpoints = "25 updates"\n'
     job, other = job_file(tmp_path, "job", "hardsync", more=keep), job_file(tmp_path, "other", "async")

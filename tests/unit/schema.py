@@ -24,7 +24,7 @@ from rudra.prepare.cost_files import presets
 CALLABLE = {"type": "string", "pattern": r"^[\w.]+:[\w.]+$"}
 PATTERNS = {  # what the tables check in code
     "training.target": r"^\s*(\w+ +)?[^\s<>=]+ *(>=|<=) *\S+\s*$",
-    "results.checkpoint_every": r"^(never|0*[1-9][0-9]{0,9} *(update|epoch|s)s?)$",
+    "results.checkpoint_every": r"^(auto|never|0*[1-9][0-9]{0,9} *(update|epoch|s)s?)$",
     "results.keep_checkpoints": r"^(never|0*[1-9][0-9]{0,9} *(update|epoch)s?)$",
 }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from results_files import write_run
 
 import rudra
@@ -15,6 +16,7 @@ from rudra.core.layout import Entry
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError, RudraError
 from rudra.job.job import Job
+from rudra.prepare.branch import Takeover, position_for, takeover_of
 from rudra.prepare.resume import resumable
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
@@ -76,9 +78,7 @@ def test_a_branch_of_another_job_says_why_it_cannot_be_replayed(tmp_path: Path) 
     [
         ({"model": {"name": "mlp"}}, "does not fit: model.name was lenet, but is mlp in this job; use lenet"),
         ({"data": {"train_limit": 7}}, "does not fit: data.train_limit was None, but is 7 in this job"),
-        ({"cluster": {"learners": 3}}, "does not fit: cluster.learners was 4, but is 3 in this job"),
         ({"optimizer": {"name": "adam", "momentum": 0.0}}, "does not fit: optimizer.name was sgd, but is adam in this"),
-        ({"optimizer": {"momentum": 0.0}}, "does not fit: optimizer.momentum was 0.9, but is 0.0 in this job"),
         ({"training": {"epochs": 2}}, "[training] epochs = 2 is not supported with"),
     ],
 )
@@ -92,6 +92,9 @@ def test_what_may_differ_does(tmp_path: Path) -> None:
     job, origin = run(tmp_path)
     more = {"optimizer": {"momentum": 0.5, "learning_rate": 1.0}, "data": {"path": "elsewhere"}}
     assert branched(job, origin, **more, topology={"name": "groups"}, training={"minibatch_size": 3}).branched
+    found = branched(job, origin, cluster={"learners": 3}, optimizer={"momentum": 0.0})
+    assert "learners" not in found.decided["cluster"]
+    assert found.replanned.endswith("of another job, of which optimizer.momentum was 0.9")
 
 
 def test_what_a_run_cannot_begin_with_is_one_line(tmp_path: Path) -> None:
@@ -105,7 +108,7 @@ def test_what_a_run_cannot_begin_with_is_one_line(tmp_path: Path) -> None:
         branched(job, origin, tmp_path / "there.h5")
     (tmp_path / "run.h5").rename(tmp_path / "gone.h5")
     with pytest.raises(
-        CheckpointError, match=r"run-2\.ckpt: its result file .*\.h5 is missing; restore it, or use --carry weights"
+        CheckpointError, match=r"run-2\.ckpt: its result file .*\.h5 is missing; restore it, or use --carry state"
     ):
         branched(job, origin)
 
@@ -118,8 +121,72 @@ def test_carry_without_from_is_refused(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_what_else_is_to_be_carried_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^carry = 'momentum'; valid: weights, all$"):
+    with pytest.raises(ConfigError, match=r"^carry = 'momentum'; valid: weights, state, all$"):
         rudra.run(Job(), from_="run-2.ckpt", carry="momentum")  # type: ignore[arg-type]
+
+
+SERVER, SMA = ("weights", "optimizer.momentum_buffer.0"), ("weights", "optimizer.momentum_buffer.0")
+SMA += tuple(f"replica{i}.{name}" for i in range(2) for name in ("weights", "momentum_buffer.0"))
+ADAM = ("weights", "optimizer.exp_avg.0", "optimizer.step.0")
+
+
+@pytest.mark.parametrize(
+    ("names", "averages", "tables", "adapted", "lost"),
+    [
+        (SERVER, False, {}, False, ""),
+        (SERVER[:1], False, {}, True, "the momentum starts at zero, because the checkpoint has none"),
+        (SERVER, False, {"optimizer": {"momentum": 0.0}}, True, "the momentum is left out, because this run has none"),
+        (SMA, True, {"protocol": {"name": "sma"}}, False, ""),
+        (SMA[:-2], True, {"protocol": {"name": "sma"}}, True, "all replicas start from the weights"),
+        (SMA, True, {}, True, "the outer momentum is left out; the replicas are left out"),
+        (SERVER, False, {"protocol": {"name": "sma"}}, True, "the outer momentum starts at zero"),
+        (ADAM, False, {"optimizer": {"name": "adam", "momentum": 0.0}}, False, ""),
+        (
+            ADAM[:1],
+            True,
+            {"optimizer": {"name": "adam", "momentum": 0.0}},
+            True,
+            "the state of the optimiser starts at zero, because the checkpoint has none",
+        ),
+        (
+            SERVER,
+            False,
+            {"protocol": {"name": "easgd"}, "topology": {"name": "replicas", "options": {"parameter_server": True}}},
+            True,
+            "the optimiser state of the learners starts at zero",
+        ),
+    ],
+)
+def test_what_roles_take_over_from_a_checkpoint(
+    names: tuple[str, ...], averages: bool, tables: dict[str, Any], adapted: bool, lost: str
+) -> None:
+    moving = {"optimizer": {"momentum": 0.9, **tables.get("optimizer", {})}}
+    job = Job(cluster={"learners": 2}, **{**tables, **moving})
+    assert takeover_of(names, job, job.plan(), averages=averages, same_cut=True) == Takeover(adapted, lost)
+
+
+ASYNC = TrainingState(timestamp=9, samples=72, applied=9, steps=(4, 5), learned=(32, 40), drawn=(32, 40))
+DEALT = structs.replace(ASYNC, steps=(3, 6), drawn=(72, 0), sizes=(8, 8), counts=(3.0, 6.0), again=((80, 8),))
+
+
+@pytest.mark.parametrize(
+    ("position", "tables", "steps", "drawn", "sizes"),
+    [
+        (ASYNC, {}, (4, 5), (32, 40), ()),
+        (ASYNC, {"topology": {"name": "groups", "options": {"groups": 1}}}, (9, 9), (36, 36), ()),
+        (ASYNC, {"cluster": {"learners": 3}}, (5, 5, 5), (24, 24, 24), ()),
+        (ASYNC, {"protocol": {"name": "hogbatch"}}, (5, 5), (72, 0), ()),
+        (DEALT, {"protocol": {"name": "hogbatch"}}, (3, 6), (72, 0), (8, 8)),
+        (DEALT, {}, (6, 6), (36, 36), ()),
+    ],
+)
+def test_counters_of_learners_suit_the_roles(
+    position: TrainingState, tables: dict[str, Any], steps: tuple[int, ...], drawn: tuple[int, ...], sizes: Any
+) -> None:
+    job = Job(**{"cluster": {"learners": 2}, "training": {"minibatch_size": 8}, **tables})
+    found = position_for(position, job, job.plan())
+    assert (found.steps, found.drawn, found.sizes, found.samples) == (steps, drawn, sizes, 72)
+    assert len(found.learned) == len(steps)
 
 
 def test_a_branch_that_has_a_checkpoint_goes_on_instead(tmp_path: Path) -> None:

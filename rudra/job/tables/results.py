@@ -32,9 +32,9 @@ class ResultsTable(Table):
         description="seconds between messages with new rows from a learner or server to the statistics server",
     )
     checkpoint_every: str = Field(
-        "600 s",
-        description="interval of checkpoints: `N updates`, `N epochs` or `N s`. The end of the run writes one more. "
-        "`never`: only if the run is stopped",
+        "auto",
+        description="interval of checkpoints: `N updates`, `N epochs` or `N s` (virtual seconds in a simulation). The "
+        "end of the run writes one more. `never`: only if the run is stopped. auto: `600 s`, in a simulation `never`",
     )
 
     keep_checkpoints: str = Field(
@@ -56,8 +56,8 @@ class ResultsTable(Table):
     @field_validator("checkpoint_every")
     @classmethod
     def _interval(cls, value: str) -> str:
-        if value != "never" and interval(value) is None:
-            raise ValueError(f"= '{value}' is not an interval; use `N updates`, `N epochs`, `N s` or `never`")
+        if value not in {"auto", "never"} and interval(value) is None:
+            raise ValueError(f"= '{value}' is not an interval; use `N updates`, `N epochs`, `N s`, `never` or `auto`")
         return value
 
     @field_validator("keep_checkpoints")
@@ -76,7 +76,7 @@ class ResultsTable(Table):
     @property
     def checkpoint_interval(self) -> tuple[int, str] | None:
         """Interval between checkpoints, as a number and a unit: updates, epochs or seconds. None: no checkpoints."""
-        return interval(self.checkpoint_every)
+        return interval("600 s" if self.checkpoint_every == "auto" else self.checkpoint_every)
 
 
 class Hook(Table):

@@ -1,0 +1,137 @@
+"""State that the roles of a run begin with: of its own checkpoint, or of another run's. For both drivers."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from rudra.compute.carried import carried_state
+from rudra.compute.executor import Executor
+from rudra.compute.owners import OwnerExecutor
+from rudra.core.training_state import TrainingState
+from rudra.data.fingerprint import Fingerprint, from_plain
+from rudra.errors import CheckpointError
+from rudra.job.job import Job
+from rudra.log import log
+from rudra.prepare.branch import Takeover, position_for, takeover_of
+from rudra.prepare.start import StartDecision
+from rudra.results import checkpoint
+from rudra.results.carry import Carried, carried, moved, started_with, uncarried
+from rudra.results.reader import open_results
+from rudra.results.summary import tests
+from rudra.results.warm_start import first_difference
+from rudra.roles.statistics import StatisticsServer
+from topologies import Plan
+
+
+def first_position(start: StartDecision, job: Job, plan: Plan) -> TrainingState:
+    """Returns the training state that all roles begin with.
+
+    Args:
+        start: Beginning of the run.
+        job: Resolved job.
+        plan: Role assignment.
+    """
+    if not start.branched:
+        return start.position
+    *_, (_, now, its_plan) = (part for part in job.parts(plan) if part[0] <= start.position.epoch)
+    return position_for(start.position, now, its_plan)
+
+
+def takeover(start: StartDecision, job: Job, plan: Plan) -> Takeover:
+    """Returns how the roles of a run take over the state of another run's checkpoint.
+
+    Args:
+        start: Beginning of the run.
+        job: Resolved job.
+        plan: Role assignment.
+    """
+    if not start.branched:
+        return Takeover(adapted=False, lost="")
+    found = takeover_of(start.names, job, plan, averages=start.averages, same_cut=start.cut == job.placement.cut)
+    protocol = "" if start.keeps_protocol else f"the state of protocol {start.position.protocol} is left out"
+    return Takeover(found.adapted, "; ".join(filter(None, (found.lost, protocol))))
+
+
+def say_lost(start: StartDecision, job: Job, plan: Plan) -> None:
+    """Logs a warning about state of the checkpoint that the run starts without."""
+    if lost := takeover(start, job, plan).lost:
+        log.warning(f"{job.name}: starts with {start.checkpoint}, but {lost}")
+
+
+def check_data(start: StartDecision, prints: Mapping[str, Fingerprint]) -> None:
+    """Raises CheckpointError if data differ from the data of the checkpoint.
+
+    Args:
+        start: Beginning of the run.
+        prints: Fingerprints of the data by split.
+    """
+    for split, then in from_plain(start.fingerprints).items():
+        if split in prints and (what := prints[split].difference(then)):
+            text = f"{start.checkpoint}: [data] the {split} set has changed since: {what}"
+            raise CheckpointError(f"{text}; {SAME_DATA}")
+
+
+SAME_DATA = "valid: the same order in every process, not the order of a set of texts or of an unsorted directory"
+"""Remedy if data differ."""
+
+
+def restore(executors: Iterable[Executor], start: StartDecision, job: Job, plan: Plan) -> None:
+    """Gives the state of the checkpoint to the owners of weights. Call it after their `prepare`.
+
+    Args:
+        executors: Executors of some roles.
+        start: Beginning of the run.
+        job: Resolved job.
+        plan: Role assignment.
+
+    Raises:
+        CheckpointError: The checkpoint has changed since the decision, or belongs to another model or optimiser.
+    """
+    owners = [executor for executor in executors if isinstance(executor, OwnerExecutor)]
+    if start.checkpoint is None or not owners:
+        return
+    state, tensors = checkpoint.read(start.checkpoint)
+    if state.position != start.position:
+        raise CheckpointError(f"{state.path}: changed while this run started: is another run still writing it?")
+    if start.branched and (other := first_difference(state.attributes.get("layout"), owners[0].layout)):
+        raise CheckpointError(f"{state.path}: holds another model: {other}; use a checkpoint of this model")
+    adapted = takeover(start, job, plan).adapted
+    for owner in owners:
+        if adapted:
+            owner.begin_with(carried_state(tensors, job.optimizer, owner.layout, averages=start.averages))
+        else:
+            owner.restore(tensors)
+
+
+@contextmanager
+def first_rows(start: StartDecision, job: Job, plan: Plan) -> Iterator[Carried | None]:
+    """Yields the rows that begin the result file, or None if the run begins at the start.
+
+    Args:
+        start: Beginning of the run.
+        job: Resolved job.
+        plan: Role assignment.
+    """
+    if start.checkpoint is None:
+        yield None
+        return
+    learners, lost = plan.learner_numbers, takeover(start, job, plan).lost
+    if not start.rows:
+        yield uncarried(start.position, learners, started_with(start.position, start.checkpoint, lost))
+        return
+    with open_results(checkpoint.results_of(start.checkpoint)) as results:
+        why = start.replanned or moved(results.plan(), job, plan)
+        yield carried(results, start.position, why, start.branched, lost, learners)
+
+
+def recall(start: StartDecision, statistics: object) -> None:
+    """Passes earlier evaluations to the statistics server, which decides by them about targets and the best epoch.
+
+    Args:
+        start: Beginning of the run.
+        statistics: Machine of the statistics server.
+    """
+    if start.checkpoint is None or not start.rows:
+        return
+    assert isinstance(statistics, StatisticsServer)
+    with open_results(checkpoint.results_of(start.checkpoint)) as results:
+        statistics.recall(tests(results, statistics.split, start.position.epoch), results.kept_epochs)
