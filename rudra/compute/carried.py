@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from rudra.compute.optim import numbered_parts
-from rudra.core.buffer_names import REPLICA, WEIGHTS
+from rudra.core.buffer_names import AVERAGE, REPLICA, WEIGHTS
 from rudra.core.layout import Entry, NamedVectors
 from rudra.core.state_names import BACK, OPTIMIZER, STEP
 from rudra.job.tables import OptimizerTable
@@ -24,11 +24,13 @@ class CarriedState(NamedTuple):
 
     Attributes:
         weights: (size,) float32.
+        average: (size,) float32, average of the weights over time. None: the checkpoint has none.
         steps: State of the optimiser that steps by gradients: key -> (P,) float32, or one value.
         outer: State of the optimiser of `[averaging.outer]`, by its names in the checkpoint. Empty: there is none.
     """
 
     weights: NDArray[np.float32]
+    average: NDArray[np.float32] | None
     steps: Mapping[str, torch.Tensor]
     outer: Mapping[str, NDArray[np.float32]]
 
@@ -49,15 +51,15 @@ def carried_state(
     owner = _named(tensors, OPTIMIZER)
     if averages:
         replicas = [_whole(_named(tensors, f"{prefix}."), table, parameters) for prefix in _replicas(tensors)]
-        return CarriedState(tensors[WEIGHTS], _mean(replicas), owner)
+        return CarriedState(tensors[WEIGHTS], tensors.get(AVERAGE), _mean(replicas), owner)
     back = _named(tensors, BACK + OPTIMIZER)
     if not back:
-        return CarriedState(tensors[WEIGHTS], _whole(owner, table, parameters), {})
+        return CarriedState(tensors[WEIGHTS], tensors.get(AVERAGE), _whole(owner, table, parameters), {})
     last = max(_length(back, key) for key in _keys(back))
     cut = size - last if last > 1 else _length(owner, next(iter(_keys(owner)), ""))
     first = [entry for entry in parameters if entry.offset < cut]
     sides = [_whole(state, table, side) for state, side in ((owner, first), (back, parameters[len(first) :]))]
-    return CarriedState(tensors[WEIGHTS], _beside(*sides, cut=cut, size=size), {})
+    return CarriedState(tensors[WEIGHTS], tensors.get(AVERAGE), _beside(*sides, cut=cut, size=size), {})
 
 
 def _named(tensors: NamedVectors, prefix: str) -> dict[str, NDArray[np.float32]]:

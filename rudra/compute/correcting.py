@@ -8,13 +8,11 @@ from protocols import Correction, GradientRecord
 from rudra.compute.parts import cut
 from rudra.core.actions import Correct
 from rudra.core.layout import Entry, Part
+from rudra.core.state_names import CORRECTION
 from rudra.errors import CorrectionError, Interrupted, one_line
 from rudra.job.job import Job
 from rudra.job.table import named
 from topologies import Plan
-
-PREFIX = "correction."
-"""Beginning of the names of a correction's tensors in a checkpoint."""
 
 State = dict[str, torch.Tensor]
 
@@ -37,7 +35,7 @@ class Corrector:
         self, name: str, owner: str, make: Callable[[], Correction], pieces: Sequence[slice], first: int = 0
     ) -> None:
         self._name, self._owner, self._make, self._pieces = name, owner, make, tuple(pieces)
-        self._prefixes = [f"{PREFIX}{first + piece.start}-{first + piece.stop}." for piece in pieces]
+        self._prefixes = [f"{CORRECTION}{first + piece.start}-{first + piece.stop}." for piece in pieces]
         self._last: list[State] | None = None  # states after the last update, if gradients were corrected since then
         self.reset()
 

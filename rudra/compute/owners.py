@@ -13,7 +13,7 @@ import torch
 
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
 from rudra.compute.carried import CarriedState
-from rudra.compute.correcting import PREFIX, Corrector
+from rudra.compute.correcting import Corrector
 from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
 from rudra.compute.optim import UpdateRule
@@ -28,7 +28,7 @@ from rudra.core.digest import sample, sha256
 from rudra.core.events import NormsComputed, Updated
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import Message, MessageKind
-from rudra.core.state_names import OPTIMIZER
+from rudra.core.state_names import CORRECTION, OPTIMIZER
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
 from topologies import Plan
@@ -231,7 +231,7 @@ class OwnerExecutor(Executor):
         try:
             if weights is None or len(weights) != self._of:
                 raise ValueError(f"the model has {self._of} numbers, not {0 if weights is None else len(weights)}")
-            corrections = {name: found.pop(name) for name in [*found] if name.startswith(PREFIX)}
+            corrections = {name: found.pop(name) for name in [*found] if name.startswith(CORRECTION)}
             if self.corrector is not None:
                 self.corrector.restore(corrections)
             self._rule.restore({name.removeprefix(OPTIMIZER): tensor for name, tensor in found.items()})
@@ -284,7 +284,8 @@ class OwnerExecutor(Executor):
         Raises:
             CheckpointError: The weights do not match this model.
         """
-        OwnerExecutor.restore(self, {WEIGHTS: state.weights})
+        average = {} if state.average is None else {AVERAGE: state.average}
+        OwnerExecutor.restore(self, {WEIGHTS: state.weights, **average})
         self._adopt(state)
 
     def _adopt(self, state: CarriedState) -> None:

@@ -104,10 +104,11 @@ class _Code:
         self._seen.add(function)
         try:
             (node,) = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body
-            in_file = _is_as_in_file(function.__code__)
         except (OSError, SyntaxError, ValueError):
             return False
-        if not in_file or not isinstance(node, ast.FunctionDef) or node.decorator_list or function.__closure__:
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list or function.__closure__:
+            return False
+        if not _is_source_of(function.__code__, node):
             return False
         if method and not function.__code__.co_argcount:
             return False
@@ -205,27 +206,12 @@ def _but_annotations(node: ast.AST) -> Iterator[ast.AST]:
                     yield from _but_annotations(each)
 
 
-def _is_as_in_file(code: CodeType) -> bool:
-    """Whether a code is in its file. The file may have changed since it was imported."""
-    lines, _ = inspect.findsource(code)
-    return _known(code) in _known_in("".join(lines))
-
-
-def _known(code: CodeType) -> tuple[Any, ...]:
-    return code.co_name, code.co_firstlineno, code.co_code, code.co_names, code.co_varnames
-
-
-@cache
-def _known_in(source: str) -> frozenset[tuple[Any, ...]]:
-    """Returns what is known of all codes in a source."""
-
-    def inside(code: CodeType) -> Iterator[CodeType]:
-        yield code
-        for each in code.co_consts:
-            if isinstance(each, CodeType):
-                yield from inside(each)
-
-    return frozenset(map(_known, inside(compile(source, "", "exec", dont_inherit=True))))
+def _is_source_of(code: CodeType, node: ast.FunctionDef) -> bool:
+    """Whether a code has the name of a source, and uses only names in it. A file may change after its import."""
+    found = [each for statement in node.body for each in _but_annotations(statement)]
+    names = {each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in found}
+    codes = [code, *(each for each in code.co_consts if isinstance(each, CodeType))]
+    return node.name == code.co_name and all(name in names for each in codes for name in each.co_names)
 
 
 def _variables(function: FunctionType) -> set[str]:

@@ -12,7 +12,6 @@ from msgspec import structs
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.carried import CarriedState
-from rudra.compute.correcting import PREFIX
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import LearnerExecutor
@@ -23,6 +22,7 @@ from rudra.compute.vectors import Buffer
 from rudra.core.actions import Correct, PullReplica, ResetReplica, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, REFERENCE, REPLICA, WEIGHTS
 from rudra.core.events import ReplicaStepped, Updated
+from rudra.core.state_names import CORRECTION
 from rudra.errors import CheckpointError, ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
@@ -149,8 +149,9 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         return 4 * self.size + self._inner.state_bytes() if self._stage is None else 0
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
-        shared = super()._tensors() if self._leads else {}
-        shared = {name: tensor for name, tensor in shared.items() if not name.startswith(PREFIX)}  # each replica's own
+        found = super()._tensors() if self._leads else {}
+        # Each replica has a correction of its own.
+        shared = {name: tensor for name, tensor in found.items() if not name.startswith(CORRECTION)}
         if alone:
             return shared
         own = {WEIGHTS: self.buffer(REPLICA).vector, **self._inner.state()}
@@ -183,7 +184,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         if not own:
             return False
         self.renew(REPLICA).vector.copy_(own.pop(WEIGHTS))
-        corrections = {name: own.pop(name) for name in [*own] if name.startswith(PREFIX)}
+        corrections = {name: own.pop(name) for name in [*own] if name.startswith(CORRECTION)}
         if self.corrector is not None:
             self.corrector.restore(corrections)
         self._inner.restore(own)

@@ -6,3 +6,6 @@ BACK = "back."
 
 VELOCITY, STEP = "momentum_buffer", "step"
 """Keys of SGD's momentum, and of the number of steps, in the state of an optimiser."""
+
+CORRECTION = "correction."
+"""Beginning of the names of a correction's tensors."""

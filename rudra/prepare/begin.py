@@ -1,7 +1,8 @@
 """State that the roles of a run begin with: of its own checkpoint, or of another run's. For both drivers."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol, runtime_checkable
 
 from rudra.compute.carried import carried_state
 from rudra.compute.executor import Executor
@@ -18,7 +19,6 @@ from rudra.results.carry import Carried, carried, moved, started_with, uncarried
 from rudra.results.reader import open_results
 from rudra.results.summary import tests
 from rudra.results.warm_start import first_difference
-from rudra.roles.statistics import StatisticsServer
 from topologies import Plan
 
 
@@ -123,6 +123,18 @@ def first_rows(start: StartDecision, job: Job, plan: Plan) -> Iterator[Carried |
         yield carried(results, start.position, why, start.branched, lost, learners)
 
 
+@runtime_checkable
+class Recalling(Protocol):
+    """Machine of the statistics server, as far as earlier evaluations concern it."""
+
+    @property
+    def split(self) -> str:
+        """Name of the data split whose evaluations decide."""
+
+    def recall(self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int]) -> None:
+        """Takes over the evaluations, by epoch, and the epochs with weights in the results."""
+
+
 def recall(start: StartDecision, statistics: object) -> None:
     """Passes earlier evaluations to the statistics server, which decides by them about targets and the best epoch.
 
@@ -132,6 +144,6 @@ def recall(start: StartDecision, statistics: object) -> None:
     """
     if start.checkpoint is None or not start.rows:
         return
-    assert isinstance(statistics, StatisticsServer)
+    assert isinstance(statistics, Recalling)
     with open_results(checkpoint.results_of(start.checkpoint)) as results:
         statistics.recall(tests(results, statistics.split, start.position.epoch), results.kept_epochs)

@@ -10,8 +10,8 @@ from msgspec import structs
 
 import protocols
 from protocols import Averaging
-from rudra.core.buffer_names import REFERENCE, REPLICA, WEIGHTS
-from rudra.core.state_names import OPTIMIZER, VELOCITY
+from rudra.core.buffer_names import AVERAGE, REFERENCE, REPLICA, WEIGHTS
+from rudra.core.state_names import CORRECTION, OPTIMIZER, VELOCITY
 from rudra.core.training_state import TrainingState
 from rudra.core.work import DEALT, portion
 from rudra.job.job import Job
@@ -42,7 +42,12 @@ def takeover_of(names: Collection[str], job: Job, plan: Plan, *, averages: bool,
         same_cut: Whether the checkpoint belongs to a run whose layers were placed as here.
     """
     of_replicas = [name for name in names if name.startswith(REPLICA)]
-    stepped = [name for name in (of_replicas if averages else names) if not name.endswith((WEIGHTS, REFERENCE))]
+    corrected = [name for name in names if name.startswith(CORRECTION) or f".{CORRECTION}" in name]
+    stepped = [
+        name
+        for name in (of_replicas if averages else names)
+        if not name.endswith((WEIGHTS, REFERENCE, AVERAGE)) and name not in corrected
+    ]
     had = any(f".{VELOCITY}." in name for name in stepped)
     has_outer = averages and any(name.startswith(OPTIMIZER + VELOCITY) for name in names)
     wanted, wants_outer = _momenta(job, plan)
@@ -65,6 +70,12 @@ def takeover_of(names: Collection[str], job: Job, plan: Plan, *, averages: bool,
         lost.append("all replicas start from the weights" if own else "the replicas are left out")
     momenta = (elastic or wanted == had) and wants_outer == has_outer
     alike = averages == plan.averaging and same_cut and momenta and replicas == own
+    if corrected and not (alike and job.protocol.correction is not None):
+        lost.append("the state of the correction is left out")
+    if job.optimizer.average.given and AVERAGE not in names:
+        lost.append("the average over time starts from the weights")
+    elif AVERAGE in names and not job.optimizer.average.given:
+        lost.append("the average over time is left out")
     return Takeover(not alike, "; ".join(lost))
 
 

@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rudra
+from rudra.core.buffer_names import AVERAGE
 from rudra.errors import RudraError
 from rudra.job.job import Job
 from rudra.results import checkpoint
@@ -105,6 +107,19 @@ def test_each_family_trains_on_from_the_checkpoint_of_each(
         (before == "replicas", after == "replicas", "the outer momentum is left out"),
     ):
         assert (what in text) == (had and not has)
+
+
+def test_an_average_over_time_goes_on_in_another_family(tmp_path: Path) -> None:
+    averaged = {"optimizer": MOVING | {"average": {"rate": 0.01}}}
+    with simulated(small(FAMILIES["server"] | averaged), tmp_path / "run.h5"):
+        pass
+    origin = tmp_path / f"run-{AT}.ckpt"
+    then = checkpoint.read(origin)[1][AVERAGE]
+    job = small(SYNCHRONOUS["allreduce"] | averaged, results={"keep_checkpoints": f"{AT + 1} epochs"})
+    with simulated(job, tmp_path / "branch.h5", origin=origin, carry="state") as results:
+        assert "the average" not in branch_text(results)
+    now = checkpoint.read(tmp_path / f"branch-{AT + 1}.ckpt")[1]
+    assert np.linalg.norm(now[AVERAGE] - then) < 0.9 * np.linalg.norm(now["weights"] - then)
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)

@@ -130,6 +130,10 @@ SMA += tuple(f"replica{i}.{name}" for i in range(2) for name in ("weights", "mom
 ADAM = ("weights", "optimizer.exp_avg.0", "optimizer.step.0")
 
 
+STARTED = "the average over time starts from the weights"
+CORRECTED = {"protocol": {"name": "async", "correction": "dc_asgd"}}
+
+
 @pytest.mark.parametrize(
     ("names", "averages", "tables", "adapted", "lost"),
     [
@@ -141,6 +145,17 @@ ADAM = ("weights", "optimizer.exp_avg.0", "optimizer.step.0")
         (SMA, True, {}, True, "the outer momentum is left out; the replicas are left out"),
         (SERVER, False, {"protocol": {"name": "sma"}}, True, "the outer momentum starts at zero"),
         (ADAM, False, {"optimizer": {"name": "adam", "momentum": 0.0}}, False, ""),
+        ((*SERVER, "average"), False, {"optimizer": {"average": {"rate": 0.1}}}, False, ""),
+        ((*SERVER, "average"), False, {}, False, "the average over time is left out"),
+        (
+            SERVER,
+            False,
+            {"optimizer": {"average": {"rate": 0.1}}},
+            False,
+            "the average over time starts from the weights",
+        ),
+        ((*SERVER, "correction.0.squares"), False, CORRECTED, False, ""),
+        ((*SERVER, "correction.0.squares"), False, {}, False, "the state of the correction is left out"),
         (
             ADAM[:1],
             True,

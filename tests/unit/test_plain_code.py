@@ -254,9 +254,8 @@ def test_other_layers_are_not(kind: Any) -> None:
 
 def test_code_whose_file_has_changed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_plain(Plain())
-    lines, first = inspect.findsource(Plain.forward)
-    changed = [line.replace("reached += ", "reached = ") for line in lines]
-    monkeypatch.setattr("inspect.findsource", lambda code: (changed, first))
+    source = inspect.getsource(Plain.forward)
+    monkeypatch.setattr("inspect.getsource", lambda code: source.replace("torch.relu", "torch.tanh"))
     assert not is_plain(Plain())
 
 
