@@ -1,16 +1,19 @@
 """Changes of a recorded run that might make it faster, with their predicted gains."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from rudra.errors import RudraError
 from rudra.job.job import Job
-from rudra.simulation.predict import Prediction
+from rudra.simulation.predict import UPDATES, Prediction
 from rudra.simulation.whatif import FittedRun
 
 WORTH = 0.05
 """Smallest gain that is worth a change."""
+
+_ROUNDS, _GRADIENTS = 12, 600
 
 
 @dataclass(frozen=True)
@@ -45,13 +48,21 @@ def alternatives(run: FittedRun) -> list[Alternative]:
     found = []
     for what, overrides in _changes(run):
         try:
-            predicted = run.predict(run.written(overrides))
+            job = run.written(overrides)
+            predicted = run.predict(job, updates=_enough(run, job))
         except RudraError:
             continue
         gain = run.epoch_s / predicted.epoch_s - 1
         about = (predicted.epoch_s, predicted.mean_staleness, samples_of(predicted))
         found.append(Alternative(what, tuple(overrides), gain, *about))
     return sorted(found, key=lambda each: -each.gain)
+
+
+def _enough(run: FittedRun, job: Job) -> int | None:
+    """Returns the number of updates to simulate for a gain of a few percent. None: rare events need more."""
+    if run.job.simulation.straggler_probability:
+        return None
+    return max(UPDATES, math.ceil(max(_ROUNDS * job.learners, _GRADIENTS) / job.gradients_per_update(job.plan())))
 
 
 def samples_of(predicted: Prediction) -> int:
