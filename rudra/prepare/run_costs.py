@@ -43,6 +43,7 @@ SLOW = 1.15
 """Factor on the time of a mini-batch from which a learner counts as slower, or faster, than the others."""
 
 _FLOOR = 0.1
+_ENDS = 3  # ends of epochs with a wait, at least
 _SAME = ("model.name", "model.options", "data.name", "data.options", "training.precision", "training.compile")
 _NO_COSTS = {"costs", "faults", "detection_s", "tensors", "batching", "background_jobs", "machines", "nodes"}
 
@@ -84,6 +85,7 @@ _QUANTITIES = {
     "server's messages": ("message_s",),
     "updates": ("update_s",),
     "additions": ("gradient_s",),
+    "copies": ("copy_s_per_byte",),
     "evaluations": ("evaluation_s",),
 }
 
@@ -152,6 +154,8 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
     update_s = _update_s(results, rows, plan)
     keys |= {} if update_s is None else {"update_s": update_s}
     keys |= _network(results, rows, plan, prior, size_bytes, update_s or 0.0)
+    copied_s = _copied_s(results)
+    keys |= {} if copied_s is None else {"copy_s_per_byte": copied_s * len(plan.front_owners) / max(1, size_bytes)}
     evaluations = results.epochs["evaluation_s"]
     if (evaluations := evaluations[np.isfinite(evaluations)]).size:
         keys["evaluation_s"] = float(np.median(evaluations))
@@ -253,6 +257,28 @@ def _update_s(results: Results, rows: Rows, plan: Plan) -> float | None:
     taken = rows["update_s"] if plan.averaging else results.updates["update_s"]
     taken = taken[taken > 0]
     return float(np.median(taken)) * (1 if plan.averaging else len(plan.front_owners)) if len(taken) else None
+
+
+def _copied_s(results: Results) -> float | None:
+    """Returns the time of a server's copy of its weights at the end of an epoch. None: there are too few epochs.
+
+    The last gradient of an epoch waits longer than the last gradient of any other update.
+    """
+    gradients, ends, rows = results.gradients, results.epochs["timestamp"], results.minibatches
+    if len(ends) < _ENDS or not len(gradients):
+        return None
+    last = gradients[np.append(gradients["update"][1:] != gradients["update"][:-1], True)]
+    steps = int(max(rows["step"].max(), last["step"].max())) + 1
+    numbers = rows["learner"].astype(np.int64) * steps + rows["step"]
+    order = np.argsort(numbers)
+    wanted = last["learner"].astype(np.int64) * steps + last["step"]
+    places = np.minimum(np.searchsorted(numbers[order], wanted), len(rows) - 1)
+    waits = np.where(numbers[order][places] == wanted, rows["wait_s"][order][places], 0.0)
+    at_end = np.isin(last["update"], ends)
+    here, there = waits[at_end & (waits > 0)], waits[~at_end & (waits > 0)]
+    if len(here) < _ENDS or len(there) < ROWS:
+        return None
+    return max(0.0, float(np.median(here) - np.median(there)))
 
 
 def _floor(times: Times, most: float) -> float | None:

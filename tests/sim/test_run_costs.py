@@ -24,6 +24,7 @@ COSTS: dict[str, Any] = {
     "message_s": 5e-5,
     "gradient_s": 3e-4,
     "update_s": 4e-4,
+    "copy_s_per_byte": 1e-9,
 }
 HARDSYNC = {"protocol": {"name": "hardsync"}}
 
@@ -51,7 +52,7 @@ def test_on_a_server_all_costs_of_an_exchange_come_out(tmp_path: Path) -> None:
         found = costs(tmp_path / "run.h5").keys
         assert found["compute_s"] == pytest.approx({16: 0.02}, rel=0.01)
         assert (found["jitter"], found["distribution"]) == (pytest.approx(0.1, rel=0.1), "uniform")
-        for key in ("latency_s", "bandwidth_bytes_per_s", "message_s", "update_s"):
+        for key in ("latency_s", "bandwidth_bytes_per_s", "message_s", "update_s", "copy_s_per_byte"):
             assert found[key] == pytest.approx(COSTS[key], rel=0.01), (tables, key)
 
 
@@ -116,7 +117,14 @@ def test_another_setting_is_predicted_within_five_percent(tmp_path: Path) -> Non
 
 def test_where_nothing_helps_the_explanation_says_so(tmp_path: Path) -> None:
     proportional = {"compute_s": {8: 0.01, 32: 0.04}, "nodes": 1, "node_slowdown": 1.0, "jitter": 0.0}
-    nothing = {"latency_s": 0.0, "message_s": 0.0, "update_s": 0.0, "gradient_s": 0.0, "bandwidth_bytes_per_s": 1e12}
+    nothing = {
+        "copy_s_per_byte": 0.0,
+        "latency_s": 0.0,
+        "message_s": 0.0,
+        "update_s": 0.0,
+        "gradient_s": 0.0,
+        "bandwidth_bytes_per_s": 1e12,
+    }
     simulated(tmp_path / "run.h5", job(simulation=proportional | nothing, protocol={"name": "async"}))
     found = explain(tmp_path / "run.h5")
     assert found.lines[-1] == "No change that was tried would make it faster by more than 5 %."
