@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rudra.benchmark_report import Report
 from rudra.errors import RudraError
 from rudra.explain.findings import findings
+from rudra.prepare.recorded_job import UNUSED
 from rudra.results.reader import open_results
 from rudra.trust import code_of
 
@@ -26,7 +27,7 @@ class Explanation:
     """Explanation of a run.
 
     Attributes:
-        lines: Sentences, in the order in which to read them.
+        lines: Sentences, the most general first.
         alternatives: Changes, the best one first. Empty: the costs of the run are not known.
         staleness: Mean staleness of the run, by its prediction.
         samples: Number of samples of an update of the run.
@@ -87,21 +88,24 @@ def explain(path: str | Path, *, trust: bool | None = False) -> Explanation:
     path = Path(path)
     with open_results(path) as results:
         lines = findings(results)
-        named = trust is None and code_of({**results.job, "hooks": []})
+        own = {table: keys for table, keys in results.job.items() if table not in UNUSED}
+        named = trust is None and code_of(own)
     if named:
-        return Explanation((*lines, "No predictions: the job names code of its own."))
+        return Explanation(
+            (*lines, "No predictions: the job has a protocol or topology of its own; use `rudra explain`.")
+        )
     from rudra.simulation.alternatives import alternatives, samples_of
     from rudra.simulation.whatif import FittedRun
 
     try:
         with _quiet():
             run = FittedRun.read(path, trust=bool(trust))
-            found = tuple(alternatives(run))
+            found, even = tuple(alternatives(run)), _evened(run)
     except RudraError as error:
         return Explanation((*lines, f"No predictions: {error}."))
     itself = run.itself
     explanation = Explanation((), found, itself.mean_staleness, samples_of(itself))
-    lines += [_bound(run), run.as_text().replace("\n", " "), _verdict(explanation)]
+    lines += [_bound(run) + even, run.as_text().replace("\n", " "), _verdict(explanation)]
     return Explanation(tuple(lines), found, explanation.staleness, explanation.samples)
 
 
@@ -114,6 +118,14 @@ def _bound(run: "FittedRun") -> str:
         f"The limit is {what}: if all else took no time, an epoch would take {least:.4g} s; {loads}"
         f"{itself.loads['link']:.0%}."
     )
+
+
+def _evened(run: "FittedRun") -> str:
+    """Says what slow learners cost."""
+    if max(run.costs.slow.values(), default=1.0) <= 1.0:
+        return ""
+    found = run.predict(run.written(["simulation.slowdown={}"]))
+    return f" If no learner were slow, it would take {found.epoch_s:.4g} s."
 
 
 def _verdict(explanation: Explanation) -> str:

@@ -51,7 +51,7 @@ def expected_staleness(results: Results) -> float | None:
 
 
 def findings(results: Results) -> list[str]:
-    """Returns sentences about a run, in the order in which to read them. A running run has findings, too.
+    """Returns sentences about a run, the most general first. A running run has findings as well.
 
     Args:
         results: Results of the run.
@@ -91,7 +91,7 @@ def _time(rows: Rows, plan: Plan) -> str:
 
 
 def _speeds(rows: Rows, plan: Plan, protocol: str) -> Iterator[str]:
-    """Says which learners are slow, and who waits for whom."""
+    """Says which learners are slow, and which ones the others wait for."""
     numbers = [plan.roles[role].index for role in plan.learners]
     per_sample = {}
     for role, number in zip(plan.learners, numbers, strict=True):
@@ -181,8 +181,7 @@ def _rate(summary: dict[str, Any], results: Results) -> str:
     if factor is None or base is None:
         return "The file does not say how the learning rate follows the protocol."
     rate = f"The learning rate begins at {base * factor:.4g} = α0 x {factor:.4g} (modulation {name})"
-    per_update = int(results.attributes["gradients_per_update"])
-    samples = per_update * int(summary["minibatch_size"])
+    samples = int(results.attributes.get("gradients_per_update") or 1) * int(summary["minibatch_size"])
     if sigma <= 1:
         reference = results.job.get("protocol", {}).get("reference_batch_size")
         if name == "sqrt" or not reference or summary["protocol"] != "hardsync":
@@ -196,7 +195,7 @@ def _rate(summary: dict[str, Any], results: Results) -> str:
     wanted = 1 / sigma
     if factor > 1.5 * wanted:
         return (
-            f"{rate}. That is {factor / wanted:.2g} times α0/⟨σ⟩, too high in theory: set "
+            f"{rate}. That is {factor / wanted:.2g} times α0/⟨σ⟩, which is too high in theory: set "
             "protocol.modulation=mean_staleness."
         )
     if factor < wanted / 1.5:
@@ -240,7 +239,7 @@ def _evaluations(results: Results) -> str:
     if held is None:
         return f"{about}; they cover too much of the time, or too little, to say whether they hold training back."
     if held < HELD:
-        return f"{about}, beside training: they do not hold it back."
+        return f"{about}, in parallel with training: they do not hold it back."
     return f"{about}, and training loses {held:.0%} of its time to them; set training.evaluate=false, or evaluate less."
 
 
@@ -258,7 +257,7 @@ def _checkpoints(results: Results) -> str:
 
 
 def _pauses(times: Times, moments: Sequence[float] | Times) -> float:
-    """Returns the seconds by which updates around some moments took longer than usual."""
+    """Returns the additional seconds of updates around some moments."""
     if len(times) < 10:
         return 0.0
     gaps = np.diff(times)

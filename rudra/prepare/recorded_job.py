@@ -10,6 +10,9 @@ from rudra.job.jobfiles import parsed
 from rudra.results.reader import Results
 from rudra.trust import admit
 
+UNUSED = ("model", "data", "task", "optimizer", "hooks", "study")
+"""Tables whose code a prediction with the sizes of the result file does not run."""
+
 
 def recorded_job(results: Results, overrides: Sequence[str] = (), *, trust: bool = False) -> Job:
     """Returns the job of a run, whose costs are the costs of the run.
@@ -21,19 +24,24 @@ def recorded_job(results: Results, overrides: Sequence[str] = (), *, trust: bool
 
     Raises:
         ConfigError: The job cannot be made again, or a change is not valid.
-        TrustError: The file names code, was not written by this user's own run, and `trust` is not set.
+        TrustError: The file names code that a prediction runs, was not written by this user's own run, and `trust` is
+            not set.
     """
-    if objects := results.attributes.get("python_objects"):
+    changes = [parsed(override) for override in overrides]
+    touched = {change.key.partition(".")[0] for change in changes}
+    unused = {"hooks", "study"} if touched & {*UNUSED, "placement"} else {*UNUSED}
+    objects = str(results.attributes.get("python_objects") or "").split(", ")
+    if given := ", ".join(name for name in objects if name and name.partition(".")[0] not in unused):
         raise ConfigError(
-            f"{results.path}: the run got {objects} as a Python object, which a file cannot hold; predict its job with "
+            f"{results.path}: {given} was given as a Python object, which a file cannot hold; predict its job with "
             f"simulation.costs = '{results.path}'"
         )
     tables: dict[str, Any] = {table: keys for table, keys in results.job.items() if table not in ("hooks", "study")}
     tables["simulation"] = {"costs": str(results.path)}
-    changes = [parsed(override) for override in overrides]
     learners = next((change.value for change in reversed(changes) if change.key == "cluster.learners"), None)
     shares = tables.get("cluster", {}).get("shares")
     if shares and learners not in (None, len(shares)):  # they were measured for other learners, or chosen for them
         tables["cluster"] = {**tables["cluster"], "shares": "auto"}
-    admit(results.path, json.loads(results.attributes["job"]), tables, results.attributes, trust=trust)
+    used = {table: keys for table, keys in tables.items() if table not in unused}
+    admit(results.path, json.loads(results.attributes["job"]), used, results.attributes, trust=trust)
     return Job.of(results.path, tables, changes)

@@ -40,7 +40,7 @@ WARM, ROWS = 5, 20
 """Number of first mini-batches of each learner that do not count, and minimum number of the others."""
 
 SLOW = 1.15
-"""Factor on the time of a mini-batch from which a learner counts as slower, or faster, than the others."""
+"""A learner whose time differs by this factor counts as slower, or faster, than the others."""
 
 _FLOOR = 0.1
 _ENDS = 3  # ends of epochs with a wait, at least
@@ -144,7 +144,8 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
         others = "its job"
     known, layout = dict(known or {}), _layout(results, plan, learners or len(plan.learners))
     together, slowed = _together(plan), _slowed(results, known, _together(plan))
-    most = max(1, (learners or len(plan.learners)) // layout.get("nodes", learners or len(plan.learners)))
+    count = learners or len(plan.learners)
+    most = math.ceil(count / layout.get("nodes", count))
     if "node_slowdown" not in known and most > 1:
         known["node_slowdown"] = (slowed(most) - 1) / (most - 1)
     prior = SimulationTable(**{**known, **layout})
@@ -175,7 +176,7 @@ def _rows(results: Results, plan: Plan) -> Rows:
             f"{where}: is a run with {what}, whose times do not add up from its rows; use a file of `rudra calibrate`"
         )
     rows = results.minibatches
-    if not results.job.get("results", {}).get("minibatches", True):
+    if not len(rows) and len(results.updates):
         raise ConfigError(f"{where}: has no mini-batches; use a run with results.minibatches = true")
     counts = {plan.roles[role].index: 0 for role in plan.learners}
     rows = rows[(rows["step"] >= WARM) & (rows["compute_s"] > 0)]
@@ -197,7 +198,8 @@ def _layout(results: Results, plan: Plan, learners: int) -> dict[str, Any]:
     nodes = [plan.roles[role].node for role in plan.learners]
     count, each = len({*nodes}), math.ceil(len(nodes) / len({*nodes}))
     if not simulated:
-        found["servers_on_first_node"] = plan.roles[plan.server].node in nodes or len({*_hosts(results)}) == 1
+        places = _places(results, plan, near=False)
+        found["servers_on_first_node"] = places[plan.server] == places[plan.learners[0]]
     if len(nodes) == learners:
         found["nodes"] = count
     elif count == 1 and each > 1:
@@ -226,6 +228,14 @@ def _slowed(results: Results, known: Mapping[str, Any], together: int) -> Callab
     return lambda ranks: max(1.0, ranks * threads / held)
 
 
+def _places(results: Results, plan: Plan, *, near: bool) -> Sequence[object]:
+    """Returns the node of each role: its host, or its node in virtual time."""
+    hosts = _hosts(results)
+    if len(hosts) < plan.ranks:
+        return plan.nodes(near=near)
+    return [hosts[role.world_rank] for role in plan.roles]
+
+
 def _hosts(results: Results) -> Sequence[str]:
     return results.attributes.get("hosts") or ()
 
@@ -236,6 +246,7 @@ def _computations(
     """Returns the spread of times, the time of a mini-batch of each size, slow learners, and jitters that differ."""
     sizes, counts = np.unique(rows["samples"], return_counts=True)
     main = int(sizes[counts.argmax()])
+    rows = _in_turns(rows, plan)
     times: dict[int, Times] = {}
     for role in plan.learners:
         number = plan.roles[role].index
@@ -250,6 +261,19 @@ def _computations(
     alone_s = usual * spread.of_median / slowed
     slow = {number: round(factor, 4) for number, factor in slow.items()}
     return spread, {main: alone_s}, slow, spread.own
+
+
+def _in_turns(rows: Rows, plan: Plan) -> Rows:
+    """Returns the rows without the times that learners of one rank waited for their turns."""
+    rank = np.zeros(plan.learner_numbers, np.int64)
+    for role in plan.learners:
+        rank[plan.roles[role].index] = plan.roles[role].world_rank
+    if len({*rank.tolist()}) == len(rank):
+        return rows
+    rows = rows[np.lexsort((rows["time_s"], rank[rows["learner"]]))]
+    same = np.diff(rank[rows["learner"]]) == 0
+    rows["compute_s"][1:][same] = np.minimum(rows["compute_s"][1:], np.diff(rows["time_s"]))[same]
+    return rows[rows["compute_s"] > 0]
 
 
 def _update_s(results: Results, rows: Rows, plan: Plan) -> float | None:
@@ -292,13 +316,12 @@ def _network(
 ) -> dict[str, Any]:
     """Returns latency, bandwidth and time of a message, as far as the exchanges of learners identify them."""
     most = min(_FLOOR, 0.5 / len(plan.learners))  # in each step of hardsync, one learner meets no other
-    floors = {name: _floor(rows[f"{name}_s"], most) for name in ("push", "wait", "pull", "reduce")}
     groups = [members for members in plan.groups if len(members) > 1]
     found: dict[str, Any] = {}
     if groups and plan.reduction == "ordered":
-        found = _of_group(results, plan, prior, max(groups, key=len), floors, size_bytes, update_s)
+        found = _of_group(results, plan, prior, max(groups, key=len), rows, size_bytes, update_s)
     elif not groups and not plan.overlapped and not plan.averaging:
-        found = _of_server(results, rows, plan, prior, floors, size_bytes, update_s)
+        found = _of_server(results, rows, plan, prior, most, size_bytes, update_s)
     attributes = results.attributes
     latency_s, bytes_per_s = attributes.get("network_latency_s"), attributes.get("network_bytes_per_s")
     if not latency_s or not bytes_per_s:  # on one node
@@ -313,20 +336,25 @@ def _of_server(
     rows: Rows,
     plan: Plan,
     prior: SimulationTable,
-    floors: Mapping[str, float | None],
+    most: float,
     size_bytes: int,
     update_s: float,
 ) -> dict[str, Any]:
     """Returns the costs of exchanges between single learners and their server."""
-    parent, push_s, wait_s, pull_s = plan.roles[plan.learners[0]].parent, floors["push"], floors["wait"], floors["pull"]
-    if parent is None or push_s is None or pull_s is None:
+    parent = plan.roles[plan.learners[0]].parent
+    if parent is None:
+        return {}
+    places = _places(results, plan, near=prior.servers_on_first_node)
+    apart = [role for role in plan.children[parent] if places[role] != places[parent]]
+    chosen = np.isin(rows["learner"], [plan.roles[role].index for role in apart or plan.children[parent]])
+    push_s, wait_s, pull_s = (_floor(rows[f"{name}_s"][chosen], most) for name in ("push", "wait", "pull"))
+    if push_s is None or pull_s is None:
         return {}
     if plan.sharded:  # all parts cross the learner's own link, most often one after the other
-        push_s, pull_s = (float(np.median(rows[name][rows[name] > 0])) for name in ("push_s", "pull_s"))
+        push_s, pull_s = (float(np.median(rows[name][chosen & (rows[name] > 0)])) for name in ("push_s", "pull_s"))
     transfer_s = max(min(push_s, pull_s), 1e-9)
     latency_s = max(0.0, push_s - transfer_s)
-    local = _local(results, plan, [parent, *plan.children[parent]], prior)
-    found = _keys(local, latency_s, (size_bytes + tail_bytes(1)) / transfer_s)
+    found = _keys(not apart, latency_s, (size_bytes + tail_bytes(1)) / transfer_s)
     if wait_s is not None and not plan.sharded and parent in plan.owners:
         found["message_s"] = max(0.0, wait_s - latency_s - _handled_s(results, plan, prior, size_bytes, update_s))
     return found
@@ -337,31 +365,24 @@ def _of_group(
     plan: Plan,
     prior: SimulationTable,
     members: Sequence[int],
-    floors: Mapping[str, float | None],
+    rows: Rows,
     size_bytes: int,
     update_s: float,
 ) -> dict[str, Any]:
-    """Returns the costs of a reduction. A push identifies the latency, too."""
-    reduce_s, push_s = floors["reduce"], floors["push"]
+    """Returns the costs of a reduction. A push also identifies the latency."""
+    reduce_s, push_s = (_floor(rows[f"{name}_s"], min(_FLOOR, 0.5 / len(members))) for name in ("reduce", "push"))
     if reduce_s is None:
         return {}
     share = (len(members) - 1) / len(members)
     rest_s = reduce_s - _added_s(prior, size_bytes) * share - (update_s if plan.averaging else 0.0)
-    local = _local(results, plan, members, prior)
+    places = _places(results, plan, near=prior.servers_on_first_node)
+    local = len({places[role] for role in members}) == 1
     if push_s is None:
         latency_s = prior.latency_s if not local or prior.local_latency_s is None else prior.local_latency_s
     else:
         latency_s = max(0.0, (rest_s - 2 * share * push_s) / (2 - 2 * share))
     transfer_s = max((rest_s - 2 * latency_s) / (2 * share), 1e-9)
     return _keys(local, None if push_s is None else latency_s, (size_bytes + tail_bytes(1)) / transfer_s)
-
-
-def _local(results: Results, plan: Plan, roles: Sequence[int], prior: SimulationTable) -> bool:
-    """Returns whether roles that exchange tensors are on one node."""
-    if results.attributes["driver"] != "simulation" and len({*_hosts(results)}) == 1:
-        return True
-    node = plan.nodes(near=prior.servers_on_first_node)
-    return len({node[role] for role in roles}) == 1
 
 
 def _keys(local: bool, latency_s: float | None, bytes_per_s: float) -> dict[str, Any]:

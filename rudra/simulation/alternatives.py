@@ -77,12 +77,9 @@ def _changes(run: FittedRun) -> Iterator[tuple[str, list[str]]]:
     protocol, topology, options = job.protocol.name, job.topology.name, job.topology.options
     learners, size = job.learners, job.training.minibatch_size
     if run.costs.slow and not job.cluster.shares:
-        numbers = ", ".join(map(str, run.costs.slow))
-        yield f"smaller parts of the batch for learner {numbers}", ["cluster.shares=auto"]
-        yield (
-            "the same with an allreduce",
-            ["cluster.shares=auto", *_topology(job, "groups"), *_protocol(job, "hardsync")],
-        )
+        yield "parts of the batch in proportion to speed", ["cluster.shares=auto"]
+        allreduce = ["cluster.shares=auto", *_topology(job, "groups"), *_protocol(job, "hardsync")]
+        yield "parts in proportion to speed, and allreduce", allreduce
     if (plan := job.plan()).averaging:
         period = job.make_protocol(plan).period
         yield f"averages half as often, τ = {2 * period}", [f"averaging.period={2 * period}"]

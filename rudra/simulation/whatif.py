@@ -7,6 +7,7 @@ changes are scaled by its measured time divided by its predicted time.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rudra.core.wire import tail_bytes
 from rudra.job.job import Job
@@ -23,6 +24,7 @@ class FittedRun:
 
     Attributes:
         path: Result file.
+        base: Its job, before it is resolved.
         costs: Costs of its rows.
         outline: Size of its data and model.
         epoch_s: Measured time of an epoch, at the steady rate of the run.
@@ -31,6 +33,7 @@ class FittedRun:
     """
 
     path: Path
+    base: Job
     costs: RunCosts
     outline: Outline
     epoch_s: float
@@ -51,7 +54,7 @@ class FittedRun:
             _, per_s = steady_rate(results.updates)
         costs = costs_of_run(path, job)
         itself = predict(job, known=outline)
-        return cls(path, costs, outline, outline.training_samples / per_s, itself, trust)
+        return cls(path, job, costs, outline, outline.training_samples / per_s, itself, trust)
 
     @property
     def job(self) -> Job:
@@ -77,13 +80,14 @@ class FittedRun:
 
         Args:
             job: Result of `written`, or a part of it.
-            samples: Number of samples per epoch, by default those of the run.
+            samples: Number of samples per epoch, by default as in the run.
             updates: Number of updates to simulate, by default as many as a steady rate needs.
 
         Raises:
             RudraError: The job has a mistake.
         """
-        same = job.model == self.job.model and job.data == self.job.data and not job.placement.given
+        # Finding other sizes may run code that the job names.
+        same = _sized_by(job) == _sized_by(self.base)
         known = self.outline if same else None
         found = predict(job, samples=samples, updates=updates, known=known)
         per_s = found.samples_per_s / self.ratio
@@ -95,6 +99,10 @@ class FittedRun:
         """Returns two lines: the sources of the costs, and how well they describe the run."""
         off = f"{self.itself.epoch_s:.4g} s per epoch of the run itself, which took {self.epoch_s:.4g} s"
         return f"Costs {self.costs.as_text()}.\nThey predict {off}; times are scaled by {self.ratio:.3f}."
+
+
+def _sized_by(job: Job) -> tuple[Any, ...]:
+    return job.model, job.data, job.task, job.placement
 
 
 def _outline(results: Results) -> Outline:

@@ -2,14 +2,18 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import rudra
 from rudra.cli.main import main
+from rudra.core.records import EPOCH, UPDATE
 from rudra.errors import ConfigError
 from rudra.explain import explain
+from rudra.explain.findings import held_by_evaluation
 from rudra.job.job import Job
 from rudra.prepare.cost_files import load
 from rudra.prepare.run_costs import RunCosts, fitted
@@ -96,6 +100,7 @@ def test_a_slow_learner_is_named_and_the_gain_of_shares_is_what_a_run_gains(tmp_
     text = "\n".join(found.lines)
     assert re.search(r"Learner 3 \(rank 5, node 3\) needs (2\.9|3\.0)\d times as long", text)
     assert "learner 3 in 100% of the steps" in text
+    assert "If no learner were slow, it would take 0.6" in text
     (shares,) = (each for each in found.alternatives if each.overrides == ("cluster.shares=auto",))
     assert shares.gain == pytest.approx(better / rate - 1, rel=0.2)
     assert [each.gain for each in found.alternatives] == sorted(
@@ -144,10 +149,31 @@ def test_costs_of_a_run_serve_another_job_of_the_model(tmp_path: Path, capsys: p
     assert "s per epoch of the run itself" in capsys.readouterr().out
 
 
-def test_too_few_rows_are_refused_with_the_number_that_is_needed(tmp_path: Path) -> None:
+def test_a_rate_that_ignores_staleness_is_told(tmp_path: Path) -> None:
+    simulated(tmp_path / "run.h5", job(protocol={"name": "async", "modulation": "none"}))
+    text = "\n".join(explain(tmp_path / "run.h5").lines)
+    assert "Theory says 3.00: as expected." in text
+    assert re.search(r"That is (2\.9|3) times α0/⟨σ⟩, which is too high in theory", text)
+    assert "No learner waits for another one." in text
+
+
+def test_evaluations_hold_training_back_where_updates_slow_down() -> None:
+    updates = np.zeros(90, UPDATE)
+    updates["time_s"] = [*np.arange(0, 4, 0.1), *np.arange(4, 6, 0.2), *np.arange(6, 10, 0.1)]
+    updates["samples"] = 8
+    epochs = np.zeros(1, EPOCH)
+    epochs["evaluation_began_s"], epochs["evaluation_s"] = 4.0, 2.0
+    assert held_by_evaluation(SimpleNamespace(epochs=epochs, updates=updates)) == pytest.approx(0.1, abs=0.01)
+
+
+def test_too_few_rows_are_refused_with_the_number_that_is_needed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "run.h5"
     simulated(path, job(training={"epochs": 1, "minibatch_size": 64}))
     with pytest.raises(ConfigError, match=r"learner \d has \d mini-batches after the first 5; costs need 20 of each"):
         costs(path)
+    assert main(["predict", str(path)]) == 2
+    assert "costs need 20 of each learner: use a longer run" in capsys.readouterr().err
     lines = explain(path).lines
     assert lines[-1].startswith("No predictions: [simulation] costs = ")
