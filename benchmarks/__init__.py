@@ -54,6 +54,10 @@ BENCHMARKS = {  # name -> comparison and goal
         "a simulation against its bare gradients; timing-only runs of up to 4,096 learners",
         "<= 10 % over; >= 200,000 messages/s; 4.1 M pushes in < 120 s",
     ),
+    "whatif": (
+        "predictions from the rows of one run (costs from a run), against runs with five other settings",
+        "each within 15 %, their median within 10 %",
+    ),
     "hogbatch": (
         "workers that share weights in a window: two against one and against torch's Hogwild",
         ">= 1.7 times the samples/s of one; >= 1.5 times torch's at μ = 1 and 8; <= 3 % waiting",

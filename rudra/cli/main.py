@@ -39,6 +39,7 @@ SYNONYMS = {
     "export": ("convert", "save"),
     "timeline": ("trace",),
     "report": ("compare",),
+    "explain": ("why", "analyse", "analyze", "advise"),
     "watch": ("monitor", "follow", "progress", "status"),
     "jobs": ("list", "ls", "examples"),
     "init": ("new", "create", "template"),
@@ -52,7 +53,20 @@ SYNONYMS = {
 
 FIRST = (
     *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "profile", "place", "show", "plot"),
-    *("replay", "export", "timeline", "report", "watch", "jobs", "init", "validate", "topology", "check", "schema"),
+    *(
+        "explain",
+        "replay",
+        "export",
+        "timeline",
+        "report",
+        "watch",
+        "jobs",
+        "init",
+        "validate",
+        "topology",
+        "check",
+        "schema",
+    ),
     *("completion", "doctor", "bench"),
 )
 """The order of commands in the help. Other commands follow."""

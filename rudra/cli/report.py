@@ -8,9 +8,9 @@ from rudra.cli.options import force_option, log_option
 SUMMARY = "write one HTML page about runs"
 
 MORE = """\
-The page needs no other file. Its tables and figures show test error or loss, metrics, training, staleness,
-tradeoff curves, speed-up and time per role; each offers its numbers as CSV. Runs that failed or are missing
-are listed."""
+The page needs no other file. It begins with the answer: the best runs, and what `rudra explain` says of one of them.
+Its tables and figures show test error or loss, metrics, training, staleness, tradeoff curves, speed-up and time per
+role; each offers its numbers as CSV. Runs that failed or are missing are listed."""
 
 EXAMPLES = {
     "rudra report soft.h5 hard.h5 -o compare.html": "compare two runs",

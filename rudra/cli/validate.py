@@ -134,11 +134,14 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     from rudra.data.fingerprint import REPEATABLE
     from rudra.preflight import check_devices
     from rudra.prepare import cost_files
+    from rudra.prepare.run_costs import is_run
     from rudra.results.progress import too_few
     from rudra.simulation.dry_run import rehearse
 
+    costs = {}
     if (source := cost_files.source(job)) not in (None, "the job"):
-        cost_files.find(source)
+        path = cost_files.find(source)
+        costs = {"costs": cost_files.costs_of_run(path, job).as_text()} if is_run(source) else {}
     found = rehearse(job, plan)
     try:
         check_devices(job, plan)
@@ -165,6 +168,7 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         "model": f"{found.parameters:,} parameters; a gradient of {counted(tried, 'sample')} "
         f"takes {found.gradient_s * 1e3:.3g} ms here, loss {found.loss:.4g} at the initial weights",
         **more,
+        **costs,
         **({"a step sends": _crossed_text(found.crossed, len(plan.learners))} if found.crossed else {}),
         "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}"
         f"{apart if found.apart_bytes else ''}",

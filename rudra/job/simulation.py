@@ -103,8 +103,8 @@ class SimulationTable(Table):
     costs: str | None = Field(
         None,
         description="source of times that the job does not set: a preset (crossbow, p775, ralp, wan), a file of "
-        "`rudra calibrate`, or defaults. Default: measurements of `rudra calibrate` on this machine for this model, "
-        "else defaults",
+        "`rudra calibrate`, the result file of a run, or defaults. Default: measurements of `rudra calibrate` on this "
+        "machine for this model, else defaults",
     )
     compute_s: float | dict[int, float] = Field(
         0.1, description="compute time of a learner for one mini-batch, in seconds: a number, or a table of μ = seconds"

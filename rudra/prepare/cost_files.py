@@ -15,6 +15,7 @@ from rudra.job.jobfiles import read_toml
 from rudra.job.simulation import DEFAULTS, PER_BYTE
 from rudra.job.table import named
 from rudra.machine import cores, processor
+from rudra.prepare import run_costs
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -56,14 +57,10 @@ def load(job: Job) -> Job:
     if found is None or (found == "the job" and table.costs is None):
         return job
     path = find(found)
-    keys = read_toml(path)
-    models = keys.pop("models", {})
-    if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
-        raise ConfigError(f"{path}: models must be tables [models.NAME] with keys of [simulation]")
-    keys.pop("measured", None)  # what a calibration says of itself
+    keys, models = (_keys_of_run(costs_of_run(path, job)), {}) if run_costs.is_run(found) else _read(path)
     model = job.model.name if isinstance(job.model.name, str) else getattr(job.model.name, "__name__", "")
     beside = [
-        {f"simulation.{key}": value for key, value in models.get(each.get("model.name"), {}).items()} | each
+        {f"simulation.{key}": value for key, value in models.get(str(each.get("model.name")), {}).items()} | each
         for each in table.background_jobs
     ]
     own = {key: getattr(table, key) for key in table.model_fields_set} | {"costs": found, "background_jobs": beside}
@@ -73,6 +70,50 @@ def load(job: Job) -> Job:
         return job.with_(simulation=_nearest(keys, models.get(model, {}), own))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the keys of a cost file, and model -> its keys."""
+    keys = read_toml(path)
+    models = keys.pop("models", {})
+    if not isinstance(models, dict) or not all(isinstance(model, dict) for model in models.values()):
+        raise ConfigError(f"{path}: models must be tables [models.NAME] with keys of [simulation]")
+    keys.pop("measured", None)  # what a calibration says of itself
+    return keys, models
+
+
+def costs_of_run(path: Path, job: Job) -> run_costs.RunCosts:
+    """Returns the costs of a run, completed by a calibration of the model on this machine.
+
+    Args:
+        path: Result file of the run.
+        job: Job of the same model.
+
+    Raises:
+        ConfigError: The run is of another model, or has too few rows.
+        ResultsError: The file cannot be read.
+    """
+    known: dict[str, Any] = {}
+    if (calibrated := measured_path(job)).is_file():
+        common, models = _read(calibrated)
+        known = _nearest(common, *models.values())
+    return run_costs.costs_of(path, job, known)
+
+
+def _keys_of_run(found: run_costs.RunCosts) -> dict[str, Any]:
+    (size, seconds), *_ = found.keys["compute_s"].items()
+    return _nearest(found.known, found.layout, found.keys, _scaled(found.known.get("compute_s"), size, seconds))
+
+
+def _scaled(compute_s: float | Mapping[int, float] | None, size: int, seconds: float) -> dict[str, Any]:
+    """Returns known times of other mini-batch sizes, scaled to the time of one size. Empty: no others are known."""
+    if compute_s is None:
+        return {}
+    if not isinstance(compute_s, Mapping):
+        return {"compute_s": seconds}
+    points = {int(of): taken for of, taken in compute_s.items()}
+    scale = seconds / at(points, size)
+    return {"compute_s": {of: taken * scale for of, taken in points.items()} | {size: seconds}}
 
 
 def _nearest(*levels: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from protocols import Protocol, rule_of, shipped
-from rudra.errors import ConfigError, ResultsError, RudraError
+from protocols import Protocol, rule_of
+from rudra.errors import ConfigError, ResultsError
+from rudra.explain.findings import expected_staleness
 from rudra.files import SWEEP_INDEX
-from rudra.job.job import Job
 from rudra.job.tables import kinds_of
 from rudra.report.curve_styles import Blocks, Course, Numbers, blocks_of, flat, rate_of
 from rudra.report.topology import Cast, of_results
@@ -320,20 +320,8 @@ def read(path: Path) -> Run:
             float(ran[np.isfinite(ran)].sum()),
             of_results(results),
             workers_of(results),
-            _expected_staleness(results),
+            expected_staleness(results),
         )
-
-
-def _expected_staleness(results: Results) -> float | None:
-    tables = {name: results.job[name] for name in ("hogbatch", "averaging") if name in results.job}
-    # Without what may name the user's code.
-    protocol = {**results.job.get("protocol", {}), "modulation": "none", "correction": None, "correction_options": {}}
-    if protocol.get("name") not in shipped():
-        return None
-    try:
-        return Job(**tables, protocol=protocol).make_protocol(results.plan()).expected_staleness
-    except (RudraError, ValueError):  # a job of another version
-        return None
 
 
 def _replicas(results: Results) -> tuple[Blocks | None, float]:

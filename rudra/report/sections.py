@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rudra.job.simulation import DEFAULTS, UNMEASURED
+from rudra.report.answer import Answer, answer_of
 from rudra.report.charts import figures
 from rudra.report.cluster_diagram import drawings
 from rudra.report.curve_styles import matters
@@ -24,6 +25,7 @@ class Section:
         facts: facts about the runs: name -> text.
         job: settings that all runs share, as lines of a job file.
         varied: key of the job -> its values, for keys that differ between runs.
+        answer: which run is best, and why it took its time.
         notes: remarks to read first.
         summary: one row for each run.
         paper: our numbers next to the paper's, if the paper has any.
@@ -35,6 +37,7 @@ class Section:
     facts: Mapping[str, str]
     job: str
     varied: Mapping[str, str]
+    answer: Answer
     notes: Sequence[str]
     summary: ReportTable
     paper: ReportTable | None
@@ -64,6 +67,7 @@ def _section(study: Study, slug: str, everything: Sequence[Run], log: bool) -> S
         _facts(runs) if runs else {},
         _job_text({key: value for key, value in runs[0].job.items() if key not in differing}) if runs else "",
         {key: _values(run.job.get(key) for run in runs) for key in varying(runs)},
+        answer_of(study),
         _notes(study),
         summary(study),
         comparison(study),

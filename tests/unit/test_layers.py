@@ -41,7 +41,8 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
     "prepare": ("ground job core data compute results", WITH_TORCH),
     "mpi": ("ground job core data compute roles results prepare", WITH_TORCH | {"mpi4py"}),
     "simulation": ("ground job core data compute roles results prepare", WITH_TORCH),
-    "report": ("ground job core results prepare", OF_JOB | {"matplotlib", "jinja2"}),
+    "explain": ("ground job core results prepare simulation", OF_JOB),
+    "report": ("ground job core results prepare explain", OF_JOB | {"matplotlib", "jinja2"}),
     "studies": ("ground job core data compute results prepare mpi simulation above report", WITH_TORCH),
     "above": ("ground job core data compute roles results prepare mpi simulation cli", WITH_TORCH | {"mpi4py", "h5py"}),
     "bench": (
@@ -53,7 +54,7 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
         WITH_TORCH | {"mpi4py", "h5py"},
     ),
     "cli": (
-        "ground job core data compute results prepare mpi simulation above report studies bench",
+        "ground job core data compute results prepare mpi simulation above explain report studies bench",
         WITH_TORCH | {"h5py", "argcomplete"},
     ),
 }

@@ -49,6 +49,14 @@ def test_page_needs_nothing_else(page: str) -> None:
     assert {found for found in re.findall(r'https?://[^"\s<]*', page) if "www.w3.org" not in found} == set()
 
 
+def test_a_page_begins_with_the_answer(page: str) -> None:
+    told = page.index("<h3>The answer</h3>")
+    assert told < page.index("<h3>What was run</h3>") < page.index("<h3>Runs</h3>")
+    answer = page[told : page.index("<h3>What was run</h3>")]
+    for text in ("Best test error: ", "Fastest epoch: ", "The runs differ in ", "No mini-batch is recorded"):
+        assert text in answer
+
+
 def test_ids_are_unique_and_found(page: str) -> None:
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
