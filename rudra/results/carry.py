@@ -57,7 +57,7 @@ def moved(before: Plan, job: Job, plan: Plan) -> str:
 
 
 def uncarried(position: TrainingState, learners: int, text: str) -> Carried:
-    """Returns the initial content of a result file that begins with another run's state, but has none of its rows.
+    """Returns the initial content of a result file that begins with another run's state, without its rows.
 
     Args:
         position: Training state of the checkpoint.
