@@ -27,6 +27,7 @@ from rudra.results.progress import Progress
 from rudra.results.recorder import Recorder, about_checkpoint, arithmetic, make_writer
 from rudra.results.writer import ResultsWriter, Status
 from rudra.roles import Machine
+from rudra.roles.statistics import StatisticsServer
 from rudra.trust import signed
 
 SEEN_S = 60.0
@@ -93,6 +94,7 @@ class RunFiles:
         machines = {name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]}
         why = {"replayable": False, "not_replayable": data.unrepeatable} if data.unrepeatable else {}
         found = {"hosts": hosts, **machines, **buckets, "data_fingerprints": json.dumps(data.plain_prints), **why}
+        assert isinstance(statistics, StatisticsServer)
         recall(self._start, statistics)
         with first_rows(self._start, written, plan) as before:
             self._create(resolved, executors[plan.statistics], info, before, digest, signature, found)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rudra.compute.carried import carried_state
 from rudra.compute.executor import Executor
@@ -20,6 +20,14 @@ from rudra.results.reader import open_results
 from rudra.results.summary import tests
 from rudra.results.warm_start import first_difference
 from topologies import Plan
+
+
+class Recalling(Protocol):
+    """Statistics server that knows earlier evaluations."""
+
+    @property
+    def split(self) -> str: ...
+    def recall(self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int]) -> None: ...
 
 
 def first_position(start: StartDecision, job: Job, plan: Plan) -> TrainingState:
@@ -123,19 +131,7 @@ def first_rows(start: StartDecision, job: Job, plan: Plan) -> Iterator[Carried |
         yield carried(results, start.position, why, start.branched, lost, learners)
 
 
-@runtime_checkable
-class Recalling(Protocol):
-    """Machine of the statistics server, as far as earlier evaluations concern it."""
-
-    @property
-    def split(self) -> str:
-        """Name of the data split whose evaluations decide."""
-
-    def recall(self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int]) -> None:
-        """Takes over the evaluations, by epoch, and the epochs with weights in the results."""
-
-
-def recall(start: StartDecision, statistics: object) -> None:
+def recall(start: StartDecision, statistics: Recalling) -> None:
     """Passes earlier evaluations to the statistics server, which decides by them about targets and the best epoch.
 
     Args:
@@ -144,6 +140,5 @@ def recall(start: StartDecision, statistics: object) -> None:
     """
     if start.checkpoint is None or not start.rows:
         return
-    assert isinstance(statistics, Recalling)
     with open_results(checkpoint.results_of(start.checkpoint)) as results:
         statistics.recall(tests(results, statistics.split, start.position.epoch), results.kept_epochs)

@@ -29,6 +29,7 @@ from rudra.results import checkpoint
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import Progress
 from rudra.results.recorder import Recorder, about_buckets, about_checkpoint, make_writer
+from rudra.roles.statistics import StatisticsServer
 from rudra.simulation.assembly import assemble
 from rudra.simulation.checkpoints import SimulatedCheckpoints
 from rudra.simulation.cluster import SimulatedCluster, make_cluster, without_tensors
@@ -116,7 +117,9 @@ def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | Non
                 position=first_position(start, job, plan),
                 placed=cluster.placed,
             )
-            recall(start, simulation.actors[plan.statistics].machine)
+            statistics = simulation.actors[plan.statistics].machine
+            assert isinstance(statistics, StatisticsServer)
+            recall(start, statistics)
             saves, kept = saving.results.checkpoint_interval is not None, saving.results.kept_interval
             saver = None
             if saves or kept is not None:

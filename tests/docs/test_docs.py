@@ -132,7 +132,8 @@ def test_the_examples_that_read_results(tmp_path: Path) -> None:
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env=env)
     assert done.returncode == 0, done.stderr
     with h5py.File(tmp_path / "spirals.h5") as file:
-        assert ATTRIBUTES.keys() - file.attrs.keys() == {"mpi_library", "begins_at"}  # of ranks, and of a branch without its rows
+        of_others = {"mpi_library", "begins_at"}  # runs on ranks, and branches without the rows before
+        assert ATTRIBUTES.keys() - file.attrs.keys() == of_others
         assert file.attrs.keys() <= ATTRIBUTES.keys()
         assert {name for name in OBJECTS if name not in file} == set()
 
