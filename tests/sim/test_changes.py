@@ -196,7 +196,8 @@ def test_a_run_that_changes_ends_whoever_dies(topology: str, data: st.DataObject
 def test_learners_that_die_before_and_after_a_change_are_missed_once(tmp_path: Path) -> None:
     faults = [{"learner": 1, "dies_at_s": 0.5}, {"learner": 2, "dies_at_s": 2.5}]
     job_ = make_job("hardsync", changes=WARM).with_(
-        simulation={"faults": faults, "compute_s": 0.05, "slowdown": {}, "latency_jitter_s": 0.0}
+        simulation={"faults": faults, "compute_s": 0.05, "slowdown": {}, "latency_jitter_s": 0.0},
+        results={"checkpoint_every": "never"},
     )
     path = tmp_path / "run.h5"
     with rudra.simulate(job_, output=path, progress="quiet") as results:
