@@ -92,9 +92,9 @@ def test_hooks_run_on_the_ranks_of_their_roles(tmp_path: Path) -> None:
     [
         ('at = "epoch"\noptions = {at = 3}', "base", f"statistics server (rank 1): {{}} epoch 3: {BUG}", 3),
         (
-            'at = "update"\nrole = "learner 1"\noptions = {at = 40, how = "exit"}',
+            'at = "update"\nrole = "learner 1"\noptions = {at = 10, how = "exit"}',
             "adv*",
-            "learner 1 (rank 5): {} mini-batch 40: SystemExit: enough",
+            "learner 1 (rank 5): {} mini-batch 10: SystemExit: enough",
             0,
         ),
         (
