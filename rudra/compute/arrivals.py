@@ -24,12 +24,12 @@ TENSOR_S = 2e-5
 
 
 class Arrivals:
-    """Parts of an averaged gradient that have arrived, while others are under way.
+    """Parts of a vector, an averaged gradient or weights, that have arrived, while others are under way.
 
     Args:
-        parts: parts of the gradient, which cover it.
+        parts: parts of the vector, which cover it.
         here: numbers of the parts that have arrived.
-        take: returns a slice of the gradient that has arrived.
+        take: returns a slice of the vector that has arrived.
         hurries: whether this rank must end its work as soon as possible.
         began: called once the first parameters have arrived. Any thread may call it.
     """
@@ -81,7 +81,7 @@ class Arrivals:
         self._news.set()
 
     def have(self, stretch: slice) -> bool:
-        """Returns whether a slice of the gradient has arrived."""
+        """Returns whether a slice of the vector has arrived."""
         first, stop = bisect_right(self._starts, stretch.start) - 1, bisect_left(self._starts, stretch.stop)
         return self._here.issuperset(self._places[first:stop])
 

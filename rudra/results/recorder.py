@@ -3,7 +3,7 @@
 import json
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from rudra import plugins
 from rudra.compute.statedict import StateEntry
-from rudra.core.actions import Finish, Record, StoreEpochWeights, TableName
+from rudra.core.actions import Finish, Record, StoreEpochWeights
 from rudra.core.buckets import NetworkSpeed
 from rudra.core.digest import sha256
 from rudra.core.hooks import RoleHooks
@@ -31,6 +31,7 @@ from rudra.log import log
 from rudra.machine import processor
 from rudra.probe import probed
 from rudra.results import plan_rows
+from rudra.results.carry import Carried
 from rudra.results.progress import Progress
 from rudra.results.warm_start import shapes
 from rudra.results.writer import ResultsWriter
@@ -175,9 +176,7 @@ def make_writer(
     *,
     plan: Plan | None = None,
     state_dict: Sequence[StateEntry] = (),
-    carried: Mapping[TableName, Iterable[Rows]] | None = None,
-    carried_weights: Iterable[tuple[int, npt.NDArray[np.float32]]] = (),
-    kept: Mapping[str, Any] | None = None,
+    before: Carried | None = None,
     signature: Mapping[str, str] | None = None,
     **about: Any,
 ) -> ResultsWriter:
@@ -192,15 +191,13 @@ def make_writer(
         overwrite: Whether an existing file may be replaced.
         plan: Roles and their ranks, by default the job's plan on one node.
         state_dict: Entries of the model's state dict.
-        carried: Rows of an earlier part of the run.
-        carried_weights: Stored epochs of the earlier part, and their weights.
-        kept: Attributes of the earlier part that are kept.
+        before: Content of an earlier part of the run.
         signature: Result of `rudra.trust.signed`, or None for a new run.
         about: Attributes that only the driver knows, and arguments of `attributes`.
     """
     plan = job.plan() if plan is None else plan
     known = {**attributes(job, plan=plan, **about), "initial_weights_sha256": initial_sha256}
-    known |= kept or {}
+    known |= {} if before is None else before.attributes
     known |= signed(json.loads(job.to_json()), new_run()) if signature is None else signature
     kind = file_system(path.absolute().parent)
     swmr = job.results.swmr == "on" or (job.results.swmr == "auto" and kind not in NETWORK)
@@ -217,8 +214,8 @@ def make_writer(
         flush_s=job.results.flush_s,
         overwrite=overwrite,
         swmr=swmr,
-        carried=carried,
-        carried_weights=carried_weights,
+        carried=None if before is None else before.rows,
+        carried_weights=() if before is None else before.weights,
         state_dict=state_dict,
     )
 
