@@ -84,28 +84,29 @@ def run_ranks(
                 remove_if_empty(begin.output)
 
 
-def run_all(runs: Sequence[tuple[Job, Path]]) -> int:
+def run_all(runs: Sequence[tuple[Job, StartRequest]]) -> int:
     """Runs several jobs, one after the other, each on the number of ranks that it needs.
 
     Args:
-        runs: jobs that name their learners, each with its result file. After each run an empty file with suffix `.done`
-            appears next to the result file.
+        runs: jobs that name their learners, each with its beginning, which names a result file. After each run an empty
+            file with suffix `.done` appears next to the result file.
 
     Returns:
         The exit code: 0, or the code of the first run that did not succeed.
     """
     world = MPI.COMM_WORLD
-    for job, path in runs:
+    for job, start in runs:
         comm = world.Split(0 if world.rank < job.plan().ranks else MPI.UNDEFINED)
         code = 0
         if comm != MPI.COMM_NULL:
-            code = run_ranks(job, StartRequest(path), progress={"mode": "quiet"}, comm=comm)[0]
+            code = run_ranks(job, start, progress={"mode": "quiet"}, comm=comm)[0]
             comm.Free()
         rest(world)
         if code := int(world.allreduce(code, MPI.MAX)):
             return code
         if world.rank == 0:
-            path.with_suffix(".done").touch()
+            assert start.output is not None
+            start.output.with_suffix(".done").touch()
     return 0
 
 

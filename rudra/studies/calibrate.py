@@ -32,6 +32,7 @@ from rudra.job.tables import AveragingTable, HogbatchTable
 from rudra.machine import cores
 from rudra.mpi.launch import launch
 from rudra.prepare.profile import as_toml, final_at, final_toml, needed_at, needed_toml, profile
+from rudra.prepare.start import StartRequest
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
@@ -186,7 +187,7 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
             epochs = math.ceil(wanted / alone.samples)
             about = {"minibatch_size": size, "epochs": epochs}
             own = job.with_(cluster={"learners": learners}, training=about, data={"train_limit": wanted // epochs})
-            runs.append((own, directory / f"{place}.h5"))
+            runs.append((own, StartRequest(directory / f"{place}.h5")))
         most = max(learners for _, learners in cases)
         roles = [role.name for role in base.plan([0] * most).roles]
         from rudra.mpi.session import run_all
@@ -196,8 +197,9 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
         if code:
             raise RunError(f"{job.name}: a timed run ended with exit code {code}; stderr says why")
         found = []
-        for (size, learners), (_, path) in zip(cases, runs, strict=True):
-            with open_results(path) as results:
+        for (size, learners), (_, start) in zip(cases, runs, strict=True):
+            assert start.output is not None
+            with open_results(start.output) as results:
                 found.append(Probe(size, learners, results.minibatches, results.updates))
         return found
 

@@ -3,14 +3,18 @@
 import random
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import user_code
+from families import AT, SYNCHRONOUS, small
 from job_files import SGD
 from job_files import restartable_job as job_file
 from processes import finish, mpirun, replays, run_until, start, updates
 
 import rudra
+from rudra.bench.ranks import on_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -61,6 +65,32 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
         for epoch in {*kept} & {*results.kept_epochs}:
             assert np.array_equal(results.weights_of(epoch), kept[epoch])
     assert replays(output)
+
+
+def test_ranks_and_simulations_go_on_from_each_others_checkpoints_with_the_same_bits(tmp_path: Path) -> None:
+    """Every synchronous family, all on the same ranks."""
+    whole: dict[str, Any] = {}
+    jobs: dict[str, rudra.Job] = {}
+    origins: dict[str, Path] = {}
+    for name, tables in SYNCHRONOUS.items():
+        with rudra.simulate(small(tables), output=tmp_path / f"{name}.h5", progress="quiet") as results:
+            whole[name] = results.summary()
+        for output in ("whole", "branch"):
+            jobs[str(tmp_path / f"{output}-{name}.h5")] = small(tables)
+        origins[str(tmp_path / f"branch-{name}.h5")] = tmp_path / f"{name}-{AT}.ckpt"
+    ranks = max(job.plan().ranks for job in jobs.values())
+    on_ranks(user_code.train_as_needed, ranks - 2, jobs=jobs, origins=origins)
+    for name, tables in SYNCHRONOUS.items():
+        origin = tmp_path / f"whole-{name}-{AT}.ckpt"
+        simulated = rudra.simulate(
+            small(tables), output=tmp_path / f"back-{name}.h5", from_=origin, carry="state", progress="quiet"
+        )
+        simulated.close()
+        for output in ("whole", "branch", "back"):
+            with rudra.open_results(tmp_path / f"{output}-{name}.h5") as results:
+                found = results.summary()
+            same = ("weights_sha256", "updates", "applied", "pushed", "samples")
+            assert [found[key] for key in same] == [whole[name][key] for key in same], (name, output)
 
 
 def test_softsync_stopped_and_resumed_replays(tmp_path: Path) -> None:

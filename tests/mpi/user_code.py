@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -687,11 +687,17 @@ def memories(comm: Any, directory: Path) -> dict[str, Any]:
     return seen | {"neighbours": neighbours(comm, directory, None), "alone": neighbours(comm, directory, 1)}
 
 
-def train_as_needed(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
-    """Runs several jobs, one after the other, each on as many of the ranks as it needs; names of files are the keys."""
-    from rudra.mpi.session import run_all
+def train_as_needed(
+    comm: Any, directory: Path, jobs: dict[str, Any], origins: Mapping[str, Path] = {}
+) -> dict[str, Any]:
+    """Runs several jobs, one after the other, each on as many of the ranks as it needs; names of files are the keys.
 
-    if code := run_all([(job, Path(path)) for path, job in jobs.items()]):
+    Some begin with the state of a checkpoint."""
+    from rudra.mpi.session import run_all
+    from rudra.prepare.start import StartRequest
+
+    starts = {path: StartRequest(Path(path), origin=origins.get(path), rows=False) for path in jobs}
+    if code := run_all([(job, starts[path]) for path, job in jobs.items()]):
         raise RuntimeError(f"a run ended with exit code {code}")
     return {}
 
