@@ -17,29 +17,32 @@ from rudra.errors import ConfigError
 
 
 def joint_gradient(
-    sources: Sequence[GradientSource], step: int, works: Sequence[Work], weights: torch.Tensor, out: torch.Tensor
+    sources: Sequence[GradientSource],
+    minibatches: Sequence[tuple[int, Work]],
+    weights: torch.Tensor,
+    out: torch.Tensor,
 ) -> list[BatchResult]:
-    """Computes the mean gradient of the same step of several learners as one big batch.
+    """Computes the mean gradient of several learners as one big batch.
 
     The result is not bitwise identical to the mean of separate gradients, and dropout draws other masks.
 
     Args:
         sources: Sources of the learners. They share one model.
-        step: Step of all learners.
-        works: Samples of each learner, equally many.
+        minibatches: Step and samples of each learner. All have the same number of samples.
         weights: (size,) float32, only read.
         out: (size,) float32, filled as by `FlatModel.gradient`.
 
     Returns:
         Results of each learner's own mini-batch.
     """
-    batches = [source.minibatch(step, work) for source, work in zip(sources, works, strict=True)]
+    batches = [source.minibatch(*minibatch) for source, minibatch in zip(sources, minibatches, strict=True)]
     inputs, target = put_together(joined, batches)
+    (step, work), *_ = minibatches
     model, each = sources[0].model, len(sources)
     model.bind(weights)
     losses, wrong = model.joint_gradient(inputs, target, out, sources[0].seed(step))
     means, errors = losses.reshape(each, -1).mean(1), wrong.reshape(each, -1).sum(1, dtype=np.float32)
-    return _outcomes(means, errors, works[0].count)
+    return _outcomes(means, errors, work.count)
 
 
 def mapped_gradients(

@@ -79,12 +79,16 @@ class MinibatchLog:
         self._origin = work.first - self.step * work.stride
         self._samples = position.learned_by(self.learner) - self._before
 
+    @property
+    def upcoming(self) -> tuple[int, Work]:
+        """Step and samples of the next mini-batch, or of the one that is being computed."""
+        step, stride = self.step, self._stride
+        return step, Work(self._stream, self._origin + step * stride, self._count, stride)
+
     def begin(self, weights: str, gradient: str, timestamp: int, now: float) -> Compute:
         """Begins the next mini-batch with the weights of a timestamp."""
         self._since = now
-        step, stride = self.step, self._stride
-        work = Work(self._stream, self._origin + step * stride, self._count, stride)
-        return Compute(step, work, weights, gradient, timestamp, now - self.began)
+        return Compute(*self.upcoming, weights, gradient, timestamp, now - self.began)
 
     def enter(self, event: Computed, timestamp: int, now: float) -> tuple[list[Action], bool]:
         """Notes a computed mini-batch, and returns actions and whether the run fails with them."""

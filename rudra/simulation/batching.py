@@ -11,8 +11,10 @@ from rudra.compute.together import joint_gradient, mapped_gradients
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Accumulate, Compute, ExecutorAction, Reduce
 from rudra.core.events import Computed, Event
+from rudra.core.work import Work
 from rudra.errors import ConfigError
 from rudra.simulation.tensors import RealTensors
+from rudra.simulation.timing_only import NextMinibatch
 
 _MAPPED_SAMPLES = 1024
 """Number of samples per call of vmap. More samples are no faster and need much memory."""
@@ -23,16 +25,17 @@ _WEIGHTS_OF_STEP, _GRADIENT_OF_STEP = "team weights", "team gradient"
 
 
 class _Team:
-    """Learners that compute each step at the same weights.
+    """Learners that compute each of their gradients at the same weights.
 
     Attributes:
         members: Roles of the learners.
-        step: Latest step that was computed. -1: none.
-        outcomes: Result of each member.
+        minibatches: Step and samples of each member in the latest batch.
+        outcomes: Result of each member, until the member has taken it.
     """
 
     def __init__(self, members: Sequence[int]) -> None:
-        self.members, self.step = members, -1
+        self.members = members
+        self.minibatches: dict[int, tuple[int, Work]] = {}
         self.outcomes: dict[int, BatchResult] = {}
 
 
@@ -40,7 +43,7 @@ class BigBatchTensors(RealTensors):
     """One gradient for all learners of a team: the gradient of the mean over all their samples.
 
     Each compute group is a team. Without groups it is all learners, and an update must take one gradient from each of
-    them. All members of a team compute a step at the same weights.
+    them. All members of a team compute a gradient at the same weights, each the next one of its own samples.
 
     Args:
         executors: Executors by role id.
@@ -56,27 +59,31 @@ class BigBatchTensors(RealTensors):
         teams = [_Team(members) for members in groups or [learners]]
         self._team_of = {role: team for team in teams for role in team.members}
 
+    def watch(self, next_minibatch: NextMinibatch) -> None:
+        self._next_minibatch = next_minibatch
+
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
         weights, team = self._held((role, action.weights)), self._team_of[role]
         of_weights, of_gradient = ((team.members[0], name) for name in (_WEIGHTS_OF_STEP, _GRADIENT_OF_STEP))
-        if action.step > team.step:
-            team.step = action.step
+        if not team.outcomes:
             self._hold(of_weights, weights)
             self._hold(of_gradient, self._new(role))
             sources = [self._learner(learner).source for learner in team.members]
-            works = [source.work.after(action.step) for source in sources]
+            team.minibatches = {learner: self._next_minibatch(learner) for learner in team.members}
             vectors = (weights.vector, self._held(of_gradient).vector)
-            team.outcomes = dict(zip(team.members, joint_gradient(sources, action.step, works, *vectors), strict=True))
+            results = joint_gradient(sources, list(team.minibatches.values()), *vectors)
+            team.outcomes = dict(zip(team.members, results, strict=True))
         # Members with a replica of their own have equal replicas in buffers of their own.
-        used = self._held(of_weights)
-        if action.step < team.step or not (weights is used or torch.equal(weights.vector, used.vector)):
+        used, mine = self._held(of_weights), team.outcomes.pop(role, None)
+        same = weights is used or torch.equal(weights.vector, used.vector)
+        if mine is None or not same or team.minibatches[role] != (action.step, action.work):
             raise ConfigError(
                 f"[simulation] batching = 'big-batch': with this protocol learners compute step {action.step} at "
                 "different weights; valid here: none, vmap"
             )
         self._hold((role, action.gradient), self._held(of_gradient))
-        return self._learner(role).computed(action, team.outcomes[role])
+        return self._learner(role).computed(action, mine)
 
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Accumulate) and action.into != action.gradient:

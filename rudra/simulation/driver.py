@@ -34,9 +34,12 @@ from rudra.core.actions import (
 )
 from rudra.core.events import Committed, Event, Received, Saved, Started, Stopped, Tick
 from rudra.core.training_state import TrainingState
+from rudra.core.work import Work
 from rudra.errors import RunError
 from rudra.roles import Machine
+from rudra.roles.learner import Learner
 from rudra.roles.machine import States
+from rudra.roles.replica import Replica
 from rudra.simulation.actor import Actor
 from rudra.simulation.costs import CostModel
 from rudra.simulation.faults import Faults
@@ -145,6 +148,8 @@ class Simulation:
             actor.local_s = costs.local_s(role)
             if role in costs.compute_s:
                 actor.compute_s = costs.computation(role, actor.random)
+        if tensors.watch is not None:
+            tensors.watch(self._next_minibatch)
         for kind in ExecutorAction.__subclasses__():
             free = kind in tensors.idle and not any(kind in actor.local_s for actor in self.actors.values())
             self.do[kind] = _nothing if free else self._begin if kind.long else self._perform
@@ -156,6 +161,12 @@ class Simulation:
                     actor.neighbours = [self.actors[i] for i in costs.compute_s if costs.node[i] == costs.node[role]]
         if costs.table.faults or any(machine.tick_s is not None for machine in machines.values()):
             Faults(self, seed)
+
+    def _next_minibatch(self, role: int) -> tuple[int, Work]:
+        """Returns step and samples of a learner's next mini-batch."""
+        machine = self.actors[role].machine
+        assert isinstance(machine, Learner | Replica)
+        return machine.log.upcoming
 
     def _share_ranks(self) -> None:
         """Lets the learners of a rank compute one after another. No effect if each has its own rank."""

@@ -31,6 +31,7 @@ from rudra.core.actions import (
 )
 from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, SNAPSHOT, WEIGHTS
 from rudra.core.events import Computed, Event, Hashed
+from rudra.simulation.timing_only import NextMinibatch
 
 RoleBuffer = tuple[int, str]
 """Role, and the name of one of its buffers."""
@@ -103,6 +104,9 @@ class RealTensors:
         if held not in self._hashes:
             self._hashes[held] = self._executors[role].sha256(buffer)
         return self._hashes[held]
+
+    def watch(self, next_minibatch: NextMinibatch) -> None:
+        """Gets the function that returns step and samples of a learner's next mini-batch."""
 
     def planned(self, role: int, action: ExecutorAction) -> None:
         """Freezes the inputs of a long action until it is done."""

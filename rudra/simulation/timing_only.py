@@ -39,11 +39,16 @@ from rudra.core.events import (
     ReplicaStepped,
     Updated,
 )
+from rudra.core.work import Work
+
+NextMinibatch = Callable[[int], tuple[int, Work]]
+"""Role of a learner -> step and samples of its next mini-batch."""
 
 
 class Tensors(Protocol):
-    """Operations on tensors that the simulator needs. The first eight may be None if they have nothing to do.
+    """Operations on tensors that the simulator needs. The first nine may be None if they have nothing to do.
 
+    `watch` takes a function that returns step and samples of a learner's next mini-batch.
     `lent` and `sent` mark start and end of a transfer, while a buffer must not change. `posted` marks its content as
     undefined. `planned` freezes the inputs of a long action. `lost` removes a role. `regroup` drops a role's work. A
     role that updates weights itself then takes over their owner's weights. `perform` carries out a local action that
@@ -53,6 +58,8 @@ class Tensors(Protocol):
 
     @property
     def idle(self) -> Collection[type[ExecutorAction]]: ...
+    @property
+    def watch(self) -> Callable[[NextMinibatch], None] | None: ...
     @property
     def lent(self) -> Callable[[int, str], None] | None: ...
     @property
@@ -79,6 +86,7 @@ class Tensors(Protocol):
 class TimingOnly:
     """No tensors: the timing of a cluster of any size."""
 
+    watch: Callable[[NextMinibatch], None] | None = None
     lent: Callable[[int, str], None] | None = None
     transfer: Callable[[int, str, int, str], None] | None = None
     sent: Callable[[int, str], None] | None = None

@@ -71,6 +71,29 @@ def test_an_average_over_time_goes_on_in_another_family(tmp_path: Path) -> None:
     assert np.linalg.norm(now[AVERAGE] - then) < 0.9 * np.linalg.norm(now["weights"] - then)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "more"),
+    [
+        ("softsync", SYNCHRONOUS["server"], {}),  # whose learners have made different numbers of gradients
+        ("hardsync", FAMILIES["groups"], {"training": {"minibatch_size": 6}}),
+        ("hardsync", SYNCHRONOUS["allreduce"], {"cluster": {"learners": 6}}),
+    ],
+    ids=str,
+)
+def test_a_big_batch_takes_the_samples_that_each_learner_is_to_take(
+    tmp_path: Path, before: str, after: dict[str, Any], more: dict[str, Any]
+) -> None:
+    origin = tmp_path / f"run-{AT}.ckpt"
+    job = small({"protocol": {"name": before}, "optimizer": MOVING}, simulation={"slowdown": {1: 2.0}})
+    simulated(job, tmp_path / "run.h5").close()
+    weights = []
+    for batching in ("none", "big-batch"):
+        job = small(after, simulation={"batching": batching}).with_(**more)
+        with simulated(job, tmp_path / f"{batching}.h5", origin=origin, carry="state") as results:
+            weights.append(results.weights_of(AT + 1))
+    np.testing.assert_allclose(*weights, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_a_synchronous_run_that_is_frozen_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
     """With all rows it can also be replayed; the state alone makes a file of the rows after it."""
