@@ -35,13 +35,11 @@ class Contestant(NamedTuple):
     Attributes:
         protocol: name of the protocol. Empty: DDP.
         topology: table `[topology]`.
-        averaging: table `[averaging]`.
-        averaged: whether evaluations of DDP use a moving average of the weights over all updates.
+        averaged: whether evaluations use a moving average of the weights over all updates.
     """
 
     protocol: str = ""
     topology: dict[str, Any] = {"name": "replicas"}  # noqa: RUF012
-    averaging: dict[str, Any] = {}  # noqa: RUF012
     averaged: bool = False
 
 
@@ -50,9 +48,7 @@ CONTESTANTS = {
     "easgd": Contestant("easgd"),
     "average": Contestant("average"),
     "diloco": Contestant("diloco"),
-    "moving": Contestant(
-        "easgd", {"name": "replicas", "options": {"groups": 1}}, {"elasticity": 0.0, "outer": {"learning_rate": MOVING}}
-    ),
+    "moving": Contestant("hardsync", {"name": "groups"}, averaged=True),
     "hardsync": Contestant("hardsync", {"name": "groups"}),
     "softsync": Contestant("softsync", {"name": "base"}),
     "ddp": Contestant(),
