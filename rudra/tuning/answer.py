@@ -77,7 +77,7 @@ class Answer(NamedTuple):
         sign = ">=" if self.target.at_least else "<="
         goal = f"validation {self.target.metric} {sign} {self.target.value:g}"
         if self.winner is None:
-            yield f"{self.job.name}: no point reached {goal}; the nearest came to {self.nearest:.4g}"
+            yield f"{self.job.name}: no point reached {goal}; the nearest had {self.nearest:.4g}"
             return
         first, *others = self.finalists
         yield f"{self.job.name}: the soonest to {goal} is {named(first.settings)}"
@@ -92,7 +92,7 @@ class Answer(NamedTuple):
             if not math.isfinite(later):
                 yield f"  runner-up: {named(other.settings)}: did not reach it with every seed"
             elif later < ALIKE or min(other.times_s) <= max(first.times_s):
-                yield f"  runner-up: {named(other.settings)}: {_times(other)}: no difference beyond the spread of seeds"
+                yield f"  runner-up: {named(other.settings)}: {_times(other)}: equal within the spread of seeds"
             else:
                 yield f"  runner-up: {named(other.settings)}: {_times(other)}: {100 * (later - 1):.0f} % later"
         yield f"  searched with the samples of {self.spent:.1f} reference runs"
@@ -101,7 +101,7 @@ class Answer(NamedTuple):
         """Returns the winner as the text of a job file.
 
         Args:
-            costs: Where the times come from.
+            costs: Origin of the times.
         """
         assert self.winner is not None
         comments = [*self.lines(), f"times: {costs}"]

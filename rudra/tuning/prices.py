@@ -16,7 +16,7 @@ from rudra.simulation.predict import Outline, outline, predict
 from rudra.tuning.space import Point, Refused
 
 SEVERAL = 64
-"""Least number of points for which starting more processes takes less time than it saves."""
+"""Least number of points that are worth more processes."""
 
 
 class Price(NamedTuple):
@@ -26,7 +26,7 @@ class Price(NamedTuple):
         point: The point.
         samples_per_s: Rate of all learners together.
         staleness: Mean staleness of the gradients.
-        bound: What limits the rate: "compute", "server" or "link".
+        bound: Limit of the rate: "compute", "server" or "link".
         dominated: A point with the same weights after the same samples that is faster. None: there is none.
     """
 
@@ -78,7 +78,7 @@ def _price(about: tuple[Job, Outline]) -> tuple[float, float, str] | str:
 
 
 def dominated(prices: Sequence[Price]) -> list[Price]:
-    """Marks the points for which a faster one makes the same weights.
+    """Marks each point whose weights a faster one also makes.
 
     The weights of a synchronous protocol that averages gradients depend neither on time nor on the topology, except
     for rounding (`Protocol.ordered`).

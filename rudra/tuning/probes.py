@@ -70,7 +70,7 @@ class Probe(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a probe has shown so far.
+    """Result of a probe.
 
     Attributes:
         marks: Its evaluations, by epoch, without the one at its beginning.
@@ -82,7 +82,7 @@ class Outcome(NamedTuple):
 
 
 Train = Callable[[Probe, Outcome | None], Outcome]
-"""Trains a probe, from the outcome that it has so far, and returns what it has shown."""
+"""Trains a probe, from the end of its previous outcome, and returns the new one."""
 
 
 def searched(job: Job, target: Target) -> Job:
@@ -90,7 +90,7 @@ def searched(job: Job, target: Target) -> Job:
 
     Args:
         job: The user's job.
-        target: What is to be reached, on the validation split.
+        target: Target on the validation split.
     """
     split = job.data.validation_split or HELD_OUT
     return job.without_tests().with_(
@@ -109,7 +109,7 @@ class Trainer:
     Args:
         job: Job as `searched` returns it, with its costs.
         target: Target of the search.
-        directory: Where checkpoints of probes are.
+        directory: Directory of the checkpoints of probes.
         training_samples: Number of samples in an epoch.
     """
 
@@ -154,6 +154,11 @@ class Trainer:
             marks = (*marks, Mark(base.samples + samples, scores["loss"], value, base.time_s + time_s))
         output.unlink()
         return Outcome(marks)
+
+    def clear(self) -> None:
+        """Removes the checkpoints of all probes."""
+        for path in self._directory.glob("*.ckpt"):
+            path.unlink()
 
     @staticmethod
     def _position(path: Path) -> tuple[int, float]:

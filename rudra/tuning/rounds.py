@@ -14,7 +14,7 @@ STEPS = 6
 """Number of learning rates below and above the job's that the cold start may try, each √10 from the next."""
 
 LATER = 1.15
-"""Ratio of two predicted times up to which the later one is trained further."""
+"""Largest ratio of two predicted times at which the later one is also trained further."""
 
 FINALISTS, SEEDS = 3, (1, 2, 3)
 
@@ -125,7 +125,7 @@ def _own_periods(state: SearchState) -> dict[object, set[Any]]:
 
 
 def started(state: SearchState, price: Price) -> dict[str, Any]:
-    """Returns the settings with which a point is tried first."""
+    """Returns the first settings for a point."""
     assert state.cold is not None
     rate = state.cold.by_key[RATE]
     implicit = 1 - 1 / (1 + price.staleness)
@@ -149,7 +149,7 @@ def prolonged(state: SearchState) -> Iterator[Probe]:
 
 
 def latest_s(state: SearchState) -> float:
-    """Returns the time after which a run from the initial weights is too late: twice that of the reference."""
+    """Returns the time after which a run from the initial weights is too late: twice the time of the reference."""
     assert state.reference is not None
     return 2 * state.one_run / state.rate(state.reference.by_key)
 

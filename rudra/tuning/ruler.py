@@ -7,7 +7,7 @@ one ruler measures every protocol.
     worth = (samples of the reference from the probe's first loss to its last one) / (samples of the probe)
     time to the target = (samples of the reference that are left) / (worth · samples per second)
 
-Losses are those of weights averaged over time, for the reference and for probes. The raw loss after a short run prefers
+Losses belong to weights averaged over time, for the reference and for probes. The raw loss after a short run prefers
 learning rates that are too small (Wu et al. 2018, arXiv 1803.02021).
 """
 
@@ -48,7 +48,7 @@ class Ruler:
     def position(self, loss: float) -> float:
         """Returns the samples after which the reference has this loss, or all of its samples if it never has.
 
-        Between two evaluations the loss is linear in the samples. Where the reference got no better, the first of its
+        Between two evaluations the loss is linear in the samples. If the reference got no better, the first of its
         samples with the loss counts.
         """
         if not loss <= self.loss[0]:

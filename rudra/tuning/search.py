@@ -13,13 +13,13 @@ from rudra.tuning.state import SearchState, Strategy
 def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train, say: Callable[[Probe], Any]) -> None:
     """Trains probes until the strategy asks for none.
 
-    Outcomes are told to the strategy round by round, in the order of asking. So a search that continues from its
+    The strategy gets outcomes round by round, in the order of asking. So a search that continues from its
     journal ends as if it had not been stopped.
 
     Args:
         state: State of the search, without outcomes.
         strategy: Decides what to train.
-        journal: What was measured before. It is extended.
+        journal: Earlier measurements. It is extended.
         train: Trains a probe.
         say: Is called with every probe before it is trained.
     """

@@ -171,15 +171,15 @@ DIMENSIONS: tuple[Dimension, ...] = (
         timed=False,
     ),
 )
-"""What may vary, in the order in which a point is made."""
+"""All dimensions, in the order of their effect on a point."""
 
 
 def chosen(given: Mapping[str, Sequence[Any]]) -> list[Dimension]:
     """Returns the dimensions of a search.
 
     Args:
-        given: Values of keys, in place of those of `DIMENSIONS`, wherever the dimension applies. A single value fixes
-            the key. A key without a dimension gets one.
+        given: Values of keys, in place of the values in `DIMENSIONS`, wherever the dimension applies. A single value
+            fixes the key. A key without a dimension gets one.
     """
     found, own = [], dict(given)
     for dimension in DIMENSIONS:
@@ -246,7 +246,7 @@ def points(job: Job, dimensions: Sequence[Dimension], refused: list[Refused]) ->
 
     Args:
         job: Job with its number of learners.
-        dimensions: What varies.
+        dimensions: Dimensions that vary.
         refused: Is extended by the combinations that are not possible, each as early as it is known.
     """
     found = [Point({}, job)]

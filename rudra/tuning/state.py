@@ -1,4 +1,4 @@
-"""What a strategy sees of a search: prices, outcomes of probes, and what follows from them."""
+"""State of a search for its strategy: prices, outcomes of probes, and estimates from them."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -35,12 +35,12 @@ class Estimate(NamedTuple):
 
 
 class SearchState:
-    """A search so far.
+    """State of a search.
 
     Args:
         job: Job that probes vary.
         target: Target on the validation split.
-        prices: Prices of the points, of which the one without settings is the job as given.
+        prices: Prices of the points. The first one has no settings: it is the job as given.
         untimed: Keys that do not change the time of a sample.
         training_samples: Samples in an epoch.
         budget: Number of reference runs whose samples all probes may train together.
@@ -49,8 +49,8 @@ class SearchState:
     Attributes:
         given: Price of the job as given.
         prices: Prices of the points.
-        probes: Probes at their present length, by name, in the order in which they were first asked for.
-        outcomes: What they have shown, by name.
+        probes: Probes at their present length, by name, in the order of asking.
+        outcomes: Their outcomes, by name.
         notes: Facts for the user, such as dropped points and why, in order.
     """
 
@@ -74,7 +74,7 @@ class SearchState:
         self.notes: list[str] = []
 
     def tell(self, probe: Probe, outcome: Outcome) -> None:
-        """Adds what a probe has shown."""
+        """Adds the outcome of a probe."""
         self.probes[probe.name] = probe
         self.outcomes[probe.name] = outcome
         self.__dict__.pop("ruler", None)
@@ -183,7 +183,7 @@ class SearchState:
         return 0.0 if outcome.failed or not outcome.marks else self.ruler.worth(self.marks(probe))
 
     def _spread(self, probe: Probe) -> float:
-        """Returns the factor by which the worth of a probe has changed with its last epoch, at least 1.15."""
+        """Returns the factor between the worth of a probe now and one epoch earlier, at least 1.15."""
         marks = self.marks(probe)
         if len(marks) < 3:
             return 2.0
@@ -192,7 +192,7 @@ class SearchState:
 
 
 Strategy = Callable[[SearchState], list[Probe]]
-"""Returns the next round of probes. Empty: the search is over. It decides by the state alone."""
+"""Returns the next round of probes. Empty: the search is over. Only the state decides."""
 
 
 def _last_loss(outcome: Outcome) -> float:

@@ -28,15 +28,15 @@ BUDGET = 8.0
 
 
 class Plan(NamedTuple):
-    """What a search would do.
+    """Points of a search, before it.
 
     Attributes:
         job: Job that probes vary.
         target: Target on the validation split.
-        prices: Prices. The first one is that of the job as given.
+        prices: Prices. The first one belongs to the job as given.
         refused: Combinations that the job or its cluster does not allow.
         training_samples: Samples in an epoch.
-        costs: Where the times come from.
+        costs: Origin of the times.
     """
 
     job: Job
@@ -77,7 +77,7 @@ def plan(
 
     Args:
         job: The job.
-        target: What is to be reached, such as "accuracy >= 0.9". None: `training.target`.
+        target: Target, such as "accuracy >= 0.9". None: `training.target`.
         learners: Values of λ to choose from. Empty: the job's.
         given: Key -> values, in place of the values of a search.
         quiet: Whether to show no progress.
@@ -115,11 +115,11 @@ def tune(
     output: str | Path | None = None,
     quiet: bool = False,
 ) -> answer.Answer:
-    """Searches for the settings with which a job reaches its target soonest. Probes train in virtual time.
+    """Searches for the settings that let a job reach its target soonest. Probes train in virtual time.
 
     Args:
         job: The job.
-        target: What is to be reached, such as "accuracy >= 0.9". None: `training.target`. It is measured on the
+        target: Target, such as "accuracy >= 0.9". None: `training.target`. It is measured on the
             validation split, so that the test set decides nothing.
         budget: Number of reference runs whose samples the search may train.
         learners: Values of λ to choose from. Empty: the job's.
@@ -171,6 +171,7 @@ def tune(
                 file.write(said.best(found.costs).encode())
         with written(directory / "tried.csv") as file:
             file.write(answer.tried(state).encode())
+        trainer.clear()
     return said
 
 
@@ -183,7 +184,7 @@ def _goal(job: Job, target: str | None) -> Target:
 
 
 def _complete(job: Job, settings: Settings, trained: Job) -> Job:
-    """Returns the winner as a job of the user, with the learning rates and the average with which it was trained."""
+    """Returns the winner as a job of the user, with the learning rates and the average of its training."""
     keys = ("schedule", "milestones", "schedule_options", "schedule_every")
     own = {key: getattr(trained.optimizer, key) for key in keys}
     average = trained.optimizer.average.non_defaults

@@ -1,6 +1,6 @@
 """Strategies of a search, one module each. `ask` returns the next round of probes, and an empty one ends the search.
 
-A strategy decides by the state alone. So a search that was killed continues as if it had not been.
+Only the state decides. So a search that was killed continues as if it had not been.
 """
 
 import importlib

@@ -8,7 +8,7 @@
 5. Winner, runner-up and the job as given are trained from the initial weights to the target, with fresh seeds.
 
 A point is dropped if it would be later than the best prediction even with samples that are worth 1.25 times the best
-worth so far.
+known worth.
 
 Source of the momentum rule: omnivore.txt §IV-C, theorem 1: g groups act like a momentum of 1 - 1/g.
 """
@@ -65,7 +65,7 @@ def _kinds(state: SearchState) -> Iterator[Probe]:
 
 
 def _may_win(state: SearchState, price: Price, best: Estimate) -> bool:
-    """Whether a point could be the soonest if its samples were worth more than those of any other."""
+    """Whether a point could be the soonest if its samples were worth more than the samples of any other."""
     worths = [e.worth for e in state.estimates() if math.isfinite(e.worth)]
     most = MARGIN * max([1.0, *worths])
     return state.reference_samples / (most * price.samples_per_s) <= LATER * best.time_s
