@@ -56,7 +56,7 @@ _KEPT = 0.98  # share of the times that counts, the shortest first
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TimedRun:
     """Times of one run.
 
     Attributes:
@@ -177,7 +177,7 @@ def _timed(job: Job) -> Job:
     )
 
 
-def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: float, bar: Any) -> list[Probe]:
+def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: float, bar: Any) -> list[TimedRun]:
     """Runs all pairs (μ, λ), one after the other on the same ranks."""
     with tempfile.TemporaryDirectory(prefix="rudra-") as name:
         directory, runs = Path(name), []
@@ -198,7 +198,7 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
         found = []
         for (size, learners), (_, path) in zip(cases, runs, strict=True):
             with open_results(path) as results:
-                found.append(Probe(size, learners, results.minibatches, results.updates))
+                found.append(TimedRun(size, learners, results.minibatches, results.updates))
         return found
 
 
@@ -322,7 +322,7 @@ class Costs:
     evaluation_s: float
 
 
-def derive(probes: Sequence[Probe], alone: Alone) -> Costs:
+def derive(probes: Sequence[TimedRun], alone: Alone) -> Costs:
     """Splits the runs' times into costs.
 
     With one learner nothing waits for anything else, so each part of a step is one cost. A push is latency plus

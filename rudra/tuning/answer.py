@@ -40,8 +40,8 @@ class Finalist(NamedTuple):
         return median(self.times_s)
 
 
-class Answer(NamedTuple):
-    """Answer of a search.
+class Verdict(NamedTuple):
+    """Verdict of a search.
 
     Attributes:
         job: The user's job.
@@ -159,7 +159,7 @@ def _times(finalist: Finalist) -> str:
     return duration(finalist.time_s) + (f" ({span}, {len(times)} seeds)" if len(times) > 1 else " (one seed)")
 
 
-def answer_of(state: SearchState, job: Job) -> Answer:
+def answer_of(state: SearchState, job: Job) -> Verdict:
     """Returns the answer of a search that has ended.
 
     Args:
@@ -188,7 +188,7 @@ def answer_of(state: SearchState, job: Job) -> Answer:
         mark.metric for outcome in state.outcomes.values() for mark in outcome.marks if not math.isnan(mark.metric)
     ]
     nearest = (max if state.target.at_least else min)(values, default=math.nan)
-    return Answer(job, state.target, tuple(ranked), given, nearest, state.spent / state.one_run)
+    return Verdict(job, state.target, tuple(ranked), given, nearest, state.spent / state.one_run)
 
 
 def tried(state: SearchState) -> str:

@@ -13,7 +13,7 @@ from rudra.job.job import Job
 from rudra.job.table import named
 from rudra.log import only_errors
 from rudra.simulation.predict import Outline, outline, predict
-from rudra.tuning.space import Point, Refused
+from rudra.tuning.space import Candidate, Refused
 
 SEVERAL = 64
 """Least number of points that are worth more processes."""
@@ -30,14 +30,16 @@ class Price(NamedTuple):
         dominated: A point with the same weights after the same samples that is faster. None: there is none.
     """
 
-    point: Point
+    point: Candidate
     samples_per_s: float
     staleness: float
     bound: str
-    dominated: Point | None = None
+    dominated: Candidate | None = None
 
 
-def priced(points: Sequence[Point], refused: list[Refused], done: Callable[[int], object], cores: int) -> list[Price]:
+def priced(
+    points: Sequence[Candidate], refused: list[Refused], done: Callable[[int], object], cores: int
+) -> list[Price]:
     """Predicts every point.
 
     Args:
@@ -56,7 +58,7 @@ def priced(points: Sequence[Point], refused: list[Refused], done: Callable[[int]
     return dominated(found)
 
 
-def _predicted(points: Sequence[Point], cores: int) -> Iterator[tuple[float, float, str] | str]:
+def _predicted(points: Sequence[Candidate], cores: int) -> Iterator[tuple[float, float, str] | str]:
     known = {learners: outline(job) for learners, job in {point.job.learners: point.job for point in points}.items()}
     arguments = [(point.job, known[point.job.learners]) for point in points]
     if cores == 1 or len(points) < SEVERAL:
@@ -95,7 +97,7 @@ def dominated(prices: Sequence[Price]) -> list[Price]:
     ]
 
 
-def _trajectory(point: Point) -> object:
+def _trajectory(point: Candidate) -> object:
     """Returns a key that is equal for points with the same weights after the same samples."""
     if not point.job.make_protocol().ordered:
         return point.name

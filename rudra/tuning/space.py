@@ -42,7 +42,7 @@ class Refused(NamedTuple):
     reason: str
 
 
-class Point(NamedTuple):
+class Candidate(NamedTuple):
     """A job with settings of its own.
 
     Attributes:
@@ -241,7 +241,7 @@ def with_settings(job: Job, settings: Settings) -> Job:
     return job.with_(**tables)
 
 
-def points(job: Job, dimensions: Sequence[Dimension], refused: list[Refused]) -> list[Point]:
+def points(job: Job, dimensions: Sequence[Dimension], refused: list[Refused]) -> list[Candidate]:
     """Returns all points of a job. Combinations that the job does not allow are added to `refused`.
 
     Args:
@@ -249,9 +249,9 @@ def points(job: Job, dimensions: Sequence[Dimension], refused: list[Refused]) ->
         dimensions: Dimensions that vary.
         refused: Is extended by the combinations that are not possible, each as early as it is known.
     """
-    found = [Point({}, job)]
+    found = [Candidate({}, job)]
     for dimension in dimensions:
-        larger: list[Point] = []
+        larger: list[Candidate] = []
         for point in found:
             values = [*dimension.values(point.job)]
             if not values:
@@ -259,7 +259,7 @@ def points(job: Job, dimensions: Sequence[Dimension], refused: list[Refused]) ->
             for value in values:
                 settings = {**point.settings, **dict(zip(dimension.keys, value, strict=True))}
                 try:
-                    larger.append(Point(settings, with_settings(job, settings)))
+                    larger.append(Candidate(settings, with_settings(job, settings)))
                 except ConfigError as error:
                     refused.append(Refused(settings, str(error)))
         found = larger

@@ -19,7 +19,7 @@ from rudra.simulation.predict import outline
 from rudra.tuning import answer, prices, probes, search, space
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.prices import Price
-from rudra.tuning.space import Point, Refused, Settings, with_settings
+from rudra.tuning.space import Candidate, Refused, Settings, with_settings
 from rudra.tuning.state import SearchState
 from rudra.tuning.strategies import shipped
 
@@ -27,7 +27,7 @@ DEFAULT = "guided"
 BUDGET = 8.0
 
 
-class Plan(NamedTuple):
+class Outlook(NamedTuple):
     """Points of a search, before it.
 
     Attributes:
@@ -72,7 +72,7 @@ def plan(
     learners: Sequence[int] = (),
     given: Mapping[str, Sequence[Any]] | None = None,
     quiet: bool = False,
-) -> Plan:
+) -> Outlook:
     """Finds the points of a job, and predicts their times. It trains nothing.
 
     Args:
@@ -98,10 +98,10 @@ def plan(
         reasons = "; ".join(dict.fromkeys(each.reason for each in refused[:3]))
         raise ConfigError(f"{job.name}: no point of the space is possible: {reasons}")
     with Bar(total=len(points) + 1, desc=f"{job.name}: predicting", disable=quiet) as bar:
-        found = prices.priced([Point({}, varied), *points], refused, bar.update, cores())
+        found = prices.priced([Candidate({}, varied), *points], refused, bar.update, cores())
     if len(found) < 2:
         raise ConfigError(f"{job.name}: no point of the space fits its cluster: {refused[0].reason}")
-    return Plan(varied, goal, found, refused, outline(varied).training_samples, costs)
+    return Outlook(varied, goal, found, refused, outline(varied).training_samples, costs)
 
 
 def tune(
@@ -114,7 +114,7 @@ def tune(
     strategy: str = DEFAULT,
     output: str | Path | None = None,
     quiet: bool = False,
-) -> answer.Answer:
+) -> answer.Verdict:
     """Searches for the settings that let a job reach its target soonest. Probes train in virtual time.
 
     Args:

@@ -21,7 +21,7 @@ from rudra.tuning.prices import Price, dominated
 from rudra.tuning.probes import Outcome, Probe
 from rudra.tuning.ruler import Mark, Ruler, reached
 from rudra.tuning.search import lead
-from rudra.tuning.space import Point, Settings
+from rudra.tuning.space import Candidate, Settings
 from rudra.tuning.state import SearchState, key_of
 from rudra.tuning.strategies import shipped
 
@@ -41,7 +41,7 @@ Worth = Callable[[Settings], float]
 
 def priced(rate: Callable[[Job, Settings], float], staleness: Callable[[Job], float]) -> list[Price]:
     points = space.points(JOB, [d for d in space.chosen({}) if d.timed], [])
-    found = [Price(p, rate(p.job, p.settings), staleness(p.job), "compute") for p in [Point({}, JOB), *points]]
+    found = [Price(p, rate(p.job, p.settings), staleness(p.job), "compute") for p in [Candidate({}, JOB), *points]]
     return dominated(found)
 
 
@@ -242,7 +242,7 @@ def test_the_space_has_every_pair_that_the_job_allows_and_says_why_not() -> None
     points = space.points(JOB, [d for d in space.chosen({}) if d.timed], refused)
     pairs = {(p.settings["protocol.name"], p.settings["topology.name"]) for p in points}
     assert {("hardsync", "groups"), ("async", "adv*"), ("sma", "hierarchical"), ("diloco", "replicas")} <= pairs
-    assert len({space.Point.name.fget(p) for p in points}) == len(points)  # type: ignore[attr-defined]
+    assert len({space.Candidate.name.fget(p) for p in points}) == len(points)  # type: ignore[attr-defined]
     (reason,) = {r.reason for r in refused if r.settings == {"protocol.name": "hardsync", "topology.name": "adv*"}}
     assert "is not supported with protocol hardsync" in reason
     for point in points:
@@ -262,7 +262,9 @@ def test_the_space_has_every_pair_that_the_job_allows_and_says_why_not() -> None
     ],
     ids=str,
 )
-def test_values_of_the_user_replace_those_of_a_search(given: dict[str, Any], check: Callable[[Point], bool]) -> None:
+def test_values_of_the_user_replace_those_of_a_search(
+    given: dict[str, Any], check: Callable[[Candidate], bool]
+) -> None:
     points = space.points(JOB, [d for d in space.chosen(given) if d.timed], [])
     assert points
     assert all(map(check, points))
