@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rudra.job.jobfiles import shipped_jobs
     from rudra.results.reader import Results, open_results
     from rudra.simulation.replay import replay
+    from rudra.tuning.tune import tune
 
 __all__ = [
     "Job",
@@ -39,6 +40,7 @@ __all__ = [
     "run",
     "shipped_jobs",
     "simulate",
+    "tune",
 ]
 
 _LATE = {
@@ -52,6 +54,7 @@ _LATE = {
     "run": "api",
     "shipped_jobs": "job.jobfiles",
     "simulate": "api",
+    "tune": "tuning.tune",
 }
 """Modules of the names that are imported on first use. Some need torch or h5py."""
 

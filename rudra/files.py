@@ -1,5 +1,6 @@
 """Atomic writing of files, with the user's umask, and without replacing a file unless requested."""
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -50,6 +51,32 @@ def written(path: Path) -> Iterator[IO[bytes]]:
         if not direct:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(directory: Path, what: str) -> Iterator[None]:
+    """Makes a directory if it is missing, and locks it against others that use it.
+
+    Args:
+        directory: the directory.
+        what: what uses it, such as "sweep", for the error.
+
+    Raises:
+        ResultsError: it cannot be made or written, or another process uses it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / ".lock").open("a+")
+    except OSError as error:
+        raise ResultsError(f"{directory}: cannot write there: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ResultsError(
+                f"{directory}: another {what} is running there; wait, or give another --output"
+            ) from None
+        yield
 
 
 def is_own(descriptor: int) -> bool:

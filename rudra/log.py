@@ -7,7 +7,8 @@ user requested them.
 
 import logging
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 
 class _Lines(logging.Handler):
@@ -36,6 +37,17 @@ log.setLevel(logging.INFO)
 log.propagate = False  # otherwise an application that logs to standard error would repeat it
 log.addFilter(_speaker)
 log.addHandler(_lines)
+
+
+@contextmanager
+def only_errors() -> Iterator[None]:
+    """Leaves out records below the level of errors, of runs whose results are only a step to an answer."""
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def speak_as(rank: int, role: str = "") -> None:

@@ -30,7 +30,8 @@ SYNONYMS = {
     "run": ("train", "start", "launch", "fit", "execute"),
     "resume": ("continue", "restart"),
     "simulate": ("simulation", "emulate"),
-    "sweep": ("study", "grid", "search", "tune"),
+    "sweep": ("study", "grid"),
+    "tune": ("search", "optimize", "optimise"),
     "slurm": ("submit", "sbatch", "batch", "queue"),
     "predict": ("estimate", "forecast"),
     "show": ("results", "summary", "info", "inspect", "print"),
@@ -52,22 +53,9 @@ SYNONYMS = {
 """Command -> synonyms, for suggestions about an unknown command."""
 
 FIRST = (
-    *("run", "resume", "simulate", "sweep", "slurm", "predict", "calibrate", "profile", "place", "show", "plot"),
-    *(
-        "explain",
-        "replay",
-        "export",
-        "timeline",
-        "report",
-        "watch",
-        "jobs",
-        "init",
-        "validate",
-        "topology",
-        "check",
-        "schema",
-    ),
-    *("completion", "doctor", "bench"),
+    *("run", "resume", "simulate", "sweep", "tune", "slurm", "predict", "calibrate", "profile"),
+    *("place", "show", "plot", "explain", "replay", "export", "timeline", "report", "watch"),
+    *("jobs", "init", "validate", "topology", "check", "schema", "completion", "doctor", "bench"),
 )
 """The order of commands in the help. Other commands follow."""
 

@@ -46,6 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    from rudra.files import locked
     from rudra.studies import pool, sweep
 
     start_plainly("sweep")
@@ -58,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     workers = sweep.workers_for(study, arguments.workers)
     directory = arguments.output or Path(f"{study.name}{'-quick' if study.quick else ''}-sweep")
-    with sweep.locked(directory):
+    with locked(directory, "sweep"):
         done = study.finished(directory, force=arguments.force)
         study.write_index(directory)
         mode: pool.Mode = "quiet" if arguments.quiet else "bar" if sys.stderr.isatty() else "lines"

@@ -57,7 +57,7 @@ _KEPT = 0.98  # share of the times that counts, the shortest first
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TimedRun:
     """Times of one run.
 
     Attributes:
@@ -178,7 +178,7 @@ def _timed(job: Job) -> Job:
     )
 
 
-def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: float, bar: Any) -> list[Probe]:
+def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: float, bar: Any) -> list[TimedRun]:
     """Runs all pairs (μ, λ), one after the other on the same ranks."""
     with tempfile.TemporaryDirectory(prefix="rudra-") as name:
         directory, runs = Path(name), []
@@ -200,7 +200,7 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
         for (size, learners), (_, start) in zip(cases, runs, strict=True):
             assert start.output is not None
             with open_results(start.output) as results:
-                found.append(Probe(size, learners, results.minibatches, results.updates))
+                found.append(TimedRun(size, learners, results.minibatches, results.updates))
         return found
 
 
@@ -324,7 +324,7 @@ class Costs:
     evaluation_s: float
 
 
-def derive(probes: Sequence[Probe], alone: Alone) -> Costs:
+def derive(probes: Sequence[TimedRun], alone: Alone) -> Costs:
     """Splits the runs' times into costs.
 
     With one learner nothing waits for anything else, so each part of a step is one cost. A push is latency plus

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rudra.errors import ConfigError, LaunchError, ResultsError
+from rudra.files import locked
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
 from rudra.log import log
@@ -41,9 +42,7 @@ def main(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     file = Path(batch.file)
     _write(file, text, force=arguments.force)
     if study is not None:  # for `rudra report`
-        from rudra.studies import sweep
-
-        with sweep.locked(Path(batch.output)):
+        with locked(Path(batch.output), "sweep"):
             study.write_index(Path(batch.output))
     if arguments.submit:
         print(f"wrote {file}, submitted as job {_submit(sbatch, file)}")

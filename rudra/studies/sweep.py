@@ -6,7 +6,6 @@ killed worker, is replaced.
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import json
@@ -15,7 +14,6 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -375,26 +373,6 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], driver: Dr
         for key, value in keys.items()
         if (table, key) not in decided and found.get(table, {}).get(key) != value
     ]
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Makes the directory if it is missing, and locks it against other sweeps.
-
-    Raises:
-        ResultsError: it cannot be made or written, or another sweep uses it.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("a+")
-    except OSError as error:
-        raise ResultsError(f"{directory}: cannot write there: {error.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ResultsError(f"{directory}: another sweep is running there; wait, or give another --output") from None
-        yield
 
 
 def workers_for(sweep: Sweep, asked: int | None) -> int:

@@ -11,14 +11,14 @@ from rudra.core import records
 from rudra.job.job import Job
 from rudra.simulation.predict import Outline, outline, predict
 from rudra.studies import calibrate
-from rudra.studies.calibrate import Alone, Probe
+from rudra.studies.calibrate import Alone, TimedRun
 
 STEPS = 400
 PUSH_S, WAIT_S, PULL_S, UPDATE_S = 9e-4, 1.6e-3, 6e-4, 7e-4
 ALONE = Alone({8: 0.01, 32: 0.03}, gradient_s=3e-4, copy_s=2e-4, evaluation_s=0.5, samples=1000)
 
 
-def probe(size: int, learners: int, compute_s: float, *, variation: float = 0.0, drift: float = 0.0) -> Probe:
+def probe(size: int, learners: int, compute_s: float, *, variation: float = 0.0, drift: float = 0.0) -> TimedRun:
     """A run with these times; the first steps are slower, and one in 100 is disturbed."""
     generator = np.random.default_rng(0)
     rows = np.zeros(learners * STEPS, records.MINIBATCH)
@@ -31,10 +31,10 @@ def probe(size: int, learners: int, compute_s: float, *, variation: float = 0.0,
     rows["push_s"][50::100] *= 100
     updates = np.zeros(len(rows), records.UPDATE)
     updates["update_s"] = UPDATE_S
-    return Probe(size, learners, rows[generator.permutation(len(rows))], updates)
+    return TimedRun(size, learners, rows[generator.permutation(len(rows))], updates)
 
 
-def made() -> list[Probe]:
+def made() -> list[TimedRun]:
     times = {(8, 1): 0.01, (8, 2): 0.012, (32, 1): 0.03, (32, 2): 0.033}
     return [probe(size, learners, seconds, variation=0.05) for (size, learners), seconds in times.items()]
 

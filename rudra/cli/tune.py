@@ -1,0 +1,95 @@
+"""`rudra tune`."""
+
+import argparse
+from pathlib import Path
+
+from rudra.cli.options import job_argument, numbers, overrides_of, set_option, start_plainly, trust_option
+
+SUMMARY = "find the synchronisation that reaches a target soonest"
+
+MORE = """\
+Predicts the time of every protocol, topology, mini-batch size and period that the job allows. Then trains short runs,
+called probes, with real gradients in virtual time, and measures what their samples are worth against a reference run.
+The best ones are trained until they reach the target. The answer names the soonest, the next one, and what it saves
+against the job as given. DIR receives best.toml, a job with the winner's settings; tried.csv, everything that was
+tried; and the journal, from which the same command continues after a stop.
+
+The target is measured on a validation split: the job's, or else a tenth of the training set. Weights are averaged over
+time for every measurement."""
+
+EXAMPLES = {
+    "rudra tune digits --target 'accuracy >= 0.95' --plan": "predict all points and train nothing",
+    "rudra tune digits --target 'accuracy >= 0.95' --set model.name=mlp": "search, and write digits-tune/best.toml",
+    "rudra tune my-job.toml --learners 2,4,8 --space protocol.name=hardsync,async": "choose λ too, of two protocols",
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    job_argument(parser)
+    parser.add_argument("--target", metavar="'METRIC >= X'", help="what to reach. Default: the job's training.target")
+    parser.add_argument("--budget", default="8x", metavar="Nx", help="samples to train, in reference runs. Default: 8x")
+    parser.add_argument(
+        "--learners", dest="counts", metavar="N,N,…", help="numbers of learners to choose from. Default: the job's"
+    )
+    parser.add_argument(
+        "--space",
+        action="append",
+        default=[],
+        metavar="TABLE.KEY=V1,V2",
+        help="values of a key, in place of those that the search would try; repeatable",
+    )
+    set_option(parser)
+    parser.add_argument("--strategy", metavar="NAME", help="how to choose probes. Default: guided")
+    parser.add_argument("--plan", action="store_true", help="predict the points and train nothing")
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="directory of the answer. Default: NAME-tune")
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+    trust_option(parser)
+    parser.set_defaults(learners=None)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    import sys
+
+    from rudra.errors import ConfigError
+    from rudra.job.job import Job
+    from rudra.job.jobfiles import parsed
+    from rudra.studies.sweep import parse_grid
+    from rudra.tuning import space, tune
+
+    start_plainly("tune")
+    overrides = overrides_of(arguments)
+    job = Job.load(arguments.job, overrides)
+    given = {change.key: [change.value] for change in map(parsed, overrides)}
+    for key, values in parse_grid(arguments.space).items():
+        if key in given:
+            raise ConfigError(f"--space {key}: --set fixes it; give one of them")
+        given[key] = values
+    dimensions = {key for dimension in space.DIMENSIONS for key in dimension.keys}
+    about = {
+        "target": arguments.target,
+        "learners": numbers("--learners", arguments.counts) or (),
+        "given": {key: values for key, values in given.items() if key in dimensions or len(values) > 1},
+        "quiet": arguments.quiet or not sys.stderr.isatty(),
+    }
+    if arguments.plan:
+        print("\n".join(tune.plan(job, **about).lines()))
+        return 0
+    budget = _runs(arguments.budget)
+    strategy = arguments.strategy or tune.DEFAULT
+    answer = tune.tune(job, budget=budget, strategy=strategy, output=arguments.output, **about)
+    print("\n".join(answer.lines()))
+    directory = arguments.output or f"{job.name}-tune"
+    if answer.winner is None:
+        return 1
+    print(f"wrote {directory}/best.toml and {directory}/tried.csv; rudra run {directory}/best.toml trains it")
+    return 0
+
+
+def _runs(text: str) -> float:
+    """Returns a number of reference runs, such as 8x."""
+    from rudra.errors import ConfigError
+
+    try:
+        return float(text.removesuffix("x"))
+    except ValueError:
+        raise ConfigError(f"--budget {text}: is no number of reference runs; use one such as 8x") from None

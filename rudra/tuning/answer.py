@@ -1,0 +1,208 @@
+"""The answer of a search: what to use, what it saves, and how certain that is."""
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from rudra.job.job import Job
+from rudra.job.target import Target
+from rudra.job.template import toml
+from rudra.results.progress import duration
+from rudra.tuning.probes import Probe
+from rudra.tuning.rounds import latest_s, until_target
+from rudra.tuning.space import Settings, said
+from rudra.tuning.state import SearchState
+
+ALIKE = 1.05
+"""Ratio of two times that are no difference if their ranges overlap."""
+
+
+class Finalist(NamedTuple):
+    """A candidate, with its time to the target.
+
+    Attributes:
+        settings: Its settings. Empty: the job as given.
+        times_s: Time to the target from the initial weights, with each seed. Infinity: it did not reach the target in
+            as many epochs as allowed. If `predicted`, the prediction from the common checkpoint and its range.
+        predicted: Whether the budget was too small to train it to the target.
+    """
+
+    settings: Settings
+    times_s: tuple[float, ...]
+    predicted: bool = False
+
+    @property
+    def time_s(self) -> float:
+        """Median time to the target."""
+        return median(self.times_s)
+
+
+class Verdict(NamedTuple):
+    """Verdict of a search.
+
+    Attributes:
+        job: The user's job.
+        target: Target on the validation split.
+        finalists: Candidates with fresh seeds, the soonest one first. The job as given is not among them.
+        given: The job as given.
+        nearest: Best value of the target's metric that any probe reached.
+        spent: Reference runs whose samples the search has trained.
+    """
+
+    job: Job
+    target: Target
+    finalists: tuple[Finalist, ...]
+    given: Finalist | None
+    nearest: float
+    spent: float
+
+    @property
+    def winner(self) -> Finalist | None:
+        """The soonest candidate. None: none reached the target."""
+        first = next(iter(self.finalists), None)
+        return first if first is not None and math.isfinite(first.time_s) else None
+
+    @property
+    def saving(self) -> float:
+        """How many times sooner the winner reaches the target than the job as given. NaN: unknown."""
+        if self.winner is None or self.given is None:
+            return math.nan
+        return self.given.time_s / self.winner.time_s
+
+    def lines(self) -> Iterator[str]:
+        """Yields the answer in words."""
+        sign = ">=" if self.target.at_least else "<="
+        goal = f"validation {self.target.metric} {sign} {self.target.value:g}"
+        if self.winner is None:
+            yield f"{self.job.name}: no point reached {goal}; the nearest had {self.nearest:.4g}"
+            return
+        first, *others = self.finalists
+        yield f"{self.job.name}: the soonest to {goal} is {named(first.settings)}"
+        yield f"  time to target: {_times(first)}"
+        if self.given is not None:
+            if math.isfinite(self.given.time_s):
+                yield f"  the job as given: {_times(self.given)}: the winner is {self.saving:.2f} times as fast"
+            else:
+                yield "  the job as given did not reach it in twice the time of a reference run"
+        for other in others[:1]:
+            later = other.time_s / first.time_s
+            if not math.isfinite(later):
+                yield f"  runner-up: {named(other.settings)}: did not reach it with every seed"
+            elif later < ALIKE or min(other.times_s) <= max(first.times_s):
+                yield f"  runner-up: {named(other.settings)}: {_times(other)}: equal within the spread of seeds"
+            else:
+                yield f"  runner-up: {named(other.settings)}: {_times(other)}: {100 * (later - 1):.0f} % later"
+        yield f"  searched with the samples of {self.spent:.1f} reference runs"
+
+    def best(self, costs: str) -> str:
+        """Returns the winner as the text of a job file.
+
+        Args:
+            costs: Origin of the times.
+        """
+        assert self.winner is not None
+        comments = [*self.lines(), f"times: {costs}"]
+        lines = [*(f"# {line.strip()}" for line in comments), ""]
+        lines += _tables(self.job)
+        return "\n".join(lines) + "\n"
+
+
+def _tables(job: Job) -> Iterator[str]:
+    """Yields the lines of a job file: all keys that differ from their defaults."""
+    tables = {name: getattr(job, name) for name in type(job).model_fields}
+    yield f"name = {toml(job.name)}"
+    for name, table in tables.items():
+        if hasattr(table, "non_defaults") and name != "study":
+            keys = {key: value for key, value in _plain(table.non_defaults).items() if value is not None}
+            if keys:
+                yield from ("", f"[{name}]", *(f"{key} = {toml(value)}" for key, value in keys.items()))
+
+
+def _plain(value: Any) -> Any:
+    """Returns keys of a table and its inner tables as plain values."""
+    if hasattr(value, "non_defaults"):
+        value = value.non_defaults
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items() if each is not None}
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    from rudra.job.table import name_of
+
+    return value if isinstance(value, str | int | float | bool) or value is None else name_of(value)
+
+
+def named(settings: Settings) -> str:
+    """Returns a candidate in words."""
+    found = [said(key, value) for key, value in settings.items() if value not in (None, {}, ())]
+    return ", ".join(found) or "the job as given"
+
+
+_SIMPLER = ("hardsync", "average", "sma", "softsync", "async", "easgd", "diloco")
+"""Protocols from the simplest on: of two that are equally soon, the simpler one is the answer."""
+
+
+def _simplicity(finalist: Finalist) -> tuple[int, int, str]:
+    name = finalist.settings.get("protocol.name", "")
+    place = _SIMPLER.index(name) if name in _SIMPLER else len(_SIMPLER)
+    return place, len(finalist.settings), named(finalist.settings)
+
+
+def _times(finalist: Finalist) -> str:
+    """Returns the times of a finalist: the median, and the range of several seeds."""
+    times = finalist.times_s
+    span = f"{duration(min(times))} to {duration(max(times))}"
+    if finalist.predicted:
+        return f"{duration(finalist.time_s)} (predicted, {span})"
+    return duration(finalist.time_s) + (f" ({span}, {len(times)} seeds)" if len(times) > 1 else " (one seed)")
+
+
+def answer_of(state: SearchState, job: Job) -> Verdict:
+    """Returns the answer of a search that has ended.
+
+    Args:
+        state: The search.
+        job: The user's job.
+    """
+    found: dict[tuple[tuple[str, str], ...], list[float]] = {}
+    for probe in state.probes.values():
+        if probe.seed and not probe.origin:
+            end = state.first_at_target(probe)
+            if until_target(state, probe, latest_s(state)):  # the budget was too small to end it
+                continue
+            found.setdefault(probe.settings, []).append(
+                math.inf if end is None else end.samples / state.rate(probe.by_key)
+            )
+    made = [Finalist(Probe(key, "", 0).by_key, tuple(times)) for key, times in found.items()]
+    given = next((finalist for finalist in made if not finalist.settings), None)
+    ranked = sorted((f for f in made if f.settings), key=lambda f: (f.time_s, named(f.settings)))
+    alike = [f for f in ranked if f.time_s <= ALIKE * ranked[0].time_s < math.inf]
+    ranked = sorted(alike, key=_simplicity) + [f for f in ranked if f not in alike]
+    if not any(math.isfinite(finalist.time_s) for finalist in ranked) and math.isfinite(state.reference_samples):
+        estimates = [estimate for estimate in state.estimates() if math.isfinite(estimate.time_s)]
+        ranked = [Finalist(e.settings, (e.low_s, e.time_s, e.high_s), predicted=True) for e in estimates]
+        given = None
+    values = [
+        mark.metric for outcome in state.outcomes.values() for mark in outcome.marks if not math.isnan(mark.metric)
+    ]
+    nearest = (max if state.target.at_least else min)(values, default=math.nan)
+    return Verdict(job, state.target, tuple(ranked), given, nearest, state.spent / state.one_run)
+
+
+def tried(state: SearchState) -> str:
+    """Returns a table of everything that was tried, as CSV."""
+    keys = sorted({key for probe in state.probes.values() for key in probe.by_key})
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    head = ("probe", "begins with", "seed", "epochs", "samples", "loss", state.target.metric, "worth", "samples/s")
+    writer.writerow([*head, "failed", *keys])
+    for probe in state.probes.values():
+        outcome = state.outcomes[probe.name]
+        last = outcome.marks[-1] if outcome.marks else None
+        worth = state.worth(probe) if state.reference is not None and probe.origin else math.nan
+        shown: Sequence[Any] = (last.samples, last.loss, last.metric) if last else ("", "", "")
+        about = (probe.name, probe.origin, probe.seed, len(outcome.marks), *shown, worth, state.rate(probe.by_key))
+        writer.writerow([*about, outcome.failed, *(probe.by_key.get(key, "") for key in keys)])
+    return out.getvalue()

@@ -1,0 +1,94 @@
+"""The journal of a search: what was decided and measured, one line of JSON each, and never rewritten.
+
+A search that was stopped reads its journal and continues as if it had not been stopped. The first line describes the
+search. A journal of another search is refused.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rudra.errors import ConfigError, ResultsError
+
+NAME = "journal.jsonl"
+FORMAT = 1
+
+
+class Journal:
+    """Journal in a directory.
+
+    Args:
+        path: File of the journal. It is made if it is missing.
+        head: Description of the search: key -> value, as JSON has it.
+
+    Raises:
+        ConfigError: The journal describes another search. The text names the first difference.
+        ResultsError: The file cannot be read or written.
+    """
+
+    def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
+        self.path = path
+        self.entries: list[dict[str, Any]] = []
+        head = json.loads(json.dumps({"format": FORMAT, **head}, default=str))
+        try:
+            complete = self._read()
+            with path.open("r+b" if path.exists() else "wb") as file:
+                file.truncate(complete)  # a line that was being written when the search was killed
+        except OSError as error:
+            raise ResultsError(f"{path}: cannot be used: {error.strerror}") from None
+        if not self.entries:
+            self.add(head)
+            return
+        found = self.entries[0]
+        for key in {**found, **head}:
+            if found.get(key) != head.get(key):
+                raise ConfigError(
+                    f"{path} is of another search: its {key} is {_short(found.get(key))}, not {_short(head.get(key))}; "
+                    "give another --output"
+                )
+
+    def _read(self) -> int:
+        """Reads all complete lines, and returns their length in bytes."""
+        if not self.path.exists():
+            return 0
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        length = 0
+        for place, line in enumerate(lines):
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                entry = None
+            if not isinstance(entry, dict) or not line.endswith(b"\n"):
+                if place + 1 < len(lines):
+                    raise ConfigError(f"{self.path}: line {place + 1} is damaged; give another --output")
+                break
+            self.entries.append(entry)
+            length += len(line)
+        return length
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Writes an entry to the disk.
+
+        Raises:
+            ResultsError: It cannot be written.
+        """
+        text = json.dumps(entry, default=str, ensure_ascii=False)
+        try:
+            with self.path.open("ab") as file:
+                file.write(text.encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise ResultsError(f"{self.path}: cannot write: {error.strerror}") from None
+        self.entries.append(json.loads(text))
+
+    def of(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Yields the entries of a kind, in order."""
+        return (entry for entry in self.entries if entry.get("kind") == kind)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,105 @@
+"""Prices of points: predicted samples per second, without training anything.
+
+Rates and momenta do not change the time of a sample, so a search has a few hundred prices and many more points.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
+
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+from rudra.job.table import named
+from rudra.log import only_errors
+from rudra.simulation.predict import Outline, outline, predict
+from rudra.tuning.space import Candidate, Refused
+
+SEVERAL = 64
+"""Least number of points that are worth more processes."""
+
+
+class Price(NamedTuple):
+    """Price of a point.
+
+    Attributes:
+        point: The point.
+        samples_per_s: Rate of all learners together.
+        staleness: Mean staleness of the gradients.
+        bound: Limit of the rate: "compute", "server" or "link".
+        dominated: A point with the same weights after the same samples that is faster. None: there is none.
+    """
+
+    point: Candidate
+    samples_per_s: float
+    staleness: float
+    bound: str
+    dominated: Candidate | None = None
+
+
+def priced(
+    points: Sequence[Candidate], refused: list[Refused], done: Callable[[int], object], cores: int
+) -> list[Price]:
+    """Predicts every point.
+
+    Args:
+        points: Points whose settings may change the time of a sample.
+        refused: Is extended by the points that do not fit the cluster of the job.
+        done: Is called with the number of points that are done since the last call.
+        cores: Number of processes that may predict at a time.
+    """
+    found: list[Price] = []
+    for point, price in zip(points, _predicted(points, cores), strict=True):
+        if isinstance(price, str):
+            refused.append(Refused(point.settings, price))
+        else:
+            found.append(Price(point, *price))
+        done(1)
+    return dominated(found)
+
+
+def _predicted(points: Sequence[Candidate], cores: int) -> Iterator[tuple[float, float, str] | str]:
+    known = {learners: outline(job) for learners, job in {point.job.learners: point.job for point in points}.items()}
+    arguments = [(point.job, known[point.job.learners]) for point in points]
+    if cores == 1 or len(points) < SEVERAL:
+        yield from map(_price, arguments)
+        return
+    with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
+        yield from pool.map(_price, arguments, chunksize=8)
+
+
+def _price(about: tuple[Job, Outline]) -> tuple[float, float, str] | str:
+    """Returns rate, staleness and limit of a job, or the reason why it does not work."""
+    job, known = about
+    try:
+        with only_errors():
+            found = predict(job, known=known)
+    except ConfigError as error:
+        return str(error)
+    return found.samples_per_s, found.mean_staleness, found.bound
+
+
+def dominated(prices: Sequence[Price]) -> list[Price]:
+    """Marks each point whose weights a faster one also makes.
+
+    The weights of a synchronous protocol that averages gradients depend neither on time nor on the topology, except
+    for rounding (`Protocol.ordered`).
+    """
+    best: dict[object, Price] = {}
+    for price in prices:
+        alike = _trajectory(price.point)
+        if alike not in best or price.samples_per_s > best[alike].samples_per_s:
+            best[alike] = price
+    fastest = (best[_trajectory(price.point)] for price in prices)
+    return [
+        price if first is price else price._replace(dominated=first.point)
+        for price, first in zip(prices, fastest, strict=True)
+    ]
+
+
+def _trajectory(point: Candidate) -> object:
+    """Returns a key that is equal for points with the same weights after the same samples."""
+    if not point.job.make_protocol().ordered:
+        return point.name
+    left = {key: value for key, value in point.settings.items() if not key.startswith("topology.")}
+    return named(point.job.protocol.name), tuple(sorted((key, str(value)) for key, value in left.items()))

@@ -1,0 +1,167 @@
+"""Rounds of probes that several strategies ask for: first the cold start and the reference run, last the finalists."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rudra.job.table import named
+from rudra.tuning.prices import Price
+from rudra.tuning.probes import Probe
+from rudra.tuning.space import Settings, by_steps
+from rudra.tuning.state import SearchState, key_of
+
+STEPS = 6
+"""Number of learning rates below and above the job's that the cold start may try, each √10 from the next."""
+
+LATER = 1.15
+"""Largest ratio of two predicted times at which the later one is also trained further."""
+
+FINALISTS, SEEDS = 3, (1, 2, 3)
+
+KEPT = 3.0
+"""Reference runs that are kept for the last rounds."""
+
+MOMENTA = (0.0, 0.3, 0.6, 0.9)
+"""Values of momentum, in steps that make a difference (omnivore.txt, appendix E-C)."""
+
+RATE, MOMENTUM = "optimizer.learning_rate", "optimizer.momentum"
+
+
+def safest(state: SearchState) -> Price:
+    """Returns the price of the reference: the fastest hardsync with the job's mini-batch size.
+
+    Without hardsync in the space it is the least stale point, and of those the fastest.
+    """
+    size = state.job.training.minibatch_size
+
+    def order(price: Price) -> tuple[bool, bool, float, float]:
+        job = price.point.job
+        other = named(job.protocol.name) != "hardsync"
+        return other, job.training.minibatch_size != size, price.staleness, -price.samples_per_s
+
+    return min(state.prices, key=order)
+
+
+def rates(state: SearchState) -> list[float]:
+    """Returns the learning rates that a search may try, each √10 from the next."""
+    return by_steps(state.job.optimizer.learning_rate, math.sqrt(10), STEPS)
+
+
+def cold_start(state: SearchState) -> list[Probe]:
+    """Returns one pass with each of several learning rates from the initial weights. Empty: the best one is known.
+
+    The first round has the job's rate, and a lower and a higher one by √10. While the lowest or the highest rate is the
+    best one, the next beyond it follows.
+    """
+    tried = {probe.by_key[RATE]: probe for probe in state.probes.values() if not (probe.origin or probe.seed)}
+    series = rates(state)
+    if not tried:
+        wanted = series[STEPS - 1 : STEPS + 2]
+    elif state.cold is None:  # all of them diverged
+        wanted = [series[i - 1] for i in [series.index(min(tried))] if i]
+    else:
+        place = series.index(state.cold.by_key[RATE])
+        around = series[max(0, place - 1) : place + 2]
+        failed = [rate for rate, probe in tried.items() if state.outcomes[probe.name].failed]
+        wanted = [rate for rate in around if rate not in tried and not any(rate > bad for bad in failed)]
+    settings = safest(state).point.settings
+    return [Probe.of({**settings, RATE: rate}, "", 1) for rate in wanted]
+
+
+def reference(state: SearchState) -> list[Probe]:
+    """Returns the reference run, twice as long each time until it reaches the target. Empty: it has, or cannot."""
+    assert state.cold is not None
+    return until_target(state, state.reference or Probe(state.cold.settings, state.cold.end, 1), math.inf)
+
+
+def until_target(state: SearchState, probe: Probe, most_s: float) -> list[Probe]:
+    """Returns a probe, longer each time, until it reaches the target. Empty: it has, or failed, or takes too long.
+
+    Args:
+        state: The search.
+        probe: Probe of any length.
+        most_s: Time after which it is too late.
+    """
+    outcome = state.outcomes.get(probe.name)
+    if outcome is None:
+        return [probe._replace(epochs=1)]
+    done, longest = len(outcome.marks), state.longest - probe.begins_at
+    late = bool(outcome.marks) and outcome.marks[-1].samples / state.rate(probe.by_key) > most_s
+    if outcome.failed or done >= longest or late or state.first_at_target(probe) is not None:
+        return []
+    return [probe._replace(epochs=min(2 * done, longest))]
+
+
+def from_common(state: SearchState, settings: Settings, epochs: int, seed: int = 0) -> Probe:
+    """Returns a probe from the common checkpoint."""
+    assert state.cold is not None
+    return Probe.of(settings, state.cold.end, epochs, seed)
+
+
+def kind(settings: Settings) -> tuple[object, ...]:
+    """Returns the protocol and the number of groups or gradients per update: points of a kind are much alike."""
+    return tuple(settings.get(key) for key in ("protocol.name", "topology.options.groups", "protocol.n"))
+
+
+def promising(state: SearchState) -> list[Price]:
+    """Returns the fastest point of each kind with the job's mini-batch size, the fastest kind first."""
+    size, periods = state.job.training.minibatch_size, _own_periods(state)
+    found: dict[object, Price] = {}
+    for price in sorted(state.prices, key=lambda p: -p.samples_per_s):
+        its = kind(price.point.settings)
+        usual = price.point.settings.get("averaging.period") in periods[its]
+        if usual and price.point.job.training.minibatch_size == size and price.dominated is None:
+            found.setdefault(its, price)
+    return [*found.values()]
+
+
+def _own_periods(state: SearchState) -> dict[object, set[Any]]:
+    """Returns the period of each kind that is in the middle of those in the space."""
+    found: dict[object, list[Any]] = {}
+    for price in state.prices:
+        found.setdefault(kind(price.point.settings), []).append(price.point.settings.get("averaging.period"))
+    middles = {kind: sorted({*periods} - {None}) for kind, periods in found.items()}
+    return {kind: {periods[(len(periods) - 1) // 2]} if periods else {None} for kind, periods in middles.items()}
+
+
+def started(state: SearchState, price: Price) -> dict[str, Any]:
+    """Returns the first settings for a point."""
+    assert state.cold is not None
+    rate = state.cold.by_key[RATE]
+    implicit = 1 - 1 / (1 + price.staleness)
+    momentum = max(0.0, state.job.optimizer.momentum - implicit)
+    nearest = max(m for m in MOMENTA if m <= momentum + 1e-9)
+    free = MOMENTUM not in price.point.settings and price.staleness > 0.5
+    return {**price.point.settings, RATE: rate, **({MOMENTUM: nearest} if free else {})}
+
+
+def prolonged(state: SearchState) -> Iterator[Probe]:
+    """The best candidates, twice as long, until one has reached the target and no other can be sooner."""
+    assert state.reference is not None
+    ranked = state.estimates()
+    certain = [e.time_s for e in ranked if e.certain and key_of(e.settings) != key_of(state.reference.by_key)]
+    soonest = min(certain, default=math.inf)
+    for estimate in ranked[:FINALISTS]:
+        probe = from_common(state, estimate.settings, 1)
+        done = len(state.outcomes[probe.name].marks) if probe.name in state.outcomes else 0
+        if not estimate.certain and estimate.low_s < LATER * soonest and 0 < done < state.longest:
+            yield probe._replace(epochs=min(2 * done, state.longest))
+
+
+def latest_s(state: SearchState) -> float:
+    """Returns the time after which a run from the initial weights is too late: twice the time of the reference."""
+    assert state.reference is not None
+    return 2 * state.one_run / state.rate(state.reference.by_key)
+
+
+def fresh(state: SearchState) -> Iterator[Probe]:
+    """Winner, runner-up and the job as given, from the initial weights to the target, with fresh seeds."""
+    ranked = [estimate.settings for estimate in state.estimates() if math.isfinite(estimate.time_s)]
+    most_s = latest_s(state)
+    for seed in SEEDS:
+        asked: list[Probe] = []
+        for settings in [*ranked[:2], {}]:
+            asked += until_target(state, Probe.of(settings, "", 1, seed), most_s)
+        if asked:
+            yield from asked
+            return

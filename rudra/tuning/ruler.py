@@ -1,0 +1,78 @@
+"""The ruler of a search: how many samples of a reference run one sample of another run is worth.
+
+The reference is the job as given, trained once from the common checkpoint towards the target. A probe's worth follows
+from how far along the reference's loss its own loss has come. No curve is fitted, no model of the noise is assumed, and
+one ruler measures every protocol.
+
+    worth = (samples of the reference from the probe's first loss to its last one) / (samples of the probe)
+    time to the target = (samples of the reference that are left) / (worth · samples per second)
+
+Losses belong to weights averaged over time, for the reference and for probes. The raw loss after a short run prefers
+learning rates that are too small (Wu et al. 2018, arXiv 1803.02021).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Mark(NamedTuple):
+    """Evaluation of a run on the held-out samples.
+
+    Attributes:
+        samples: Samples that the run has applied since it left the common checkpoint.
+        loss: Mean loss of the averaged weights.
+        metric: Metric of the target.
+        time_s: Training time since the common checkpoint.
+    """
+
+    samples: int
+    loss: float
+    metric: float
+    time_s: float
+
+
+class Ruler:
+    """Loss of the reference over its samples.
+
+    Args:
+        marks: Evaluations of the reference, the first one at the common checkpoint.
+    """
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        self.samples = np.array([mark.samples for mark in marks], float)
+        self.loss = np.minimum.accumulate([mark.loss for mark in marks])
+
+    def position(self, loss: float) -> float:
+        """Returns the samples after which the reference has this loss, or all of its samples if it never has.
+
+        Between two evaluations the loss is linear in the samples. If the reference got no better, the first of its
+        samples with the loss counts.
+        """
+        if not loss <= self.loss[0]:
+            return 0.0
+        if loss < self.loss[-1]:
+            return float(self.samples[-1])
+        after = int(np.argmax(self.loss <= loss))
+        if after == 0:
+            return 0.0
+        high, low = self.loss[after - 1], self.loss[after]
+        share = (high - loss) / (high - low)
+        return float(self.samples[after - 1] + share * (self.samples[after] - self.samples[after - 1]))
+
+    def worth(self, marks: Sequence[Mark]) -> float:
+        """Returns the worth of a probe's samples. If the probe came farther than the reference, it is worth more.
+
+        Args:
+            marks: Evaluations of the probe, the first one at the common checkpoint.
+        """
+        if not math.isfinite(marks[-1].loss):
+            return 0.0
+        return self.position(marks[-1].loss) / marks[-1].samples
+
+
+def reached(marks: Sequence[Mark], target: float, *, at_least: bool) -> Mark | None:
+    """Returns the first evaluation that reaches a target, or None."""
+    return next((mark for mark in marks if (mark.metric >= target if at_least else mark.metric <= target)), None)

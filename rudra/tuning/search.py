@@ -1,0 +1,42 @@
+"""The search of `rudra tune`: prices, then rounds of probes that a strategy asks for, then an answer."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from rudra.tuning.journal import Journal
+from rudra.tuning.probes import Outcome, Probe, Train
+from rudra.tuning.ruler import Mark
+from rudra.tuning.state import SearchState, Strategy
+
+
+def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train, say: Callable[[Probe], Any]) -> None:
+    """Trains probes until the strategy asks for none.
+
+    The strategy gets outcomes round by round, in the order of asking. So a search that continues from its
+    journal ends as if it had not been stopped.
+
+    Args:
+        state: State of the search, without outcomes.
+        strategy: Decides what to train.
+        journal: Earlier measurements. It is extended.
+        train: Trains a probe.
+        say: Is called with every probe before it is trained.
+    """
+    known: dict[tuple[str, int], Outcome] = {}
+    for entry in journal.of("probe"):
+        marks = tuple(Mark(*mark) for mark in entry["marks"])
+        known[entry["name"], entry["epochs"]] = Outcome(marks, entry["failed"])
+    while asked := strategy(state):
+        told = []
+        for probe in asked:
+            outcome = known.get((probe.name, probe.epochs))
+            if outcome is None:
+                say(probe)
+                outcome = train(probe, state.outcomes.get(probe.name))
+                settings = {key: json.loads(value) for key, value in probe.settings}
+                about = {"origin": probe.origin, "epochs": probe.epochs, "seed": probe.seed}
+                journal.add({"kind": "probe", "name": probe.name, **about, "settings": settings, **outcome._asdict()})
+            told.append((probe, outcome))
+        for probe, outcome in told:
+            state.tell(probe, outcome)

@@ -1,0 +1,266 @@
+"""The space of a search: what may vary, one row of `DIMENSIONS` for each, and the points of a job.
+
+A point is a job with settings of its own. A combination that the job does not allow is refused with its reason.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import protocols
+import topologies
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+from rudra.job.table import named
+
+Settings = Mapping[str, Any]
+"""Key of the job, such as `protocol.name` -> value."""
+
+
+class Dimension(NamedTuple):
+    """Something that may vary.
+
+    Attributes:
+        title: Name for people.
+        keys: Keys of the job that it sets together.
+        values: Function of the job with the settings of the dimensions before. It returns the values of the keys.
+            Empty: the dimension does not apply, and its keys keep their values.
+        timed: Whether it changes the time of a sample. Otherwise it only changes what a sample is worth.
+    """
+
+    title: str
+    keys: tuple[str, ...]
+    values: Callable[[Job], Iterable[tuple[Any, ...]]]
+    timed: bool = True
+
+
+class Refused(NamedTuple):
+    """A combination that is not possible, and why."""
+
+    settings: Settings
+    reason: str
+
+
+class Candidate(NamedTuple):
+    """A job with settings of its own.
+
+    Attributes:
+        settings: Settings that distinguish it, by key.
+        job: The job with these settings.
+    """
+
+    settings: Settings
+    job: Job
+
+    @property
+    def name(self) -> str:
+        """Short name for people, and for sorting."""
+        return ", ".join(said(key, value) for key, value in self.settings.items() if value not in (None, {}))
+
+
+_SHORT = {
+    "protocol.name": "{}",
+    "topology.name": "on {}",
+    "topology.options.groups": "g = {}",
+    "protocol.n": "n = {}",
+    "training.minibatch_size": "μ = {}",
+    "averaging.period": "τ = {}",
+    "cluster.learners": "λ = {}",
+    "cluster.shares": "shares {}",
+    "optimizer.learning_rate": "α0 = {:.3g}",
+    "optimizer.momentum": "momentum {:g}",
+    "averaging.outer.learning_rate": "outer rate {:g}",
+    "averaging.outer.momentum": "outer momentum {:g}",
+}
+
+
+def said(key: str, value: Any) -> str:
+    """Returns a setting as people read it."""
+    form = _SHORT.get(key, key.rpartition(".")[2] + " {}")
+    return form.format(value) if isinstance(value, int | float) or ":" not in form else form.partition("{")[0]
+
+
+def powers(most: int, least: int = 1) -> list[int]:
+    """Returns the powers of two from `least` to `most`."""
+    return [1 << i for i in range(least.bit_length() - 1, most.bit_length())]
+
+
+def _pairs(job: Job) -> Iterator[tuple[Any, ...]]:
+    """Every protocol with every topology, and nothing of the job's own protocol in another one."""
+    own = named(job.protocol.name)
+    names = [] if job.scheduled else [name for name, rule in protocols.shipped().items() if not rule.schedules]
+    here = job.topology.name
+    for pair in itertools.product(dict.fromkeys([own, *names]), dict.fromkeys([here, *topologies.shipped()])):
+        if pair != ("softsync", "groups") or pair == (
+            own,
+            here,
+        ):  # one synchronous group, or async ones, in other words
+            yield pair
+
+
+def _n(job: Job) -> Iterator[tuple[int]]:
+    """n of softsync. With n = λ it is async, and with groups a group counts as one learner."""
+    if named(job.protocol.name) == "softsync" and job.topology.name != "groups":
+        yield from ((n,) for n in powers(job.learners // 2))
+
+
+def _groups(job: Job) -> Iterator[tuple[int]]:
+    """g of compute groups. Synchronous ones are a single group, and g = λ is async without groups."""
+    if job.topology.name == "groups":
+        synchronous = job.make_protocol().ordered
+        yield from ((g,) for g in ([1] if synchronous else powers(job.learners // 2, 2)))
+
+
+def _sizes(job: Job) -> Iterator[tuple[int]]:
+    """μ: a quarter of the job's to four times as many samples."""
+    if not job.scheduled:
+        own = job.training.minibatch_size
+        yield from ((size,) for size in dict.fromkeys(max(1, round(own * 2**i)) for i in range(-2, 3)))
+
+
+def _periods(job: Job) -> Iterator[tuple[int]]:
+    """τ: the protocol's own, a quarter, and four times as many mini-batches."""
+    protocol = job.make_protocol()
+    if protocol.averages:
+        own = protocol.period
+        yield from ((period,) for period in sorted({max(1, own // 4), own, own * 4, own * 16 if own == 1 else own}))
+
+
+def _shares(job: Job) -> Iterator[tuple[Any]]:
+    """Shares by speed, if learners of a group or of a synchronous update differ."""
+    speeds = job.simulation.slowdown
+    if speeds and not job.make_protocol().averages:
+        yield from (((),), ("auto",))
+
+
+def by_steps(middle: float, factor: float, steps: int) -> list[float]:
+    """Returns a geometric series around a value, rounded to three digits."""
+    return [float(f"{middle * factor**i:.3g}") for i in range(-steps, steps + 1)]
+
+
+DIMENSIONS: tuple[Dimension, ...] = (
+    Dimension("protocol and topology", ("protocol.name", "topology.name"), _pairs),
+    Dimension("splitting", ("protocol.n",), _n),
+    Dimension("compute groups", ("topology.options.groups",), _groups),
+    Dimension("mini-batch", ("training.minibatch_size",), _sizes),
+    Dimension("period", ("averaging.period",), _periods),
+    Dimension("shares", ("cluster.shares",), _shares),
+    Dimension(
+        "learning rate",
+        ("optimizer.learning_rate",),
+        lambda job: ((rate,) for rate in by_steps(job.optimizer.learning_rate, math.sqrt(10), 3)),
+        timed=False,
+    ),
+    Dimension(
+        "momentum",
+        ("optimizer.momentum",),
+        lambda job: ((momentum,) for momentum in (0.0, 0.3, 0.6, 0.9)) if job.optimizer.name == "sgd" else (),
+        timed=False,
+    ),
+    Dimension(
+        "outer rate",
+        ("averaging.outer.learning_rate",),
+        lambda job: ((rate,) for rate in (0.3, 0.7, 1.0)) if named(job.protocol.name) == "diloco" else (),
+        timed=False,
+    ),
+    Dimension(
+        "outer momentum",
+        ("averaging.outer.momentum",),
+        lambda job: ((momentum,) for momentum in (0.0, 0.9)) if named(job.protocol.name) in ("diloco", "sma") else (),
+        timed=False,
+    ),
+)
+"""All dimensions, in the order of their effect on a point."""
+
+
+def chosen(given: Mapping[str, Sequence[Any]]) -> list[Dimension]:
+    """Returns the dimensions of a search.
+
+    Args:
+        given: Values of keys, in place of the values in `DIMENSIONS`, wherever the dimension applies. A single value
+            fixes the key. A key without a dimension gets one.
+    """
+    found, own = [], dict(given)
+    for dimension in DIMENSIONS:
+        mine = {key: own.pop(key) for key in dimension.keys if key in own}
+        found.append(dimension._replace(values=_Limited(dimension, mine)) if mine else dimension)
+    others = (Dimension(key, (key,), _Values(values)) for key, values in own.items())
+    return [*others, *found]
+
+
+class _Values:
+    """The same values for every job."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._values = values
+
+    def __call__(self, job: Job) -> Iterator[tuple[Any, ...]]:
+        return ((value,) for value in self._values)
+
+
+class _Limited:
+    """Values of a dimension with the user's values of some of its keys."""
+
+    def __init__(self, dimension: Dimension, given: Mapping[str, Sequence[Any]]) -> None:
+        self._dimension, self._given = dimension, given
+
+    def __call__(self, job: Job) -> Iterator[tuple[Any, ...]]:
+        keys, given = self._dimension.keys, self._given
+        usual = [*self._dimension.values(job)]
+        if usual and given.keys() == {*keys}:
+            yield from itertools.product(*(given[key] for key in keys))
+            return
+        yield from (value for value in usual if all(value[keys.index(key)] in given[key] for key in given))
+
+
+_OF_PROTOCOL = ("period", "elasticity", "local_elasticity", "restart", "keep_momentum")
+
+
+def with_settings(job: Job, settings: Settings) -> Job:
+    """Returns a job with settings. Another protocol or topology brings the defaults of its own keys.
+
+    Raises:
+        ConfigError: The job does not allow them.
+    """
+    tables: dict[str, Any] = {}
+    if settings.get("protocol.name", named(job.protocol.name)) != named(job.protocol.name):
+        tables["protocol"] = {"n": None, "options": {}}
+        tables["averaging"] = dict.fromkeys(_OF_PROTOCOL) | {"outer": {}}
+    if settings.get("topology.name", job.topology.name) != job.topology.name:
+        tables["topology"] = {"options": {}}
+    for key, value in settings.items():
+        table, _, rest = key.partition(".")
+        into = tables.setdefault(table, {})
+        inner, _, last = rest.rpartition(".")
+        if inner:
+            before = into.get(inner, getattr(getattr(job, table), inner))
+            before = before if isinstance(before, Mapping) else before.non_defaults
+            into = into.setdefault(inner, dict(before))
+        into[last] = value
+    return job.with_(**tables)
+
+
+def points(job: Job, dimensions: Sequence[Dimension], refused: list[Refused]) -> list[Candidate]:
+    """Returns all points of a job. Combinations that the job does not allow are added to `refused`.
+
+    Args:
+        job: Job with its number of learners.
+        dimensions: Dimensions that vary.
+        refused: Is extended by the combinations that are not possible, each as early as it is known.
+    """
+    found = [Candidate({}, job)]
+    for dimension in dimensions:
+        larger: list[Candidate] = []
+        for point in found:
+            values = [*dimension.values(point.job)]
+            if not values:
+                larger.append(point)
+            for value in values:
+                settings = {**point.settings, **dict(zip(dimension.keys, value, strict=True))}
+                try:
+                    larger.append(Candidate(settings, with_settings(job, settings)))
+                except ConfigError as error:
+                    refused.append(Refused(settings, str(error)))
+        found = larger
+    return found

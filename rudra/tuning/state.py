@@ -1,0 +1,205 @@
+"""State of a search for its strategy: prices, outcomes of probes, and estimates from them."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from rudra.job.job import Job
+from rudra.job.target import Target
+from rudra.tuning.prices import Price
+from rudra.tuning.probes import Outcome, Probe
+from rudra.tuning.ruler import Mark, Ruler, reached
+from rudra.tuning.space import Settings
+
+
+class Estimate(NamedTuple):
+    """Time to the target of a candidate.
+
+    Attributes:
+        settings: Settings of the candidate.
+        time_s: From the common checkpoint to the target.
+        certain: Whether all its probes have reached the target. Otherwise the time is predicted.
+        worth: Reference samples that a sample of the candidate is worth. NaN: unknown.
+        epochs: Number of epochs of its longest probe.
+        low_s, high_s: Range of the time.
+    """
+
+    settings: Settings
+    time_s: float
+    certain: bool
+    worth: float
+    epochs: int
+    low_s: float
+    high_s: float
+
+
+class SearchState:
+    """State of a search.
+
+    Args:
+        job: Job that probes vary.
+        target: Target on the validation split.
+        prices: Prices of the points. The first one has no settings: it is the job as given.
+        untimed: Keys that do not change the time of a sample.
+        training_samples: Samples in an epoch.
+        budget: Number of reference runs whose samples all probes may train together.
+        longest: Number of epochs of the longest probe.
+
+    Attributes:
+        given: Price of the job as given.
+        prices: Prices of the points.
+        probes: Probes at their present length, by name, in the order of asking.
+        outcomes: Their outcomes, by name.
+        notes: Facts for the user, such as dropped points and why, in order.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        target: Target,
+        prices: Sequence[Price],
+        *,
+        untimed: Collection[str],
+        training_samples: int,
+        budget: float,
+        longest: int,
+    ) -> None:
+        self.job, self.target = job, target
+        self.given, self.prices = prices[0], [price for price in prices if price.point.settings]
+        self._priced, self._untimed = {key_of(p.point.settings): p for p in prices}, frozenset(untimed)
+        self.training_samples, self.budget, self.longest = training_samples, budget, longest
+        self.probes: dict[str, Probe] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.notes: list[str] = []
+
+    def tell(self, probe: Probe, outcome: Outcome) -> None:
+        """Adds the outcome of a probe."""
+        self.probes[probe.name] = probe
+        self.outcomes[probe.name] = outcome
+        self.__dict__.pop("ruler", None)
+
+    @property
+    def one_run(self) -> float:
+        """Samples of a reference run from the initial weights. As long as it has not ended, the most it may have."""
+        epoch = self.training_samples
+        known = math.isfinite(self.reference_samples)
+        return self.reference_samples + epoch if known else self.longest * epoch
+
+    @property
+    def spent(self) -> int:
+        """Samples that probes have trained."""
+        return sum(outcome.marks[-1].samples for outcome in self.outcomes.values() if outcome.marks)
+
+    def affordable(self, probes: Sequence[Probe], keep: float = 0.0) -> list[Probe]:
+        """Returns the first of the probes that fit into what is left of the budget.
+
+        Args:
+            probes: Probes that a strategy wants.
+            keep: Number of reference runs that are kept for later.
+        """
+        left, found = (self.budget - keep) * self.one_run - self.spent, []
+        for probe in probes:
+            done = self.outcomes.get(probe.name)
+            left -= (probe.epochs - (len(done.marks) if done else 0)) * self.training_samples
+            if left < 0:
+                break
+            found.append(probe)
+        return found
+
+    def marks(self, probe: Probe) -> tuple[Mark, ...]:
+        """Returns the evaluations of a probe, the first one at its beginning."""
+        own = self.outcomes[probe.name].marks
+        if not probe.origin:
+            return own
+        before = self.outcomes[probe.origin.rpartition("-")[0]].marks[-1]
+        return (before._replace(samples=0, time_s=0.0), *own)
+
+    # The common beginning and the reference.
+
+    @property
+    def cold(self) -> Probe | None:
+        """Run whose end is the common checkpoint: the best of those from the initial weights."""
+        tried = [p for p in self.probes.values() if not (p.origin or p.seed or self.outcomes[p.name].failed)]
+        return min(tried, key=lambda p: _last_loss(self.outcomes[p.name]), default=None)
+
+    @property
+    def reference(self) -> Probe | None:
+        """The reference run: the first probe from the common checkpoint."""
+        return next((probe for probe in self.probes.values() if probe.origin), None)
+
+    @cached_property
+    def ruler(self) -> Ruler:
+        """Ruler of the reference."""
+        assert self.reference is not None
+        return Ruler(self.marks(self.reference))
+
+    @property
+    def reference_samples(self) -> float:
+        """Samples of the reference from the common checkpoint to the target. Infinity: it did not reach it."""
+        found = None if self.reference is None else self.first_at_target(self.reference)
+        return math.inf if found is None else found.samples
+
+    def first_at_target(self, probe: Probe) -> Mark | None:
+        """Returns the first evaluation of a probe that reaches the target, or None."""
+        return reached(self.outcomes[probe.name].marks, self.target.value, at_least=self.target.at_least)
+
+    # Candidates.
+
+    def rate(self, settings: Settings) -> float:
+        """Returns the predicted samples per second with settings."""
+        return self.price(settings).samples_per_s
+
+    def price(self, settings: Settings) -> Price:
+        """Returns the price of a candidate."""
+        return self._priced[key_of({key: value for key, value in settings.items() if key not in self._untimed})]
+
+    def estimates(self) -> list[Estimate]:
+        """Returns the estimates of all candidates with a probe from the common checkpoint, the best one first."""
+        found: dict[tuple[tuple[str, str], ...], list[Probe]] = {}
+        for probe in self.probes.values():
+            if probe.origin and self.outcomes[probe.name].marks:
+                found.setdefault(probe.settings, []).append(probe)
+        made = [self._estimate(probes) for probes in found.values()]
+        return sorted(made, key=lambda e: (e.time_s, -e.epochs))
+
+    def _estimate(self, probes: Sequence[Probe]) -> Estimate:
+        """Returns the estimate of one candidate from its probes, one for each seed."""
+        settings, rate = probes[0].by_key, self.rate(probes[0].by_key)
+        epochs = max(len(self.outcomes[probe.name].marks) for probe in probes)
+        ends = [self.first_at_target(probe) for probe in probes]
+        times = [end.samples / rate for end in ends if end is not None]
+        if times and len(times) == len(probes):
+            middle = sorted(times)[len(times) // 2]
+            return Estimate(settings, middle, True, math.nan, epochs, min(times), max(times))
+        worth = self.worth(probes[0])
+        time_s = self.reference_samples / (worth * rate) if worth > 0 else math.inf
+        spread = self._spread(probes[0])
+        return Estimate(settings, time_s, False, worth, epochs, time_s / spread, time_s * spread)
+
+    def worth(self, probe: Probe) -> float:
+        """Returns the worth of a probe's samples."""
+        outcome = self.outcomes[probe.name]
+        return 0.0 if outcome.failed or not outcome.marks else self.ruler.worth(self.marks(probe))
+
+    def _spread(self, probe: Probe) -> float:
+        """Returns the factor between the worth of a probe now and one epoch earlier, at least 1.15."""
+        marks = self.marks(probe)
+        if len(marks) < 3:
+            return 2.0
+        before, now = self.ruler.worth(marks[:-1]), self.ruler.worth(marks)
+        return max(1.15, before / now, now / before) if before > 0 and now > 0 else 2.0
+
+
+Strategy = Callable[[SearchState], list[Probe]]
+"""Returns the next round of probes. Empty: the search is over. Only the state decides."""
+
+
+def _last_loss(outcome: Outcome) -> float:
+    loss = outcome.marks[-1].loss if outcome.marks else math.inf
+    return math.inf if math.isnan(loss) else loss
+
+
+def key_of(settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Returns settings as probes have them."""
+    return Probe.of(settings, "", 0).settings

@@ -1,0 +1,112 @@
+"""Guided by prices and by the momentum that asynchrony adds: the default.
+
+1. Cold start and reference run.
+2. One epoch of the fastest point of every kind: protocol, and number of groups or gradients per
+   update. Each has the rate of the reference, and as much less momentum as its staleness adds.
+3. Neighbours of the best: other rates, momenta, mini-batch sizes and periods, until none is better.
+4. The best three are prolonged, each by as much as it has, until one has reached the target and no other can be sooner.
+5. Winner, runner-up and the job as given are trained from the initial weights to the target, with fresh seeds.
+
+A point is dropped if it would be later than the best prediction even with samples that are worth 1.25 times the best
+known worth.
+
+Source of the momentum rule: omnivore.txt §IV-C, theorem 1: g groups act like a momentum of 1 - 1/g.
+"""
+
+import math
+from collections.abc import Iterator
+
+from rudra.tuning.prices import Price
+from rudra.tuning.probes import Probe
+from rudra.tuning.rounds import (
+    FINALISTS,
+    KEPT,
+    LATER,
+    MOMENTA,
+    MOMENTUM,
+    RATE,
+    cold_start,
+    fresh,
+    from_common,
+    kind,
+    prolonged,
+    promising,
+    rates,
+    reference,
+    started,
+)
+from rudra.tuning.space import Settings
+from rudra.tuning.state import Estimate, SearchState, key_of
+
+MARGIN = 1.25
+
+
+def ask(state: SearchState) -> list[Probe]:
+    for first in (cold_start, reference):
+        if first is reference and state.cold is None:
+            return []
+        if probes := first(state):
+            return state.affordable(probes)
+    if not math.isfinite(state.reference_samples):
+        return []
+    for stage, keep in ((_kinds, 1.5 * KEPT), (_neighbours, 1.5 * KEPT), (prolonged, KEPT), (fresh, 0)):
+        if probes := state.affordable([*stage(state)], keep):
+            return probes
+    return []
+
+
+def _kinds(state: SearchState) -> Iterator[Probe]:
+    """One epoch of the most promising point of each kind that has none."""
+    known = {kind(estimate.settings) for estimate in state.estimates()}
+    best = state.estimates()[0]
+    for price in promising(state):
+        if kind(price.point.settings) not in known and _may_win(state, price, best):
+            yield from_common(state, started(state, price), 1)
+
+
+def _may_win(state: SearchState, price: Price, best: Estimate) -> bool:
+    """Whether a point could be the soonest if its samples were worth more than the samples of any other."""
+    worths = [e.worth for e in state.estimates() if math.isfinite(e.worth)]
+    most = MARGIN * max([1.0, *worths])
+    return state.reference_samples / (most * price.samples_per_s) <= LATER * best.time_s
+
+
+def _neighbours(state: SearchState) -> Iterator[Probe]:
+    """Points that differ from one of the best in one setting, as far as they have not been tried."""
+    tried = {probe.settings for probe in state.probes.values() if probe.origin}
+    best = state.estimates()[0]
+    for estimate in state.estimates()[:FINALISTS]:
+        if estimate.certain or estimate.time_s > MARGIN * LATER * best.time_s:
+            continue
+        for settings in _around(state, estimate.settings):
+            if key_of(settings) not in tried and _may_win(state, state.price(settings), best):
+                tried.add(key_of(settings))
+                yield from_common(state, settings, 1)
+
+
+def _around(state: SearchState, settings: Settings) -> Iterator[Settings]:
+    series = rates(state)
+    place = series.index(settings[RATE])
+    for rate in series[max(0, place - 1) : place + 2]:
+        if rate != settings[RATE]:
+            yield {**settings, RATE: rate}
+    if MOMENTUM in settings:
+        place = MOMENTA.index(settings[MOMENTUM])
+        for other in MOMENTA[max(0, place - 1) : place + 2]:
+            if other != settings[MOMENTUM]:
+                yield {**settings, MOMENTUM: other}
+    for key in ("training.minibatch_size", "averaging.period"):
+        others = sorted(
+            {
+                price.point.settings[key]
+                for price in state.prices
+                if price.dominated is None
+                and all(settings.get(k) == v for k, v in price.point.settings.items() if k != key)
+                and key in price.point.settings
+            }
+        )
+        if key in settings and settings[key] in others:
+            place = others.index(settings[key])
+            for other in others[max(0, place - 1) : place + 2]:
+                if other != settings[key]:
+                    yield {**settings, key: other}

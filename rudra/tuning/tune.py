@@ -1,0 +1,191 @@
+"""`rudra.tune`: prepares a search, leads it, and writes the answer."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rudra.errors import ConfigError
+from rudra.files import locked, written
+from rudra.job.job import Job
+from rudra.job.simulation import UNMEASURED
+from rudra.job.target import Target
+from rudra.machine import cores
+from rudra.prepare import cost_files
+from rudra.results.progress import Bar
+from rudra.simulation.predict import outline
+from rudra.tuning import answer, prices, probes, search, space
+from rudra.tuning.journal import NAME, Journal
+from rudra.tuning.prices import Price
+from rudra.tuning.space import Candidate, Refused, Settings, with_settings
+from rudra.tuning.state import SearchState
+from rudra.tuning.strategies import shipped
+
+DEFAULT = "guided"
+BUDGET = 8.0
+
+
+class Outlook(NamedTuple):
+    """Points of a search, before it.
+
+    Attributes:
+        job: Job that probes vary.
+        target: Target on the validation split.
+        prices: Prices. The first one belongs to the job as given.
+        refused: Combinations that the job or its cluster does not allow.
+        training_samples: Samples in an epoch.
+        costs: Origin of the times.
+    """
+
+    job: Job
+    target: Target
+    prices: list[Price]
+    refused: list[Refused]
+    training_samples: int
+    costs: str
+
+    def lines(self) -> list[str]:
+        """Returns the plan in words, the fastest points first."""
+        free = [price for price in self.prices[1:] if price.dominated is None]
+        given = self.prices[0]
+        found = [
+            f"{self.job.name}: {len(self.prices) - 1} points; {len(free)} after {len(self.prices) - 1 - len(free)} "
+            f"that make the same weights as a faster one; {len(self.refused)} combinations refused",
+            f"times: {self.costs}",
+            f"the job as given: {given.samples_per_s:,.0f} samples/s, staleness {given.staleness:.1f}",
+        ]
+        free.sort(key=lambda price: -price.samples_per_s)
+        found += [f"  {p.samples_per_s:10,.0f} samples/s  σ {p.staleness:5.1f}  {p.point.name}" for p in free]
+        found += [f"  same weights as {p.dominated.name}: {p.point.name}" for p in self.prices[1:] if p.dominated]
+        reasons: dict[str, list[str]] = {}
+        for refused in self.refused:
+            reasons.setdefault(refused.reason, []).append(answer.named(refused.settings))
+        return found + [f"  refused: {names[0]}: {reason}" for reason, names in reasons.items()]
+
+
+def plan(
+    job: Job,
+    *,
+    target: str | None = None,
+    learners: Sequence[int] = (),
+    given: Mapping[str, Sequence[Any]] | None = None,
+    quiet: bool = False,
+) -> Outlook:
+    """Finds the points of a job, and predicts their times. It trains nothing.
+
+    Args:
+        job: The job.
+        target: Target, such as "accuracy >= 0.9". None: `training.target`.
+        learners: Values of λ to choose from. Empty: the job's.
+        given: Key -> values, in place of the values of a search.
+        quiet: Whether to show no progress.
+
+    Raises:
+        ConfigError: There is no target, or no point is possible.
+    """
+    goal = _goal(job, target)
+    measured = cost_files.source(job)
+    costs = measured or f"guessed ({UNMEASURED} {job.name})"
+    resolved = cost_files.load(job.resolved(threads_per_rank=job.cluster.threads_per_rank or 1))
+    varied = probes.searched(resolved, goal)
+    refused: list[Refused] = []
+    values = {**({"cluster.learners": [*learners]} if learners else {}), **(given or {})}
+    dimensions = [d for d in space.chosen(values) if d.timed]
+    points = space.points(varied, dimensions, refused)
+    if not points:
+        reasons = "; ".join(dict.fromkeys(each.reason for each in refused[:3]))
+        raise ConfigError(f"{job.name}: no point of the space is possible: {reasons}")
+    with Bar(total=len(points) + 1, desc=f"{job.name}: predicting", disable=quiet) as bar:
+        found = prices.priced([Candidate({}, varied), *points], refused, bar.update, cores())
+    if len(found) < 2:
+        raise ConfigError(f"{job.name}: no point of the space fits its cluster: {refused[0].reason}")
+    return Outlook(varied, goal, found, refused, outline(varied).training_samples, costs)
+
+
+def tune(
+    job: Job,
+    *,
+    target: str | None = None,
+    budget: float = BUDGET,
+    learners: Sequence[int] = (),
+    given: Mapping[str, Sequence[Any]] | None = None,
+    strategy: str = DEFAULT,
+    output: str | Path | None = None,
+    quiet: bool = False,
+) -> answer.Verdict:
+    """Searches for the settings that let a job reach its target soonest. Probes train in virtual time.
+
+    Args:
+        job: The job.
+        target: Target, such as "accuracy >= 0.9". None: `training.target`. It is measured on the
+            validation split, so that the test set decides nothing.
+        budget: Number of reference runs whose samples the search may train.
+        learners: Values of λ to choose from. Empty: the job's.
+        given: Key -> values, in place of the values of a search.
+        strategy: Name of a strategy, see `rudra.tuning.strategies`.
+        output: Directory of the journal and the answer. None: `NAME-tune`. The same call continues a search that was
+            stopped.
+        quiet: Whether to show no progress.
+
+    Raises:
+        ConfigError: The job or an argument is not usable.
+        ResultsError: The directory cannot be written, or another search uses it.
+    """
+    if strategy not in (valid := shipped()):
+        raise ConfigError(f"--strategy {strategy}: unknown; valid: {', '.join(valid)}")
+    if budget < 1:
+        raise ConfigError(f"--budget {budget:g}x: is less than one reference run; use 1x or more")
+    directory = Path(output or f"{job.name}-tune")
+    with locked(directory, "search"):
+        found = plan(job, target=target, learners=learners, given=given, quiet=quiet)
+        head: dict[str, Any] = {"rudra": version("rudra"), "job": found.job.to_json(), "target": repr(found.target)}
+        head |= {"strategy": strategy, "budget": budget, "learners": [*learners], "space": dict(given or {})}
+        journal = Journal(directory / NAME, head)
+        state = SearchState(
+            found.job,
+            found.target,
+            found.prices,
+            untimed={key for dimension in space.chosen(given or {}) if not dimension.timed for key in dimension.keys},
+            training_samples=found.training_samples,
+            budget=budget,
+            longest=job.training.epochs,
+        )
+        trainer = probes.Trainer(found.job, found.target, directory, found.training_samples)
+        with Bar(
+            total=1.0, desc=f"{job.name}: searching", disable=quiet, bar_format="{desc} {percentage:3.0f}%|{bar}|"
+        ) as bar:
+            began = time.monotonic()
+
+            def say(probe: probes.Probe) -> None:
+                bar.n = min(1.0, state.spent / (state.budget * state.one_run))
+                bar.set_description_str(f"{job.name}: {answer.named(probe.by_key)}, {time.monotonic() - began:.0f} s")
+
+            search.lead(state, valid[strategy], journal, trainer.train, say)
+        said = answer.answer_of(state, job)
+        if said.winner is not None:
+            settings = said.winner.settings
+            said = said._replace(job=_complete(job, settings, trainer.job_of(settings)))
+            with written(directory / "best.toml") as file:
+                file.write(said.best(found.costs).encode())
+        with written(directory / "tried.csv") as file:
+            file.write(answer.tried(state).encode())
+        trainer.clear()
+    return said
+
+
+def _goal(job: Job, target: str | None) -> Target:
+    text = target or job.training.target
+    if text is None:
+        raise ConfigError(f"{job.name}: no target; give one, such as --target 'accuracy >= 0.9'")
+    goal = Target.parse(text)
+    return replace(goal, split="validation")
+
+
+def _complete(job: Job, settings: Settings, trained: Job) -> Job:
+    """Returns the winner as a job of the user, with the learning rates and the average of its training."""
+    keys = ("schedule", "milestones", "schedule_options", "schedule_every")
+    own = {key: getattr(trained.optimizer, key) for key in keys}
+    average = trained.optimizer.average.non_defaults
+    return with_settings(job, settings).with_(optimizer={**own, "average": average})

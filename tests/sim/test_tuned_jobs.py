@@ -1,0 +1,101 @@
+"""Whole searches with real gradients in virtual time."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rudra
+from rudra.cli.main import main
+from rudra.errors import RudraError
+from rudra.job.job import Job
+from rudra.tuning.journal import NAME
+from rudra.tuning.probes import Outcome, Probe, Trainer
+
+JOB = Job(
+    name="small",
+    model={"name": "mlp"},
+    data={"train_limit": 320},
+    training={"epochs": 12, "minibatch_size": 8},
+    optimizer={"learning_rate": 0.1, "momentum": 0.9},
+    cluster={"learners": 2, "threads_per_rank": 1},
+    simulation={"slowdown": {1: 4.0}},
+)
+GIVEN: dict[str, list[Any]] = {
+    "protocol.name": ["hardsync", "async"],
+    "topology.name": ["base"],
+    "training.minibatch_size": [8],
+    "cluster.shares": [()],
+}
+ABOUT: dict[str, Any] = {"target": "accuracy >= 0.8", "given": GIVEN, "quiet": True}
+
+
+def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, trained = Trainer.train, []
+
+    def stopping(trainer: Trainer, probe: Probe, before: Outcome | None) -> Outcome:
+        trained.append(probe)
+        if len(trained) % 4 == 0:
+            raise KeyboardInterrupt
+        return plain(trainer, probe, before)
+
+    monkeypatch.setattr(Trainer, "train", stopping)
+    for _ in range(20):
+        try:
+            found = rudra.tune(JOB, output=tmp_path / "stopped", **ABOUT)
+            break
+        except KeyboardInterrupt:
+            continue
+    monkeypatch.setattr(Trainer, "train", plain)
+    whole = rudra.tune(JOB, output=tmp_path / "whole", **ABOUT)
+    assert [*found.lines()] == [*whole.lines()]
+    for name in ("best.toml", "tried.csv", NAME):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [".lock", "best.toml", NAME, "tried.csv"]
+    assert whole.winner is not None
+    assert whole.winner.settings["protocol.name"] == "async", "a learner is four times slower"
+    assert whole.saving > 1
+    best = Job.load(tmp_path / "whole" / "best.toml")
+    assert best.protocol.name == "async"
+    assert best.optimizer.average.given
+    with rudra.simulate(best, output=tmp_path / "best.h5", progress="quiet") as results:
+        assert results.epochs["test_error"].min() < 0.25
+    with (tmp_path / "whole" / "tried.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert {row["protocol.name"] for row in rows} == {"hardsync", "async", ""}
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"budget": 0.5}, "--budget 0.5x: is less than one reference run; use 1x or more"),
+        ({"strategy": "luck"}, "--strategy luck: unknown; valid: grid, guided, halving, omnivore"),
+        ({"target": None}, "small: no target; give one, such as --target 'accuracy >= 0.9'"),
+        ({"target": "accuracy > 1"}, "is no target"),
+        ({"given": {"topology.name": ["adv*"], "protocol.name": ["hardsync"]}}, "no point of the space is possible: "),
+        ({"given": {"protocol.nome": [1, 2]}}, "unknown key"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_before_anything_trains(tmp_path: Path, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(RudraError) as caught:
+        rudra.tune(JOB, output=tmp_path / "out", **{**ABOUT, **more})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_the_plan_of_a_search_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--set", "model.name=mlp", "--set", "cluster.learners=2"]
+    assert main(["tune", "digits", "--target", "accuracy >= 0.9", "--plan", "--space", "training.minibatch_size=8", *options]) == 0
+    said = capsys.readouterr().out
+    assert "samples/s  σ" in said
+    assert "same weights as hardsync" in said
+    assert "refused: hardsync, on adv*: [topology] name = 'adv*' is not supported with protocol hardsync" in said
+    assert [*tmp_path.iterdir()] == []
