@@ -76,9 +76,13 @@ def execute(arguments: argparse.Namespace) -> int:
         return 0
     budget = _runs(arguments.budget)
     strategy = arguments.strategy or tune.DEFAULT
-    answer = tune.tune(job, budget=budget, strategy=strategy, output=arguments.output, **about)
+    directory = arguments.output or Path(f"{job.name}-tune")
+    try:
+        answer = tune.tune(job, budget=budget, strategy=strategy, output=directory, **about)
+    except KeyboardInterrupt:
+        print(f"rudra: {job.name}: stopped; the same command continues from {directory}", file=sys.stderr)
+        return 3
     print("\n".join(answer.lines()))
-    directory = arguments.output or f"{job.name}-tune"
     if answer.winner is None:
         return 1
     print(f"wrote {directory}/best.toml and {directory}/tried.csv; rudra run {directory}/best.toml trains it")

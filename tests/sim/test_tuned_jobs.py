@@ -93,7 +93,21 @@ def test_the_plan_of_a_search_trains_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     options = ["--set", "model.name=mlp", "--set", "cluster.learners=2"]
-    assert main(["tune", "digits", "--target", "accuracy >= 0.9", "--plan", "--space", "training.minibatch_size=8", *options]) == 0
+    assert (
+        main(
+            [
+                "tune",
+                "digits",
+                "--target",
+                "accuracy >= 0.9",
+                "--plan",
+                "--space",
+                "training.minibatch_size=8",
+                *options,
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert "samples/s  σ" in said
     assert "same weights as hardsync" in said
