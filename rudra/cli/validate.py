@@ -93,7 +93,7 @@ def execute(arguments: argparse.Namespace) -> int:
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
         lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
     for change in job.changes:
-        lines[f"at epoch {change.at_epoch}"] = change.text
+        lines[f"at {change.boundary.text}"] = change.text
     if job.training.target is not None:
         window = job.training.target_window
         few = "" if window <= job.training.epochs else f": never reached, as there are {job.training.epochs} epochs"

@@ -1,8 +1,11 @@
 """Phases of a run between the changes of its job: role assignment, learning rates and rules of each phase."""
 
+from itertools import takewhile
 from typing import NamedTuple
 
 from rudra.core.schedule import Schedule
+from rudra.core.training_state import TrainingState
+from rudra.job.boundary import Boundary
 from rudra.job.job import Job
 from topologies import Plan
 
@@ -11,14 +14,15 @@ class Phase(NamedTuple):
     """Phase of a run.
 
     Attributes:
-        at_epoch: Number of complete epochs at its beginning. 0: the start of the run.
+        start: Place in the run at which the phase begins. Phases begin in their order: a phase whose start is reached
+            waits until those of all earlier phases are.
         job: Job of this phase, without changes.
         plan: Role assignment. All phases have the same roles on the same ranks.
         schedule: Learning rates before modulation.
         text: Description of the changes.
     """
 
-    at_epoch: int
+    start: Boundary
     job: Job
     plan: Plan
     schedule: Schedule
@@ -29,6 +33,11 @@ Phases = tuple[Phase, ...]
 """All phases of a run, in order."""
 
 
-def phase_at(phases: Phases, epoch: int) -> Phase:
-    """Returns the phase of a run after a number of complete epochs."""
-    return next(phase for phase in reversed(phases) if phase.at_epoch <= epoch)
+def phases_begun(phases: Phases, position: TrainingState) -> Phases:
+    """Returns the phases of a run that have begun at a position, of which the last is the present one."""
+    return tuple(takewhile(lambda phase: phase.start.is_reached(position.epoch, position.timestamp), phases))
+
+
+def phase_at(phases: Phases, position: TrainingState) -> Phase:
+    """Returns the phase of a run at a position."""
+    return phases_begun(phases, position)[-1]

@@ -1,12 +1,14 @@
-"""Tables `[[changes]]` of a job: keys that get another value after an epoch."""
+"""Tables `[[changes]]` of a job: keys that get another value after an epoch, or at an update."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, model_validator
 
+from rudra.job.boundary import Boundary
 from rudra.job.jobfiles import flattened
 from rudra.job.table import Table, short
 
@@ -27,12 +29,19 @@ VALID = ", ".join(f"{table}.{key}" for table, keys in MAY_CHANGE.items() for key
 
 
 class JobChange(Table):
-    """Keys of other tables, with the values that they get when an epoch is complete."""
+    """Keys of other tables, with the values that they get when an epoch is complete, or at an update."""
 
-    at_epoch: int = Field(
+    at_epoch: int | None = Field(
+        None,
         ge=1,
         lt=2**31,
         description="number of completed epochs after which the keys below apply, less than training.epochs",
+    )
+    at_update: int | None = Field(
+        None,
+        ge=1,
+        lt=2**53,
+        description="number of updates after which the keys below apply. Give at_epoch or at_update",
     )
     protocol: dict[str, Any] = Field({}, description="keys of protocol. Another name resets n and options")
     optimizer: dict[str, Any] = Field({}, description="learning_rate, milestones, decay_factor")
@@ -45,13 +54,16 @@ class JobChange(Table):
     def _may_change(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        tables = {table: keys for table, keys in value.items() if table != "at_epoch"}
+        when = [key for key in ("at_epoch", "at_update") if value.get(key) is not None]
+        if len(when) != 1:
+            raise ValueError(f"has {' and '.join(when) or 'no at_epoch'}; use one of at_epoch and at_update")
+        tables = {table: keys for table, keys in value.items() if table not in ("at_epoch", "at_update")}
         for table, keys in tables.items():
             for key in keys if isinstance(keys, Mapping) else [None]:
                 if key not in MAY_CHANGE.get(table, ()):
                     name = table if key is None else f"{table}.{key}"
                     raise ValueError(f"{name} cannot change; use {VALID}")
-        if "at_epoch" in value and not any(tables.values()):
+        if not any(tables.values()):
             raise ValueError(f"changes no key; use {VALID}")
         return value
 
@@ -63,7 +75,13 @@ class JobChange(Table):
     @property
     def where(self) -> str:
         """Name of the table, for errors."""
-        return f"[[changes]] at_epoch = {self.at_epoch}"
+        return f"[[changes]] {self.boundary.key} = {self.boundary.number}"
+
+    @property
+    def boundary(self) -> Boundary:
+        """Place in the run at which the keys change."""
+        epochs, updates = (math.inf if number is None else number for number in (self.at_epoch, self.at_update))
+        return Boundary(epochs, updates)
 
     @property
     def text(self) -> str:

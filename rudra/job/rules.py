@@ -216,11 +216,14 @@ def changes_with_big_batches(job: JobFields) -> Iterator[str]:
 
 @job_rule
 def epochs_of_changes(job: JobFields) -> Iterator[str]:
-    before = 0
+    before = {"at_epoch": 0, "at_update": 0}
+    most = {"at_epoch": job.training.epochs, "at_update": math.inf}
     for change in job.changes:
-        if not before < change.at_epoch < job.training.epochs:
-            yield f"{change.where}: must be ascending, and less than [training] epochs = {job.training.epochs}"
-        before = change.at_epoch
+        key, number = change.boundary.key, change.boundary.number
+        if not before[key] < number < most[key]:
+            less = f", and less than [training] epochs = {job.training.epochs}" if key == "at_epoch" else ""
+            yield f"{change.where}: must be ascending{less}"
+        before[key] = number
 
 
 @job_rule

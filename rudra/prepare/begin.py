@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Protocol
 
 from rudra.compute.carried import carried_state
@@ -40,8 +41,10 @@ def first_position(start: StartDecision, job: Job, plan: Plan) -> TrainingState:
     """
     if not start.branched:
         return start.position
-    *_, (_, now, its_plan) = (part for part in job.parts(plan) if part[0] <= start.position.epoch)
-    return position_for(start.position, now, its_plan)
+    position = start.position
+    begun = takewhile(lambda part: part[0].is_reached(position.epoch, position.timestamp), job.parts(plan))
+    *_, (_, now, its_plan) = begun
+    return position_for(position, now, its_plan)
 
 
 def takeover(start: StartDecision, job: Job, plan: Plan) -> Takeover:

@@ -3,7 +3,7 @@
 import math
 
 from rudra.compute.schedule import schedule_of
-from rudra.core.phases import Phase, Phases, phase_at
+from rudra.core.phases import Phase, Phases, phases_begun
 from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
 from topologies import Plan
@@ -43,7 +43,8 @@ def replanned(job: Job, plan: Plan, epochs: int, position: TrainingState, traini
     planned = [phases_of(long, plan, training_samples) for long in (job.with_(training={"epochs": epochs}), job)]
     by_update = job.optimizer.schedule_every == "update"
     done = position.timestamp if by_update else -(-position.samples // training_samples)
-    then, now = ([phase_at(phases, i).schedule.rate(i, math.inf, i) for i in range(done)] for phases in planned)
+    begun = (phases_begun(phases, position) for phases in planned)
+    then, now = ([phase.schedule.rate(i, math.inf, i) for phase in phases for i in range(done)] for phases in begun)
     if then == now:
         return ""
     text = f"schedule {job.optimizer.schedule!s} differs between {epochs} and {job.training.epochs} epochs"

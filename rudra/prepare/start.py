@@ -250,7 +250,7 @@ def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision
         CheckpointError: The protocol does not accept its state from the checkpoint.
     """
     begin, position = begin._replace(text=f"{job.name}: {begin.text}"), state.position
-    now, epochs = job.at(position.epoch), decisive(state.job)["training"]["epochs"]
+    now, epochs = job.at(position.epoch, position.timestamp), decisive(state.job)["training"]["epochs"]
     if position.protocol_state and position.protocol == named(now.protocol.name):
         try:
             restored(now.make_protocol(), position.protocol_state)

@@ -325,15 +325,15 @@ class Ledger:
 
     @property
     def is_to_change(self) -> bool:
-        """Whether the job must change now, after a complete epoch, and training continues."""
-        return self.epoch >= self.rules.until and not self.over
+        """Whether the job must change now, after this update, and training continues."""
+        return self.rules.until.is_reached(self.epoch, self.timestamp) and not self.over
 
     def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
         """Continues by the present job from a position, without the dead roles."""
         begun = self.rules.change(dead, position)
         self._reset_counts(position)
         for phase in begun if not self.over else ():
-            self.tell("change", self.timestamp, position.time_s, f"after epoch {phase.at_epoch}: {phase.text}")
+            self.tell("change", self.timestamp, position.time_s, f"after {phase.start.text}: {phase.text}")
 
     def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
         """Restarts all remaining roles by the present job, with the weights of a position.

@@ -12,6 +12,7 @@ from rudra.core.phases import Phase, Phases
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.errors import ProtocolError
+from rudra.job.boundary import START
 from rudra.job.job import Job
 from topologies import Plan
 
@@ -60,7 +61,7 @@ class Setup(NamedTuple):
     @property
     def all_phases(self) -> Phases:
         """All phases of the run, or a single one if the job does not change."""
-        return self.phases or (Phase(0, self.job, self.plan, self.schedule),)
+        return self.phases or (Phase(START, self.job, self.plan, self.schedule),)
 
 
 class CoOwned(Protocol):

@@ -1,13 +1,13 @@
-"""Rules of the training in an epoch: job, plan, protocol and learning rates. They may change after an epoch."""
+"""Rules of the training in a phase of the run: job, plan, protocol and learning rates."""
 
-import math
 from collections.abc import Iterator, Set
 
 import protocols
-from rudra.core.phases import Phase, phase_at
+from rudra.core.phases import Phases, phase_at, phases_begun
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
 from rudra.errors import ProtocolError
+from rudra.job.boundary import NEVER
 from rudra.job.table import named
 from rudra.roles.machine import Setup
 from topologies import Plan
@@ -24,7 +24,7 @@ class TrainingRules:
         plan: roles of the run and their connections.
         protocol: synchronization protocol that all roles follow.
         schedule: learning rates before modulation.
-        until: number of completed epochs until the job changes next, or infinity.
+        until: place in the run at which the job changes next, or `NEVER`.
         lr_drops: numbers of completed epochs after which the rate drops because evaluations stopped improving.
     """
 
@@ -34,10 +34,9 @@ class TrainingRules:
 
     def follow(self, plan: Plan, position: TrainingState) -> None:
         """Applies the rules of the phase at a position. All roles begin with this plan, and nothing is under way."""
-        self._phase = phase_at(self._phases, position.epoch)
-        later = (phase.at_epoch for phase in self._phases if phase.at_epoch > position.epoch)
-        self.until = next(later, math.inf)
-        self.plan, self.job, self.schedule = plan, self._phase.job, self._phase.schedule
+        phases, begun = self._phases, phases_begun(self._phases, position)
+        self._begun, self.until = len(begun), phases[len(begun)].start if begun != phases else NEVER
+        self.plan, self.job, self.schedule = plan, begun[-1].job, begun[-1].schedule
         self.protocol = self.job.make_protocol(plan)
         self._protocol_name = str(named(self.job.protocol.name))
         if position.protocol_state and position.protocol == self._protocol_name:
@@ -83,12 +82,12 @@ class TrainingRules:
             text = f"evaluations got no better: the rate is multiplied by {self.job.optimizer.decay_factor:g}"
             yield f"{text} after epoch {self.lr_drops[-1]}"
 
-    def change(self, dead: Set[int], position: TrainingState) -> list[Phase]:
+    def change(self, dead: Set[int], position: TrainingState) -> Phases:
         """Applies the rules at a position, without the dead roles. Returns the phases that begin by then."""
-        before, gone = self._phase.at_epoch, self.plan.gone | dead
-        plan = phase_at(self._phases, position.epoch).plan
+        before, gone = self._begun, self.plan.gone | dead
+        plan = phase_at(self._phases, position).plan
         self.follow(plan.without(gone) if gone else plan, position)
-        return [phase for phase in self._phases if before < phase.at_epoch <= self._phase.at_epoch]
+        return self._phases[before : self._begun]
 
     def staleness_warning(self, epoch: int, mean_staleness: float) -> str:
         """Returns a warning if the gradients of an epoch were too stale for their learning rate, or an empty string.

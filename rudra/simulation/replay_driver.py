@@ -126,7 +126,7 @@ class ReplayDriver:
         """Makes a role at a training state. Learners of a server compute what the record contains from there on."""
         if not plan.served or not plan.traits(role).trains:
             return self._make_as_ever(role, plan, position)
-        job = phase_at(self._phases, position.epoch).job
+        job = phase_at(self._phases, position).job
         if plan.scheduled:
             self._parts[role] = deque()
         else:

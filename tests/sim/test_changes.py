@@ -18,7 +18,8 @@ from rudra.job.job import Job
 
 GROWING = {"at_epoch": 1, "training": {"minibatch_size": 16}}
 SHARED = {"at_epoch": 2, "cluster": {"shares": (1.0, 2.0, 3.0, 2.0)}}
-SLOWER = {"at_epoch": 1, "optimizer": {"learning_rate": 0.01}}
+RATE = {"optimizer": {"learning_rate": 0.01}}
+SLOWER = {"at_epoch": 1, **RATE}
 
 
 def rule(protocol: Any, **keys: Any) -> dict[str, Any]:
@@ -32,6 +33,8 @@ SETTINGS = {
     "rate": make_job("hardsync", changes=[SLOWER, {"at_epoch": 2, "optimizer": {"milestones": (2,)}}]),
     "tree": make_job("hardsync", topology=TREE, changes=[GROWING]),
     "allreduce": make_job("hardsync", topology=ALONE, changes=[GROWING, SHARED]),
+    "update": make_job("hardsync", changes=[{"at_update": 12, "training": {"minibatch_size": 16}}]),
+    "within": make_job("hardsync", changes=[{"at_update": 7, **RATE}, SHARED]),
     "groups": make_job(
         "hardsync",
         topology=GROUPS,

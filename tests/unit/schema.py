@@ -73,7 +73,9 @@ def text() -> str:
     names |= {"anyOf": [{"type": "string"}, several]}
     group["required"] = ["parameters"]
     del names["default"]
-    changes = plain["properties"]["changes"]["items"]["properties"]
+    change = plain["properties"]["changes"]["items"]
+    change["oneOf"] = [{"required": [key]} for key in ("at_epoch", "at_update")]
+    changes = change["properties"]
     for table, may_change in MAY_CHANGE.items():
         its_keys = plain["properties"][table]["properties"]
         keys = {key: {k: v for k, v in its_keys[key].items() if k != "default"} for key in may_change}
