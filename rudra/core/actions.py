@@ -4,8 +4,8 @@ Buffers are named by strings (`rudra.core.buffer_names`). An action that names a
 receives and records. The role's executor carries out each `ExecutorAction`. Actions are msgspec structures, as events.
 """
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
@@ -414,6 +414,20 @@ class ResetReplica(ExecutorAction, frozen=True, gc=False):
     replica: str
     weights: str
     keeps_momentum: bool = False
+
+
+class SetOptimizer(ExecutorAction, frozen=True, gc=False):
+    """Use other settings of an optimiser from now on. Its state remains, except the velocity if the momentum is 0.
+
+    Attributes:
+        weights: Buffer that the optimiser steps: the weights, or a replica.
+        momentum: Momentum, if the optimiser has one.
+        options: Further keyword arguments of the torch.optim class.
+    """
+
+    weights: str
+    momentum: float
+    options: Mapping[str, Any]
 
 
 class Copy(ExecutorAction, frozen=True, gc=False):

@@ -1,4 +1,4 @@
-"""Phases of a run between the changes of its job: role assignment, learning rates and rules of each phase."""
+"""Phases of a run: job, role assignment and learning rates between two changes of its job."""
 
 from itertools import takewhile
 from typing import NamedTuple
@@ -14,8 +14,7 @@ class Phase(NamedTuple):
     """Phase of a run.
 
     Attributes:
-        start: Place in the run at which the phase begins. Phases begin in their order: a phase whose start is reached
-            waits until those of all earlier phases are.
+        start: Boundary that begins the phase. Until all earlier phases have begun, it waits.
         job: Job of this phase, without changes.
         plan: Role assignment. All phases have the same roles on the same ranks.
         schedule: Learning rates before modulation.
@@ -34,7 +33,7 @@ Phases = tuple[Phase, ...]
 
 
 def phases_begun(phases: Phases, position: TrainingState) -> Phases:
-    """Returns the phases of a run that have begun at a position, of which the last is the present one."""
+    """Returns the phases of a run that have begun at a position. The last of them is the present phase."""
     return tuple(takewhile(lambda phase: phase.start.is_reached(position.epoch, position.timestamp), phases))
 
 

@@ -14,12 +14,22 @@ from rudra.job.table import Table, short
 
 MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "protocol": ("name", "n", "modulation", "reference_batch_size", "options"),
-    "optimizer": ("learning_rate", "milestones", "decay_factor"),
+    "optimizer": ("learning_rate", "milestones", "decay_factor", "momentum", "options"),
     "training": ("minibatch_size",),
     "cluster": ("shares",),
+    "averaging": ("period", "elasticity", "outer"),
     "topology": ("options",),
 }
-"""Table -> keys that may change. Neither the roles nor the state of the optimiser depend on these keys."""
+"""Table -> keys that may change. Neither the roles nor the kind of the optimisers' state depend on these keys."""
+
+_MOMENTS = ("betas", "alpha", "dampening", "nesterov")
+
+WITHIN: dict[str, tuple[str, ...]] = {
+    "optimizer.options": _MOMENTS,
+    "averaging.outer": ("learning_rate", "momentum", "options"),
+    "averaging.outer.options": _MOMENTS,
+}
+"""Key that is a table itself -> its keys that may change. Other tables may change as a whole."""
 
 _NO_OTHER_PROTOCOLS: dict[str, Any] = {"n": None, "options": {}}
 """Keys of [protocol] that belong to one protocol, with the values that they get if the protocol changes."""
@@ -44,9 +54,16 @@ class JobChange(Table):
         description="number of updates after which the keys below apply. Give at_epoch or at_update",
     )
     protocol: dict[str, Any] = Field({}, description="keys of protocol. Another name resets n and options")
-    optimizer: dict[str, Any] = Field({}, description="learning_rate, milestones, decay_factor")
+    optimizer: dict[str, Any] = Field(
+        {},
+        description="learning_rate, milestones, decay_factor, momentum; of options, betas, alpha, dampening and "
+        "nesterov. Velocities and other state remain",
+    )
     training: dict[str, Any] = Field({}, description="minibatch_size")
     cluster: dict[str, Any] = Field({}, description="shares")
+    averaging: dict[str, Any] = Field(
+        {}, description="period, elasticity; of outer, learning_rate, momentum and the same options as of optimizer"
+    )
     topology: dict[str, Any] = Field({}, description="options, such as options.groups, that keep roles and ranks")
 
     @model_validator(mode="before")
@@ -63,6 +80,11 @@ class JobChange(Table):
                 if key not in MAY_CHANGE.get(table, ()):
                     name = table if key is None else f"{table}.{key}"
                     raise ValueError(f"{name} cannot change; use {VALID}")
+        for name in flattened(tables):
+            for table, may_change in WITHIN.items():
+                if name.startswith(f"{table}.") and name.removeprefix(f"{table}.").partition(".")[0] not in may_change:
+                    valid = ", ".join(f"{table}.{key}" for key in may_change)
+                    raise ValueError(f"{name} cannot change; use {valid}")
         if not any(tables.values()):
             raise ValueError(f"changes no key; use {VALID}")
         return value
@@ -79,7 +101,7 @@ class JobChange(Table):
 
     @property
     def boundary(self) -> Boundary:
-        """Place in the run at which the keys change."""
+        """The end of an epoch, or the update, after which the keys have the new values."""
         epochs, updates = (math.inf if number is None else number for number in (self.at_epoch, self.at_update))
         return Boundary(epochs, updates)
 
@@ -99,7 +121,14 @@ class JobChange(Table):
             before = found.setdefault(table, {})
             if "name" in keys and keys["name"] != before.get("name"):
                 before |= _NO_OTHER_PROTOCOLS
-            for key, value in keys.items():
-                merges = isinstance(value, Mapping) and isinstance(before.get(key), Mapping)
-                before[key] = {**before[key], **value} if merges else value
+            found[table] = _merged(before, keys)
         return found
+
+
+def _merged(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of both tables, and the new value of each key that both have. At any depth."""
+    found = dict(before)
+    for key, value in new.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+        found[key] = _merged(found[key], value) if both else value
+    return found

@@ -295,4 +295,5 @@ def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
 
 
 def _as_dict(table: Table) -> dict[str, Any]:
-    return {key: getattr(table, key) for key in table.model_fields_set}
+    values = ((key, getattr(table, key)) for key in sorted(table.model_fields_set))
+    return {key: _as_dict(value) if isinstance(value, Table) else value for key, value in values}

@@ -203,12 +203,6 @@ def shared_links(job: JobFields) -> Iterator[str]:
 
 
 @job_rule
-def changes_of_every_update(job: JobFields) -> Iterator[str]:
-    if job.changes and job.optimizer.schedule_every == "update":
-        yield "[[changes]] is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'"
-
-
-@job_rule
 def changes_with_big_batches(job: JobFields) -> Iterator[str]:
     if job.changes and job.simulation.batching == "big-batch":
         yield "[[changes]] is not supported with [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
@@ -688,15 +682,6 @@ def servers_that_cannot_restart(first: JobPart, later: JobPart) -> Iterator[str]
 @change_rule
 def same_roles(first: JobPart, later: JobPart) -> Iterator[str]:
     yield from other_roles(first.plan, later.plan)
-
-
-@change_rule
-def same_momentum(first: JobPart, later: JobPart) -> Iterator[str]:
-    if first.job.explicit_momentum(first.plan) != later.job.explicit_momentum(later.plan):
-        yield (
-            "[optimizer] momentum_correction = 'implicit' is not supported with a change of the mean staleness; "
-            "use momentum_correction = 'none'"
-        )
 
 
 def other_roles(before: topologies.Plan, after: topologies.Plan) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import math
 
-from rudra.compute.schedule import schedule_of
+from rudra.compute.schedule import expected_updates, planned
 from rudra.core.phases import Phase, Phases, phases_begun
 from rudra.core.training_state import TrainingState
 from rudra.job.job import Job
@@ -18,11 +18,13 @@ def phases_of(job: Job, plan: Plan, training_samples: int) -> Phases:
         training_samples: Size of the training set, for counting epochs.
 
     Raises:
-        ConfigError: The schedule does not exist, does not accept its options, or gives no rates.
+        ConfigError: The schedule does not exist, does not accept its options, or gives no rates. Or a change of the
+            job does not lie between the previous change and the end of the run.
     """
+    updates = expected_updates(job, plan, training_samples)
     texts = ["", *(change.text for change in job.changes)]
     return tuple(
-        Phase(start, part, its_plan, schedule_of(part, its_plan, training_samples), text)
+        Phase(start, part, its_plan, planned(part.optimizer, part.training.epochs, updates), text)
         for (start, part, its_plan), text in zip(job.parts(plan), texts, strict=True)
     )
 

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from protocols import Averaging
-from rudra.core.actions import Action, Hash, PullReplica, Reduce, Save, StepReplica
+from rudra.core.actions import Action, PullReplica, Reduce, Save, StepReplica
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import Computed, Lost, Reduced, ReplicaStepped, Started, Updated
 from rudra.core.messages import GroupFlags, MessageKind
@@ -155,7 +155,7 @@ class Averager(Replica):
     def _start(self, event: Started, now: float) -> list[Action]:
         restart = self._sharing.restart(keeps_momentum=False) if self._restarting else []
         self._restarting = False
-        return [*restart, Hash(WEIGHTS)]
+        return [*restart, *super()._start(event, now)]
 
     # Mini-batches.
 

@@ -197,7 +197,7 @@ class Replica(Machine):
         assert self.ledger.timestamp <= self.log.step
 
     def _start(self, event: Started, now: float) -> list[Action]:
-        return [Hash(WEIGHTS)]
+        return [*self.ledger.rules.settings(self.id), Hash(WEIGHTS)]
 
     def _report_digest(self, event: Hashed, now: float) -> list[Action]:
         self.state = ReplicaState.READY
@@ -294,9 +294,8 @@ class Replica(Machine):
         self.log.spend(self._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - self._reduced_at)
         actions = self._note(event, now)
         if not self._ended_training:
-            if self.ledger.is_to_change:
-                self._change(now)
-            return self._next(now) + self.log.due(now) + actions
+            changes = self._change(now) if self.ledger.is_to_change else []
+            return changes + self._next(now) + self.log.due(now) + actions
         self.state = ReplicaState.STOPPED
         return actions + self._account(now)
 
@@ -318,11 +317,13 @@ class Replica(Machine):
             now, pushed=self.ledger.applied, stopped=stopped
         )
 
-    def _change(self, now: float) -> None:
+    def _change(self, now: float) -> list[Action]:
+        """Continues with the next job. All learners do so after the same update, and nothing is under way."""
         position = self.ledger.position(now)
         self.ledger.change(frozenset(), position, now)
         self.plan = self.ledger.rules.plan
         self.log.follow(self.ledger.rules.job, self.plan, position)
+        return [*self.ledger.rules.settings(self.id)]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.buffer == ACTIVATIONS:

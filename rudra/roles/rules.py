@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Set
 
 import protocols
+from rudra.core.actions import SetOptimizer
 from rudra.core.phases import Phases, phase_at, phases_begun
 from rudra.core.schedule import Schedule
 from rudra.core.training_state import TrainingState
@@ -10,6 +11,7 @@ from rudra.errors import ProtocolError
 from rudra.job.boundary import NEVER
 from rudra.job.table import named
 from rudra.roles.machine import Setup
+from rudra.roles.optimizer_settings import changed_settings
 from topologies import Plan
 
 
@@ -45,6 +47,10 @@ class TrainingRules:
         self.lr_drops = position.lowered
         if self.job.optimizer.plateau is not None:
             self.schedule = Schedule.stepped(self.job.optimizer, self.lr_drops)
+
+    def settings(self, role: int) -> list[SetOptimizer]:
+        """Returns actions that give the optimisers of a role their present settings, if a change of the job may."""
+        return changed_settings(role, self._phases, self.job, self.plan)
 
     def keep_state(self) -> None:
         """Stores the present state of the protocol, so that the run can be resumed from it."""

@@ -256,7 +256,7 @@ class ParameterServer(Machine):
 
     def _start(self, event: Started, now: float) -> list[Action]:
         warnings = [] if self.ledger.clock.started else _warnings(self.ledger.rules.job, self.plan)
-        return [*warnings, Hash(WEIGHTS)]
+        return [*self.ledger.rules.settings(self.id), *warnings, Hash(WEIGHTS)]
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
         self._readiness.digest = short_digest(event.digest)

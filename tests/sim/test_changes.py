@@ -26,6 +26,10 @@ def rule(protocol: Any, **keys: Any) -> dict[str, Any]:
     return {"protocol": {"name": protocol, **keys}}
 
 
+def velocity(momentum: float, **options: Any) -> dict[str, Any]:
+    return {"optimizer": {"momentum": momentum, "options": options}}
+
+
 # Resumed.
 
 SETTINGS = {
@@ -35,6 +39,13 @@ SETTINGS = {
     "allreduce": make_job("hardsync", topology=ALONE, changes=[GROWING, SHARED]),
     "update": make_job("hardsync", changes=[{"at_update": 12, "training": {"minibatch_size": 16}}]),
     "within": make_job("hardsync", changes=[{"at_update": 7, **RATE}, SHARED]),
+    "momentum": make_job("hardsync", changes=[{"at_update": 7, **velocity(0.5)}, {"at_epoch": 2, **velocity(0)}]),
+    "begun": make_job(
+        "hardsync",
+        optimizer={"momentum": 0.0},
+        topology=ALONE,
+        changes=[{"at_epoch": 1, **velocity(0.9)}, {"at_update": 18, **velocity(0.3, dampening=0.1)}],
+    ),
     "groups": make_job(
         "hardsync",
         topology=GROUPS,

@@ -105,7 +105,6 @@ def test_roles_must_stay_on_the_nodes_that_there_are(job: Job) -> None:
 TREE = {"topology": {"name": "adv", "options": {"fan_out": 2}}}
 ASYNC = {"protocol": {"name": "async"}}
 FASTER = {"optimizer": {"learning_rate": 0.5}}
-IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
 
 
 @pytest.mark.parametrize(
@@ -115,9 +114,24 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
         ([{"at_epoch": 1, "training": {"epochs": 9}}], {}, "training.epochs cannot change; use protocol.name, "),
         ([{"at_epoch": 1, "cluster": {"learners": 2}}], {}, "cluster.learners cannot change; use protocol.name, "),
         (
-            [{"at_epoch": 1, "optimizer": {"momentum": 0.5}}],
+            [{"at_epoch": 1, "optimizer": {"weight_decay": 0.5}}],
             {},
-            "optimizer.momentum cannot change; use protocol.name, ",
+            "optimizer.weight_decay cannot change; use protocol.name, ",
+        ),
+        (
+            [{"at_epoch": 1, "optimizer": {"options": {"amsgrad": True}}}],
+            {},
+            "[changes] 0 optimizer.options.amsgrad cannot change; use optimizer.options.betas, ",
+        ),
+        (
+            [{"at_epoch": 1, "averaging": {"outer": {"name": "adam"}}}],
+            {},
+            "averaging.outer.name cannot change; use averaging.outer.learning_rate, averaging.outer.momentum",
+        ),
+        (
+            [{"at_epoch": 1, "averaging": {"period": 2}}],
+            {},
+            "[[changes]] at_epoch = 1: [averaging] period is not supported with protocol hardsync",
         ),
         ([{"at_epoch": 1, "topology": {"name": "adv"}}], {}, "topology.name cannot change; use protocol.name, "),
         ([{"at_epoch": 1, "protocol": "async"}], {}, "[changes] 0 protocol cannot change; use protocol.name, "),
@@ -189,17 +203,6 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
             {"topology": {"name": "groups", "options": {"groups": 2, "reduction": "mpi"}}},
             "[[changes]] at_epoch = 1: [topology] options.reduction = 'mpi' is not supported with "
             "[[changes]]; use 'ordered' or 'nodes'",
-        ),
-        (
-            [{"at_epoch": 1, "protocol": {"name": "async"}}],
-            IMPLICIT,
-            "[[changes]] at_epoch = 1: [optimizer] momentum_correction = 'implicit' is not supported with a change of "
-            "the mean staleness; use momentum_correction = 'none'",
-        ),
-        (
-            [{"at_epoch": 1, "protocol": {"name": "async"}}],
-            {"optimizer": {"schedule": "cosine", "schedule_every": "update"}},
-            "[[changes]] is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'",
         ),
         (
             [{"at_epoch": 1, "training": {"minibatch_size": 3}}],
