@@ -11,6 +11,7 @@ from rudra.compute.runs import CACHE_LINE, REST, around, kernel_parts, runs_of
 from rudra.compute.sliced_steps import SlicedSteps
 from rudra.core.state_names import STEP, VELOCITY
 from rudra.errors import ConfigError
+from rudra.job.changes import MOMENTS
 from rudra.job.tables import OPTIMIZERS, OptimizerTable
 
 if TYPE_CHECKING:
@@ -126,17 +127,20 @@ class UpdateRule:
         """Continues with another momentum and other options.
 
         The state remains, except the velocity: it is dropped at a momentum of 0, and a momentum after 0 begins without
-        velocity. Options that nobody names keep their values.
+        velocity.
 
         Args:
             momentum: New momentum. An optimiser without a momentum ignores it.
-            options: Keyword arguments of the optimiser's class. They need no other state.
+            options: Keyword arguments of the optimiser's class. Of `MOMENTS`, omitted ones get their defaults.
         """
         import torch
 
+        takes = inspect.signature(type(self.optimizer)).parameters
+        defaults = {key: takes[key].default for key in MOMENTS if key in takes}
+        chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
         for group, decay in zip(self.optimizer.param_groups, self._decays, strict=True):
             has_momentum = "momentum" in group
-            group |= {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+            group |= {**defaults, **chosen}
             if has_momentum:
                 group["momentum"] = momentum
             if decay is not None:

@@ -520,6 +520,16 @@ class Reconfigure(Struct, frozen=True, gc=False):
     position: TrainingState
 
 
+class FollowJob(Struct, frozen=True, gc=False):
+    """Continue with the job at a position. Simulations then take its costs. Real ranks have nothing to do.
+
+    Attributes:
+        position: Position in the training.
+    """
+
+    position: TrainingState
+
+
 class Record(Struct, frozen=True, gc=False):
     """Append rows to a table of the results.
 
@@ -609,6 +619,7 @@ Action = (
     | Commit
     | Sync
     | Reconfigure
+    | FollowJob
     | Record
     | StoreEpochWeights
     | Finish

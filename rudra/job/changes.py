@@ -22,12 +22,13 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
 }
 """Table -> keys that may change. Neither the roles nor the kind of the optimisers' state depend on these keys."""
 
-_MOMENTS = ("betas", "alpha", "dampening", "nesterov")
+MOMENTS = ("betas", "alpha", "dampening", "nesterov")
+"""Options of optimisers about momentum and moving means. They may change."""
 
 WITHIN: dict[str, tuple[str, ...]] = {
-    "optimizer.options": _MOMENTS,
+    "optimizer.options": MOMENTS,
     "averaging.outer": ("learning_rate", "momentum", "options"),
-    "averaging.outer.options": _MOMENTS,
+    "averaging.outer.options": MOMENTS,
 }
 """Key that is a table itself -> its keys that may change. Other tables may change as a whole."""
 

@@ -475,7 +475,7 @@ def replicas_with_a_server(part: JobPart) -> Iterator[str]:
 
 @part_rule
 def changes_of_replicas(part: JobPart) -> Iterator[str]:
-    if part.plan.averaging and part.job.changes:
+    if part.plan.averaging and part.plan.served and part.job.changes:
         yield f"[[changes]] is not supported with protocol {part.name}; remove [[changes]]"
 
 
@@ -677,6 +677,16 @@ def learners_of_simulations(part: JobPart) -> Iterator[str]:
 def servers_that_cannot_restart(first: JobPart, later: JobPart) -> Iterator[str]:
     if first.plan.parted:
         yield f"{first.on} is not supported with [[changes]]; use another topology"
+
+
+@change_rule
+def same_replicas(first: JobPart, later: JobPart) -> Iterator[str]:
+    if not first.plan.served and first.plan.groups != later.plan.groups:
+        yield "[topology] options.groups is not supported with a change of replicas; use the same groups"
+    if first.protocol.averages and later.protocol.averages:
+        names = [protocols.Averaging.of(part.protocol).outer.optimizer for part in (first, later)]
+        if names[0] != names[1]:
+            yield f"[averaging.outer] name = '{names[1]}' is not supported after '{names[0]}'; use the same optimiser"
 
 
 @change_rule

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import auto
 from typing import Any, ClassVar
 
-from rudra.core.actions import Action, Fail, Hash, Reduce, Send
+from rudra.core.actions import Action, Fail, FollowJob, Hash, Reduce, Send
 from rudra.core.buffer_names import ACTIVATIONS, GRADIENT, WEIGHTS
 from rudra.core.digest import digest_of
 from rudra.core.events import (
@@ -323,7 +323,7 @@ class Replica(Machine):
         self.ledger.change(frozenset(), position, now)
         self.plan = self.ledger.rules.plan
         self.log.follow(self.ledger.rules.job, self.plan, position)
-        return [*self.ledger.rules.settings(self.id)]
+        return [*self.ledger.rules.settings(self.id), FollowJob(position)]
 
     def _returned(self, event: Sent, now: float) -> list[Action]:
         if event.buffer == ACTIVATIONS:

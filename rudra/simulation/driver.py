@@ -19,6 +19,7 @@ from rudra.core.actions import (
     ExecutorAction,
     Fail,
     Finish,
+    FollowJob,
     Halt,
     Receive,
     Reconfigure,
@@ -103,7 +104,7 @@ class Simulation:
         check: Check | None = None,
         beside: "Simulation | None" = None,
     ) -> None:
-        self._saver, self._check = save, check
+        self._saver, self._check, self._price = save, check, price
         self.plan, self.tensors, self.costs = plan, tensors, costs
         self.code = 0
         self._sized = bool(costs.paces)
@@ -134,6 +135,7 @@ class Simulation:
             Fail: self._fail,
             Halt: self._halt,
             Reconfigure: SimulatedRegrouping(self, make, price).regroup,
+            FollowJob: self._follow_job,
         }
         self._over = self._end
         for role, machine in machines.items():
@@ -235,6 +237,13 @@ class Simulation:
             for role in costs.compute_s:
                 self.actors[role].ahead_s = None
                 self.actors[role].compute_s = costs.computation(role, self.actors[role].random)
+
+    def _follow_job(self, actor: Actor, action: FollowJob, time: float) -> None:
+        """Uses the costs of the job at a position for a role."""
+        if self._price is not None:
+            self.costs = self._price(action.position)
+            actor.ahead_s = None
+            actor.compute_s = self.costs.computation(actor.role, actor.random)
 
     def stretch(self, actor: Actor, factor: float) -> None:
         """Multiplies the remaining time of the current computation by `factor`."""

@@ -30,6 +30,17 @@ def velocity(momentum: float, **options: Any) -> dict[str, Any]:
     return {"optimizer": {"momentum": momentum, "options": options}}
 
 
+BLOCKS = {"name": "hierarchical", "options": {"blocks": 2}}
+
+
+def period(length: int, **outer: Any) -> dict[str, Any]:
+    return {"averaging": {"period": length, "outer": outer}}
+
+
+def replicas(name: str, *changes: dict[str, Any], **tables: Any) -> Job:
+    return make_job(name, averaging={"period": 1}, changes=changes, **{"topology": {"name": "replicas"}, **tables})
+
+
 # Resumed.
 
 SETTINGS = {
@@ -46,6 +57,10 @@ SETTINGS = {
         topology=ALONE,
         changes=[{"at_epoch": 1, **velocity(0.9)}, {"at_update": 18, **velocity(0.3, dampening=0.1)}],
     ),
+    "sma": replicas("sma", {"at_epoch": 1, **period(2)}, {"at_update": 15, **velocity(0.3)}),
+    "diloco": replicas("diloco", {"at_update": 13, **period(2, momentum=0.5, learning_rate=0.3)}),
+    "average": replicas("average", {"at_epoch": 1, "protocol": {"name": "easgd"}}, {"at_update": 13, **period(2)}),
+    "blocks": replicas("easgd", {"at_update": 13, **velocity(0.5)}, {"at_update": 17, **period(3)}, topology=BLOCKS),
     "groups": make_job(
         "hardsync",
         topology=GROUPS,
