@@ -474,12 +474,6 @@ def replicas_with_a_server(part: JobPart) -> Iterator[str]:
 
 
 @part_rule
-def changes_of_replicas(part: JobPart) -> Iterator[str]:
-    if part.plan.averaging and part.plan.served and part.job.changes:
-        yield f"[[changes]] is not supported with protocol {part.name}; remove [[changes]]"
-
-
-@part_rule
 def big_batches_of_replicas(part: JobPart) -> Iterator[str]:
     alone = part.plan.averaging and part.plan.sharing != "replica"
     if alone and part.job.simulation.batching == "big-batch":
@@ -505,8 +499,6 @@ def topology_of_a_coordinator(part: JobPart) -> Iterator[str]:
 def keys_with_a_coordinator(part: JobPart) -> Iterator[str]:
     if not part.plan.scheduled:
         return
-    if part.job.changes:
-        yield f"{_HOGBATCH} [[changes]]; remove [[changes]]"
     if part.job.cluster.shares:
         yield f"{_HOGBATCH} [cluster] shares; remove shares"
     if (batching := part.job.simulation.batching) != "none":
@@ -576,6 +568,13 @@ def updates_that_no_role_sees(part: JobPart) -> Iterator[str]:
         yield f"{_AVERAGE} [hogbatch] weights = 'shared'; remove average, or use weights = 'server'"
     if part.plan.window and kept is not None and kept[1] == "update":
         yield f"{_SHARED} [results] keep_checkpoints = '{kept[0]} updates'; use a number of epochs"
+
+
+@part_rule
+def changes_in_windows(part: JobPart) -> Iterator[str]:
+    for change in part.job.changes if part.plan.window else ():
+        if change.at_update is not None:
+            yield f"{_SHARED} [[changes]] at_update = {change.at_update}, as workers update alone; use at_epoch"
 
 
 _SHARED = "[hogbatch] weights = 'shared' is not supported with"
@@ -677,6 +676,14 @@ def learners_of_simulations(part: JobPart) -> Iterator[str]:
 def servers_that_cannot_restart(first: JobPart, later: JobPart) -> Iterator[str]:
     if first.plan.parted:
         yield f"{first.on} is not supported with [[changes]]; use another topology"
+
+
+@change_rule
+def same_coordinator(first: JobPart, later: JobPart) -> Iterator[str]:
+    if first.plan.scheduled and first.job.protocol != later.job.protocol:
+        yield f"{_HOGBATCH} a change of [protocol]; change other keys"
+    elif first.plan.scheduled != later.plan.scheduled:
+        yield f"[protocol] name = '{later.name}' is not supported after {first.name}; begin another run"
 
 
 @change_rule

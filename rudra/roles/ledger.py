@@ -18,6 +18,7 @@ from rudra.core.actions import Action, Fail, Reconfigure, Send, Update, Warn
 from rudra.core.buffer_names import AVERAGE, WEIGHTS
 from rudra.core.events import Committed, Event, Lost, Received, Saved, Sent, Stopped, Updated
 from rudra.core.messages import BETWEEN_OWNERS, EpochRows, MessageKind, Snapshot, TrainingStarted
+from rudra.core.phases import Phases
 from rudra.core.records import EVENT_KINDS, TIMES, Gradient
 from rudra.core.training_state import TrainingState
 from rudra.core.wire import PACK
@@ -332,6 +333,14 @@ class Ledger:
         """Continues by the present job from a position, without the dead roles."""
         begun = self.rules.change(dead, position)
         self._reset_counts(position)
+        self._tell_changes(begun, position)
+
+    def follow(self, now: float) -> None:
+        """Continues by the present job. No role restarts."""
+        position = self.position(now)
+        self._tell_changes(self.rules.change(frozenset(), position), position)
+
+    def _tell_changes(self, begun: Phases, position: TrainingState) -> None:
         for phase in begun if not self.over else ():
             self.tell("change", self.timestamp, position.time_s, f"after {phase.start.text}: {phase.text}")
 

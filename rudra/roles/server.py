@@ -10,7 +10,7 @@ weights' tree, on each edge as soon as the edge is idle and there are newer weig
 copies.
 
     INITIALISING  weights sent, digests compared      -> TRAINING  start all roles
-    TRAINING      the job changes after an epoch, or a role died and the others must regroup
+    TRAINING      the job changes, or a role died and the others must regroup
                                                       -> INITIALISING  all roles restart from these weights
     TRAINING      the last epoch's samples applied    -> DRAINING  stop the learners
     TRAINING      the run is asked to stop            -> DRAINING  stop the learners early
@@ -372,7 +372,7 @@ class ParameterServer(Machine):
         if self.ledger.over or self.ledger.stopped:
             return self._drain()
         if self.ledger.is_to_change:
-            return self._begin_anew(now)
+            return self._change(now)
         return self._downcast.updated(self._stamp.weights) if self.plan.overlapped else []
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
@@ -563,6 +563,18 @@ class ParameterServer(Machine):
         if self.ledger.rules.plan is not self.plan:
             self._reset_for_plan(self.ledger.rules.plan, position)
         return actions
+
+    def _change(self, now: float) -> list[Action]:
+        """Continues with the next job. If no worker of a coordinator has work, no role restarts."""
+        dealer, rules = self.ledger.dealer, self.ledger.rules
+        if dealer is None or not dealer.idle:
+            return self._begin_anew(now)
+        self.ledger.follow(now)
+        if lost := self.plan.workers - len(self.membership.pushed):
+            rules.replace_protocol(rules.job.make_protocol(self.plan, lost))
+        self._gradient_weight = rules.protocol.modulation.gradient_weight
+        self._weights_changed()
+        return [*rules.settings(self.id)]
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         """Continues without a lost learner. The other roles do not restart."""
