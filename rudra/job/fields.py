@@ -41,7 +41,7 @@ class JobFields(Table):
         fault_tolerance: Table `[fault_tolerance]`: reaction to ranks that die or wait.
         results: Table `[results]`: contents of the result file, and checkpoints.
         hooks: Tables `[[hooks]]`: user code that roles call.
-        changes: Tables `[[changes]]`: keys that get other values after an epoch.
+        changes: Tables `[[changes]]`: keys that get other values after an epoch, or at an update.
         study: Table `[study]`: variants of the job that `rudra sweep` runs.
     """
 

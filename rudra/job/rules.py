@@ -416,8 +416,10 @@ def placed_layers(part: JobPart) -> Iterator[str]:
             f"{_PLACED} [optimizer] clip_norm on topology {named(job.topology.name)}; "
             "remove clip_norm, or use a topology with a parameter server"
         )
-    if job.changes:
-        yield f"{_PLACED} [[changes]]; remove one of them"
+    if job.changes and merged:
+        yield f"{_PLACED_CHANGES} rule = 'merged', whose layers are ahead of the others; use rule = 'synchronous'"
+    if job.changes and job.placement.servers > 1:
+        yield f"{_PLACED_CHANGES} servers = {job.placement.servers}; use servers = 1"
     if merged and job.optimizer.plateau:
         yield (
             "[placement] rule = 'merged' is not supported with [optimizer] schedule = 'plateau'; "
@@ -436,6 +438,7 @@ def placed_layers(part: JobPart) -> Iterator[str]:
         yield f"{_PLACED} {text}"
 
 
+_PLACED_CHANGES = "[placement] with [[changes]] is not supported with"
 _PLACED = "[placement] cut is not supported with"
 
 
@@ -674,7 +677,7 @@ def learners_of_simulations(part: JobPart) -> Iterator[str]:
 
 @change_rule
 def servers_that_cannot_restart(first: JobPart, later: JobPart) -> Iterator[str]:
-    if first.plan.parted:
+    if first.plan.sharded:
         yield f"{first.on} is not supported with [[changes]]; use another topology"
 
 
@@ -684,6 +687,14 @@ def same_coordinator(first: JobPart, later: JobPart) -> Iterator[str]:
         yield f"{_HOGBATCH} a change of [protocol]; change other keys"
     elif first.plan.scheduled != later.plan.scheduled:
         yield f"[protocol] name = '{later.name}' is not supported after {first.name}; begin another run"
+
+
+@change_rule
+def same_activations(first: JobPart, later: JobPart) -> Iterator[str]:
+    sizes = [(part.job.training.minibatch_size, part.job.cluster.parts) for part in (first, later)]
+    if first.job.placement.given and sizes[0] != sizes[1]:
+        keep = "as buffers for activations keep their size"
+        yield f"{_PLACED} a change of minibatch_size or shares, {keep}; change other keys"
 
 
 @change_rule

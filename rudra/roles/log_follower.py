@@ -13,6 +13,7 @@ from rudra.core.actions import (
     Copy,
     Correct,
     DeclareLost,
+    FollowJob,
     Receive,
     Reconfigure,
     Save,
@@ -21,7 +22,7 @@ from rudra.core.actions import (
 )
 from rudra.core.buffer_names import AVERAGE, WEIGHTS
 from rudra.core.messages import WeightsPart
-from rudra.core.training_state import BEGINNING
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.roles.multi_owner import LOGGED, NUMBER
 from topologies import Plan
 
@@ -125,6 +126,8 @@ class LogFollower:
             return [AverageGroup(buffer)]
         if kind is Reconfigure:
             return [Reconfigure(self._plan, BEGINNING)]
+        if kind is FollowJob:
+            return [FollowJob(TrainingState(number, epoch))]
         return [Save(WEIGHTS, BEGINNING) if kind is Save else DeclareLost(role)]
 
     def read(self, entries: Iterable[Entry]) -> None:

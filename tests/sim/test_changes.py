@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import workers
 from clusters import SAMPLES, TrialResult, TrialRows, check_accounts, train
 from fuzzing import cases
 from hypothesis import given
@@ -139,6 +140,54 @@ def test_a_run_that_changes_is_repeated_bit_for_bit(
     replayed = rudra.replay(path, quiet=True)
     assert replayed.identical, replayed
     assert (replayed.updates, replayed.weights_sha256) == (summary["updates"], summary["weights_sha256"])
+
+
+SERVED = {"name": "replicas", "options": {"parameter_server": True}}
+PLACED = {"model": {"name": "mlp"}, "placement": {"cut": 2, "rule": "synchronous"}}
+RESET = {"optimizer": {"momentum": 0.0, "learning_rate": 0.03}}
+
+
+def hogbatch(*changes: dict[str, Any], **tables: Any) -> Job:
+    return workers.job(workers.UNLIKE, **workers.digits(), changes=changes, **tables)
+
+
+FAMILIES = {
+    "base": make_job("async", changes=[{"at_update": 31, **velocity(0.5)}, {"at_epoch": 2, **RESET}]),
+    "adv*": make_job(
+        "softsync", topology={"name": "adv*"}, changes=[{"at_epoch": 1, **RESET}, {"at_update": 19, **velocity(0.5)}]
+    ),
+    "groups": make_job("async", topology=GROUPS, changes=[{"at_update": 5, **velocity(0.5)}, {"at_epoch": 2, **RESET}]),
+    "sma": replicas("sma", {"at_update": 5, **period(3, momentum=0.3)}, {"at_epoch": 1, **velocity(0.5)}),
+    "average": replicas("average", {"at_epoch": 1, **period(2)}, {"at_update": 15, **RESET}),
+    "elastic": replicas("easgd", {"at_update": 19, **period(3)}, {"at_epoch": 2, **velocity(0.3)}, topology=SERVED),
+    "hogbatch": hogbatch({"at_epoch": 1, **velocity(0.5)}, {"at_update": 35, **RESET}),
+    "tests": hogbatch({"at_update": 10, **RESET}, {"at_epoch": 1, **RATE}, training={"evaluate": "workers"}),
+    "window": hogbatch({"at_epoch": 1, **RATE}, hogbatch={"weights": "shared", "locking": True}),
+    "placed": make_job("hardsync", **PLACED, changes=[{"at_update": 5, **velocity(0.5)}, {"at_epoch": 2, **RESET}]),
+    "placed alone": make_job("hardsync", **PLACED, topology=ALONE, changes=[{"at_update": 14, **velocity(0.5)}]),
+}
+"""Each way in which roles continue after a change: a restart, or none."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_changes_and_is_repeated(tmp_path: Path, name: str) -> None:
+    job_, path = FAMILIES[name], tmp_path / "run.h5"
+    with rudra.simulate(job_, output=path, progress="quiet", force=True) as results:
+        ends = {int(row["epoch"]): int(row["timestamp"]) for row in results.epochs}
+        told = results.events[results.events["kind"] == b"change"]["timestamp"].tolist()
+        digest = results.summary()["weights_sha256"]
+    assert told == [c.at_update or ends[c.at_epoch or 0] for c in job_.changes]
+    replayed = rudra.replay(path, job=job_, quiet=True)
+    assert (replayed.identical, replayed.weights_sha256) == (True, digest), replayed
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.02])
+def test_placed_layers_change_as_all_others(tmp_path: Path, latency_s: float) -> None:
+    digests, placed = set(), FAMILIES["placed"].with_(simulation={"latency_s": latency_s, "latency_jitter_s": 0.0})
+    for job_ in (placed, placed.with_(placement={"cut": None})):
+        with rudra.simulate(job_, output=tmp_path / "run.h5", progress="quiet", force=True) as results:
+            digests.add(results.summary()["weights_sha256"])
+    assert len(digests) == 1
 
 
 def check_streams(gradients: Any, job_: Job) -> None:

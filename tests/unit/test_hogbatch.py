@@ -317,7 +317,7 @@ def test_a_mistake_in_the_workers_is_one_line(workers: list[dict[str, Any]], tex
             "with [[changes]] at_update = 1, as workers update alone; use at_epoch",
         ),
         (
-            {"changes": [{"at_epoch": 1, "protocol": {"name": "async"}}]},
+            {"changes": [{"at_epoch": 1, "protocol": {"reference_batch_size": 64}}]},
             "[[changes]] at_epoch = 1: [protocol] name = 'hogbatch' is not supported with a change of [protocol]; ",
         ),
     ],
