@@ -74,10 +74,11 @@ def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
                 updates = change.boundary.number
             else:
                 updates -= (samples - change.at_epoch * training_samples) // each
-            if updates <= before:
+            by_update = any(c.at_update is not None for c in job.changes[max(0, number - 1) : number + 1])
+            if updates <= before and by_update:  # else one update ends several epochs
                 late = f"{change.where}: is reached with update {updates}, but the previous change with {before}"
                 raise ConfigError(f"{late}; use the order of the run")
-            if updates >= end:
+            if updates >= end and change.at_update is not None:
                 raise ConfigError(f"{change.where}: must be less than the {end} updates of the run")
             samples += (updates - before) * each
     return end

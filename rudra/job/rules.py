@@ -676,12 +676,6 @@ def learners_of_simulations(part: JobPart) -> Iterator[str]:
 
 
 @change_rule
-def servers_that_cannot_restart(first: JobPart, later: JobPart) -> Iterator[str]:
-    if first.plan.sharded:
-        yield f"{first.on} is not supported with [[changes]]; use another topology"
-
-
-@change_rule
 def same_coordinator(first: JobPart, later: JobPart) -> Iterator[str]:
     if first.plan.scheduled and first.job.protocol != later.job.protocol:
         yield f"{_HOGBATCH} a change of [protocol]; change other keys"

@@ -20,7 +20,7 @@ from rudra.core.actions import (
     Send,
     Update,
 )
-from rudra.core.buffer_names import AVERAGE, WEIGHTS
+from rudra.core.buffer_names import AVERAGE, SNAPSHOT, WEIGHTS
 from rudra.core.messages import WeightsPart
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.roles.multi_owner import LOGGED, NUMBER
@@ -67,6 +67,11 @@ class LogFollower:
         """Whether a transfer reads the weights, or their average over time."""
         return bool(self.lent[WEIGHTS] or self.lent[AVERAGE])
 
+    def inherit(self, before: "LogFollower") -> None:
+        """Takes over the log of an earlier follower, and its transfers to the statistics server."""
+        self.read(before.entries)
+        self.lent.update({name: before.lent[name] for name in (AVERAGE, SNAPSHOT)})
+
     def carry_out(self, due: Due) -> list[Action]:
         """Carries out entries in order until one must wait.
 
@@ -88,6 +93,8 @@ class LogFollower:
         needed: set[bytes | int] = set()
         for entry in list(self.entries):
             what, role, buffer, other, *_ = entry
+            if what == NUMBER[Reconfigure]:
+                break
             if what == NUMBER[Receive] and not needed & {role, buffer}:
                 self.entries.remove(entry)
                 actions += self.due(entry) or []

@@ -260,6 +260,10 @@ class ParameterServer(Machine):
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
         self._readiness.digest = short_digest(event.digest)
+        return self._send_to_all()
+
+    def _send_to_all(self) -> list[Action]:
+        """Sends the weights to all roles that get them from here."""
         receivers = self.plan.receivers[self.id]
         self._lent = len(receivers)
         if self._correction is not None:

@@ -54,6 +54,7 @@ CASES = {
 }
 SETTLING = "at_update = 30\noptimizer.momentum = 0.4\noptimizer.learning_rate = 0.02\n"
 CASES |= {
+    "sharded": ("async", '[topology]\nname = "sharded"\noptions.shards = 2\n', [SETTLING, GROWING]),
     "average": ("average", "", ["at_update = 7\naveraging.period = 2\n", "at_epoch = 2\noptimizer.momentum = 0.4\n"]),
     "elastic": (
         "easgd",

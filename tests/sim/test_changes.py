@@ -11,7 +11,7 @@ from fuzzing import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from random_clusters import SURVIVABLE, faulty, outlived, survivable
-from resumable import ALONE, GROUPS, TREE, check_resumed, lost, make_job
+from resumable import ALONE, GROUPS, SHARDED, TREE, check_resumed, lost, make_job
 from rules import Bounded, Eager
 
 import rudra
@@ -62,6 +62,7 @@ SETTINGS = {
     "diloco": replicas("diloco", {"at_update": 13, **period(2, momentum=0.5, learning_rate=0.3)}),
     "average": replicas("average", {"at_epoch": 1, "protocol": {"name": "easgd"}}, {"at_update": 13, **period(2)}),
     "blocks": replicas("easgd", {"at_update": 13, **velocity(0.5)}, {"at_update": 17, **period(3)}, topology=BLOCKS),
+    "sharded": make_job("hardsync", topology=SHARDED, changes=[{"at_update": 7, **velocity(0.5)}, SHARED]),
     "groups": make_job(
         "hardsync",
         topology=GROUPS,
@@ -156,6 +157,9 @@ FAMILIES = {
     "adv*": make_job(
         "softsync", topology={"name": "adv*"}, changes=[{"at_epoch": 1, **RESET}, {"at_update": 19, **velocity(0.5)}]
     ),
+    "sharded": make_job(
+        "async", topology=SHARDED, changes=[{"at_update": 5, **velocity(0.5)}, {"at_update": 6, **RESET}]
+    ),
     "groups": make_job("async", topology=GROUPS, changes=[{"at_update": 5, **velocity(0.5)}, {"at_epoch": 2, **RESET}]),
     "sma": replicas("sma", {"at_update": 5, **period(3, momentum=0.3)}, {"at_epoch": 1, **velocity(0.5)}),
     "average": replicas("average", {"at_epoch": 1, **period(2)}, {"at_update": 15, **RESET}),
@@ -242,7 +246,7 @@ def changing(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", [name for name in SURVIVABLE if name != "sharded"])
+@pytest.mark.parametrize("topology", SURVIVABLE)
 @cases(60)
 @given(st.data())
 def test_a_run_that_changes_ends_whoever_dies(topology: str, data: st.DataObject) -> None:

@@ -164,11 +164,6 @@ FASTER = {"optimizer": {"learning_rate": 0.5}}
             "[[changes]] at_epoch = 1: cluster.shares = 'auto' is not supported in [[changes]]; use a list",
         ),
         (
-            [{"at_epoch": 1, "protocol": {"name": "async"}}],
-            {"topology": {"name": "sharded"}},
-            "[[changes]] at_epoch = 1: [topology] name = 'sharded' is not supported with [[changes]]; use another",
-        ),
-        (
             [{"at_epoch": 1, "protocol": {"n": 2}}],
             {},
             "[[changes]] at_epoch = 1: [protocol] hardsync takes no n; leave it out",
