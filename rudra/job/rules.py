@@ -203,12 +203,6 @@ def shared_links(job: JobFields) -> Iterator[str]:
 
 
 @job_rule
-def changes_with_big_batches(job: JobFields) -> Iterator[str]:
-    if job.changes and job.simulation.batching == "big-batch":
-        yield "[[changes]] is not supported with [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
-
-
-@job_rule
 def epochs_of_changes(job: JobFields) -> Iterator[str]:
     before = {"at_epoch": 0, "at_update": 0}
     most = {"at_epoch": job.training.epochs, "at_update": math.inf}
@@ -673,6 +667,12 @@ def learners_of_simulations(part: JobPart) -> Iterator[str]:
 
 
 # Changes during a run.
+
+
+@change_rule
+def same_teams(first: JobPart, later: JobPart) -> Iterator[str]:
+    if first.job.simulation.batching == "big-batch" and first.plan.groups != later.plan.groups:
+        yield "[simulation] batching = 'big-batch' is not supported with a change of groups; use batching = 'none'"
 
 
 @change_rule

@@ -11,6 +11,7 @@ from rudra.compute.together import joint_gradient, mapped_gradients
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Accumulate, Compute, ExecutorAction, Reduce
 from rudra.core.events import Computed, Event
+from rudra.core.work import Work
 from rudra.errors import ConfigError
 from rudra.simulation.tensors import RealTensors
 
@@ -65,7 +66,7 @@ class BigBatchTensors(RealTensors):
             self._hold(of_weights, weights)
             self._hold(of_gradient, self._new(role))
             sources = [self._learner(learner).source for learner in team.members]
-            works = [source.work.after(action.step) for source in sources]
+            works = [_beside(action.work, self._learner(role).source.work, source.work) for source in sources]
             vectors = (weights.vector, self._held(of_gradient).vector)
             team.outcomes = dict(zip(team.members, joint_gradient(sources, action.step, works, *vectors), strict=True))
         # Members with a replica of their own have equal replicas in buffers of their own.
@@ -77,6 +78,10 @@ class BigBatchTensors(RealTensors):
             )
         self._hold((role, action.gradient), self._held(of_gradient))
         return self._learner(role).computed(action, team.outcomes[role])
+
+    def regroup(self, role: int, owner: int) -> None:
+        super().regroup(role, owner)
+        self._team_of[role].step = -1
 
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Accumulate) and action.into != action.gradient:
@@ -93,6 +98,18 @@ class BigBatchTensors(RealTensors):
         for place, action in list(zip(places, reductions.values(), strict=True))[1:]:
             if not action.to_all:
                 self.posted(*place)
+
+
+def _beside(work: Work, first: Work, other: Work) -> Work:
+    """Returns the samples of another learner in the same step.
+
+    Args:
+        work: Samples of a learner.
+        first: First samples of this learner in the run, perhaps of another size.
+        other: First samples of the other learner.
+    """
+    between = (other.first - first.first) * work.count // first.count
+    return Work(other.stream, work.first + between, work.count, work.stride)
 
 
 class VmapTensors(RealTensors):

@@ -8,13 +8,15 @@ import pytest
 import workers
 from clusters import SAMPLES, TrialResult, TrialRows, check_accounts, train
 from fuzzing import cases
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from random_clusters import SURVIVABLE, faulty, outlived, survivable
 from resumable import ALONE, GROUPS, SHARDED, TREE, check_resumed, lost, make_job
 from rules import Bounded, Eager
 
 import rudra
+from rudra.compute.schedule import expected_updates
+from rudra.errors import ConfigError
 from rudra.job.job import Job
 
 GROWING = {"at_epoch": 1, "training": {"minibatch_size": 16}}
@@ -194,6 +196,19 @@ def test_placed_layers_change_as_all_others(tmp_path: Path, latency_s: float) ->
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize("topology", [{"name": "base"}, GROUPS, ALONE], ids=str)
+def test_big_batches_change_as_single_ones(tmp_path: Path, topology: dict[str, Any]) -> None:
+    weights = []
+    for batching in ("none", "big-batch"):
+        entries = [{"at_update": 7, **velocity(0.5)}, {"at_epoch": 2, "training": {"minibatch_size": 16}}]
+        job_ = make_job("hardsync", topology=topology, changes=entries, model={"name": "mlp"})
+        job_ = job_.with_(simulation={"batching": batching})
+        with rudra.simulate(job_, output=tmp_path / f"{batching}.h5", progress="quiet") as results:
+            weights.append(results.weights_of())
+            assert results.summary()["updates"] == 12 + 12 + 6
+    np.testing.assert_allclose(*weights, rtol=1e-3, atol=1e-5)
+
+
 def check_streams(gradients: Any, job_: Job) -> None:
     """Every sample of a pass is drawn once, whatever μ and the shares are."""
     for stream in np.unique(gradients["stream"]):
@@ -241,7 +256,13 @@ def changing(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
         if draw(st.booleans()):
             entry["protocol"] = protocol()
         entries.append(entry)
+    if len(entries) == 1 and draw(st.booleans()):
+        entries[0]["at_update"] = entries[0].pop("at_epoch") * draw(st.integers(1, 12))
     run_ = run_.with_(training={"epochs": epochs}, protocol=protocol(), changes=entries)
+    try:
+        expected_updates(run_, run_.plan(), samples)
+    except ConfigError:  # the run is too short
+        reject()
     return draw(faulty(run_, samples)) if draw(st.booleans()) else run_, samples
 
 
@@ -262,13 +283,13 @@ def test_a_run_that_changes_ends_whoever_dies(topology: str, data: st.DataObject
     epochs = rows["epochs"]
     assert list(epochs["epoch"]) == list(range(1, run_.training.epochs + 1))
     ends = {int(row["epoch"]): int(row["timestamp"]) for row in epochs}
-    starts = [0, *(ends[change.at_epoch] for change in run_.changes)]
+    starts = [0, *(change.at_update or ends[change.at_epoch or 0] for change in run_.changes)]
     over = updates["timestamp"][-1]
     assert [row["timestamp"] for row in changes(rows)] == [start for start in starts[1:] if start < over]
     for place, start in enumerate(starts):
         until = starts[place + 1] if place + 1 < len(starts) else np.inf
         here = gradients[(gradients["update"] > start) & (gradients["update"] <= until)]
-        part = run_.at(0 if not place else run_.changes[place - 1].at_epoch)
+        part = run_.after(place)
         assert (here["timestamp"] >= start).all(), "nothing from before a change is applied after it"
         assert (here["samples"] == part.training.minibatch_size).all()
         if part.protocol.name == "hardsync":

@@ -200,9 +200,9 @@ FASTER = {"optimizer": {"learning_rate": 0.5}}
             "[[changes]]; use 'ordered' or 'nodes'",
         ),
         (
-            [{"at_epoch": 1, "training": {"minibatch_size": 3}}],
-            {"simulation": {"batching": "big-batch"}},
-            "[[changes]] is not supported with [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'",
+            [{"at_epoch": 1, "topology": {"options": {"groups": 4}}}],
+            {"simulation": {"batching": "big-batch"}, "topology": {"name": "groups", "options": {"groups": 2}}},
+            "[simulation] batching = 'big-batch' is not supported with a change of groups; use batching = 'none'",
         ),
     ],
 )
