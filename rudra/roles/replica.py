@@ -93,7 +93,7 @@ class Replica(Machine):
         STOPPED    everything is recorded        -> DONE
         any        a learner died                -> REGROUPING until a checkpoint is made; all continue from it
 
-    If the job changes after an epoch, every replica continues with the next job immediately. All replicas have the same
+    If the job changes, every replica continues with the next job immediately. All replicas have the same
     weights, and no message is under way between them.
 
     If a learner dies during a reduction, some replicas may have made the update and others not. Therefore all replicas

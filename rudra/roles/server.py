@@ -561,7 +561,7 @@ class ParameterServer(Machine):
         return self._begin_anew(now)
 
     def _begin_anew(self, now: float) -> list[Action]:
-        """Restarts all remaining roles from the present weights, with the job of this epoch."""
+        """Restarts all remaining roles from the present weights, with the present job."""
         position = self.ledger.position(now)
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.rules.plan is not self.plan:

@@ -88,7 +88,7 @@ class ReplayDriver:
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
         self._phases, self._tensors, self._training_samples = phases, tensors, training_samples
         self._replicas: ReplicaSteps | None = None
-        self._period = 1  # mini-batches of a gradient
+        self._begun_at = 0  # number of gradients applied when all roles began or restarted
         self._exchanged: set[int] = set()  # learners whose replica differs from the weights
         self._role = {plan.roles[role].index: role for role in plan.learners}  # by the learner's number
         self._works: dict[int, Work] = {}  # learner -> samples of its next mini-batch
@@ -127,10 +127,10 @@ class ReplayDriver:
         """Makes a role at a training state. Learners of a server compute what the record contains from there on."""
         if not plan.served or not plan.traits(role).trains:
             return self._make_as_ever(role, plan, position)
+        self._begun_at = position.applied
         _, job, _, schedule, _ = phase_at(self._phases, position)
         if plan.averaging:
             self._replicas = ReplicaSteps(Setup(job, plan, self._training_samples, schedule, position))
-            self._period = self._replicas.rule.period
             self._exchanged.discard(role)
             for action in changed_settings(role, self._phases, job, plan):
                 self._tensors.perform(role, action, 0.0)
@@ -174,6 +174,11 @@ class ReplayDriver:
             self._through.finish()
 
     @property
+    def _period(self) -> int:
+        """Returns the number of mini-batches of a gradient."""
+        return 1 if self._replicas is None else self._replicas.rule.period
+
+    @property
     def _made(self) -> int:
         """Returns the number of updates that all roles have made, if there is no server."""
         if not isinstance(self._stage, StageServer) or isinstance(self._stage, AsRecorded):
@@ -211,7 +216,7 @@ class ReplayDriver:
 
     def _go_on_as_scheduled(self, coordinator: Coordinator, place: int) -> None:
         """Lets a coordinator assign work again after a resume from a checkpoint, as earlier assignments were lost."""
-        if place in self._restarts:
+        if place in self._restarts and place != self._begun_at:
             for parts in self._parts.values():
                 parts.clear()
             for action in coordinator.deal_anew():

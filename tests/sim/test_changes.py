@@ -187,6 +187,15 @@ def test_every_family_changes_and_is_repeated(tmp_path: Path, name: str) -> None
     assert (replayed.identical, replayed.weights_sha256) == (True, digest), replayed
 
 
+def test_workers_that_begin_at_a_change_get_their_work_once(tmp_path: Path) -> None:
+    job_ = FAMILIES["tests"].with_(results={"keep_checkpoints": "10 updates"})
+    rudra.simulate(job_, output=tmp_path / "run.h5", progress="quiet").close()
+    about = {"from_": tmp_path / "run-update10.ckpt", "carry": "all", "progress": "quiet"}
+    with rudra.simulate(job_, output=tmp_path / "more.h5", **about) as results:
+        assert results.events["timestamp"][results.events["kind"] == b"change"][0] == 10
+    assert rudra.replay(tmp_path / "more.h5", quiet=True).identical
+
+
 @pytest.mark.parametrize("latency_s", [0.0, 0.02])
 def test_placed_layers_change_as_all_others(tmp_path: Path, latency_s: float) -> None:
     digests, placed = set(), FAMILIES["placed"].with_(simulation={"latency_s": latency_s, "latency_jitter_s": 0.0})
