@@ -158,6 +158,11 @@ class Plan:
         return self._parameter_servers or self.learners[:1]
 
     @cached_property
+    def followers(self) -> tuple[int, ...]:
+        """Ids of the servers that own parts of the weights and do what another owner decides."""
+        return tuple(role for role in (*self.front_owners[1:], *self.stages))
+
+    @cached_property
     def stage(self) -> int | None:
         """Id of the role that owns the last layers and computes with them. None: learners have all layers."""
         return next(iter(self.stages), None)

@@ -43,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
+    from rudra.job.boundary import START
     from rudra.job.job import Job
     from rudra.job.simulation import UNMEASURED
     from rudra.prepare.run_costs import is_run
@@ -55,13 +56,15 @@ def execute(arguments: argparse.Namespace) -> int:
     run = FittedRun.read(Path(arguments.job), trust=arguments.trust) if is_run(arguments.job) else None
     jobs = [Job.load(arguments.job, each) if run is None else run.written(each) for each in made]
     predicted = predict.predict if run is None else run.predict
-    for start in (0, *(change.at_epoch for change in jobs[0].changes)):
-        parts = [job.at(start) for job in jobs]
+    for number, start in enumerate((START, *(change.boundary for change in jobs[0].changes))):
+        parts = [job.after(number) for job in jobs]
         found = [predicted(job, samples=arguments.samples, updates=arguments.updates) for job in parts]
         if arguments.json:
-            print("\n".join(json.dumps({**({"at_epoch": start} if start else {}), **p.as_dict()}) for p in found))
+            print(
+                "\n".join(json.dumps({**({start.key: start.number} if number else {}), **p.as_dict()}) for p in found)
+            )
             continue
-        job, after = found[0].job, f" after epoch {start}" if start else ""
+        job, after = found[0].job, f" after {start.text}" if number else ""
         source = found[0].costs or f"defaults ({UNMEASURED} {arguments.job})"
         size = "" if job.scheduled else f", μ = {job.training.minibatch_size}"
         print(f"{job.name}{after}: {protocol_text(job)}{size}, costs: {source}")

@@ -14,10 +14,11 @@ from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
 from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, ReplicaExecutor, StatisticsExecutor
+from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor, ServerExecutor
 from rudra.compute.parts import cut
 from rudra.compute.pulled_pass import PullingExecutor
-from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor
+from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor, outer_rule
 from rudra.compute.stages import (
     FirstStageExecutor,
     FirstStageReplicaExecutor,
@@ -35,6 +36,7 @@ from rudra.core.layout import Part
 from rudra.core.rows import dense_because
 from rudra.data.load import Data
 from rudra.errors import ConfigError
+from rudra.job.changes import JobChange
 from rudra.job.job import Job
 from rudra.job.table import named
 from rudra.job.target import Target
@@ -131,6 +133,8 @@ def make_executors(
     ends = accumulate((part.size for part in owned.values()), initial=0)
     travelling = dict(zip(owned, (slice(start, stop) for start, stop in pairwise(ends)), strict=True))
     all_parts = list(job.parts(plan))
+    for change, (_, its, its_plan) in zip(job.changes, all_parts[1:], strict=True):
+        _check_optimizers(change, its, its_plan)
     learners = [role for role in roles if plan.traits(role).trains]
     _, first_job, first_plan = all_parts[0]
     portions = {role: portion_of(first_job, first_plan, role) for role in learners}
@@ -229,6 +233,16 @@ def _check_shared(flat: FlatModel) -> None:
             f"[hogbatch] weights = 'shared': the model has buffers ({flat.layout[-1].name}), which workers "
             "cannot update together; valid: server, or models without BatchNorm and the like"
         )
+
+
+def _check_optimizers(change: JobChange, job: Job, plan: Plan) -> None:
+    """Checks that the optimisers of the roles accept their settings after a change, which gives this job and plan."""
+    try:
+        UpdateRule(job.optimizer, torch.zeros(1))
+        if plan.averaging:
+            outer_rule(job, plan, torch.zeros(1))
+    except ConfigError as error:
+        raise ConfigError(f"{change.where}: {error}") from None
 
 
 def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> None:

@@ -11,6 +11,7 @@ from rudra.compute.runs import CACHE_LINE, REST, around, kernel_parts, runs_of
 from rudra.compute.sliced_steps import SlicedSteps
 from rudra.core.state_names import STEP, VELOCITY
 from rudra.errors import ConfigError
+from rudra.job.changes import MOMENTS
 from rudra.job.tables import OPTIMIZERS, OptimizerTable
 
 if TYPE_CHECKING:
@@ -65,9 +66,7 @@ class UpdateRule:
         parameters = [entry for entry in layout if entry.kind == "parameter"]
         self._sizes = [entry.size for entry in parameters] or [len(weights)]
         self._clip_norm = table.clip_norm
-        self._caffe = table.momentum_form == "caffe" and table.momentum > 0
-        scales = self._caffe or table.clip_norm is not None
-        self._scaled = torch.zeros_like(weights if scales else weights[:0])  # borrowed gradients are read-only
+        self._form, self._size, self._none = table.momentum_form, len(weights), weights[:0].clone()
         self._sgd, self._torchs = table.name == "sgd", table.name in OPTIMIZERS
         self._places: dict[torch.nn.Parameter, slice] = {}
         self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> whole parameter, and slices
@@ -115,7 +114,45 @@ class UpdateRule:
         except Exception as error:  # torch checks some options, and fails on others with any exception
             raise ConfigError(f"[optimizer] {table.name}: {' '.join(str(error).split())}") from None
         self._decays = [group.get("weight_decay") for group in self.optimizer.param_groups]
+        self._use_form(table.momentum)
+
+    def _use_form(self, momentum: float) -> None:
+        """Prepares steps in the form of the table for a momentum."""
+        self._caffe = self._form == "caffe" and momentum > 0
+        scales = self._caffe or self._clip_norm is not None
+        self._scaled = self._none.new_zeros(self._size if scales else 0)  # borrowed gradients are read-only
         self._sliced = SlicedSteps(self.optimizer, self._places, self._set_rates, self._scaled if self._caffe else None)
+
+    def change(self, momentum: float, options: Mapping[str, Any]) -> None:
+        """Continues with another momentum and other options.
+
+        The state remains, except the velocity: it is dropped at a momentum of 0, and a momentum after 0 begins without
+        velocity.
+
+        Args:
+            momentum: New momentum. An optimiser without a momentum ignores it.
+            options: Keyword arguments of the optimiser's class. Of `MOMENTS`, omitted ones get their defaults.
+        """
+        import torch
+
+        takes = inspect.signature(type(self.optimizer)).parameters
+        defaults = {key: takes[key].default for key in MOMENTS if key in takes}
+        chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+        for group, decay in zip(self.optimizer.param_groups, self._decays, strict=True):
+            has_momentum = "momentum" in group
+            group |= {**defaults, **chosen}
+            if has_momentum:
+                group["momentum"] = momentum
+            if decay is not None:
+                group["weight_decay"] = decay
+            for parameter in group["params"] if has_momentum and self._torchs else ():
+                state = self.optimizer.state[parameter]
+                if not momentum:
+                    state.pop(VELOCITY, None)
+                elif not self._sgd and state:  # RMSprop expects a velocity in the state of earlier steps
+                    state.setdefault(VELOCITY, torch.zeros_like(parameter))
+        self._use_form(momentum)
+        self.prepare()
 
     def step(
         self, gradient: torch.Tensor, learning_rate: float, norms: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -228,7 +265,8 @@ class UpdateRule:
         for group in self.optimizer.param_groups:
             if self._sgd and group["dampening"] == 0 and group["momentum"] > 0:
                 for parameter in group["params"]:
-                    self.optimizer.state[parameter][VELOCITY] = torch.zeros_like(parameter)
+                    if VELOCITY not in self.optimizer.state[parameter]:
+                        self.optimizer.state[parameter][VELOCITY] = torch.zeros_like(parameter)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns the state tensors of the optimiser by names that identify their parts of the weights."""
@@ -244,7 +282,7 @@ class UpdateRule:
     @property
     def has_momentum(self) -> bool:
         """Whether this is SGD with momentum."""
-        return self._sgd and bool(self.optimizer.defaults["momentum"])
+        return self._sgd and bool(self.optimizer.param_groups[0]["momentum"])
 
     def take_over(self, state: Mapping[str, torch.Tensor], first: int = 0) -> None:
         """Takes over state that is given for a whole model, as far as this optimiser has a place for it.

@@ -22,7 +22,7 @@ from rudra.compute.rows import RowFormat, RowGradient, alike
 from rudra.compute.sliced_steps import SlicedSteps
 from rudra.compute.sparse import SparseRows
 from rudra.compute.vectors import Buffer
-from rudra.core.actions import Accumulate, ComputeNorms, Copy, Correct, Update
+from rudra.core.actions import Accumulate, ComputeNorms, Copy, Correct, SetOptimizer, Update
 from rudra.core.buffer_names import AVERAGE, DOWNCAST, WEIGHTS
 from rudra.core.digest import sample, sha256
 from rudra.core.events import NormsComputed, Updated
@@ -291,6 +291,10 @@ class OwnerExecutor(Executor):
     def _adopt(self, state: CarriedState) -> None:
         """Takes over the optimiser's state."""
         self._rule.take_over(state.steps)
+
+    @performs(SetOptimizer)
+    def set_optimizer(self, action: SetOptimizer) -> None:
+        self._rule.change(action.momentum, action.options)
 
     @performs(Update)
     def update(self, action: Update) -> Updated:

@@ -19,7 +19,7 @@ from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
 from rudra.compute.step_ahead import StepAhead
 from rudra.compute.vectors import Buffer
-from rudra.core.actions import Correct, PullReplica, ResetReplica, StepReplica, Update
+from rudra.core.actions import Correct, PullReplica, ResetReplica, SetOptimizer, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, REFERENCE, REPLICA, WEIGHTS
 from rudra.core.events import ReplicaStepped, Updated
 from rudra.core.state_names import CORRECTION
@@ -67,6 +67,11 @@ class ElasticExecutor(LearnerExecutor):
     def _rule_for(self, replica: str) -> UpdateRule:
         """Returns the rule that steps a replica."""
         return self._inner
+
+    @performs(SetOptimizer)
+    def set_optimizer(self, action: SetOptimizer) -> None:
+        assert action.weights == REPLICA
+        self._inner.change(action.momentum, action.options)
 
     @performs(StepReplica)
     def step(self, action: StepReplica) -> ReplicaStepped:
@@ -248,6 +253,11 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         head = slice(0, self.parameters)
         torch.lerp(replica.vector[head], weights[head], action.elasticity, out=replica.vector[head])
         replica.version += 1
+
+    def set_optimizer(self, action: SetOptimizer) -> None:
+        base = ElasticExecutor if action.weights == REPLICA else OwnerExecutor
+        self._drop_ahead()
+        base.set_optimizer(self, action)
 
     def _replica(self) -> Callable[[], npt.NDArray[np.float32]]:
         return lambda: self.buffer(REPLICA).array

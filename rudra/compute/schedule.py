@@ -24,7 +24,8 @@ def schedule_of(job: Job, plan: Plan, training_samples: int) -> Schedule:
         training_samples: Size of the training set, which defines the epochs.
 
     Raises:
-        ConfigError: The schedule does not exist, rejects its options, or gives no rates.
+        ConfigError: The schedule does not exist, rejects its options, or gives no rates. Or a change begins too early
+            or too late.
     """
     return planned(job.optimizer, job.training.epochs, expected_updates(job, plan, training_samples))
 
@@ -56,12 +57,40 @@ def planned(table: OptimizerTable, epochs: int, updates: int | None = None) -> S
 
 
 def expected_updates(job: Job, plan: Plan, training_samples: int) -> int | None:
-    """Returns the number of updates of a run if every update has c gradients. None if the protocol differs."""
+    """Returns the number of updates of a run if every update has c gradients. None if a protocol differs.
+
+    Raises:
+        ConfigError: A change of the job does not lie between the previous change and the end of the run.
+    """
+    samples = updates = end = 0
+    for number, (_, part, its_plan) in enumerate(job.parts(plan)):
+        each = _samples_per_update(part, its_plan)
+        if each is None:
+            return None
+        end = updates - (samples - job.training.epochs * training_samples) // each
+        for change in job.changes[number : number + 1]:
+            before = updates
+            if change.at_epoch is None:
+                updates = change.boundary.number
+            else:
+                updates -= (samples - change.at_epoch * training_samples) // each
+            by_update = any(c.at_update is not None for c in job.changes[max(0, number - 1) : number + 1])
+            if updates <= before and by_update:  # else one update ends several epochs
+                late = f"{change.where}: is reached with update {updates}, but the previous change with {before}"
+                raise ConfigError(f"{late}; use the order of the run")
+            if updates >= end and change.at_update is not None:
+                raise ConfigError(f"{change.where}: must be less than the {end} updates of the run")
+            samples += (updates - before) * each
+    return end
+
+
+def _samples_per_update(job: Job, plan: Plan) -> int | None:
+    """Returns the number of samples of every update. None if updates differ."""
     protocol = job.make_protocol(plan)
     if plan.scheduled or type(protocol).update_due is not Protocol.update_due:
         return None
-    samples = protocol.gradients_per_update * job.training.minibatch_size * len(plan.learners) // plan.workers
-    return -(-job.training.epochs * training_samples // samples)
+    each = job.training.minibatch_size * protocol.period * len(plan.learners)
+    return protocol.gradients_per_update * each // plan.workers
 
 
 def _stepped(table: OptimizerTable, epochs: int) -> tuple[float, ...]:

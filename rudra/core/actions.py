@@ -4,8 +4,8 @@ Buffers are named by strings (`rudra.core.buffer_names`). An action that names a
 receives and records. The role's executor carries out each `ExecutorAction`. Actions are msgspec structures, as events.
 """
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 from msgspec import Struct
 
@@ -416,6 +416,20 @@ class ResetReplica(ExecutorAction, frozen=True, gc=False):
     keeps_momentum: bool = False
 
 
+class SetOptimizer(ExecutorAction, frozen=True, gc=False):
+    """Use other settings of an optimiser from now on. Its state remains, except the velocity if the momentum is 0.
+
+    Attributes:
+        weights: Buffer that the optimiser steps: the weights, or a replica.
+        momentum: Momentum, if the optimiser has one.
+        options: Further keyword arguments of the torch.optim class.
+    """
+
+    weights: str
+    momentum: float
+    options: Mapping[str, Any]
+
+
 class Copy(ExecutorAction, frozen=True, gc=False):
     """Copy a tensor into a buffer that exists from now until it is sent."""
 
@@ -506,8 +520,18 @@ class Reconfigure(Struct, frozen=True, gc=False):
     position: TrainingState
 
 
+class FollowJob(Struct, frozen=True, gc=False):
+    """Continue with the job at a position. Simulations then take its costs. Real ranks have nothing to do.
+
+    Attributes:
+        position: Position in the training.
+    """
+
+    position: TrainingState
+
+
 class Record(Struct, frozen=True, gc=False):
-    """Append rows to a table of the results.
+    """Append rows to a table of the results. `Decided` follows an epoch, if the job has `[decisions]`.
 
     Attributes:
         table: Name of the table.
@@ -595,6 +619,7 @@ Action = (
     | Commit
     | Sync
     | Reconfigure
+    | FollowJob
     | Record
     | StoreEpochWeights
     | Finish

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,8 @@ from pydantic import ValidationError, model_validator
 import topologies
 from rudra.errors import ConfigError
 from rudra.job import rules
-from rudra.job.changes import MAY_CHANGE, JobChange
+from rudra.job.boundary import START, Boundary
+from rudra.job.changes import MAY_CHANGE, JobChange, with_decided
 from rudra.job.fields import JobFields
 from rudra.job.jobfiles import Change, apply, parsed, read_job
 from rudra.job.renamed import answers
@@ -57,9 +59,11 @@ class Job(JobFields):
         first = None if self.cluster.learners is None else self._part(self.plan())
         if first is not None:
             rules.check(rules.PART_RULES, first)
-        for change in self.changes:
+        if first is not None and self.decisions.given:
+            rules.check(rules.CHANGE_RULES, first, first)
+        for number, change in enumerate(self.changes, 1):
             try:
-                later = self.at(change.at_epoch)
+                later = self.after(number)
                 if first is not None:
                     rules.check(rules.CHANGE_RULES, first, later._part(later.plan()))
             except (ConfigError, ValueError) as error:
@@ -69,18 +73,22 @@ class Job(JobFields):
     def _part(self, plan: topologies.Plan, *, placed: bool = False) -> rules.JobPart:
         return rules.JobPart(self, plan, self.make_protocol(plan), placed)
 
-    def at(self, epoch: int) -> Job:
+    def at(self, epoch: int, update: int = 0) -> Job:
         """Returns the job of a part of a run, which has no changes itself.
 
         Args:
-            epoch: number of complete epochs. Changes at this epoch or before it are applied.
+            epoch: number of complete epochs.
+            update: number of updates. Changes that one of the two numbers has reached are applied, in their order.
         """
+        return self.after(sum(1 for _ in takewhile(lambda c: c.boundary.is_reached(epoch, update), self.changes)))
+
+    def after(self, number: int) -> Job:
+        """Returns the job after a number of its changes. It has no changes itself."""
         if not self.changes:
             return self
         tables: Any = {table: _as_dict(getattr(self, table)) for table in MAY_CHANGE}
-        for change in self.changes:
-            if change.at_epoch <= epoch:
-                tables = change.applied(tables)
+        for change in self.changes[:number]:
+            tables = change.applied(tables)
         return self.with_(changes=(), **tables)
 
     @classmethod
@@ -158,9 +166,13 @@ class Job(JobFields):
             merged[table] = {**_as_dict(merged[table]), **keys}
         return type(self)(**{k: _as_dict(v) if isinstance(v, Table) else v for k, v in merged.items()})
 
+    def without_decisions(self) -> Job:
+        """Returns the job without a function that decides changes."""
+        return self.with_(decisions={"call": None, "options": {}, "at": "epoch"})
+
     def without_tests(self) -> Job:
         """Returns the job without evaluations and the features that need them, for measurements of time."""
-        return self.with_(
+        return self.without_decisions().with_(
             training={
                 "evaluate": False,
                 "evaluate_training_set": False,
@@ -238,15 +250,15 @@ class Job(JobFields):
         """
         if self.scheduled:
             return
-        for start in (0, *(change.at_epoch for change in self.changes)):
-            size = self.at(start).training.minibatch_size
+        for number in range(len(self.changes) + 1):
+            size = self.after(number).training.minibatch_size
             if size > training_samples:
                 raise ConfigError(
                     f"[training] minibatch_size = {size} (μ) exceeds the training set; use 1 to {training_samples:,}"
                 )
 
-    def parts(self, plan: topologies.Plan) -> Iterator[tuple[int, Job, topologies.Plan]]:
-        """Yields the parts of a run, between its `changes`: complete epochs at the beginning, job, and plan.
+    def parts(self, plan: topologies.Plan) -> Iterator[tuple[Boundary, Job, topologies.Plan]]:
+        """Yields the parts of a run, between its `changes`: boundary at its beginning, job, and plan.
 
         Args:
             plan: plan of the first part. Roles of later plans are on the same ranks and nodes.
@@ -254,20 +266,34 @@ class Job(JobFields):
         Raises:
             ValueError: options of the topology do not fit, or change the roles.
         """
-        whole = [(0, self.at(0), plan), *self._later_parts(plan)]
+        whole = [(START, self.after(0), plan), *self._later_parts(plan)]
         most = max(its_plan.max_gradients_per_message for _, _, its_plan in whole)  # which buffers have room for
         for start, part, its_plan in whole:
             yield start, part, replace(its_plan, max_gradients_per_message=most)
 
-    def _later_parts(self, plan: topologies.Plan) -> Iterator[tuple[int, Job, topologies.Plan]]:
+    def _later_parts(self, plan: topologies.Plan) -> Iterator[tuple[Boundary, Job, topologies.Plan]]:
         nodes = [plan.roles[i].node for i in plan.learners]
-        for change in self.changes:
-            later = self.at(change.at_epoch)
+        for number, change in enumerate(self.changes, 1):
+            later = self.after(number)
             drawn = later.make_topology().plan(len(plan.learners), nodes)
+            if len(plan.owners) < len(drawn.owners):  # a replay repeats the parts of weights at one server
+                drawn, _ = drawn.unparted()
+            drawn = replace(drawn, window=plan.window)
             rules.check([rules.other_roles], plan, drawn)
             places = zip(drawn.roles, plan.roles, strict=True)
             roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
-            yield change.at_epoch, later, replace(drawn, roles=tuple(roles))
+            yield change.boundary, later, replace(drawn, roles=tuple(roles))
+
+    def with_decided(self, decided: Iterable[tuple[str, int]]) -> Job:
+        """Returns the job with changes that were decided during a run, as if they had been planned.
+
+        Args:
+            decided: JSON of each change, and the number of changes before it.
+
+        Raises:
+            ConfigError: a change does not fit the job.
+        """
+        return self.with_(changes=with_decided(self.changes, decided))
 
     def to_json(self) -> str:
         """Returns the job as one line of JSON without the table `[study]`. A callable appears as `module:name`."""
@@ -289,4 +315,5 @@ def _is_valid(job: type[Job], tables: Mapping[str, Any]) -> bool:
 
 
 def _as_dict(table: Table) -> dict[str, Any]:
-    return {key: getattr(table, key) for key in table.model_fields_set}
+    values = ((key, getattr(table, key)) for key in sorted(table.model_fields_set))
+    return {key: _as_dict(value) if isinstance(value, Table) else value for key, value in values}

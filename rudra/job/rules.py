@@ -195,7 +195,7 @@ def shared_links(job: JobFields) -> Iterator[str]:
         "blocking_servers": job.simulation.blocking_servers,
         "faults": job.simulation.faults,
         "[fault_tolerance] straggler_timeout_s": job.fault_tolerance.straggler_timeout_s,
-        "[[changes]]": job.changes,
+        job.changing: job.changing,
         "[hogbatch] weights = 'shared'": job.hogbatch.shares_weights,
     }
     for key in (key for key, value in refused.items() if value):
@@ -203,24 +203,28 @@ def shared_links(job: JobFields) -> Iterator[str]:
 
 
 @job_rule
-def changes_of_every_update(job: JobFields) -> Iterator[str]:
-    if job.changes and job.optimizer.schedule_every == "update":
-        yield "[[changes]] is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'"
+def keys_without_a_function(job: JobFields) -> Iterator[str]:
+    if not job.decisions.given:
+        for key in job.decisions.non_defaults:
+            yield f"[decisions] {key} is not supported without call; set call, or remove {key}"
 
 
 @job_rule
-def changes_with_big_batches(job: JobFields) -> Iterator[str]:
-    if job.changes and job.simulation.batching == "big-batch":
-        yield "[[changes]] is not supported with [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
+def decisions_with_rates_of_updates(job: JobFields) -> Iterator[str]:
+    if job.decisions.given and job.optimizer.schedule_every == "update":
+        yield "[decisions] is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'"
 
 
 @job_rule
 def epochs_of_changes(job: JobFields) -> Iterator[str]:
-    before = 0
+    before = {"at_epoch": 0, "at_update": 0}
+    most = {"at_epoch": job.training.epochs, "at_update": math.inf}
     for change in job.changes:
-        if not before < change.at_epoch < job.training.epochs:
-            yield f"{change.where}: must be ascending, and less than [training] epochs = {job.training.epochs}"
-        before = change.at_epoch
+        key, number = change.boundary.key, change.boundary.number
+        if not before[key] < number < most[key]:
+            less = f", and less than [training] epochs = {job.training.epochs}" if key == "at_epoch" else ""
+            yield f"{change.where}: must be ascending{less}"
+        before[key] = number
 
 
 @job_rule
@@ -419,8 +423,14 @@ def placed_layers(part: JobPart) -> Iterator[str]:
             f"{_PLACED} [optimizer] clip_norm on topology {named(job.topology.name)}; "
             "remove clip_norm, or use a topology with a parameter server"
         )
-    if job.changes:
-        yield f"{_PLACED} [[changes]]; remove one of them"
+    if job.changing and merged:
+        ahead = "rule = 'merged', whose layers are ahead of the others; use rule = 'synchronous'"
+        yield f"[placement] with {job.changing} is not supported with {ahead}"
+    if job.changing and job.placement.servers > 1:
+        servers = f"servers = {job.placement.servers}; use servers = 1"
+        yield f"[placement] with {job.changing} is not supported with {servers}"
+    if job.decisions.given and not part.plan.served:
+        yield f"{_PLACED} [decisions] on topology {named(job.topology.name)}; use a topology with a parameter server"
     if merged and job.optimizer.plateau:
         yield (
             "[placement] rule = 'merged' is not supported with [optimizer] schedule = 'plateau'; "
@@ -477,12 +487,6 @@ def replicas_with_a_server(part: JobPart) -> Iterator[str]:
 
 
 @part_rule
-def changes_of_replicas(part: JobPart) -> Iterator[str]:
-    if part.plan.averaging and part.job.changes:
-        yield f"[[changes]] is not supported with protocol {part.name}; remove [[changes]]"
-
-
-@part_rule
 def big_batches_of_replicas(part: JobPart) -> Iterator[str]:
     alone = part.plan.averaging and part.plan.sharing != "replica"
     if alone and part.job.simulation.batching == "big-batch":
@@ -508,8 +512,6 @@ def topology_of_a_coordinator(part: JobPart) -> Iterator[str]:
 def keys_with_a_coordinator(part: JobPart) -> Iterator[str]:
     if not part.plan.scheduled:
         return
-    if part.job.changes:
-        yield f"{_HOGBATCH} [[changes]]; remove [[changes]]"
     if part.job.cluster.shares:
         yield f"{_HOGBATCH} [cluster] shares; remove shares"
     if (batching := part.job.simulation.batching) != "none":
@@ -579,6 +581,15 @@ def updates_that_no_role_sees(part: JobPart) -> Iterator[str]:
         yield f"{_AVERAGE} [hogbatch] weights = 'shared'; remove average, or use weights = 'server'"
     if part.plan.window and kept is not None and kept[1] == "update":
         yield f"{_SHARED} [results] keep_checkpoints = '{kept[0]} updates'; use a number of epochs"
+
+
+@part_rule
+def changes_in_windows(part: JobPart) -> Iterator[str]:
+    for change in part.job.changes if part.plan.window else ():
+        if change.at_update is not None:
+            yield f"{_SHARED} [[changes]] at_update = {change.at_update}, as workers update alone; use at_epoch"
+    if part.plan.window and part.job.decisions.at == "update":
+        yield f"{_SHARED} [decisions] at = 'update', as workers update alone; use at = 'epoch'"
 
 
 _SHARED = "[hogbatch] weights = 'shared' is not supported with"
@@ -677,32 +688,49 @@ def learners_of_simulations(part: JobPart) -> Iterator[str]:
 
 
 @change_rule
-def servers_that_cannot_restart(first: JobPart, later: JobPart) -> Iterator[str]:
-    if first.plan.parted:
-        yield f"{first.on} is not supported with [[changes]]; use another topology"
+def same_teams(first: JobPart, later: JobPart) -> Iterator[str]:
+    if first.job.simulation.batching == "big-batch" and first.plan.groups != later.plan.groups:
+        yield "[simulation] batching = 'big-batch' is not supported with a change of groups; use batching = 'none'"
+
+
+@change_rule
+def same_coordinator(first: JobPart, later: JobPart) -> Iterator[str]:
+    if first.plan.scheduled and first.job.protocol != later.job.protocol:
+        yield f"{_HOGBATCH} a change of [protocol]; change other keys"
+    elif first.plan.scheduled != later.plan.scheduled:
+        yield f"[protocol] name = '{later.name}' is not supported after {first.name}; begin another run"
+
+
+@change_rule
+def same_activations(first: JobPart, later: JobPart) -> Iterator[str]:
+    sizes = [(part.job.training.minibatch_size, part.job.cluster.parts) for part in (first, later)]
+    if first.job.placement.given and sizes[0] != sizes[1]:
+        keep = "as buffers for activations keep their size"
+        yield f"{_PLACED} a change of minibatch_size or shares, {keep}; change other keys"
+
+
+@change_rule
+def same_replicas(first: JobPart, later: JobPart) -> Iterator[str]:
+    if not first.plan.served and first.plan.groups != later.plan.groups:
+        yield "[topology] options.groups is not supported with a change of replicas; use the same groups"
+    if first.protocol.averages and later.protocol.averages:
+        names = [protocols.Averaging.of(part.protocol).outer.optimizer for part in (first, later)]
+        if names[0] != names[1]:
+            yield f"[averaging.outer] name = '{names[1]}' is not supported after '{names[0]}'; use the same optimiser"
 
 
 @change_rule
 def same_roles(first: JobPart, later: JobPart) -> Iterator[str]:
-    yield from other_roles(first.plan, later.plan)
+    yield from other_roles(first.plan, later.plan, first.job.changing)
 
 
-@change_rule
-def same_momentum(first: JobPart, later: JobPart) -> Iterator[str]:
-    if first.job.explicit_momentum(first.plan) != later.job.explicit_momentum(later.plan):
-        yield (
-            "[optimizer] momentum_correction = 'implicit' is not supported with a change of the mean staleness; "
-            "use momentum_correction = 'none'"
-        )
-
-
-def other_roles(before: topologies.Plan, after: topologies.Plan) -> Iterator[str]:
+def other_roles(before: topologies.Plan, after: topologies.Plan, changing: str = "[[changes]]") -> Iterator[str]:
     """Yields reasons why the ranks of a run cannot continue with another plan."""
     who = [[(role.kind, role.index, plan.traits(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
     if who[0] != who[1]:
         yield "[topology] options must not change roles or ranks; use options that keep them"
     if after.reduction == "mpi":
-        yield "[topology] options.reduction = 'mpi' is not supported with [[changes]]; use 'ordered' or 'nodes'"
+        yield f"[topology] options.reduction = 'mpi' is not supported with {changing}; use 'ordered' or 'nodes'"
 
 
 # Nodes of a simulation.

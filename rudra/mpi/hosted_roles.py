@@ -47,8 +47,8 @@ class HostedRoles:
     def abandon(self, plan: Plan, position: TrainingState) -> None:
         """Drops events of roles that restart from a position with another plan."""
         roles = self.running - {plan.statistics}
-        if plan.stage in roles:  # the stage server continues with the others' parts in its log
-            self._remake(plan.stage, plan, position)
+        for role in roles.intersection(plan.followers):  # they continue with the others' parts in their logs
+            self._remake(role, plan, position)
 
         def counts(role: int, event: Event) -> bool:
             return role not in roles or (role in plan.owners and outlasts(event, plan.statistics))
@@ -66,7 +66,7 @@ class HostedRoles:
         unknown = [i for i, role in enumerate(plan.roles) if role.world_rank in lost and i not in plan.gone]
         for role in sorted(self.running - {plan.statistics}):
             self.events.append((role, Started()))
-            if role not in (plan.server, plan.stage):  # these two have the plan already
+            if role not in (plan.server, *plan.followers):  # these have the plan already
                 self._remake(role, plan, position)
             if role != plan.server:  # the server knows the dead already
                 self.events.extend((role, Lost(other)) for other in unknown)

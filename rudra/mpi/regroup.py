@@ -92,7 +92,7 @@ class RankRegrouping:
             data = bytearray(status.Get_count(MPI.BYTE))
             comm.Recv(data, owner, REGROUP_TAG)
             gone, position = msgspec.msgpack.decode(data, type=tuple[list[int], TrainingState])
-            plan = phase_at(self._rank.phases, position.epoch).plan
+            plan = phase_at(self._rank.phases, position).plan
             self._abandon(plan.without(gone) if gone else plan, position)
 
     def regroup(self, action: Reconfigure) -> None:

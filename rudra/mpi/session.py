@@ -201,7 +201,7 @@ class _Session:
         busy = sum_on_node(self._ranks.comm, int(computes))
         return Rank(
             self._ranks.comm,
-            phase_at(setup.phases, self._start.position.epoch).plan,
+            phase_at(setup.phases, self._start.position).plan,
             setup.machines,
             setup.executors,
             setup.files.recorder(setup.executors, plan.statistics),

@@ -318,7 +318,7 @@ class RankSetup:
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """Creates a role for a restart. A role that updates weights restores the checkpoint just written."""
         executor = self.executors[role]
-        if isinstance(executor, OwnerExecutor) and role != plan.stage:  # the stage server has its own state
+        if isinstance(executor, OwnerExecutor) and role not in plan.followers:  # these have a state of their own
             self.files.restore(executor, position)
         return self._machine(role, plan, position)
 

@@ -77,7 +77,7 @@ def make_in_phase(
         training_samples: number of samples in the training set, and so in an epoch.
         position: state of training at the start.
     """
-    phase = phase_at(phases, position.epoch)
+    phase = phase_at(phases, position)
     plan = phase.plan.without(gone) if gone else phase.plan
     return make(role, phase.job, plan, training_samples, phase.schedule, position, phases)
 
@@ -89,7 +89,7 @@ def make(
     training_samples: int,
     schedule: Schedule,
     position: TrainingState = BEGINNING,
-    phases: Phases = (),
+    phases: Phases = Phases(),  # noqa: B008
 ) -> Machine:
     """Returns the state machine of one role of a plan.
 

@@ -13,10 +13,10 @@ its own replica. The average of all replicas is made in parallel. `protocols.ave
 
 Training pauses for an average if the replica must move towards the new weights. The last mini-batch of the period then
 names the step that follows, so that step and average can begin while its gradient is computed. Under early rules,
-which need no such move, training pauses at the end of an epoch. In a pause replicas restart if necessary, and requests
-are served. A request asks for the end of training, or for a checkpoint, which has all replicas after the same
-mini-batch. A learner sends its request with an average. If that average is made in the background, training pauses for
-the next one.
+which need no such move, training pauses at the end of an epoch, and if the job changes then. In a pause replicas
+restart if necessary, and requests are served. A request asks for the end of training, or for a checkpoint, which has
+all replicas after the same mini-batch. A learner sends its request with an average. If that average is made in the
+background, training pauses for the next one.
 
 A compute group may share a replica, or a reference that corrects its replicas (`rudra.roles.sharing`).
 
@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 from msgspec import structs
 
 from protocols import Averaging
-from rudra.core.actions import Action, Hash, PullReplica, Reduce, Save, StepReplica
+from rudra.core.actions import Action, PullReplica, Reduce, Save, StepReplica
 from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import Computed, Lost, Reduced, ReplicaStepped, Started, Updated
 from rudra.core.messages import GroupFlags, MessageKind
@@ -85,12 +85,17 @@ class AveragingPeriods:
         progress = (samples + self._together * made) / of_epoch
         return schedule.rate(samples // of_epoch, progress, self.number)
 
-    def end(self) -> tuple[Gradient, bool]:
-        """Ends the period and returns its mini-batches as one gradient, and whether an epoch ends with them."""
-        before, self._samples = self._samples, self._samples + self._together * self._length
+    @property
+    def epoch(self) -> int:
+        """Number of epochs that are complete with the averages begun."""
+        return self._samples // self._training_samples
+
+    def end(self) -> Gradient:
+        """Ends the period and returns its mini-batches as one gradient."""
+        self._samples += self._together * self._length
         gradient, self.made = joined(self.made, self.number), []
         self.number += 1
-        return gradient, self._samples // self._training_samples > before // self._training_samples
+        return gradient
 
     def epoch_after(self, samples: int, periods: int) -> int:
         """Returns the number of complete epochs when `periods` more periods follow `samples` samples."""
@@ -123,19 +128,22 @@ class Averager(Replica):
 
     def _reset_for_plan(self, plan: Plan) -> None:
         super()._reset_for_plan(plan)
-        ledger, job = self.ledger, self.ledger.rules.job
-        self.rule = Averaging.of(ledger.rules.protocol)
+        self.rule = Averaging.of(self.ledger.rules.protocol)
         self._sharing = sharing_of(self.rule, plan, self.id)
-        size, parts = job.training.minibatch_size, job.cluster.parts
-        together = sum(portion(plan, i, size, parts).count for i in plan.learners)
-        about = (together, self._training_samples, ledger.timestamp, ledger.samples)
-        self._periods = AveragingPeriods(self.rule, *about)
+        self._periods = self._new_periods()
         self._brings: Gradient  # gradient for the average under way
         self._pooled: tuple[Gradient, ...] = ()  # of the mean that steps a shared replica next
         self._under_way = self._quiet = self._quiet_next = False
         self._waits = self._saves = self._stops = self._drops = False
         self._distances: list[float] = []  # of all replicas, in the average that is ready
         self._held_s = 0.0
+
+    def _new_periods(self) -> AveragingPeriods:
+        """Returns the periods that begin now, by the present job."""
+        ledger, plan, job = self.ledger, self.plan, self.ledger.rules.job
+        size, parts = job.training.minibatch_size, job.cluster.parts
+        together = sum(portion(plan, i, size, parts).count for i in plan.learners)
+        return AveragingPeriods(self.rule, together, self._training_samples, ledger.timestamp, ledger.samples)
 
     @property
     def waiting_for(self) -> str:
@@ -155,7 +163,7 @@ class Averager(Replica):
     def _start(self, event: Started, now: float) -> list[Action]:
         restart = self._sharing.restart(keeps_momentum=False) if self._restarting else []
         self._restarting = False
-        return [*restart, Hash(WEIGHTS)]
+        return [*restart, *super()._start(event, now)]
 
     # Mini-batches.
 
@@ -225,8 +233,10 @@ class Averager(Replica):
 
     def _end_period(self) -> None:
         """Ends a period: its mini-batches go into an average."""
-        self._brings, ends_epoch = self._periods.end()
-        self._quiet = not self.rule.early or self._quiet_next or ends_epoch
+        periods, epoch = self._periods, self._periods.epoch
+        self._brings = periods.end()
+        changes = self.ledger.rules.until.is_reached(periods.epoch, periods.number)
+        self._quiet = not self.rule.early or self._quiet_next or periods.epoch > epoch or changes
         self._quiet_next = False
         self._under_way = True
 
@@ -235,14 +245,17 @@ class Averager(Replica):
         number, word = self._periods.number - 1, self._word(distance, now)
         return Reduce(DIFFERENCE, self._sharing.everybody, number, self._brings, True, word)
 
+    @property
+    def _ahead(self) -> int:
+        return 1 if self._quiet else 2
+
     def _word(self, distance: float, now: float) -> GroupFlags:
         ledger, saves = self.ledger, False
         if self._leads:
-            ahead = 1 if self._quiet else 2
-            epoch = self._periods.epoch_after(ledger.samples, ahead)
-            saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + ahead, epoch, now)
+            epoch = self._periods.epoch_after(ledger.samples, self._ahead)
+            saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + self._ahead, epoch, now)
         told = (self._lr_drops_requested, self._target_reached, ledger.stopped)
-        return GroupFlags(self._digest, *told, saves, distance)
+        return GroupFlags(self._digest, *told, saves, self._decisions.new, distance)
 
     def _go_on_computing(self, now: float) -> list[Action]:
         waited_s = self._held_s + now - self._stepped_at
@@ -299,12 +312,20 @@ class Averager(Replica):
         if self._saves and not self.ledger.over:
             move += self.duties.cycle.begin(now) if self._leads else self._save(now)
         if not self._ended_training:
-            return [*move, *self._go_on_computing(now), *actions]
+            changes = self._change(now) if self.ledger.is_to_change else []
+            return [*move, *changes, *self._go_on_computing(now), *actions]
         self.state = STOPPED
         self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
         stopped = self._leads and not self.ledger.over
         account = self.duties.account(now, pushed=self.ledger.applied, stopped=stopped)
         return [*move, *actions, *self.log.close(now, self.ledger.timestamp), *account]
+
+    def _change(self, now: float) -> list[Action]:
+        actions = super()._change(now)
+        self.rule = Averaging.of(self.ledger.rules.protocol)
+        self._sharing.follow(self.rule)
+        self._periods = self._new_periods()
+        return actions
 
     def _save(self, now: float) -> list[Action]:
         """Saves the part of a checkpoint that this learner keeps."""

@@ -24,6 +24,7 @@ from rudra.core.records import Gradient
 from rudra.roles.averaging import joined
 from rudra.roles.learner import DROPPED, Learner, LearnerState
 from rudra.roles.machine import Setup, States, Transition, self_loops
+from rudra.roles.optimizer_settings import changed_settings
 
 COMPUTING, EXCHANGING, STEPPING = LearnerState.COMPUTING, LearnerState.EXCHANGING, LearnerState.STEPPING
 STOPPED = LearnerState.STOPPED
@@ -43,6 +44,7 @@ class ReplicaSteps:
         self.rule = Averaging.of(setup.job.make_protocol(setup.plan))
         self._samples = setup.job.training.minibatch_size
         self._schedule, self._training_samples = setup.schedule, setup.training_samples
+        self._timestamp, self._samples_before = setup.position.timestamp, setup.position.samples
 
     def step(self, timestamp: int, made: int, *, corrects: bool) -> StepReplica:
         """Returns the action that steps the replica.
@@ -52,7 +54,8 @@ class ReplicaSteps:
             made: number of mini-batches since then, including this one.
             corrects: whether the step also corrects the replica.
         """
-        before = timestamp * self.rule.period * self._samples  # as if all updates had the same size
+        updates = timestamp - self._timestamp  # as if all of them had the same size
+        before = self._samples_before + updates * self.rule.period * self._samples
         epoch, progress = before // self._training_samples, (before + made * self._samples) / self._training_samples
         rate = self._schedule.rate(epoch, progress, timestamp)
         if not corrects:
@@ -63,7 +66,7 @@ class ReplicaSteps:
 class ElasticLearner(Learner):
     """Learner that steps its own replica, with the arguments of `Learner`."""
 
-    __slots__ = ("_exchanging", "_made", "_moved", "_period", "_step_began_at", "_steps")
+    __slots__ = ("_exchanging", "_made", "_moved", "_period", "_settings", "_step_began_at", "_steps")
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
         **Learner.TRANSITIONS,
@@ -82,12 +85,13 @@ class ElasticLearner(Learner):
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
         self._steps = ReplicaSteps(setup)
+        self._settings = changed_settings(role, setup.phases_in_effect, setup.job, setup.plan)
         self._period = self._steps.rule.period
         self._made: list[Gradient] = []  # one for each step since the last exchange
         self._exchanging = self._moved = False
 
     def _first_weights(self, event: Received[Weights], now: float) -> list[Action]:
-        return [ResetReplica(REPLICA, WEIGHTS), *super()._first_weights(event, now)]
+        return [*self._settings, ResetReplica(REPLICA, WEIGHTS), *super()._first_weights(event, now)]
 
     def _next(self, now: float) -> list[Action]:
         self.state = COMPUTING

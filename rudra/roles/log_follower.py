@@ -13,15 +13,16 @@ from rudra.core.actions import (
     Copy,
     Correct,
     DeclareLost,
+    FollowJob,
     Receive,
     Reconfigure,
     Save,
     Send,
     Update,
 )
-from rudra.core.buffer_names import AVERAGE, WEIGHTS
+from rudra.core.buffer_names import AVERAGE, SNAPSHOT, WEIGHTS
 from rudra.core.messages import WeightsPart
-from rudra.core.training_state import BEGINNING
+from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.roles.multi_owner import LOGGED, NUMBER
 from topologies import Plan
 
@@ -66,6 +67,11 @@ class LogFollower:
         """Whether a transfer reads the weights, or their average over time."""
         return bool(self.lent[WEIGHTS] or self.lent[AVERAGE])
 
+    def inherit(self, before: "LogFollower") -> None:
+        """Takes over the log of an earlier follower, and its transfers to the statistics server."""
+        self.read(before.entries)
+        self.lent.update({name: before.lent[name] for name in (AVERAGE, SNAPSHOT)})
+
     def carry_out(self, due: Due) -> list[Action]:
         """Carries out entries in order until one must wait.
 
@@ -87,6 +93,8 @@ class LogFollower:
         needed: set[bytes | int] = set()
         for entry in list(self.entries):
             what, role, buffer, other, *_ = entry
+            if what == NUMBER[Reconfigure]:
+                break
             if what == NUMBER[Receive] and not needed & {role, buffer}:
                 self.entries.remove(entry)
                 actions += self.due(entry) or []
@@ -125,6 +133,8 @@ class LogFollower:
             return [AverageGroup(buffer)]
         if kind is Reconfigure:
             return [Reconfigure(self._plan, BEGINNING)]
+        if kind is FollowJob:
+            return [FollowJob(TrainingState(number, epoch))]
         return [Save(WEIGHTS, BEGINNING) if kind is Save else DeclareLost(role)]
 
     def read(self, entries: Iterable[Entry]) -> None:

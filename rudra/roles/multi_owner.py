@@ -18,6 +18,7 @@ from rudra.core.actions import (
     Copy,
     Correct,
     DeclareLost,
+    FollowJob,
     Receive,
     Reconfigure,
     Save,
@@ -43,6 +44,7 @@ LOGGED: tuple[type[Action], ...] = (
     Reconfigure,
     ComputeNorms,
     Correct,
+    FollowJob,
 )
 """Actions that concern other owners. An entry of the log identifies an action by its place here."""
 
@@ -78,6 +80,8 @@ def entry(action: Action, number: int = 0) -> bytes:
             role, buffer = action.to, action.buffer
         case DeclareLost():
             role = action.role
+        case Reconfigure() | FollowJob():
+            number, epoch = action.position.timestamp, action.position.epoch
     told = (role, buffer.encode(), other.encode(), number, fraction, scale, samples, time_s, epoch, 0)
     return PACK[MessageKind.LOG](NUMBER[type(action)], *told)
 

@@ -114,6 +114,11 @@ class SampleAllocator:
         self.count(gradient)
         self.applied()
 
+    @property
+    def idle(self) -> bool:
+        """Whether no worker has samples whose gradients are not in an update yet."""
+        return not any(self._given)
+
     def held(self, worker: int) -> int:
         """Returns the number of parts assigned to a worker whose gradients are not in an update yet."""
         return len(self._given[worker])

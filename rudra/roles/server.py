@@ -10,7 +10,7 @@ weights' tree, on each edge as soon as the edge is idle and there are newer weig
 copies.
 
     INITIALISING  weights sent, digests compared      -> TRAINING  start all roles
-    TRAINING      the job changes after an epoch, or a role died and the others must regroup
+    TRAINING      the job changes, or a role died and the others must regroup
                                                       -> INITIALISING  all roles restart from these weights
     TRAINING      the last epoch's samples applied    -> DRAINING  stop the learners
     TRAINING      the run is asked to stop            -> DRAINING  stop the learners early
@@ -29,6 +29,7 @@ from msgspec import Struct
 from protocols import Clock
 from rudra.core.actions import Action, DeclareLost, Fail, Hash, Send, Warn
 from rudra.core.buffer_names import WEIGHTS
+from rudra.core.decisions import text_of
 from rudra.core.events import (
     Committed,
     Hashed,
@@ -44,6 +45,7 @@ from rudra.core.events import (
     Updated,
 )
 from rudra.core.messages import (
+    ChangeDecided,
     ChildDone,
     EpochEvaluated,
     EvaluatePart,
@@ -256,10 +258,14 @@ class ParameterServer(Machine):
 
     def _start(self, event: Started, now: float) -> list[Action]:
         warnings = [] if self.ledger.clock.started else _warnings(self.ledger.rules.job, self.plan)
-        return [*warnings, Hash(WEIGHTS)]
+        return [*self.ledger.rules.settings(self.id), *warnings, Hash(WEIGHTS)]
 
     def _send_first_weights(self, event: Hashed, now: float) -> list[Action]:
         self._readiness.digest = short_digest(event.digest)
+        return self._send_to_all()
+
+    def _send_to_all(self) -> list[Action]:
+        """Sends the weights to all roles that get them from here."""
         receivers = self.plan.receivers[self.id]
         self._lent = len(receivers)
         if self._correction is not None:
@@ -372,7 +378,7 @@ class ParameterServer(Machine):
         if self.ledger.over or self.ledger.stopped:
             return self._drain()
         if self.ledger.is_to_change:
-            return self._begin_anew(now)
+            return self._change(now)
         return self._downcast.updated(self._stamp.weights) if self.plan.overlapped else []
 
     def _report_straggler(self, child: int, silence_s: float, now: float) -> list[Action]:
@@ -397,6 +403,10 @@ class ParameterServer(Machine):
 
     def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
         self.ledger.lower(event.message.times, now)
+        return []
+
+    def _decide(self, event: Received[ChangeDecided], now: float) -> list[Action]:
+        self.ledger.decide(event.message.number, text_of(event.message.rows))
         return []
 
     def _updated(self, event: Updated | Received[OwnerStepped], now: float) -> list[Action]:
@@ -557,12 +567,24 @@ class ParameterServer(Machine):
         return self._begin_anew(now)
 
     def _begin_anew(self, now: float) -> list[Action]:
-        """Restarts all remaining roles from the present weights, with the job of this epoch."""
+        """Restarts all remaining roles from the present weights, with the present job."""
         position = self.ledger.position(now)
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.rules.plan is not self.plan:
             self._reset_for_plan(self.ledger.rules.plan, position)
         return actions
+
+    def _change(self, now: float) -> list[Action]:
+        """Continues with the next job. If no worker of a coordinator has work, no role restarts."""
+        dealer, rules = self.ledger.dealer, self.ledger.rules
+        if dealer is None or not dealer.idle:
+            return self._begin_anew(now)
+        self.ledger.follow(now)
+        if lost := self.plan.workers - len(self.membership.pushed):
+            rules.replace_protocol(rules.job.make_protocol(self.plan, lost))
+        self._gradient_weight = rules.protocol.modulation.gradient_weight
+        self._weights_changed()
+        return [*rules.settings(self.id)]
 
     def _go_on_without(self, role: int, name: str, now: float) -> list[Action]:
         """Continues without a lost learner. The other roles do not restart."""

@@ -9,6 +9,10 @@ first shard chooses a buffer, and all shards receive their parts into it. The gr
 have their parts, so either all parts of a gradient count or none. If a learner dies in between, all shards drop the
 parts that have arrived.
 
+If the job changes, all roles restart from the weights of an update. A shard learns of the restart by the log and by its
+driver, in any order, and needs both to continue. In between it completes the updates before the restart, because all
+shards have their gradients. It drops the transfers with learners that the log still has.
+
 The shards send their parts of the weights to a learner after the first shard's answer. They send them to the statistics
 server after the announcement of a snapshot.
 """
@@ -28,6 +32,7 @@ from rudra.core.actions import (
     DeclareLost,
     Hash,
     Receive,
+    Reconfigure,
     Save,
     Send,
     Update,
@@ -46,9 +51,10 @@ from rudra.core.messages import (
 )
 from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import Learner, LearnerState
-from rudra.roles.log_follower import LogFollower
+from rudra.roles.log_follower import Entry, LogFollower
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
-from rudra.roles.multi_owner import Log, stepped
+from rudra.roles.multi_owner import LOGGED, Log, stepped
+from rudra.roles.optimizer_settings import changed_settings
 from rudra.roles.server import TRAINING, ParameterServer, ServerState
 
 
@@ -87,6 +93,13 @@ class GradientParts:
         self._coming: dict[str, _Coming] = {}  # gradients on their way, by buffer
         self._number = 0
 
+    def begin_anew(self, buffers: GradientBuffers) -> None:
+        """Forgets all gradients on their way: all roles restart, with these receive buffers."""
+        self._buffers = buffers
+        self._announced.clear()
+        self._rooms.clear()
+        self._coming.clear()
+
     def validate(self) -> None:
         assert not self._rooms.keys() & self._coming.keys()
         assert self._buffers.posted.keys() >= self._coming.keys()
@@ -108,7 +121,7 @@ class GradientParts:
                     if action.message.kind is MessageKind.SNAPSHOT:
                         own.append(Send(action.to, action.message))
                     own.append(self._log.add(Send(action.to, WeightsPart(self._id), action.buffer)))
-                case Correct() | Accumulate() | Update() | Copy() | Save() | DeclareLost():
+                case Correct() | Accumulate() | Update() | Copy() | Save() | DeclareLost() | Reconfigure():
                     own.append(self._log.add(action))
                 case _:
                     own.append(action)
@@ -182,6 +195,16 @@ class FirstShard(ParameterServer):
         self._parts = GradientParts(role, setup.plan.front_owners[1:], self.buffers)
         self._co_owned = (self._parts, *self._co_owned)
 
+    def _start(self, event: Started, now: float) -> list[Action]:
+        if not self.ledger.clock.started:
+            return super()._start(event, now)
+        return [*self.ledger.rules.settings(self.id), *self._send_to_all()]  # no role could hash all weights
+
+    def _begin_anew(self, now: float) -> list[Action]:
+        actions = super()._begin_anew(now)
+        self._parts.begin_anew(self.buffers)
+        return actions
+
     def validate(self) -> None:
         super().validate()
         self._parts.validate()
@@ -235,7 +258,7 @@ class Shard(Machine):
         **self_loops(
             [FOLLOWING],
             {
-                Started: "_ignore",
+                Started: "_start",
                 MessageKind.LOG: "_read",
                 MessageKind.GRADIENT_PART: "_part",
                 Sent: "_returned",
@@ -251,6 +274,12 @@ class Shard(Machine):
         self.state = FOLLOWING
         self._first = setup.plan.server
         self._follower = LogFollower(role, setup.plan, self._dead)
+        self._settings = changed_settings(role, setup.phases_in_effect, setup.job, setup.plan)
+        self._restarts = self._reported = 0  # number of restarts by the driver, and of those that the log has reported
+
+    def inherit(self, before: "Shard") -> None:
+        self._follower.inherit(before._follower)
+        self._restarts, self._reported = before._restarts + 1, before._reported
 
     def validate(self) -> None:
         self._follower.validate()
@@ -259,14 +288,34 @@ class Shard(Machine):
     def waiting_for(self) -> str:
         return self._follower.waiting_for
 
+    def _start(self, event: Started, now: float) -> list[Action]:
+        return [*self._settings, *self._follow_log()] if self._is_current else self._follow_log()
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the log has reported every restart."""
+        return self._reported == self._restarts
+
     def _read(self, event: Received[LogEntries], now: float) -> list[Action]:
         self._follower.read(event.message.rows.tolist())
         return self._follow_log()
 
     def _follow_log(self) -> list[Action]:
         """Carries out the log as far as possible now."""
-        actions = self._follower.carry_out(self._follower.due)
-        return actions + self._follower.receive_ahead()
+        actions = self._follower.carry_out(self._due)
+        return actions + self._follower.receive_ahead() if self._is_current else actions
+
+    def _due(self, entry: Entry) -> list[Action] | None:
+        """Returns the actions for an entry of the log, or None if the entry must wait."""
+        what, role, *_ = entry
+        kind = LOGGED[what]
+        if kind is Reconfigure:
+            if self._is_current:
+                return None  # until the driver restarts this role
+            self._reported += 1
+            return [*self._settings]
+        with_learner = kind in (Receive, CancelReceive) or (kind is Send and role != self.plan.statistics)
+        return [] if with_learner and not self._is_current else self._follower.due(entry)
 
     def _part(self, event: Received[GradientPart], now: float) -> list[Action]:
         assert event.buffer is not None

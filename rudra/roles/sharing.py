@@ -37,6 +37,10 @@ class OwnReplica:
         """Description for people of the learner's wait for its group, or an empty string."""
         return ""
 
+    def follow(self, rule: Averaging) -> None:
+        """Continues with another rule. No reduction is under way."""
+        self._rule = rule
+
     def restart(self, *, keeps_momentum: bool) -> list[Action]:
         """Sets the replica to the weights."""
         return [ResetReplica(REPLICA, WEIGHTS, keeps_momentum)]
@@ -136,10 +140,13 @@ class SharedReference(OwnReplica):
     everybody = EVERYBODY
 
     def __init__(self, rule: Averaging, plan: Plan, role: int) -> None:
-        super().__init__(rule)
         self._group = _Group(plan, role)
-        self._elasticity = rule.local_elasticity(self._group.size)
+        self.follow(rule)
         self.busy = self._ends = False
+
+    def follow(self, rule: Averaging) -> None:
+        super().follow(rule)
+        self._elasticity = rule.local_elasticity(self._group.size)
 
     @property
     def waiting_for(self) -> str:

@@ -16,6 +16,7 @@ from rudra.core.actions import (
     ComputeNorms,
     Copy,
     DeclareLost,
+    FollowJob,
     Reconfigure,
     Save,
     Send,
@@ -117,7 +118,7 @@ class StageLog:
                 self._log.add(action, self._timestamp)
             case Copy() if action.target == SNAPSHOT:
                 self._log.add(action, self._timestamp)
-            case DeclareLost():
+            case DeclareLost() | FollowJob():
                 self._log.add(action)
             case Reconfigure():
                 self._log.add(action)

@@ -32,6 +32,7 @@ from rudra.core.actions import (
     Action,
     AverageGroup,
     Copy,
+    FollowJob,
     Receive,
     Reconfigure,
     RunLastStage,
@@ -53,13 +54,16 @@ from rudra.core.messages import (
     Shutdown,
     TrainingStarted,
 )
+from rudra.core.phases import phase_at
 from rudra.core.records import Gradient
+from rudra.core.training_state import TrainingState
 from rudra.core.work import Work, portion
 from rudra.roles.ledger import Ledger
 from rudra.roles.log_follower import Entry, LogFollower
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
 from rudra.roles.multi_owner import LOGGED, stepped
 from rudra.roles.norms import Norms, told
+from rudra.roles.optimizer_settings import changed_settings
 from rudra.roles.outbox import Outbox
 from rudra.roles.relay import SumRelay
 from rudra.roles.sharded import FOLLOWING, ShardState
@@ -110,7 +114,8 @@ class StageServer(Machine):
         self._clips = not self._merged and job.optimizer.clip_norm is not None
         self._norms = Norms()
         self._relay = SumRelay(role, plan)
-        self._factor = job.placement.rate_factor(job.optimizer)
+        self._phases, self._factor = setup.phases_in_effect, job.placement.rate_factor(job.optimizer)
+        self._settings = changed_settings(role, self._phases, job, plan)
         per_update = job.make_protocol(plan).gradients_per_update if self._merged else 1
         averaged = setup.position.averaged * per_update  # an estimate, as the timestamp below
         started = setup._replace(position=structs.replace(setup.position, averaged=averaged))
@@ -150,7 +155,9 @@ class StageServer(Machine):
 
     def _start(self, event: Started, now: float) -> list[Action]:
         mine = [learner for learner in self.plan.learners if self.plan.stage_of(learner) == self.id]
-        return [Receive(_activations_of(learner), learner, gradient=True) for learner in mine]
+        follows = self._followed < len(self._plans) - 1  # updates by an earlier job, which the log has not reported
+        settings = [] if follows else self._settings
+        return [*settings, *(Receive(_activations_of(learner), learner, gradient=True) for learner in mine)]
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self._reports.began = self._ledger.clock.start_time = event.message.began_ns * 1e-9
@@ -254,7 +261,7 @@ class StageServer(Machine):
 
     def _due(self, entry: Entry) -> list[Action] | None:
         """Returns the actions for an entry of the log, or None if the entry must wait."""
-        what, role, buffer, other, number, *_ = entry
+        what, role, buffer, other, number, *_, epoch, _ = entry
         kind, name, into = LOGGED[what], buffer.decode(), other.decode()
         follower, updates = self._follower, self._updates
         if kind is Receive:
@@ -268,7 +275,8 @@ class StageServer(Machine):
         if kind is Reconfigure:
             self._followed += 1
             updates.counted = []
-            return []
+        if kind in (Reconfigure, FollowJob):
+            return self._follow_job(TrainingState(number, epoch))
         if kind is Update and (self._under_way is not None or (self._clips and not self._norms.complete)):
             return None
         actions = follower.due(entry)
@@ -297,6 +305,12 @@ class StageServer(Machine):
             self._final = True
             return [*self._reports.flush(self._reports.now), *actions]  # all learners may have left already
         return actions
+
+    def _follow_job(self, position: TrainingState) -> list[Action]:
+        """Uses the settings of the job at a position."""
+        job = phase_at(self._phases, position).job
+        self._factor = job.placement.rate_factor(job.optimizer)
+        return [*changed_settings(self.id, self._phases, job, self.plan)]
 
     def _measured(self, event: NormsComputed, now: float) -> list[Action]:
         self._norms.measured = True
@@ -346,6 +360,7 @@ class StageServer(Machine):
         self._follower.read(before._follower.entries)
         self._follower.lent.update({name: before._follower.lent[name] for name in (WEIGHTS, AVERAGE, SNAPSHOT)})
         self._updates, self._update, self._reports = before._updates, before._update, before._reports
+        self._factor = before._factor  # until the log reports the regrouping
         self._final, self._ending = before._final, before._ending
         self._plans, self._followed = [*before._plans, self.plan], before._followed
 

@@ -10,6 +10,7 @@ from rudra.core.phases import Phases, phase_at
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.core.wire import tail_bytes, tensor_bytes
 from rudra.errors import ConfigError
+from rudra.job.boundary import Boundary
 from rudra.job.job import Job
 from rudra.prepare.nodes import nodes_of
 from rudra.prepare.phases import phases_of
@@ -39,7 +40,7 @@ def machines_of(
     def make(role: int, plan: Plan, position: TrainingState) -> Machine:
         return roles.make_in_phase(role, phases, plan.gone, training_samples, position)
 
-    plan = phase_at(phases, position.epoch).plan
+    plan = phase_at(phases, position).plan
     return {i: make(i, plan, position) for i in range(len(plan.roles))}, make
 
 
@@ -54,16 +55,16 @@ def prices_of(
         placed: How the model is divided between learners and a stage server.
         buffers: Number of elements of a gradient that are not parameters.
     """
-    known: dict[int, CostModel] = {}
+    known: dict[Boundary, CostModel] = {}
 
     def price(position: TrainingState) -> CostModel:
-        at_epoch, job, plan, *_ = phase_at(phases, position.epoch)
-        if at_epoch not in known:
+        start, job, plan, *_ = phase_at(phases, position)
+        if start not in known:
             size, bytes_ = job.training.minibatch_size, tensor_bytes(size_bytes)
             about: dict[str, Any] = {"size_bytes": bytes_, "placed": placed, "paces": paces_of(job, plan)}
             about["overlap"] = Overlap(job, plan, bytes_ // 4, buffers, placed)
-            known[at_epoch] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
-        return known[at_epoch]
+            known[start] = CostModel(job.simulation, plan, size, job.cluster.parts, **about)
+        return known[start]
 
     return price
 
@@ -106,7 +107,7 @@ def assemble(
     machines, make = machines_of(phases, training_samples, position)
     price = prices_of(phases, size_bytes, placed, buffers)
     simulation = Simulation(
-        phase_at(phases, position.epoch).plan,
+        phase_at(phases, position).plan,
         machines,
         tensors,
         recorder,

@@ -85,6 +85,10 @@ class BigBatchTensors(RealTensors):
         self._hold((role, action.gradient), self._held(of_gradient))
         return self._learner(role).computed(action, mine)
 
+    def regroup(self, role: int, owner: int, keepers: Sequence[int] = ()) -> None:
+        super().regroup(role, owner, keepers)
+        self._team_of[role].outcomes.clear()
+
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         if isinstance(action, Accumulate) and action.into != action.gradient:
             into, gradient = (self._held((role, name)) for name in (action.into, action.gradient))

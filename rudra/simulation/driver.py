@@ -7,6 +7,7 @@ A queue of events (`rudra.simulation.queue`) drives the roles. Their messages go
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from heapq import heappush
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from rudra.core.actions import (
     ExecutorAction,
     Fail,
     Finish,
+    FollowJob,
     Halt,
     Receive,
     Reconfigure,
@@ -32,7 +34,7 @@ from rudra.core.actions import (
     Update,
     Warn,
 )
-from rudra.core.events import Committed, Event, Received, Saved, Started, Stopped, Tick
+from rudra.core.events import Committed, Decided, Event, Received, Saved, Started, Stopped, Tick
 from rudra.core.training_state import TrainingState
 from rudra.core.work import Work
 from rudra.errors import RunError
@@ -56,7 +58,7 @@ Check = Callable[[Machine, States, Event], None]
 class RowSink(Protocol):
     """Receiver of the statistics server's rows."""
 
-    def record(self, action: Record) -> None: ...
+    def record(self, action: Record) -> Decided | None: ...
     def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
@@ -106,7 +108,7 @@ class Simulation:
         check: Check | None = None,
         beside: "Simulation | None" = None,
     ) -> None:
-        self._saver, self._check = save, check
+        self._saver, self._check, self._price = save, check, price
         self.plan, self.tensors, self.costs = plan, tensors, costs
         self.code = 0
         self._sized = bool(costs.paces)
@@ -130,13 +132,14 @@ class Simulation:
             Save: self._save,
             Commit: lambda actor, action, time: self._soon(actor, Committed(action.timestamp)),
             Sync: lambda actor, action, time: None,
-            Record: lambda actor, action, time: recorder.record(action),
+            Record: partial(self._record, recorder),
             StoreEpochWeights: lambda actor, action, time: recorder.keep(actor.role, action),
             Finish: lambda actor, action, time: recorder.finish(actor.role, action),
             Warn: lambda actor, action, time: recorder.warn(actor.machine.name, action.text),
             Fail: self._fail,
             Halt: self._halt,
             Reconfigure: SimulatedRegrouping(self, make, price).regroup,
+            FollowJob: self._follow_job,
         }
         self._over = self._end
         for role, machine in machines.items():
@@ -246,6 +249,13 @@ class Simulation:
             for role in costs.compute_s:
                 self.actors[role].ahead_s = None
                 self.actors[role].compute_s = costs.computation(role, self.actors[role].random)
+
+    def _follow_job(self, actor: Actor, action: FollowJob, time: float) -> None:
+        """Uses the costs of the job at a position for a role."""
+        if self._price is not None:
+            self.costs = self._price(action.position)
+            actor.ahead_s = None
+            actor.compute_s = self.costs.computation(actor.role, actor.random)
 
     def stretch(self, actor: Actor, factor: float) -> None:
         """Multiplies the remaining time of the current computation by `factor`."""
@@ -357,6 +367,10 @@ class Simulation:
             self._saver(actor.role, action)
         if actor.role == self.plan.server:  # the server writes the parts of all roles that store something
             self._soon(actor, Saved(action.position.timestamp))
+
+    def _record(self, recorder: RowSink, actor: Actor, action: Record, time: float) -> None:
+        if (decided := recorder.record(action)) is not None:
+            self._soon(actor, decided)
 
     def _soon(self, actor: Actor, event: Event) -> None:
         """Passes an event to a role as soon as the role is free."""

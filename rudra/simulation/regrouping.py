@@ -61,7 +61,7 @@ class SimulatedRegrouping:
                 before, actor.machine = actor.machine, self._make(actor.role, plan, position)
                 actor.machine.inherit(before)
                 actor.handle = sim.handler(actor.machine)
-                if sim.tensors.regroup is not None and actor.role != plan.stage:  # the stage server has its own weights
+                if sim.tensors.regroup is not None and actor.role not in plan.followers:  # these keep their weights
                     sim.tensors.regroup(actor.role, by.role)
             sim.queue.later(time + sim.costs.table.latency_s, actor.take, actor, Started())
 

@@ -23,6 +23,7 @@ from rudra.roles.correcting import needs_pulled_weights, pulled_name
 from rudra.roles.elastic import ReplicaSteps
 from rudra.roles.ledger import Owner
 from rudra.roles.machine import Setup, States, short_digest
+from rudra.roles.optimizer_settings import changed_settings
 from rudra.roles.stage_server import StageServer
 from rudra.roles.worker import works
 from rudra.simulation.assembly import machines_of
@@ -85,7 +86,10 @@ class ReplayDriver:
     ) -> None:
         plan = phases[0].plan
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
-        self._phases, self._tensors = phases, tensors
+        self._phases, self._tensors, self._training_samples = phases, tensors, training_samples
+        self._replicas: ReplicaSteps | None = None
+        self._begun_at = 0  # number of gradients applied when all roles began or restarted
+        self._exchanged: set[int] = set()  # learners whose replica differs from the weights
         self._role = {plan.roles[role].index: role for role in plan.learners}  # by the learner's number
         self._works: dict[int, Work] = {}  # learner -> samples of its next mini-batch
         self._steps: dict[int, int] = {}  # learner -> step of its next mini-batch
@@ -108,11 +112,8 @@ class ReplayDriver:
         assert isinstance(owner, Owner)
         self._ledger = owner.ledger
         self._coordinator = owner if isinstance(owner, Coordinator) else None
-        self._exchanged: set[int] = set()  # learners whose replica differs from the weights
         self._restarts = record.restarts  # indices of rows that follow a reset of all replicas
         self._keeps_pulled = needs_pulled_weights(first.job)
-        self._replicas = ReplicaSteps(setup) if plan.averaging and plan.served else None
-        self._period = 1 if self._replicas is None else self._replicas.rule.period
         self._through: ThroughStage | None = None
         self._stage: Machine | None = None
         if plan.stage is not None and not plan.served:
@@ -126,7 +127,13 @@ class ReplayDriver:
         """Makes a role at a training state. Learners of a server compute what the record contains from there on."""
         if not plan.served or not plan.traits(role).trains:
             return self._make_as_ever(role, plan, position)
-        job = phase_at(self._phases, position.epoch).job
+        self._begun_at = position.applied
+        _, job, _, schedule, _ = phase_at(self._phases, position)
+        if plan.averaging:
+            self._replicas = ReplicaSteps(Setup(job, plan, self._training_samples, schedule, position))
+            self._exchanged.discard(role)
+            for action in changed_settings(role, self._phases, job, plan):
+                self._tensors.perform(role, action, 0.0)
         if plan.scheduled:
             self._parts[role] = deque()
         else:
@@ -167,6 +174,11 @@ class ReplayDriver:
             self._through.finish()
 
     @property
+    def _period(self) -> int:
+        """Returns the number of mini-batches of a gradient."""
+        return 1 if self._replicas is None else self._replicas.rule.period
+
+    @property
     def _made(self) -> int:
         """Returns the number of updates that all roles have made, if there is no server."""
         if not isinstance(self._stage, StageServer) or isinstance(self._stage, AsRecorded):
@@ -204,7 +216,7 @@ class ReplayDriver:
 
     def _go_on_as_scheduled(self, coordinator: Coordinator, place: int) -> None:
         """Lets a coordinator assign work again after a resume from a checkpoint, as earlier assignments were lost."""
-        if place in self._restarts:
+        if place in self._restarts and place != self._begun_at:
             for parts in self._parts.values():
                 parts.clear()
             for action in coordinator.deal_anew():

@@ -25,6 +25,7 @@ from rudra.core.actions import (
     ResetReplica,
     RunFirstStage,
     RunLastStage,
+    SetOptimizer,
     StepReplica,
     Update,
 )
@@ -98,7 +99,15 @@ class TimingOnly:
 
     executors: Mapping[int, Executor] = {}
 
-    idle: Collection[type[ExecutorAction]] = (Accumulate, Correct, PullReplica, AverageGroup, Copy, ResetReplica)
+    idle: Collection[type[ExecutorAction]] = (
+        Accumulate,
+        Correct,
+        PullReplica,
+        AverageGroup,
+        Copy,
+        ResetReplica,
+        SetOptimizer,
+    )
 
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
         match action:

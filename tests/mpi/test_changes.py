@@ -15,12 +15,13 @@ from rudra.results import checkpoint
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
-def job_file(directory: Path, name: str, protocol: str, *changes: str, more: str = "") -> Path:
+def job_file(directory: Path, name: str, protocol: str, *changes: str, more: str = "", momentum: float = 0.9) -> Path:
     """Four epochs of digits for two learners; the first has 20 updates of hardsync with μ = 8."""
     path = directory / f"{name}.toml"
     path.write_text(
         '[model]\nname = "mlp"\n[data]\nname = "digits"\ntrain_limit = 320\n'
-        "[training]\nepochs = 4\nminibatch_size = 8\nseed = 3\n[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\n"
+        "[training]\nepochs = 4\nminibatch_size = 8\nseed = 3\n"
+        f"[optimizer]\nlearning_rate = 0.05\nmomentum = {momentum}\n"
         f'[protocol]\nname = "{protocol}"\n[cluster]\nlearners = 2\nthreads_per_rank = 1\n{more}'
         + "".join(f"[[changes]]\n{change}" for change in changes)
     )
@@ -51,29 +52,67 @@ CASES = {
         ['at_epoch = 1\nprotocol.name = "hardsync"\n', GROWING],
     ),
 }
+SETTLING = "at_update = 30\noptimizer.momentum = 0.4\noptimizer.learning_rate = 0.02\n"
+CASES |= {
+    "sharded": ("async", '[topology]\nname = "sharded"\noptions.shards = 2\n', [SETTLING, GROWING]),
+    "average": ("average", "", ["at_update = 7\naveraging.period = 2\n", "at_epoch = 2\noptimizer.momentum = 0.4\n"]),
+    "elastic": (
+        "easgd",
+        "[topology]\noptions.parameter_server = true\n",
+        ["at_epoch = 1\naveraging.period = 2\n", SETTLING.replace("30", "70")],
+    ),
+    "hogbatch": (
+        "hogbatch",
+        '[[hogbatch.workers]]\nkind = "large"\nmin = 8\nmax = 8\n',
+        [SETTLING, "at_epoch = 3\noptimizer.momentum = 0\n"],
+    ),
+    "window": (
+        "hogbatch",
+        '[hogbatch]\nweights = "shared"\nlocking = true\n[[hogbatch.workers]]\nkind = "small"\n',
+        [f"at_epoch = {epoch}\noptimizer.learning_rate = {rate}\n" for epoch, rate in ((1, 0.02), (2, 0.01))],
+    ),
+    "placed": (
+        "hardsync",
+        '[placement]\ncut = 2\nrule = "synchronous"\n',
+        [SETTLING, "at_epoch = 2\noptimizer.momentum = 0\n"],
+    ),
+}
+"""Jobs by name: protocol, further tables, and two changes."""
 
 
 def test_runs_that_change_are_replayed(tmp_path: Path) -> None:
     """All on the same ranks."""
     jobs = {
-        str(tmp_path / f"{name}.h5"): rudra.Job.load(job_file(tmp_path, name, protocol, *changes, more=topology))
-        for name, (protocol, topology, changes) in CASES.items()
+        str(tmp_path / f"{name}.h5"): rudra.Job.load(
+            job_file(tmp_path, name, protocol, *changes, more=tables, momentum=0.0 if name == "window" else 0.9)
+        )
+        for name, (protocol, tables, changes) in CASES.items()
     }
-    on_ranks(user_code.train_as_needed, 2, jobs=jobs)
+    on_ranks(user_code.train_as_needed, 3, jobs=jobs)  # one for the stage server
     for output in map(Path, jobs):
         with rudra.open_results(output) as results:
             (first, second) = [at for at, _ in events(output, "change")]
             gradients, account = results.gradients, results.totals[0]
             after = gradients[gradients["update"] > second]
-            assert set(after["samples"]) == {16}
+            grown = results.job["changes"][1]["training"]
+            assert not grown or set(after["samples"]) == {16}
             assert after["timestamp"].min() >= second > first
             assert account["pushed"] == sum(account[name] for name in ("applied", "pending", "discarded", "lost"))
         assert replays(output)
 
 
-def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_never_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "topology", "before"),
+    [
+        ("hardsync", '[topology]\nname = "groups"\n', []),
+        ("average", "", ["at_update = 40\noptimizer.momentum = 0.5\naveraging.outer.learning_rate = 0.9\n"]),
+    ],
+)
+def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_never_stopped(
+    tmp_path: Path, protocol: str, topology: str, before: list[str]
+) -> None:
     growing = "at_epoch = 2\ntraining.minibatch_size = 4\n"
-    job = slowly(job_file(tmp_path, "job", "hardsync", growing, more=f'[topology]\nname = "groups"\n{OFTEN}'))
+    job = slowly(job_file(tmp_path, "job", protocol, *before, growing, more=f"{topology}{OFTEN}"))
     output = tmp_path / "out.h5"
     for parts, update in enumerate((10, 130)):  # the job changes after update 120
         process = start("run", job, "--output", output, "--resume")

@@ -34,7 +34,7 @@ def make_job(protocol: str, **tables: Any) -> Job:
     """Three epochs of twelve updates of hardsync each, with a schedule."""
     optimizer = {"learning_rate": 0.05, "momentum": 0.9, "milestones": (1, 2), **tables.pop("optimizer", {})}
     return Job(
-        model={"name": Dropping},
+        model=tables.pop("model", {"name": Dropping}),
         data={"train_limit": 384},
         training={"minibatch_size": MU, "epochs": 3, "seed": 5, "evaluate": False},
         optimizer=optimizer,

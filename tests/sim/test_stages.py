@@ -462,7 +462,15 @@ SEVERAL = {"servers": 2, "rule": "synchronous"}
         ({"simulation": {"batching": "vmap"}}, "batching = 'vmap'; use 'none'"),
         (
             {"changes": [{"at_epoch": 1, "optimizer": {"learning_rate": 0.1}}]},
-            r"cut is not supported with \[\[changes\]\]; remove one of them",
+            "rule = 'merged', whose layers are ahead of the others; use rule = 'synchronous'",
+        ),
+        (
+            {
+                "placement": {"rule": "synchronous"},
+                "protocol": {"name": "hardsync"},
+                "changes": [{"at_update": 1, "training": {"minibatch_size": 3}}],
+            },
+            "with a change of minibatch_size or shares, as buffers for activations keep their size; change other keys",
         ),
     ],
 )

@@ -6,6 +6,7 @@ shells complete keys by it.
 
 import json
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
@@ -15,7 +16,7 @@ import topologies
 from rudra.compute.networks import MODELS
 from rudra.compute.tasks import TASKS
 from rudra.data.readers import READERS
-from rudra.job.changes import MAY_CHANGE
+from rudra.job.changes import MAY_CHANGE, WITHIN
 from rudra.job.job import Job
 from rudra.job.schema import FILE
 from rudra.job.tables import OPTIMIZERS, Hook
@@ -73,15 +74,29 @@ def text() -> str:
     names |= {"anyOf": [{"type": "string"}, several]}
     group["required"] = ["parameters"]
     del names["default"]
-    changes = plain["properties"]["changes"]["items"]["properties"]
+    change = plain["properties"]["changes"]["items"]
+    change["oneOf"] = [{"required": [key]} for key in ("at_epoch", "at_update")]
+    changes = change["properties"]
     for table, may_change in MAY_CHANGE.items():
         its_keys = plain["properties"][table]["properties"]
-        keys = {key: {k: v for k, v in its_keys[key].items() if k != "default"} for key in may_change}
+        keys = {key: {k: v for k, v in deepcopy(its_keys[key]).items() if k != "default"} for key in may_change}
         about = changes[table]["description"]
-        changes[table] = {"description": about, "type": "object", "additionalProperties": False, "properties": keys}
+        changes[table] = _closed(about, keys)
+    for path, may_change in WITHIN.items():
+        table, *inner = path.split(".")
+        within = changes[table]
+        for key in inner:
+            within = within["properties"][key]
+        keys = within.get("properties", {})
+        within |= _closed(within["description"], {key: keys.get(key, {}) for key in may_change})
     head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Rudra job"}
     plain["description"] = "A job for Rudra: what is trained, how, and on what."
     return json.dumps({**head, **plain}, ensure_ascii=False, indent=1) + "\n"
+
+
+def _closed(description: str, keys: dict[str, Any]) -> dict[str, Any]:
+    """A table with these keys and no other."""
+    return {"description": description, "type": "object", "additionalProperties": False, "properties": keys}
 
 
 def _plain(node: Any, definitions: dict[str, Any]) -> Any:

@@ -10,7 +10,9 @@ import pytest
 
 from rudra.cli.main import main
 from rudra.core.phases import phase_at
+from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError
+from rudra.job.boundary import START, Boundary
 from rudra.job.job import Job
 from rudra.prepare.phases import phases_of
 from topologies import Plan, adv, base
@@ -62,10 +64,10 @@ def test_each_part_is_a_job_of_its_own(job: Job) -> None:
 
 def test_plans_and_rates_are_those_of_the_part(job: Job) -> None:
     phases = phases_of(job, job.plan(), 100)
-    assert [phase.at_epoch for phase in phases] == [0, 1, 3]
-    assert [len(phase_at(phases, epoch).plan.groups) for epoch in range(5)] == [2, 4, 4, 4, 4]
+    assert [phase.start.number for phase in phases] == [0, 1, 3]
+    assert [len(phase_at(phases, TrainingState(epoch=epoch)).plan.groups) for epoch in range(5)] == [2, 4, 4, 4, 4]
     assert {phase.plan.max_gradients_per_message for phase in phases} == {2}, "buffers have room for the largest"
-    rates = [phase_at(phases, epoch).schedule.rate(epoch, 9.0) for epoch in range(5)]
+    rates = [phase_at(phases, TrainingState(epoch=epoch)).schedule.rate(epoch, 9.0) for epoch in range(5)]
     assert rates == pytest.approx([0.01, 0.01, 0.01, 0.05, 0.05]), "milestones count the epochs of the whole run"
 
 
@@ -79,9 +81,9 @@ def test_a_part_is_on_the_ranks_of_the_first(job: Job) -> None:
 def test_parts_of_a_run_begin_at_its_changes(job: Job) -> None:
     plan = job.plan()
     found = [*job.parts(plan)]
-    assert [(start, part) for start, part, _ in found] == [(start, job.at(start)) for start in (0, 1, 3)]
+    assert [(start, part) for start, part, _ in found] == [(Boundary(start), job.at(start)) for start in (0, 1, 3)]
     assert [len(its_plan.groups) for _, _, its_plan in found] == [2, 4, 4]
-    assert [(start, part) for start, part, _ in job.at(0).parts(plan)] == [(0, job.at(0))]
+    assert [(start, part) for start, part, _ in job.at(0).parts(plan)] == [(START, job.at(0))]
 
 
 class Sometimes:
@@ -101,7 +103,8 @@ def test_roles_must_stay_on_the_nodes_that_there_are(job: Job) -> None:
 
 
 TREE = {"topology": {"name": "adv", "options": {"fan_out": 2}}}
-IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
+ASYNC = {"protocol": {"name": "async"}}
+FASTER = {"optimizer": {"learning_rate": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -111,14 +114,39 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
         ([{"at_epoch": 1, "training": {"epochs": 9}}], {}, "training.epochs cannot change; use protocol.name, "),
         ([{"at_epoch": 1, "cluster": {"learners": 2}}], {}, "cluster.learners cannot change; use protocol.name, "),
         (
-            [{"at_epoch": 1, "optimizer": {"momentum": 0.5}}],
+            [{"at_epoch": 1, "optimizer": {"weight_decay": 0.5}}],
             {},
-            "optimizer.momentum cannot change; use protocol.name, ",
+            "optimizer.weight_decay cannot change; use protocol.name, ",
+        ),
+        (
+            [{"at_epoch": 1, "optimizer": {"options": {"amsgrad": True}}}],
+            {},
+            "[changes] 0 optimizer.options.amsgrad cannot change; use optimizer.options.betas, ",
+        ),
+        (
+            [{"at_epoch": 1, "averaging": {"outer": {"name": "adam"}}}],
+            {},
+            "averaging.outer.name cannot change; use averaging.outer.learning_rate, averaging.outer.momentum",
+        ),
+        (
+            [{"at_epoch": 1, "averaging": {"period": 2}}],
+            {},
+            "[[changes]] at_epoch = 1: [averaging] period is not supported with protocol hardsync",
         ),
         ([{"at_epoch": 1, "topology": {"name": "adv"}}], {}, "topology.name cannot change; use protocol.name, "),
         ([{"at_epoch": 1, "protocol": "async"}], {}, "[changes] 0 protocol cannot change; use protocol.name, "),
         ([{"at_epoch": 1}], {}, "[changes] 0 changes no key; use protocol.name, protocol.n, "),
-        ([{"protocol": {"n": 1}}], {}, "[changes] 0.at_epoch is missing: "),
+        ([{"protocol": {"n": 1}}], {}, "[changes] 0 has no at_epoch; use one of at_epoch and at_update"),
+        (
+            [{"at_epoch": 1, "at_update": 3, "protocol": {"n": 1}}],
+            {},
+            "[changes] 0 has at_epoch and at_update; use one of at_epoch and at_update",
+        ),
+        (
+            [{"at_update": 5, **ASYNC}, {"at_epoch": 1, **FASTER}, {"at_update": 5, **FASTER}],
+            {},
+            "[[changes]] at_update = 5: must be ascending",
+        ),
         ([{"at_epoch": 0, "protocol": {"name": "async"}}], {}, "[changes] 0.at_epoch must be >= 1, not 0"),
         (
             [{"at_epoch": 4, "protocol": {"name": "async"}}],
@@ -134,11 +162,6 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
             [{"at_epoch": 1, "cluster": {"shares": "auto"}}],
             {},
             "[[changes]] at_epoch = 1: cluster.shares = 'auto' is not supported in [[changes]]; use a list",
-        ),
-        (
-            [{"at_epoch": 1, "protocol": {"name": "async"}}],
-            {"topology": {"name": "sharded"}},
-            "[[changes]] at_epoch = 1: [topology] name = 'sharded' is not supported with [[changes]]; use another",
         ),
         (
             [{"at_epoch": 1, "protocol": {"n": 2}}],
@@ -177,20 +200,9 @@ IMPLICIT = {"optimizer": {"momentum": 0.9, "momentum_correction": "implicit"}}
             "[[changes]]; use 'ordered' or 'nodes'",
         ),
         (
-            [{"at_epoch": 1, "protocol": {"name": "async"}}],
-            IMPLICIT,
-            "[[changes]] at_epoch = 1: [optimizer] momentum_correction = 'implicit' is not supported with a change of "
-            "the mean staleness; use momentum_correction = 'none'",
-        ),
-        (
-            [{"at_epoch": 1, "protocol": {"name": "async"}}],
-            {"optimizer": {"schedule": "cosine", "schedule_every": "update"}},
-            "[[changes]] is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'",
-        ),
-        (
-            [{"at_epoch": 1, "training": {"minibatch_size": 3}}],
-            {"simulation": {"batching": "big-batch"}},
-            "[[changes]] is not supported with [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'",
+            [{"at_epoch": 1, "topology": {"options": {"groups": 4}}}],
+            {"simulation": {"batching": "big-batch"}, "topology": {"name": "groups", "options": {"groups": 2}}},
+            "[simulation] batching = 'big-batch' is not supported with a change of groups; use batching = 'none'",
         ),
     ],
 )

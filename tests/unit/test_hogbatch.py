@@ -310,8 +310,15 @@ def test_a_mistake_in_the_workers_is_one_line(workers: list[dict[str, Any]], tex
         ),
         ({"simulation": {"batching": "vmap"}}, "with [simulation] batching = 'vmap'; use batching = 'none'"),
         (
-            {"changes": [{"at_epoch": 1, "optimizer": {"learning_rate": 0.1}}]},
-            "hogbatch' is not supported with [[changes]]; remove [[changes]]",
+            {
+                "hogbatch": {"workers": TWO, "weights": "shared"},
+                "changes": [{"at_update": 1, "optimizer": {"learning_rate": 0.1}}],
+            },
+            "with [[changes]] at_update = 1, as workers update alone; use at_epoch",
+        ),
+        (
+            {"changes": [{"at_epoch": 1, "protocol": {"reference_batch_size": 64}}]},
+            "[[changes]] at_epoch = 1: [protocol] name = 'hogbatch' is not supported with a change of [protocol]; ",
         ),
     ],
 )

@@ -437,3 +437,49 @@ def test_an_optimiser_of_the_user_that_cannot_be_is_one_line(table: OptimizerTab
     with pytest.raises(ConfigError, match=text) as raised:
         UpdateRule(table, torch.zeros(70))
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "settings"),
+    [
+        ("sgd", "torch", [{"momentum": 0.9}, {"momentum": 0.5}, {"momentum": 0.0}, {"momentum": 0.7}]),
+        ("sgd", "caffe", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.5}, {"momentum": 0.0}]),
+        ("sgd", "torch", [{"momentum": 0.9, "nesterov": False}, {"momentum": 0.6, "nesterov": True}]),
+        ("rmsprop", "torch", [{"momentum": 0.0}, {"momentum": 0.9, "alpha": 0.9}, {"momentum": 0.0}]),
+        ("adam", "torch", [{"betas": [0.9, 0.999]}, {"betas": [0.8, 0.99]}]),
+    ],
+)
+def test_changed_settings_keep_the_state_but_no_velocity_without_momentum(
+    name: str, form: Literal["torch", "caffe"], settings: list[dict[str, Any]]
+) -> None:
+    """Against torch's optimiser whose groups get the same settings, or caffe's rule by hand."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(70, generator=generator)
+    momenta = [setting.get("momentum", 0.0) for setting in settings]
+    options = [{key: value for key, value in setting.items() if key != "momentum"} for setting in settings]
+    table = {"momentum": momenta[0], "momentum_form": form, "options": options[0], "weight_decay": 0.1}
+    plain, velocity = torch.nn.Parameter(weights.clone()), torch.zeros(70)
+    cls = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop, "adam": torch.optim.Adam}[name]
+    theirs = cls([plain], lr=1.0, foreach=False, weight_decay=0.1, **settings[0])
+    rule = UpdateRule(OptimizerTable(name=name, **table), weights)
+    rule.prepare()
+    for number, momentum in enumerate(momenta):
+        if number:
+            rule.change(momentum, options[number])
+            velocity = velocity if momenta[number - 1] else torch.zeros(70)
+        theirs.param_groups[0] |= settings[number]
+        for state in theirs.state.values():
+            if momentum == 0:
+                state.pop("momentum_buffer", None)
+            elif name == "rmsprop":
+                state.setdefault("momentum_buffer", torch.zeros(70))
+        for step in range(3):
+            gradient, rate = torch.randn(70, generator=generator), 0.1 / (step + 1)
+            rule.step(gradient, rate)
+            if form == "caffe":
+                velocity = momentum * velocity + rate * (gradient + 0.1 * plain.data)
+                plain.data -= velocity
+            else:
+                theirs.param_groups[0]["lr"], plain.grad = rate, gradient.clone()
+                theirs.step()
+        torch.testing.assert_close(weights, plain.data)

@@ -157,12 +157,43 @@ class Whim(Protocol):
         ({"protocol": {"name": "async"}}, 50),
         ({"protocol": {"name": "hardsync"}, "topology": {"name": "groups", "options": {"groups": 1}}}, 13),
         ({"protocol": {"name": "async"}, "topology": {"name": "groups", "options": {"groups": 2}}}, 25),
+        ({"protocol": {"name": "diloco"}, "averaging": {"period": 5}}, 3),
         ({"protocol": {"name": Whim}}, None),
     ],
 )
 def test_how_many_updates_a_run_has(tables: dict[str, Any], updates: int | None) -> None:
     job = Job(training={"epochs": 2, "minibatch_size": 4}, cluster={"learners": 4}, **tables)
     assert expected_updates(job, job.plan(), 100) == updates
+
+
+def changing(*entries: dict[str, Any]) -> int | None:
+    job = Job(
+        training={"epochs": 3, "minibatch_size": 4},
+        protocol={"name": "hardsync"},
+        cluster={"learners": 4},
+        changes=[{"optimizer": {"momentum": 0.1 * place}, **entry} for place, entry in enumerate(entries, 1)],
+    )
+    return expected_updates(job, job.plan(), 100)
+
+
+def test_how_many_updates_a_run_with_changes_has() -> None:
+    larger, smaller = {"training": {"minibatch_size": 8}}, {"training": {"minibatch_size": 1}}
+    assert changing({"at_epoch": 1, **larger}) == 7 + 6  # 112 samples, then 188 in updates of 32
+    assert changing({"at_update": 10, **larger}, {"at_epoch": 2, **smaller}) == 10 + 2 + 19  # 160, 224, 300
+    assert changing({"at_update": 10, **larger}, {"at_epoch": 2, "protocol": {"name": Whim}}) is None
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([{"at_epoch": 1}, {"at_update": 7}], "7: is reached with update 7, but the previous change with 7; use the "),
+        ([{"at_update": 8}, {"at_epoch": 1}], "1: is reached with update 7, but the previous change with 8; use the "),
+        ([{"at_update": 5}, {"at_update": 19}], "at_update = 19: must be less than the 19 updates of the run"),
+    ],
+)
+def test_changes_out_of_order_are_one_line(entries: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        changing(*entries)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,10 @@ def test_what_is_right() -> None:
         ('[optimizer]\nname = "sdg"', "$.optimizer.name: 'sdg' is not one of ['sgd', "),
         ('[training]\ntarget = "accuracy 0.9"', "$.training.target: 'accuracy 0.9' does not match "),
         ('[results]\ncheckpoint_every = "hourly"', "$.results.checkpoint_every: 'hourly' does not match "),
-        ("[[changes]]\nprotocol.n = 1", "$.changes[0]: 'at_epoch' is a required property"),
+        (
+            "[[changes]]\nprotocol.n = 1",
+            "$.changes[0]: {'protocol': {'n': 1}} is not valid under any of the given schemas",
+        ),
         ("[[changes]]\nat_epoch = 1\ntraining.seed = 2", "$.changes[0].training: Additional properties "),
         ('[[hooks]]\nat = "end"', "$.hooks[0]: 'call' is a required property"),
         ('[[hooks]]\nat = "start"\ncall = "csv"', "$.hooks[0].at: 'start' is not one of "),
