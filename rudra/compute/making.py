@@ -147,7 +147,7 @@ def make_executors(
             f"[protocol] correction = '{named(job.protocol.correction)}' is not supported with gradients in rows, as a "
             "sparse first layer has; use momentum > 0, or dense inputs"
         )
-    hooks = hooks_of(job, plan, roles, flat.layout)
+    hooks = hooks_of(job, plan.whole, roles, flat.layout)
     made: dict[int, Executor] = {}
     for role in roles:
         kind, part = plan.traits(role), owned.get(role)
@@ -194,7 +194,7 @@ def make_executors(
             assert data.training is not None
             executor.conclude_for(job, plan, data.training, *piece(1, back=True), role)
         if isinstance(executor, ElasticExecutor):
-            executor.train_alone(job, plan, role)
+            executor.train_alone(job, plan.whole, role)
         if isinstance(executor, StatisticsExecutor):
             executor.test(job, flat, data.tests)
         if kind.tests and fronts is not None:

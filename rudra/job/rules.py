@@ -648,6 +648,23 @@ def shares(part: JobPart) -> Iterator[str]:
 
 
 @part_rule
+def active_learners(part: JobPart) -> Iterator[str]:
+    """Checks keys that need all learners, or roles that cannot restart when a dormant learner begins."""
+    job, plan, active = part.job, part.plan, part.job.cluster.active_learners
+    if active is None:
+        return
+    on = f"[cluster] active_learners = {active} is not supported with"
+    if active > plan.learner_numbers:
+        yield f"{on} {plan.learner_numbers} learners; use 1 to {plan.learner_numbers}"
+    if plan.window:
+        yield f"{on} [hogbatch] weights = 'shared', which all workers update in place; use weights = 'server'"
+    if plan.reduction == "mpi":
+        yield f"{on} [topology] options.reduction = 'mpi'; use 'ordered' or 'nodes'"
+    if job.simulation.batching == "big-batch":
+        yield f"{on} [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
+
+
+@part_rule
 def stragglers(part: JobPart) -> Iterator[str]:
     on = "[fault_tolerance] straggler_timeout_s is not supported with"
     if part.job.fault_tolerance.straggler_timeout_s is None:
@@ -668,7 +685,7 @@ def roles_of_hooks(part: JobPart) -> Iterator[str]:
     for place, hook in enumerate(part.job.hooks):
         if part.placed or hook.at != "end" or not str(hook.role).startswith(relays):
             try:
-                hook.roles(part.plan)
+                hook.roles(part.plan.whole)
             except ValueError as error:
                 yield f"[hooks] {place}.role {error}"
 
@@ -711,7 +728,7 @@ def same_activations(first: JobPart, later: JobPart) -> Iterator[str]:
 
 @change_rule
 def same_replicas(first: JobPart, later: JobPart) -> Iterator[str]:
-    if not first.plan.served and first.plan.groups != later.plan.groups:
+    if not first.plan.served and first.plan.whole.groups != later.plan.whole.groups:
         yield "[topology] options.groups is not supported with a change of replicas; use the same groups"
     if first.protocol.averages and later.protocol.averages:
         names = [protocols.Averaging.of(part.protocol).outer.optimizer for part in (first, later)]

@@ -340,6 +340,11 @@ class Ledger:
         """Whether the job must change now, after this update, and training continues."""
         return self.rules.until.is_reached(self.epoch, self.timestamp) and not self.over
 
+    @property
+    def learners_change(self) -> bool:
+        """Whether other learners take part after the change of the job that is due now."""
+        return self.rules.learners_change(self.epoch, self.timestamp)
+
     def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
         """Continues by the present job from a position, without the dead roles."""
         known, begun = set(self.rules.decided), self.rules.change(dead, position)
@@ -370,10 +375,18 @@ class Ledger:
             who = "decided " if phase.start in starts else ""
             self.tell("change", self.timestamp, position.time_s, f"{who}after {phase.start.text}: {phase.text}")
 
-    def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
+    def regroup(
+        self, dead: Set[int], position: TrainingState, now: float, *, replicas_stay: bool = False
+    ) -> list[Action]:
         """Restarts all remaining roles by the present job, with the weights of a position.
 
         Work under way is dropped, and computed again with these weights.
+
+        Args:
+            dead: ids of the dead roles.
+            position: position of the weights.
+            now: seconds on the driver's clock.
+            replicas_stay: whether learners keep their replicas. Nothing may be under way then.
         """
         plan = self.rules.plan
         lost = sorted(dead - self.recorded_losses)
@@ -392,9 +405,11 @@ class Ledger:
         trained = any(plan.roles[i].kind_traits.trains for i in lost)
         if self.rules.job.fault_tolerance.on_learner_loss == "stop" and trained:
             self.stopped = True
-        text = f"{names} died; {left_over(len(plan.learners))}, which continue from update {self.timestamp}"
+        left = left_over(len(plan.learners) + len(plan.dormant))
+        left += f" ({len(plan.learners)} active)" if plan.dormant else ""
+        text = f"{names} died; {left}, which continue from update {self.timestamp}"
         warnings = [Warn(text)] if lost else []
-        return [*self.outbox.flush(now), *warnings, Reconfigure(plan, position)]
+        return [*self.outbox.flush(now), *warnings, Reconfigure(plan, position, replicas_stay)]
 
     # Reports.
 

@@ -129,10 +129,22 @@ class TrainingRules:
 
     def change(self, dead: Set[int], position: TrainingState) -> tuple[Phase, ...]:
         """Applies the rules at a position, without the dead roles. Returns the phases that begin by then."""
-        before, gone = self._begun, self.plan.gone | dead
-        plan = phase_at(self._phases, position).plan
-        self.follow(plan.without(gone) if gone else plan, position)
+        before = self._begun
+        self.follow(self.plan_at(dead, position), position)
         return phases_begun(self._phases, position)[before:]
+
+    def learners_change(self, epoch: int, timestamp: int) -> bool:
+        """Returns whether the job changes after these numbers of epochs and updates, and other learners take part."""
+        if not self.until.is_reached(epoch, timestamp):
+            return False
+        position = TrainingState(timestamp, epoch)
+        position = structs.replace(position, decided=self.decided_at(position))
+        return self.plan_at(frozenset(), position).learners != self.plan.learners
+
+    def plan_at(self, dead: Set[int], position: TrainingState) -> Plan:
+        """Returns the plan at a position, without the dead roles."""
+        gone, plan = self.plan.gone | dead, phase_at(self._phases, position).plan
+        return plan.without(gone) if gone else plan
 
     def staleness_warning(self, epoch: int, mean_staleness: float) -> str:
         """Returns a warning if the gradients of an epoch were too stale for their learning rate, or an empty string.

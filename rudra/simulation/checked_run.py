@@ -146,6 +146,9 @@ def train(
     def save(role: int, action: Save) -> None:
         executor = executors[role]
         assert isinstance(executor, OwnerExecutor)
+        if role not in plan.owners:  # perhaps it did not take part before
+            last = positions[-1].timestamp if positions else -1
+            begun[role] = len(positions) - (last == action.position.timestamp)
         kept.extend({} for _ in range(begun[role] + 1 - len(kept)))
         kept[begun[role]][role] = {name: copy.copy() for name, copy in executor.state(alone=action.alone).items()}
         begun[role] += 1
