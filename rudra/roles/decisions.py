@@ -11,6 +11,7 @@ states contain the change from then on, and other roles learn it from there.
 import json
 import re
 from collections.abc import Sequence
+from typing import Protocol
 
 from rudra.core.actions import Action, Fail, Record, Send
 from rudra.core.decisions import LONGEST, in_events, in_texts, tables_of, text_of
@@ -21,6 +22,7 @@ from rudra.errors import ConfigError
 from rudra.job.table import named
 from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Setup
+from rudra.roles.minibatch_log import MinibatchLog
 
 _NUMBERED = re.compile(r"\[\[changes\]\] at_[a-z]+ = 1: |\[?decided change\]? ")
 """Names of a decided change in errors, as it has no such place in the job."""
@@ -39,7 +41,7 @@ class Decisions:
 
     def __init__(self, role: int, setup: Setup) -> None:
         plan, self._role = setup.plan, role
-        self._owners = [plan.server] if plan.served else [*plan.learners]
+        self._owners = [plan.server] if plan.served else sorted({*plan.learners, *plan.dormant})
         self._phases, self._call, self._epochs = setup.all_phases, setup.job.decisions.call, setup.job.training.epochs
         self._known = len(setup.position.decided)  # to the owners, as part of the training state
         self._texts = [tables_of(each) for each in setup.position.decided]
@@ -96,29 +98,38 @@ class Decisions:
         return [Send(owner, message) for owner in self._owners]
 
 
+class Deciding(Protocol):
+    """Learner that owns weights, or will."""
+
+    log: MinibatchLog
+
+    @property
+    def received(self) -> dict[int, str]:
+        """JSON of the decided changes that the learner has received, by number."""
+
+
 class ReceivedDecisions:
     """Decided changes that a learner has received, if learners own the weights.
 
     Args:
         ledger: ledger of the learner.
+
+    Attributes:
+        texts: JSON of the changes, by number.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._texts: dict[int, str] = {}
-
-    def inherit(self, before: "ReceivedDecisions") -> None:
-        """Takes over the changes of the learner before a restart."""
-        self._texts = before._texts
+        self.texts: dict[int, str] = {}
 
     def receive(self, message: ChangeDecided) -> None:
         """Takes note of a change."""
-        self._texts[message.number] = text_of(message.rows)
+        self.texts[message.number] = text_of(message.rows)
 
     @property
     def new(self) -> int:
         """Number of changes that the learners have not agreed on, up to 255."""
-        return min(255, max(0, max(self._texts) - len(self._ledger.rules.decided))) if self._texts else 0
+        return min(255, max(0, max(self.texts) - len(self._ledger.rules.decided))) if self.texts else 0
 
     def agree(self, count: int, ahead: int) -> None:
         """Follows the next `count` changes, because all learners have received them.
@@ -129,4 +140,4 @@ class ReceivedDecisions:
         """
         agreed = len(self._ledger.rules.decided)
         for number in range(agreed + 1, agreed + 1 + count):
-            self._ledger.decide(number, self._texts[number], ahead)
+            self._ledger.decide(number, self.texts[number], ahead)

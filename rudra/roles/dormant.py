@@ -12,10 +12,12 @@ from enum import auto
 from typing import Any, ClassVar, Protocol
 
 from rudra.core.actions import Action
+from rudra.core.decisions import text_of
 from rudra.core.events import Received, Started
-from rudra.core.messages import MessageKind, Shutdown, Stop
+from rudra.core.messages import ChangeDecided, MessageKind, Shutdown, Stop
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
 from rudra.roles.minibatch_log import MinibatchLog
+from rudra.roles.replica import Replica
 
 
 class DormantState(States):
@@ -39,12 +41,13 @@ class DormantLearner(Machine):
 
     Attributes:
         log: log of the mini-batches that it computed while it took part.
+        received: JSON of the changes that were decided during the run, by number, if learners own the weights.
     """
 
     TRANSITIONS: ClassVar[Mapping[tuple[States, Any], Transition]] = {
-        **self_loops([DormantState.DORMANT], {Started: "_ignore"}),
+        **self_loops([DormantState.DORMANT], {Started: "_ignore", MessageKind.CHANGE_DECIDED: "_decide"}),
         (DormantState.DORMANT, MessageKind.STOP): Transition("_stop", DormantState.STOPPED),
-        **self_loops([DormantState.STOPPED], {MessageKind.STOP: "_ignore"}),
+        **self_loops([DormantState.STOPPED], dict.fromkeys((MessageKind.STOP, MessageKind.CHANGE_DECIDED), "_ignore")),
         **{
             (state, MessageKind.SHUTDOWN): Transition("_finish", DormantState.DONE)
             for state in (DormantState.DORMANT, DormantState.STOPPED)
@@ -55,16 +58,23 @@ class DormantLearner(Machine):
         super().__init__(role, setup.plan)
         self.state: States = DormantState.DORMANT
         self.log = MinibatchLog(role, setup)
+        self.received: dict[int, str] = {}
         served, position = setup.plan.served, setup.position
         self._pushed = self.log.step if served else position.updates_with(self.log.learner)
 
     def inherit(self, before: Logging) -> None:
         self.log.inherit(before.log)
+        if isinstance(before, Replica | DormantLearner):
+            self.received = before.received
 
     @property
     def waiting_for(self) -> str:
         # A dormant learner may wait as long as the training takes, so its wait is not reported.
         return "the statistics server to finish" if self.state is DormantState.STOPPED else ""
+
+    def _decide(self, event: Received[ChangeDecided], now: float) -> list[Action]:
+        self.received[event.message.number] = text_of(event.message.rows)
+        return []
 
     def _stop(self, event: Received[Stop], now: float) -> list[Action]:
         self.state = DormantState.STOPPED

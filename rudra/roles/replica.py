@@ -42,7 +42,7 @@ from rudra.core.messages import (
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.roles.correcting import correct
-from rudra.roles.decisions import ReceivedDecisions
+from rudra.roles.decisions import Deciding, ReceivedDecisions
 from rudra.roles.gradient_requests import request_of
 from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
@@ -182,9 +182,14 @@ class Replica(Machine):
         self._gradients: tuple[Gradient, ...] = ()  # of the average that updates the weights next
         self._digest = 0  # digest of the weights; 0 before the first update by this plan
 
-    def inherit(self, before: "Replica") -> None:
+    def inherit(self, before: Deciding) -> None:
         self.log.inherit(before.log)
-        self._decisions.inherit(before._decisions)
+        self._decisions.texts = before.received
+
+    @property
+    def received(self) -> dict[int, str]:
+        """JSON of the decided changes that the learner has received, by number."""
+        return self._decisions.texts
 
     @property
     def waiting_for(self) -> str:
