@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,7 @@ class UpdateRule:
         parameters = [entry for entry in layout if entry.kind == "parameter"]
         self._sizes = [entry.size for entry in parameters] or [len(weights)]
         self._clip_norm = table.clip_norm
+        self._clipped: float | torch.Tensor = 1.0  # factor of clipping in the last step
         self._caffe = table.momentum_form == "caffe" and table.momentum > 0
         scales = self._caffe or table.clip_norm is not None
         self._scaled = torch.zeros_like(weights if scales else weights[:0])  # borrowed gradients are read-only
@@ -197,13 +199,20 @@ class UpdateRule:
         else:
             norm = torch.linalg.vector_norm(torch.cat([others[0], self.norms(gradient), others[1]]))
         scale = most / (norm + 1e-6)
-        return self._times(scale, gradient, slice(None)) if norm.isfinite() and scale < 1 else gradient
+        clips = bool(norm.isfinite() and scale < 1)
+        self._clipped = scale if clips else 1.0
+        return self._times(scale, gradient, slice(None)) if clips else gradient
 
     def _times(self, scale: float | torch.Tensor, gradient: torch.Tensor, part: slice) -> torch.Tensor:
         """Returns a part of the gradient at another scale, valid until the next call."""
         import torch
 
         return torch.mul(gradient, scale, out=self._scaled[part])
+
+    @property
+    def clip_factor(self) -> float:
+        """Factor of the last gradient by clipping. NaN: gradients are not clipped."""
+        return math.nan if self._clip_norm is None else float(self._clipped)
 
     def move(self, weights: torch.Tensor) -> None:
         """Continues with weights in other memory, which holds the same values."""

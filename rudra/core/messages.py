@@ -65,6 +65,9 @@ class MessageKind(IntEnum):
     STAGES = auto()
     EPOCH_EVALUATED = auto()
     LEARNERS_LEFT = auto()
+    GRADIENT_NORMS = auto()
+    UPDATE_NORMS = auto()
+    MEASURED = auto()
 
 
 ROWS = {
@@ -84,6 +87,8 @@ ROWS = {
     MessageKind.EVENTS: records.EVENT,
     MessageKind.AVERAGES: records.AVERAGE,
     MessageKind.STAGES: records.STAGE,
+    MessageKind.GRADIENT_NORMS: records.GRADIENT_NORM,
+    MessageKind.UPDATE_NORMS: records.UPDATE_NORM,
 }
 """Dtype of the rows of each kind that has rows."""
 
@@ -107,7 +112,7 @@ DESCRIBED = frozenset(
 URGENT = frozenset({MessageKind.LOG, MessageKind.TAKEN})
 """Kinds that start long work on another rank in parallel with the work of the sender."""
 
-BETWEEN_OWNERS = frozenset({MessageKind.LOG, MessageKind.STEPPED})
+BETWEEN_OWNERS = frozenset({MessageKind.LOG, MessageKind.STEPPED, MessageKind.MEASURED})
 """Kinds between owners of the weights, which are valid even if all other roles restart."""
 
 
@@ -282,6 +287,17 @@ class OwnerStepped(StampedMessage, frozen=True, gc=False):
     seconds: float
     last: bool
     rows: Rows | None
+
+
+class OwnerMeasured(StampedMessage, frozen=True, gc=False):
+    """Shard -> first shard, before `OwnerStepped`: norm of its part of the gradient.
+
+    Attributes:
+        norm: Euclidean norm of the part.
+    """
+
+    kind = MessageKind.MEASURED
+    norm: float
 
 
 class GradientNorms(Message, frozen=True, gc=False):
@@ -621,6 +637,18 @@ class StageRows(ReportedRows, frozen=True, gc=False):
     """Stage server -> statistics server."""
 
     kind = MessageKind.STAGES
+
+
+class GradientNormRows(ReportedRows, frozen=True, gc=False):
+    """Learner -> statistics server."""
+
+    kind = MessageKind.GRADIENT_NORMS
+
+
+class UpdateNormRows(ReportedRows, frozen=True, gc=False):
+    """Owner -> statistics server."""
+
+    kind = MessageKind.UPDATE_NORMS
 
 
 class EpochEvaluated(Message, frozen=True, gc=False):

@@ -282,6 +282,8 @@ class Ledger:
     def note(self, event: Updated, now: float) -> list[Action]:
         """Completes the row of an update that has ended."""
         self.outbox.add(MessageKind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
+        if not math.isnan(event.norm):
+            self.outbox.add(MessageKind.UPDATE_NORMS, event.timestamp, event.norm, event.clipped_norm)
         return self.outbox.due(now)
 
     def _end_epoch(self, now: float, rate: float) -> list[Action]:
