@@ -14,8 +14,8 @@ from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import TrainingState
 from rudra.errors import ResultsError
 from rudra.job.job import Job
-from rudra.results.norms import NORMS_EVERY
 from rudra.results.reader import Results
+from rudra.results.writer import NORMS_EVERY
 from topologies import Plan
 
 BEGINS_AT = "begins_at"

@@ -32,10 +32,9 @@ from rudra.machine import processor
 from rudra.probe import probed
 from rudra.results import plan_rows
 from rudra.results.carry import Carried
-from rudra.results.norms import NORMS_EVERY
 from rudra.results.progress import Progress
 from rudra.results.warm_start import shapes
-from rudra.results.writer import ResultsWriter
+from rudra.results.writer import NORMS_EVERY, ResultsWriter
 from rudra.trust import new_run, signed
 from topologies import Plan
 

@@ -19,8 +19,7 @@ from rudra.errors import ResultsError
 from rudra.files import DENSEST
 from rudra.job.jobfiles import possible
 from rudra.job.renamed import translated
-from rudra.results.norms import NORMS_EVERY
-from rudra.results.writer import GROWING, STATE
+from rudra.results.writer import GROWING, NORMS_EVERY, STATE
 from topologies import Plan
 from topologies.kinds import KINDS, PARAMETER_SERVER, STATISTICS_SERVER, Sharing
 

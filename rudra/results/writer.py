@@ -60,6 +60,9 @@ GROWING: dict[TableName, np.dtype[np.void]] = {
 NORMS: tuple[TableName, ...] = ("gradient_norms", "update_norms")
 """Data sets that only files with norms have."""
 
+NORMS_EVERY = "norms_every"
+"""Attribute of a file with norms: number N of `results.gradient_norms = "every N"`."""
+
 STATE = table(
     ("status", "S16", "`running`, `finished`, `failed` or `interrupted`; a killed writer leaves `running`"),
     ("reason", "S1024", "why the run ended early; else empty"),

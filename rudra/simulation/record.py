@@ -6,9 +6,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from rudra.core.actions import Finish, Record, StoreEpochWeights
+from rudra.core.actions import Finish, Record, StoreEpochWeights, TableName
 from rudra.core.messages import Rows
+from rudra.results.norms import places_of_gradients, places_of_updates
 from rudra.results.reader import Results
+from rudra.results.writer import NORMS
 from topologies import Plan
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s", "wait_s", "compute_s")
@@ -41,7 +43,12 @@ class RecordedRun:
 
     def __init__(self, results: Results) -> None:
         self.path, self.attributes, self.state = results.path, results.attributes, results.state
-        self.gradients, self.updates, self.epochs = results.gradients, results.updates, results.epochs
+        self.gradients, self.updates = results.recorded("gradients"), results.recorded("updates")
+        self.epochs, self.gradient_norms, self.update_norms = (
+            results.epochs,
+            results.gradient_norms,
+            results.update_norms,
+        )
         self.roles = results.roles
         self.finished = self.state["status"] == "finished"
         self.updates_count = len(self.updates)
@@ -144,11 +151,15 @@ class Comparison:
     Args:
         record: Record of the run.
         show: Function called after every finished update.
+
+    Attributes:
+        norms: Rows of norms that the replay has made, by table.
     """
 
     def __init__(self, record: RecordedRun, show: Callable[[], object]) -> None:
         self._record, self._show = record, show
         self._seen = {"gradients": 0, "updates": 0, "stages": 0}
+        self.norms: dict[TableName, list[Rows]] = {name: [] for name in NORMS}
         self._hashes = {int(row["epoch"]): row["weights_sha256"] for row in record.epochs}
 
     def record(self, action: Record) -> None:
@@ -160,6 +171,12 @@ class Comparison:
         elif action.table == "updates":
             self._compare(action.rows, self._record.updates, "updates", "timestamp")
             self._show()
+        elif action.table == "gradient_norms":
+            self.norms["gradient_norms"].append(action.rows)
+            self._compare_gradient_norms(action.rows)
+        elif action.table == "update_norms":
+            self.norms["update_norms"].append(action.rows)
+            self._compare_update_norms(action.rows)
         elif action.table == "epochs":
             for row in action.rows:
                 then, now = self._hashes.get(int(row["epoch"])), row["weights_sha256"]
@@ -169,6 +186,30 @@ class Comparison:
     def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
+
+    def _compare_gradient_norms(self, now: Rows) -> None:
+        """Compares norms of gradients with the record, if it has them. A replay may measure more, or fewer."""
+        record = self._record
+        places = places_of_gradients(record.gradient_norms, now)
+        for row, then in zip(now[places >= 0], record.gradient_norms[places[places >= 0]], strict=True):
+            if row["norm"].tobytes() != then["norm"].tobytes():
+                applied = record.gradients[places_of_gradients(record.gradients, row[None])[0]]
+                who = f"gradient of learner {row['learner']}, step {row['step']}: norm"
+                differs(int(applied["update"]), who, then["norm"], row["norm"])
+
+    def _compare_update_norms(self, now: Rows) -> None:
+        """Compares norms of the gradients of updates with the record, if it has them."""
+        known = self._record.update_norms
+        places = places_of_updates(known, now)
+        for row, then in zip(now[places >= 0], known[places[places >= 0]], strict=True):
+            for name in ("norm", "clipped_norm"):
+                if row[name].tobytes() != then[name].tobytes():
+                    differs(
+                        int(row["timestamp"]),
+                        f"gradient of the update, {name.replace('_', ' ')}",
+                        then[name],
+                        row[name],
+                    )
 
     def _compare(self, now: Rows, then: Rows, table: str, clock: str) -> None:
         """Compares rows with the next rows of a table."""

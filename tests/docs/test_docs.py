@@ -18,8 +18,7 @@ from pages import ROOT, blocks, files
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.results.recorder import ATTRIBUTES
-from rudra.results.norms import NORMS_EVERY
-from rudra.results.writer import NORMS, OBJECTS
+from rudra.results.writer import NORMS, NORMS_EVERY, OBJECTS
 from rudra.studies import sweep
 from tests.docs import commands, job, results
 from tests.docs.generate import DOCS, filled, marked
