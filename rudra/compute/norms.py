@@ -1,8 +1,8 @@
 """Norms of gradients, which a job may record (`results.gradient_norms`).
 
 A norm is measured in pieces, in one pass: torch's norm of each piece in float32, and the sum of their squares in
-float64. Pieces are short, so the error is near 1e-6 for any number of parameters, and the bits are the same for any
-number of threads. A recorded norm has the precision of float32, so it does not depend on the order of the sum.
+float64. Pieces are short, so the error is near 1e-6 for any number of parameters, and the number of threads does not
+change the result. A recorded norm has the precision of float32, so it does not depend on the order of the sum.
 """
 
 from collections.abc import Iterator, Sequence

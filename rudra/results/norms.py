@@ -21,7 +21,7 @@ Places = NDArray[np.int64]
 def with_gradient_norms(rows: Rows, norms: Rows) -> Rows:
     """Returns the rows of gradients with a column `norm`: NaN where the norm of the mini-batch is not recorded.
 
-    It is also NaN for a row that stands for several mini-batches, those of a replica between two averages.
+    The norm is also NaN in the row of a replica that made several mini-batches between two averages.
 
     Args:
         rows: Rows of `/gradients`.
