@@ -166,7 +166,7 @@ def make_executors(
             averages = job.optimizer.average.given and role in plan.owners
             executor.own(job, plan, flat, first_weights, part, averages=averages)
             executor.corrector = corrector_of(job, plan, role, flat.layout, executor.parameters, part)
-            executor.update_norms = meter_of_owner(job, flat.layout, part)
+            executor.update_norms = meter_of_owner(job, plan, flat.layout, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             work = portions[role].work(0)

@@ -5,9 +5,11 @@ float64. Pieces are short, so the error is near 1e-6 for any number of parameter
 change the result. A recorded norm has the precision of float32, so it does not depend on the order of the sum.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 
 from rudra.compute.final_gradients import Ready
@@ -37,14 +39,25 @@ class NormMeter:
         every: Norms are recorded for each update whose timestamp is a multiple of this number.
         ends: Ascending places in the vector, from 0 to the number of parameters, that pieces do not cross.
         partial: Whether the role has only a part of each gradient.
+        multiplies: Whether the gradients of successive updates are multiplied.
         applied_next: Whether the first update of the weights that a gradient is from applies it. Otherwise the
             gradient's update is unknown when it is computed, and each gradient is measured.
     """
 
-    def __init__(self, every: int, ends: Sequence[int], *, partial: bool = False, applied_next: bool = True) -> None:
+    def __init__(
+        self,
+        every: int,
+        ends: Sequence[int],
+        *,
+        partial: bool = False,
+        multiplies: bool = False,
+        applied_next: bool = True,
+    ) -> None:
         self._every, self._partial, self._applied_next = every, partial, applied_next
         self._parameters = ends[-1]
         self._pieces = pieces_between(ends)
+        self._multiplies = multiplies
+        self._last: tuple[int, torch.Tensor] | None = None  # a kept gradient, and the timestamp of its update
         self._early: dict[int, float] = {}  # piece -> norm, of the gradient that is being computed
 
     def covers(self, timestamp: int) -> bool:
@@ -81,6 +94,24 @@ class NormMeter:
         early.update(zip(left, _norms([gradient[self._pieces[number]] for number in left]), strict=True))
         return joint_norm((early[number] for number in range(len(self._pieces))), partial=self._partial)
 
+    def keeps(self, timestamp: int) -> bool:
+        """Returns whether the gradient of an update is needed for the product at the next update."""
+        return self._multiplies and self.covers(timestamp + 1)
+
+    def keep(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> None:
+        """Copies the gradient of an update. Gradients in rows are not kept."""
+        if isinstance(gradient, RowGradient):
+            return
+        copy = torch.empty_like(gradient[: self._parameters]) if self._last is None else self._last[1]
+        self._last = timestamp, copy.copy_(gradient[: self._parameters])
+
+    def product(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> float:
+        """Returns the inner product with the gradient of the previous update. NaN: that gradient was not kept."""
+        if isinstance(gradient, RowGradient) or self._last is None or self._last[0] != timestamp - 1:
+            return math.nan
+        before = self._last[1]
+        return float(np.float32(sum(float(torch.dot(gradient[piece], before[piece])) for piece in self._pieces)))
+
     def _of_rows(self, gradient: RowGradient) -> Iterator[torch.Tensor]:
         form, rows = gradient.row_format, gradient.rows
         yield from torch.split(gradient.rest[: self._parameters - form.features * form.width], PIECE)
@@ -107,11 +138,12 @@ def meter_of_learner(job: Job, plan: Plan, layout: Sequence[Entry]) -> NormMeter
     return NormMeter(every, _ends(job, layout), applied_next=applied_next)
 
 
-def meter_of_owner(job: Job, layout: Sequence[Entry], part: Part | None) -> NormMeter | None:
+def meter_of_owner(job: Job, plan: Plan, layout: Sequence[Entry], part: Part | None) -> NormMeter | None:
     """Returns the meter of an owner of weights. None: the job records no norms.
 
     Args:
         job: Resolved job.
+        plan: Role assignment.
         layout: Layout of the whole vector.
         part: Part of the vector that the owner has. None: it has all.
     """
@@ -121,7 +153,14 @@ def meter_of_owner(job: Job, layout: Sequence[Entry], part: Part | None) -> Norm
     if part is not None:
         own = part.stretches[0]
         ends = [end - own.start for end in ends if own.start <= end <= own.stop]
-    return NormMeter(every, ends, partial=part is not None)
+    return NormMeter(every, ends, partial=part is not None, multiplies=_applies_one_gradient(job, plan))
+
+
+def _applies_one_gradient(job: Job, plan: Plan) -> bool:
+    """Returns whether each update applies one gradient, and one owner has all of it."""
+    parts = [(its.make_protocol(its_plan), its_plan) for _, its, its_plan in job.parts(plan)]
+    alone = all(rule.gradients_per_update == 1 and len(its.learners) == its.workers for rule, its in parts)
+    return alone and not plan.averaging and len(job.make_topology().plan(job.learners).front_owners) == 1
 
 
 def _ends(job: Job, layout: Sequence[Entry]) -> list[int]:

@@ -301,12 +301,9 @@ class OwnerExecutor(Executor):
         began = time.perf_counter()
         if self.corrector is not None:
             self.corrector.updated()
-        norm = clipped = math.nan
-        if measures := self.update_norms is not None and self.update_norms.covers(action.timestamp):
-            norm = self.update_norms.norm(self.buffer(action.gradient).gradient)
+        norm, product = (math.nan, math.nan) if self.update_norms is None else self._measured(self.update_norms, action)
         buffer = self._stepped(action)
-        if measures:
-            clipped = norm * self._rule.clip_factor
+        clipped = math.nan if math.isnan(norm) else norm * self._rule.clip_factor
         self._give_back(action.gradient)
         if self.size > self.parameters:
             buffer.vector[self.size - self._counters :].round_()
@@ -317,7 +314,19 @@ class OwnerExecutor(Executor):
         sampled = self._sampled(buffer, action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
-        return Updated(action.timestamp, digest, time.perf_counter() - began, sampled, norm, clipped)
+        return Updated(action.timestamp, digest, time.perf_counter() - began, sampled, norm, clipped, product)
+
+    def _measured(self, meter: NormMeter, action: Update) -> tuple[float, float]:
+        """Returns the norm of an update's gradient, and its product with the previous one. NaN: it is not recorded."""
+        measures, keeps = meter.covers(action.timestamp), meter.keeps(action.timestamp)
+        if not (measures or keeps):
+            return math.nan, math.nan
+        gradient = self.buffer(action.gradient).gradient
+        norm = meter.norm(gradient) if measures else math.nan
+        product = meter.product(action.timestamp, gradient) if measures else math.nan
+        if keeps:
+            meter.keep(action.timestamp, gradient)
+        return norm, product
 
     def _average_over_time(self, action: Update, weights: torch.Tensor) -> None:
         """Adds new weights to their average over time. Counters of the model are not averaged."""

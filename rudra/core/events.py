@@ -77,6 +77,7 @@ class Updated(Struct, frozen=True, gc=False):
             (`rudra.core.layout`).
         norm: Norm of the gradient. For an owner of a part of the weights, norm of that part. NaN: it is not recorded.
         clipped_norm: Norm of the gradient after clipping. NaN: it is not clipped, or not recorded.
+        product: Inner product of the gradient and the gradient of the previous update. NaN: it is not recorded.
     """
 
     timestamp: int
@@ -85,6 +86,7 @@ class Updated(Struct, frozen=True, gc=False):
     sampled: tuple[bytes, ...] = ()
     norm: float = math.nan
     clipped_norm: float = math.nan
+    product: float = math.nan
 
 
 class NormsComputed(Struct, frozen=True, gc=False):

@@ -149,6 +149,11 @@ UPDATE_NORM = table(
     ("timestamp", "<i8", "timestamp of the weights after the update"),
     ("norm", "<f8", "Euclidean norm of the averaged gradient, or difference of replicas, that the update applied"),
     ("clipped_norm", "<f8", "its norm after `optimizer.clip_norm`. NaN: the optimiser does not clip"),
+    (
+        "product",
+        "<f8",
+        "its inner product with the gradient of the update before, of runs with one gradient per update",
+    ),
 )
 """Norm of the gradient of an update. The last row of an update counts."""
 

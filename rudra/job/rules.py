@@ -375,6 +375,8 @@ def norms(part: JobPart) -> Iterator[str]:
         yield f"{on} [hogbatch] weights = 'shared', where no server sees a gradient; use weights = 'server', {off}"
     if job.placement.given:
         yield f"{on} [placement] cut, because no role sees a whole gradient; remove the cut, {off}"
+    if not job.simulation.tensors:
+        yield f"{on} [simulation] tensors = false, which has no gradients; use tensors = true, {off}"
     if job.simulation.batching == "big-batch":
         yield (
             f"{on} [simulation] batching = 'big-batch', which computes only the sum of all gradients; "

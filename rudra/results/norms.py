@@ -31,13 +31,13 @@ def with_gradient_norms(rows: Rows, norms: Rows) -> Rows:
 
 
 def with_update_norms(rows: Rows, norms: Rows) -> Rows:
-    """Returns the rows of updates with columns `norm` and `clipped_norm`: NaN where they are not recorded.
+    """Returns the rows of updates with columns `norm`, `clipped_norm` and `product`: NaN where they are not recorded.
 
     Args:
         rows: Rows of `/updates`.
         norms: Rows of `/update_norms`.
     """
-    return _joined(rows, norms, places_of_updates(norms, rows), ["norm", "clipped_norm"])
+    return _joined(rows, norms, places_of_updates(norms, rows), ["norm", "clipped_norm", "product"])
 
 
 def places_of_gradients(norms: Rows, rows: Rows) -> Places:

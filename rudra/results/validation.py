@@ -46,7 +46,15 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
 }
 _STATUS = {"running", "finished", "failed", "interrupted"}
 _OR_NONE = {"parent", "source", "node", "group", "role", "update", "timestamp"}  # columns that may be -1
-_UNBOUNDED = {"loss", "train_loss", "test_loss", "validation_loss", "value", "norm"}  # large in a run that diverged
+_UNBOUNDED = {
+    "loss",
+    "train_loss",
+    "test_loss",
+    "validation_loss",
+    "value",
+    "norm",
+    "product",
+}  # large in a run that diverged
 _OR_NAN = {"mean_staleness", "evaluation_began_s", "evaluation_s", "errors", "distance", "correction"}
 _MOST_STALE = 1 << 20
 _DEEPEST = 500  # levels of a tree of roles

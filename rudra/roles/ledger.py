@@ -283,7 +283,8 @@ class Ledger:
         """Completes the row of an update that has ended."""
         self.outbox.add(MessageKind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
         if not math.isnan(event.norm):
-            self.outbox.add(MessageKind.UPDATE_NORMS, event.timestamp, event.norm, event.clipped_norm)
+            norms = (event.norm, event.clipped_norm, event.product)
+            self.outbox.add(MessageKind.UPDATE_NORMS, event.timestamp, *norms)
         return self.outbox.due(now)
 
     def _end_epoch(self, now: float, rate: float) -> list[Action]:

@@ -57,6 +57,7 @@ class Witness:
     def __init__(self) -> None:
         self.gradients: dict[tuple[int, int], float] = {}
         self.updates: dict[tuple[int, int], float] = {}  # role and timestamp -> square of the norm of its part
+        self.vectors: dict[int, Any] = {}  # timestamp -> gradient of the update
 
     def of(self, kind: type[RealTensors]) -> Callable[[dict[int, Executor]], RealTensors]:
         witness = self
@@ -76,6 +77,7 @@ class Witness:
                     if type(executor).__name__ == "CentralExecutor":  # it gets a replica
                         vector = executor.buffer(WEIGHTS).array[: executor.parameters] - vector
                     witness.updates[role, action.timestamp] = float(vector @ vector)
+                    witness.vectors[action.timestamp] = vector
                 event: Event | None = super().perform(role, action, seconds)
                 return event
 
@@ -108,6 +110,19 @@ def test_recorded_norms_are_those_of_numpy(place: str, every: int) -> None:
     assert clip is None or np.isin([True, False], norms > clip).all()
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_gradients_of_successive_updates_are_multiplied_if_each_is_of_one_gradient(every: int) -> None:
+    for more in ({}, {"cluster": {"learners": 1, "threads_per_rank": 1}}):
+        witness = Witness()
+        rows = train(job("base", every, protocol={"name": "async"}, **more), witness.of(RealTensors)).rows[
+            "update_norms"
+        ]
+        seen = witness.vectors
+        expected = [seen[t] @ seen[t - 1] if t > 1 else np.nan for t in rows["timestamp"].tolist()]
+        np.testing.assert_allclose(rows["product"], expected, rtol=1e-4, atol=1e-6)
+        assert len(rows) >= 40 // every
+
+
 def test_gradients_that_are_computed_together_have_norms() -> None:
     witness = Witness()
     rows = train(job("softsync"), witness.of(VmapTensors)).rows["gradient_norms"]
@@ -137,7 +152,8 @@ def test_a_replay_adds_the_norms_that_the_run_would_have_recorded(place: str, tm
     with rudra.open_results(tmp_path / "2.h5") as then, rudra.open_results(tmp_path / "None.h5") as now:
         assert now.attributes["norms_every"] == then.attributes["norms_every"] == 2
         assert now.gradients["norm"].tobytes() == then.gradients["norm"].tobytes()
-        for column in ("norm", "clipped_norm"):
+        assert np.isnan(now.updates["product"]).all() == (place not in ("adv*", "workers"))
+        for column in ("norm", "clipped_norm", "product"):
             assert now.updates[column].tobytes() == then.updates[column].tobytes()
         assert added.norms == len(now.gradient_norms) + len(now.update_norms) > len(now.updates) // 2
     for name in ("None", "2"):
@@ -183,6 +199,10 @@ def test_a_resumed_run_has_the_norms_of_both_parts(place: str, tmp_path: Path) -
     [
         ({"results": {"gradient_norms": "every 0"}}, "= 'every 0' is not such an interval; use `every N`"),
         ({"results": {"gradient_norms": "3"}}, "= '3' is not such an interval; use `every N`"),
+        (
+            {"simulation": {"tensors": False}},
+            "[simulation] tensors = false, which has no gradients; use tensors = true",
+        ),
         ({"simulation": {"batching": "big-batch"}}, "[simulation] batching = 'big-batch', which computes only the sum"),
         ({"placement": {"cut": 1}}, "[placement] cut, because no role sees a whole gradient; remove the cut"),
         (
