@@ -12,6 +12,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from rudra.compute.averaging import CACHE_LINE
 from rudra.compute.final_gradients import Ready
 from rudra.compute.parts import pieces_of
 from rudra.compute.rows import RowGradient
@@ -21,8 +22,8 @@ from rudra.core.norms import joint_norm
 from rudra.job.job import Job
 from topologies import Plan
 
-PIECE = 1 << 14
-"""Largest number of elements of a piece. Torch divides longer vectors among its threads."""
+PIECE = (1 << 15) - CACHE_LINE
+"""Largest number of elements of a piece. Torch divides vectors of 2^15 elements among its threads."""
 
 
 def pieces_between(ends: Sequence[int]) -> list[slice]:
@@ -56,6 +57,7 @@ class NormMeter:
         self._every, self._partial, self._applied_next = every, partial, applied_next
         self._parameters = ends[-1]
         self._pieces = pieces_between(ends)
+        self._sizes = [piece.stop - piece.start for piece in self._pieces]
         self._multiplies = multiplies
         self._last: tuple[int, torch.Tensor] | None = None  # a kept gradient, and the timestamp of its update
         self._early: dict[int, float] = {}  # piece -> norm, of the gradient that is being computed
@@ -90,9 +92,14 @@ class NormMeter:
         if isinstance(gradient, RowGradient):
             return joint_norm(_norms(list(self._of_rows(gradient))), partial=self._partial)
         early, self._early = self._early, {}
-        left = [number for number in range(len(self._pieces)) if number not in early]
-        early.update(zip(left, _norms([gradient[self._pieces[number]] for number in left]), strict=True))
-        return joint_norm((early[number] for number in range(len(self._pieces))), partial=self._partial)
+        pieces = self._split(gradient)
+        left = [number for number in range(len(pieces)) if number not in early]
+        early.update(zip(left, _norms([pieces[number] for number in left]), strict=True))
+        return joint_norm((early[number] for number in range(len(pieces))), partial=self._partial)
+
+    def _split(self, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the pieces of a gradient's parameters."""
+        return torch.split(gradient[: self._parameters], self._sizes)
 
     def keeps(self, timestamp: int) -> bool:
         """Returns whether the gradient of an update is needed for the product at the next update."""
@@ -109,8 +116,9 @@ class NormMeter:
         """Returns the inner product with the gradient of the previous update. NaN: that gradient was not kept."""
         if isinstance(gradient, RowGradient) or self._last is None or self._last[0] != timestamp - 1:
             return math.nan
-        before = self._last[1]
-        return float(np.float32(sum(float(torch.dot(gradient[piece], before[piece])) for piece in self._pieces)))
+        pairs = zip(self._split(gradient), self._split(self._last[1]), strict=True)
+        products = torch.stack([torch.dot(*pair) for pair in pairs])
+        return float(np.float32(sum(products.tolist())))
 
     def _of_rows(self, gradient: RowGradient) -> Iterator[torch.Tensor]:
         form, rows = gradient.row_format, gradient.rows

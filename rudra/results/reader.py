@@ -179,8 +179,8 @@ class Results:
     def updates(self) -> Rows:
         """Table `/updates`: one row for each update of the weights, in order.
 
-        If the file `has_norms`, it has the columns `norm`, `clipped_norm` and `product` from `update_norms`. They are NaN
-        where none is recorded.
+        If the file `has_norms`, it has the columns `norm`, `clipped_norm` and `product` from `update_norms`. They are
+        NaN where none is recorded.
         """
         rows = self.recorded("updates")
         return with_update_norms(rows, self.update_norms) if self.has_norms else rows

@@ -219,6 +219,11 @@ def test_norms_that_no_role_can_measure_are_refused(more: dict[str, Any], text: 
     assert "gradient_norms" in str(error.value)
 
 
+def test_validate_tells_which_norms_are_recorded(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "digits", "--syntax", "--set", "results.gradient_norms=every 3"]) == 0
+    assert "  norms          of updates 3, 6, … and their gradients, in the result file\n" in capsys.readouterr().out
+
+
 def test_a_replay_that_cannot_add_norms_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.h5"
     rudra.simulate(job("base", None), output=path, progress="quiet").close()
