@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from rudra.compute.averaging import CACHE_LINE
@@ -18,7 +17,7 @@ from rudra.compute.parts import pieces_of
 from rudra.compute.rows import RowGradient
 from rudra.core.buckets import FinalParts
 from rudra.core.layout import Entry, Part
-from rudra.core.norms import joint_norm
+from rudra.core.norms import joint_norm, single
 from rudra.job.job import Job
 from topologies import Plan
 
@@ -118,7 +117,7 @@ class NormMeter:
             return math.nan
         pairs = zip(self._split(gradient), self._split(self._last[1]), strict=True)
         products = torch.stack([torch.dot(*pair) for pair in pairs])
-        return float(np.float32(sum(products.tolist())))
+        return single(sum(products.tolist()))
 
     def _of_rows(self, gradient: RowGradient) -> Iterator[torch.Tensor]:
         form, rows = gradient.row_format, gradient.rows

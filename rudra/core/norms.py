@@ -6,6 +6,12 @@ from collections.abc import Iterable
 import numpy as np
 
 
+def single(value: float) -> float:
+    """Returns a number with the precision of float32."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
+
+
 def joint_norm(norms: Iterable[float], *, partial: bool = False) -> float:
     """Returns the norm of a gradient from the norms of its parts.
 
@@ -16,4 +22,4 @@ def joint_norm(norms: Iterable[float], *, partial: bool = False) -> float:
         partial: Whether these parts are only a part of the gradient. Then nothing is rounded yet.
     """
     norm = math.sqrt(sum(norm * norm for norm in norms))
-    return norm if partial else float(np.float32(norm))
+    return norm if partial else single(norm)

@@ -179,4 +179,4 @@ class OwnerSteps:
         norms = self._norms.pop(timestamp, None)
         if norms is None:
             return update
-        return structs.replace(update, norm=joint_norm(norms[owner] for owner in self._owners))
+        return structs.replace(update, norm=joint_norm(norms.get(owner, math.nan) for owner in self._owners))

@@ -8,13 +8,17 @@ import numpy as np
 
 from rudra.core.actions import Finish, Record, StoreEpochWeights, TableName
 from rudra.core.messages import Rows
-from rudra.results.norms import places_of_gradients, places_of_updates
 from rudra.results.reader import Results
-from rudra.results.writer import NORMS
 from topologies import Plan
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s", "wait_s", "compute_s")
 """Columns with measured times, which differ in a replay."""
+
+NORM_KEYS: dict[TableName, list[str]] = {
+    "gradient_norms": ["learner", "samples", "step"],
+    "update_norms": ["timestamp"],
+}
+"""Columns that identify a row of norms."""
 
 NOTICED_S = 1.0
 """Time within which all ranks notice that a rank has died."""
@@ -39,17 +43,14 @@ class RecordedRun:
         plan: Plan that a replay follows.
         losses: Events of roles that died. Roles are named as in `plan`.
         restarts: Numbers of applied gradients at each resume from a checkpoint.
+        norms: Rows of norms, by table.
     """
 
     def __init__(self, results: Results) -> None:
         self.path, self.attributes, self.state = results.path, results.attributes, results.state
         self.gradients, self.updates = results.recorded("gradients"), results.recorded("updates")
-        self.epochs, self.gradient_norms, self.update_norms = (
-            results.epochs,
-            results.gradient_norms,
-            results.update_norms,
-        )
-        self.roles = results.roles
+        self.norms = {name: results.recorded(name) for name in NORM_KEYS}
+        self.epochs, self.roles = results.epochs, results.roles
         self.finished = self.state["status"] == "finished"
         self.updates_count = len(self.updates)
         if self.finished:
@@ -159,7 +160,10 @@ class Comparison:
     def __init__(self, record: RecordedRun, show: Callable[[], object]) -> None:
         self._record, self._show = record, show
         self._seen = {"gradients": 0, "updates": 0, "stages": 0}
-        self.norms: dict[TableName, list[Rows]] = {name: [] for name in NORMS}
+        self.norms: dict[TableName, list[Rows]] = {name: [] for name in NORM_KEYS}
+        self._known: dict[TableName, dict[Any, Any]] = {
+            name: dict(zip(rows[NORM_KEYS[name]].tolist(), rows, strict=True)) for name, rows in record.norms.items()
+        }
         self._hashes = {int(row["epoch"]): row["weights_sha256"] for row in record.epochs}
 
     def record(self, action: Record) -> None:
@@ -171,12 +175,9 @@ class Comparison:
         elif action.table == "updates":
             self._compare(action.rows, self._record.updates, "updates", "timestamp")
             self._show()
-        elif action.table == "gradient_norms":
-            self.norms["gradient_norms"].append(action.rows)
-            self._compare_gradient_norms(action.rows)
-        elif action.table == "update_norms":
-            self.norms["update_norms"].append(action.rows)
-            self._compare_update_norms(action.rows)
+        elif action.table in self.norms:
+            self.norms[action.table].append(action.rows)
+            self._compare_norms(action.rows, action.table)
         elif action.table == "epochs":
             for row in action.rows:
                 then, now = self._hashes.get(int(row["epoch"])), row["weights_sha256"]
@@ -187,31 +188,24 @@ class Comparison:
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
 
-    def _compare_gradient_norms(self, now: Rows) -> None:
-        """Compares norms of gradients with the record, if it has them. A replay may measure more, or fewer."""
-        record = self._record
-        places = places_of_gradients(record.gradient_norms, now)
-        for row, then in zip(now[places >= 0], record.gradient_norms[places[places >= 0]], strict=True):
-            if row["norm"].tobytes() != then["norm"].tobytes():
-                applied = record.gradients[places_of_gradients(record.gradients, row[None])[0]]
-                who = f"gradient of learner {row['learner']}, step {row['step']}: norm"
-                differs(int(applied["update"]), who, then["norm"], row["norm"])
+    def _compare_norms(self, now: Rows, table: TableName) -> None:
+        """Compares norms with the record, as far as it has them. A replay may measure more, or fewer."""
+        keys = NORM_KEYS[table]
+        for row in now:
+            then = self._known[table].get(row[keys].item())
+            if then is None:
+                continue
+            for name in row.dtype.names or ():
+                if not np.isnan(then[name]) and then[name] != row[name]:
+                    self._differs_in_norm(row, name.replace("_", " "), then[name], row[name])
 
-    def _compare_update_norms(self, now: Rows) -> None:
-        """Compares norms of the gradients of updates with the record, if it has them."""
-        known = self._record.update_norms
-        places = places_of_updates(known, now)
-        for row, then in zip(now[places >= 0], known[places[places >= 0]], strict=True):
-            for name in ("norm", "clipped_norm", "product"):
-                if name == "product" and np.isnan(then[name]):  # the first update after a resume has none
-                    continue
-                if row[name].tobytes() != then[name].tobytes():
-                    differs(
-                        int(row["timestamp"]),
-                        f"gradient of the update, {name.replace('_', ' ')}",
-                        then[name],
-                        row[name],
-                    )
+    def _differs_in_norm(self, row: np.void, what: str, then: float, now: float) -> NoReturn:
+        if "timestamp" in (row.dtype.names or ()):
+            differs(int(row["timestamp"]), f"gradient of the update, {what}", then, now)
+        applied = self._record.gradients
+        its = (applied["learner"] == row["learner"]) & (applied["step"] == row["step"])
+        who = f"gradient of learner {row['learner']}, step {row['step']}"
+        differs(int(applied["update"][its].max(initial=0)), f"{who}: {what}", then, now)
 
     def _compare(self, now: Rows, then: Rows, table: str, clock: str) -> None:
         """Compares rows with the next rows of a table."""

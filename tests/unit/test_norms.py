@@ -3,14 +3,18 @@
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from rudra.compute.norms import PIECE, NormMeter
 from rudra.compute.rows import RowFormat
 from rudra.compute.sparse import SparseRows
 from rudra.compute.vectors import RowBuffer
+from rudra.core.events import Updated
+from rudra.core.messages import OwnerMeasured
 from rudra.core.norms import joint_norm
 from rudra.core.records import GRADIENT, GRADIENT_NORM
 from rudra.results.norms import with_gradient_norms
+from rudra.roles.multi_owner import OwnerSteps, stepped
 
 ENDS = [0, 5, PIECE, 3 * PIECE + 7, 3 * PIECE + 8]
 
@@ -83,3 +87,23 @@ def test_the_last_norm_of_a_mini_batch_counts_and_joined_mini_batches_have_none(
     assert (found["step"] == rows["step"]).all()
     assert np.isnan(with_gradient_norms(rows, norms[:0])["norm"]).all()
     assert len(with_gradient_norms(rows[:0], norms)) == 0
+
+
+def test_a_part_without_a_norm_leaves_the_whole_without_one() -> None:
+    """The norm of one part is not a number if the training diverges there."""
+    steps = OwnerSteps((7, 8))
+    event = Updated(1, 0, 0.5, (bytes(4),), 3.0)
+    assert steps.here(event) is None
+    (message,) = stepped(8, event)
+    made = steps.there(message)
+    assert made is not None
+    assert np.isnan(made.norm)
+    assert steps.here(structs.replace(event, timestamp=2)) is None
+    steps.measured(OwnerMeasured(8, 2, 4.0))
+    made = steps.there(structs.replace(message, timestamp=2))
+    assert made is not None
+    assert made.norm == 5.0
+
+
+def test_a_norm_beyond_float32_is_infinite() -> None:
+    assert joint_norm([3e38, 3e38]) == np.inf
