@@ -94,10 +94,10 @@ def of_averages(
     averages = averages / whole**2
     own = total(v**2 / samples)  # the share of tr(Σ) in |g|²
     apart = total(v / samples) - own
-    known = total(np.ones(len(v))) > 1
-    noise = np.divide(total(v * squares) - averages, apart, out=np.zeros(len(averages)), where=known)
+    several = total(np.ones(len(v))) > 1
+    noise = np.divide(total(v * squares) - averages, apart, out=np.zeros(len(averages)), where=several)
     # With v = b / Σb this is c - 1, the degrees of freedom.
-    weight = np.divide(apart, own, out=np.zeros(len(averages)), where=known)
+    weight = np.divide(apart, own, out=np.zeros(len(averages)), where=several)
     return Moments(averages - noise * own, noise, weight)
 
 
@@ -113,6 +113,33 @@ def of_neighbours(samples: NDArray[np.int64], squares: Numbers, products: Number
         products: Inner product of each gradient and the previous one, shape (updates,).
     """
     return Moments(products, samples * (squares - products), np.ones(len(samples)))
+
+
+def of_replicas(differences: Moments, squares: Numbers, shares: Numbers, elasticity: Numbers, way: Numbers) -> Moments:
+    """Estimates the moments from the differences of replicas from the weights z, just before each average.
+
+    Each replica takes τ steps x ← x - α g between two averages. An average moves it towards z by the part e of its
+    difference (`elasticity`). The noise of its steps makes the variance V of its place. In balance
+    V = (1 - e)² V + α² τ tr(Σ) / b. A period of a replica has τb samples, so `differences.noise`, which is V τ b, is
+    tr(Σ) (ατ)² / (1 - (1 - e)²).
+
+    If e = 1, replicas begin at z, so `differences.signal` is |G|² (ατ)². Otherwise |G|² is what the norms of gradients
+    leave: |g|² - tr(Σ) / b. A small b then makes |G|² uncertain.
+
+    This assumes steps without momentum, and averages that pull more strongly than the curvature of the loss. Curvature
+    makes distances, and so B, too small. So does a small training set, of which a replica sees much before its
+    difference is forgotten.
+
+    Args:
+        differences: Moments of the differences, with the samples of a period.
+        squares: Mean |g|² of gradients of all replicas, weighted by samples, shape (updates,).
+        shares: Mean 1/b of these gradients, weighted by samples.
+        elasticity: e of each update, more than 0.
+        way: ατ of each update.
+    """
+    noise = differences.noise * (1 - (1 - elasticity) ** 2) / way**2
+    signal = np.where(elasticity == 1, differences.signal / way**2, squares - noise * shares)
+    return Moments(signal, noise, differences.weight)
 
 
 def noise_scale(moments: Moments) -> NoiseScale:

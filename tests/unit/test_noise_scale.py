@@ -5,18 +5,18 @@ import math
 import numpy as np
 import pytest
 
-from rudra.results.noise_scale import FEWEST, Moments, noise_scale, of_averages, of_neighbours
+from rudra.results.noise_scale import FEWEST, Moments, noise_scale, of_averages, of_neighbours, of_replicas
 
 SIGNAL, SIGMA = 2.0, np.linspace(0.1, 2.0, 30)  # |G|², and the variances of Σ
 NOISE = float(SIGMA.sum())
 REPEATS = 400
 
 
-def gradients(random: np.random.Generator, samples: list[int], updates: int, sizes: np.ndarray | float = 1.0):
-    """Gradients of shape (repeats, updates, c, parameters) whose G has the length sqrt(SIGNAL) times `sizes`."""
-    noise = random.standard_normal((REPEATS, updates, len(samples), len(SIGMA)))
+def gradients(random: np.random.Generator, samples: list[int], updates: int, repeats: int = REPEATS) -> np.ndarray:
+    """Gradients of shape (repeats, updates, c, parameters)."""
+    noise = random.standard_normal((repeats, updates, len(samples), len(SIGMA)))
     noise *= np.sqrt(SIGMA) / np.sqrt(samples)[:, None]
-    noise[..., 0] += np.sqrt(SIGNAL) * np.broadcast_to(sizes, (REPEATS, updates))[..., None]
+    noise[..., 0] += np.sqrt(SIGNAL)
     return noise
 
 
@@ -77,6 +77,34 @@ def test_neighbours_of_equal_weights_have_no_bias() -> None:
     found = of_neighbours(np.full(29, 4), (one[:, 1:] ** 2).sum(-1), products)
     assert found.signal.mean() == pytest.approx(SIGNAL, rel=0.05)
     assert found.noise.mean() == pytest.approx(NOISE, rel=0.05)
+
+
+@pytest.mark.parametrize(("elasticity", "period"), [(1.0, 1), (1.0, 4), (0.25, 3)])
+def test_replicas_on_a_slope_have_no_bias(elasticity: float, period: int) -> None:
+    """Of unequal batches. The gradient is the same everywhere, so only noise drives replicas apart."""
+    random, rate, samples = np.random.default_rng(11), 0.1, np.array([2, 6, 10])
+    shares = samples / samples.sum()
+    steps = gradients(random, samples.tolist(), 120 * period, 4).reshape(4, 120, period, 3, -1)
+    place, z = np.zeros((4, 3, len(SIGMA))), np.zeros((4, 1, len(SIGMA)))
+    distances, lengths, means = [], [], []
+    for i in range(120):
+        place -= rate * steps[:, i].sum(1)
+        difference = z - place
+        mean = (shares[:, None] * difference).sum(1, keepdims=True)
+        distances.append((difference**2).sum(-1))
+        means.append((mean**2).sum(-1)[:, 0])
+        lengths.append((steps[:, i, -1] ** 2).sum(-1))
+        z = z - mean
+        place += elasticity * (z - place)
+    late = slice(30, None)  # in balance
+    squares, norms = (np.concatenate(each[late]) for each in (distances, lengths))
+    count = len(squares)
+    about = (np.arange(count).repeat(3), np.tile(samples * period, count), np.tile(shares, count), squares.ravel())
+    differences = of_averages(*about, np.concatenate(means[late]))
+    inverse, pull, way = (np.full(count, x) for x in ((shares / samples).sum(), elasticity, rate * period))
+    found = of_replicas(differences, norms @ shares, inverse, pull, way)
+    assert found.noise.mean() == pytest.approx(NOISE, rel=0.06)
+    assert found.signal.mean() == pytest.approx(SIGNAL, rel=0.1)
 
 
 def test_too_few_updates_say_how_many_are_needed() -> None:
