@@ -409,7 +409,7 @@ class Results:
         - `test_error`, `test_loss`, `train_error`, `train_loss` and `epoch_end_s`: lists with one entry for each epoch
         - `final_test_error`: test error of the last evaluated epoch
         - `metrics`: split -> name -> list with one entry for each epoch
-        - `noise_scale` and `epoch_noise_scale`: gradient noise scale B of the run and of each epoch, with `samples` (B),
+        - `noise_scale` and `epoch_noise_scale`: gradient noise scale of the run and of each epoch, with `samples` (B),
           `error` (its standard error), `updates`, `update_samples` and `note`. None without `results.gradient_norms`
         - `mean_staleness`, `max_staleness` and `staleness_histogram` (number of applied gradients with σ = 0, 1, …)
         - `time_to_target_s` and `target_epoch`: time and epoch when the target was reached

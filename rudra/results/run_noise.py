@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.core.messages import Rows
-from rudra.results.noise_scale import Moments, NoiseScale, noise_scale, of_averages, of_replicas
+from rudra.results.noise_scale import Moments, NoiseScale, noise_scale, of_averages, of_neighbours, of_replicas
 from rudra.results.norms import with_gradient_norms
 from rudra.results.tables import RunTables
 
 CORRECTED = "gradients are corrected after their norms are measured: B includes the corrections"
 ESTIMATE = "estimated from the distances of replicas"
+NEIGHBOURS = "biased: from gradients of successive updates, so B is too large"
 DRIFT = "gradients of different weights: B includes their drift"
 
 
@@ -75,9 +76,13 @@ def noise_of(results: RunTables) -> RunNoise | None:
         return None
     updates = results.updates
     updates = updates[np.isfinite(updates["norm"]) & (updates["samples"] > 0)]
-    if len(updates) and (updates["gradients"] == 1).all():
-        return _unknown("an update has one gradient, so there is no average to compare it with")
     averages, job = bool(results.attributes.get("averaging")), results.job
+    if len(updates) and (updates["gradients"] == 1).all():
+        if averages:
+            return _unknown("each replica is averaged with the weights separately")
+        if len(updates) > 1 and np.isnan(updates["product"]).all():
+            return _unknown("an update has one gradient, in rows or on several servers, and none is kept for the next")
+        return _made(of_neighbours(updates["samples"], updates["norm"] ** 2, updates["product"]), updates, NEIGHBOURS)
     optimizer = job.get("optimizer", {})
     if averages and results.attributes.get("sharing", "nothing") != "nothing":
         return _unknown("learners share replicas or references, so distances do not show their noise")
@@ -187,10 +192,10 @@ def described(noise: dict[str, Any], epochs: Sequence[dict[str, Any]], first_epo
     count, first, last = noise["updates"], noise["first_update"], noise["last_update"]
     if noise["reason"]:
         return f"unknown: {noise['reason']}"
-    note = f"; {noise['note']}" if noise["note"] else ""
     if noise["samples"] is None:
         needed = f"at least {noise['needed_updates']:,} are needed"
-        return f"unknown: {count:,} updates of two or more gradients have norms, {needed}{note}"
+        return f"unknown: {count:,} updates are too few, {needed}"
+    note = f"; {noise['note']}" if noise["note"] else ""
     which = f"updates {first:,}–{last:,}" if last - first + 1 == count else f"{count:,} of updates {first:,}–{last:,}"
     known = [number for number, epoch in enumerate(epochs) if epoch["samples"] is not None]
     late = f", {_text(epochs[known[-1]])} in epoch {first_epoch + known[-1]}" if known and len(epochs) > 1 else ""

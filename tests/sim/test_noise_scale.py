@@ -26,8 +26,8 @@ def make_job(size: int, epochs: int, protocol: str = "hardsync", limit: int = 90
         data={"train_limit": limit, "test_limit": 20},
         training={"minibatch_size": size, "epochs": epochs, "evaluate": False, "seed": 3},
         optimizer={"learning_rate": FIXED, "momentum": 0.0, **tables.pop("optimizer", {})},
-        protocol={"name": protocol, "modulation": "none", **tables.pop("protocol", {})},
-        cluster={"learners": 4, "threads_per_rank": 1},
+        protocol={"name": protocol, "modulation": "none"},
+        cluster={"learners": 4, "threads_per_rank": 1, **tables.pop("cluster", {})},
         results={"gradient_norms": "every 1", "minibatches": False},
         **tables,
     ).resolved()
@@ -75,19 +75,20 @@ def test_noise_scale_of_lenet_is_that_of_single_samples(size: int, epochs: int, 
     ("tables", "note"),
     [
         ({"protocol": "softsync"}, "gradients of different weights: B includes their drift"),
+        ({"cluster": {"learners": 1}}, "biased: from gradients of successive updates, so B is too large"),
         ({"protocol": "average", "averaging": {"period": 3}}, "estimated from the distances of replicas"),
         (
             {"protocol": "easgd", "averaging": {"elasticity": 0.6, "outer": {"learning_rate": 1.0}}},
             "estimated from the distances of replicas",
         ),
     ],
-    ids=["softsync", "average", "easgd"],
+    ids=["softsync", "one", "average", "easgd"],
 )
 def test_other_protocols_find_about_the_same_and_say_what_it_contains(
     tables: dict[str, Any], note: str, exact: float, tmp_path: Path
 ) -> None:
-    rate = {"optimizer": {"learning_rate": 1e-4}}  # distances of replicas need a few bits
-    found, line = found_in(make_job(8, 5, **tables, **(rate if tables["protocol"] != "softsync" else {})), tmp_path)
+    rate = {} if "averaging" not in tables else {"optimizer": {"learning_rate": 1e-4}}  # distances need a few bits
+    found, line = found_in(make_job(8, 5, **tables, **rate), tmp_path)
     assert found["samples"] == pytest.approx(exact, rel=0.2)
     assert line.endswith(f"; {note}")
 
@@ -95,14 +96,21 @@ def test_other_protocols_find_about_the_same_and_say_what_it_contains(
 @pytest.mark.parametrize(
     ("tables", "text"),
     [
-        ({"protocol": "async"}, "unknown: an update has one gradient, so there is no average to compare it with"),
+        (
+            {"protocol": "easgd", "topology": {"name": "replicas", "options": {"parameter_server": True}}},
+            "unknown: each replica is averaged with the weights separately",
+        ),
         (
             {"protocol": "average", "optimizer": {"momentum": 0.9}},
             "unknown: replicas do not take steps of plain SGD, without momentum and clip_norm",
         ),
-        ({}, "unknown: 3 updates of two or more gradients have norms, at least 10 are needed"),
+        (
+            {"protocol": "async", "topology": {"name": "sharded", "options": {"shards": 2}}},
+            "unknown: an update has one gradient, in rows or on several servers, and none is kept for the next",
+        ),
+        ({}, "unknown: 3 updates are too few, at least 10 are needed"),
     ],
-    ids=["async", "momentum", "few"],
+    ids=["served", "momentum", "shards", "few"],
 )
 def test_no_noise_scale_says_why(tables: dict[str, Any], text: str, tmp_path: Path) -> None:
     found, line = found_in(make_job(8, 1, limit=96, **tables), tmp_path)
