@@ -1,8 +1,8 @@
 """Gradient noise scale B, from squared norms of gradients and of their averages.
 
 A gradient g over b samples is G + noise. G is the gradient over all samples, and the noise has the covariance Σ / b. So
-E|g|² = |G|² + tr(Σ) / b. The noise scale B = tr(Σ) / |G|² is the batch size at which noise and gradient are equally
-large. Smaller batches cost few additional samples, larger ones save few updates.
+E|g|² = |G|² + tr(Σ) / b. The noise scale B = tr(Σ) / |G|² is the size of a batch whose noise is as large as its
+gradient. Smaller batches cost few additional samples, larger ones save few updates.
 
 An update averages c gradients g_i of b_i samples with weights v_i, whose sum is 1. Their average g has
 E|g|² = |G|² + tr(Σ) Σ v_i² / b_i. The expected difference Σ v_i |g_i|² - |g|² contains no |G|². So these estimates are
@@ -33,7 +33,7 @@ FEWEST = 10
 
 _BLOCKS = 32
 _CLEAR = 3.0
-"""Smallest ratio of the mean |G|² to its standard error at which a quotient with this mean says something."""
+"""Smallest ratio of the mean |G|² to its standard error. With a smaller one, a quotient with this mean says nothing."""
 
 Numbers = NDArray[np.float64]
 
@@ -127,8 +127,8 @@ def of_replicas(differences: Moments, squares: Numbers, shares: Numbers, elastic
     leave: |g|² - tr(Σ) / b. A small b then makes |G|² uncertain.
 
     This assumes steps without momentum, and averages that pull more strongly than the curvature of the loss. Curvature
-    makes distances, and so B, too small. So does a small training set, of which a replica sees much before its
-    difference is forgotten.
+    makes distances, and so B, too small. A training set of few mini-batches has the same effect, because a replica
+    draws them without replacement.
 
     Args:
         differences: Moments of the differences, with the samples of a period.

@@ -28,7 +28,7 @@ class RunNoise:
         timestamp: Timestamp of each update.
         epoch: Epoch of each update.
         samples: Samples of each update.
-        note: What the estimate also contains. Empty: nothing.
+        note: Other contents of the estimate, in words. Empty: it has none.
         reason: Why there is no estimate, however many updates there are. Empty: there may be one.
     """
 
@@ -146,7 +146,7 @@ def _complete(gradients: Rows, updates: Rows) -> tuple[Rows, NDArray[np.int64], 
 
 
 def _made(moments: Moments, updates: Rows, note: str) -> RunNoise:
-    """Leaves out updates without an estimate: those of one gradient, or with a gradient whose norm is not recorded."""
+    """Leaves out updates without an estimate: of one gradient, or with a gradient whose norm is not recorded."""
     known = (moments.weight > 0) & np.isfinite(moments.signal) & np.isfinite(moments.noise)
     updates = updates[known]
     return RunNoise(moments.of(known), updates["timestamp"], updates["epoch"], updates["samples"], note)
