@@ -66,6 +66,7 @@ class RunNoise:
         return found | about | {"update_samples": finite(self.update_samples)} | texts
 
 
+@np.errstate(all="ignore")  # `_made` leaves out what is not finite, such as norms of a run that diverged
 def noise_of(results: RunTables) -> RunNoise | None:
     """Estimates the moments of a run's gradients from each update whose gradients all have norms.
 

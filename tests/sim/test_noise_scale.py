@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -140,3 +141,14 @@ def test_reports_and_watch_show_the_noise_scale(tmp_path: Path) -> None:
         )
         == []
     )
+
+
+def test_norms_of_a_run_that_diverged_are_left_out(tmp_path: Path) -> None:
+    job = make_job(8, 1, limit=96).with_(model={"name": "mlp", "options": {}})
+    rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet").close()
+    with h5py.File(tmp_path / "run.h5", "r+") as file:
+        norms = file["gradient_norms"][()]
+        norms["norm"][norms["step"] == 2] = [np.inf, 1e200, np.nan, 1.0]  # in the last update
+        file["gradient_norms"][...] = norms
+    with rudra.open_results(tmp_path / "run.h5") as results:
+        assert results.summary()["noise_scale"]["updates"] == len(results.updates) - 1
