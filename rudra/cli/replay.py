@@ -16,6 +16,7 @@ Otherwise it imports no code that the file names without --trust."""
 EXAMPLES = {
     "rudra replay soft.h5": "check that the run can be reproduced",
     "rudra replay soft.h5 --until 100 -o at-100.pt": "write the weights after update 100, for torch.load",
+    "rudra replay soft.h5 --norms 1": "add the norm of every gradient and update to the record",
     "rudra replay my-job.h5 --set data.path=/scratch/cifar10": "replay with the data in another directory",
 }
 
@@ -29,6 +30,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=Path, metavar="W.pt", help="file for these weights. Default: FILE-UPDATE.pt"
     )
     force_option(parser, "W.pt")
+    parser.add_argument(
+        "--norms",
+        type=int,
+        metavar="N",
+        help="add the norms of the gradients of every Nth update to FILE.h5, as results.gradient_norms records them",
+    )
     set_option(parser, "change data.path or training.warm_start; repeatable")
     trust_option(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -45,6 +52,9 @@ def execute(arguments: argparse.Namespace) -> int:
         quiet=arguments.quiet,
         force=arguments.force,
         trust=arguments.trust,
+        norms=arguments.norms,
     )
     print(f"{arguments.file}: {replayed}")
+    if replayed.norms:
+        print(f"{arguments.file}: {replayed.norms} norms of gradients and updates added")
     return 0 if replayed.identical else 1

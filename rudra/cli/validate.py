@@ -121,6 +121,9 @@ def execute(arguments: argparse.Namespace) -> int:
         lines["averaging"] = protocol.text
     if job.optimizer.average.given:
         lines["average"] = f"{job.optimizer.average.text}; evaluated and exported instead of the last weights"
+    if every := job.results.norms_every:
+        which = "all updates" if every == 1 else f"updates {every}, {2 * every}, …"
+        lines["norms"] = f"of {which} and their gradients, in the result file"
     if job.optimizer.warm_up:
         lines["warm-up"] = f"the rate grows from 0 in the first {job.optimizer.warm_up:g} epochs"
     if job.optimizer.momentum:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from protocols import Correction, GradientRecord
-from rudra.compute.parts import cut
+from rudra.compute.parts import pieces_of
 from rudra.core.actions import Correct
 from rudra.core.layout import Entry, Part
 from rudra.core.state_names import CORRECTION
@@ -151,10 +151,7 @@ def corrector_of(
     if job.protocol.correction is None:
         return None
     first = 0 if part is None else part.stretches[0].start
-    pieces = [slice(0, parameters)]
-    if part is None and (count := len(job.make_topology().plan(job.learners).front_owners)) > 1:
-        cuts = cut(job.optimizer, layout, count)
-        pieces = [slice(piece.start, min(piece.stop, parameters)) for piece in cuts]
+    pieces = pieces_of(job, layout, parameters, part)
     return Corrector(named(job.protocol.correction), plan.roles[role].title, job.make_correction, pieces, first)
 
 

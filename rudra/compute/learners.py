@@ -1,5 +1,6 @@
 """Executors that compute gradients and evaluate weights."""
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from rudra.compute.executor import Executor, performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Sums
+from rudra.compute.norms import NormMeter
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.vectors import Buffer
 from rudra.compute.waiting import NotInTime
@@ -59,12 +61,14 @@ class LearnerExecutor(Executor):
         pushes_at_once: Whether the learner pushes each gradient once it is ready, and then requests newer weights.
         examined: Data for evaluation, if learners evaluate weights.
         ready: Called while a gradient is computed, whenever more of it is final. None: it is not called.
+        norms: Norms of gradients. None: they are not recorded.
     """
 
     source: GradientSource
     pushes_at_once = True
     examined: Examined | None = None
     ready: Ready | None = None
+    norms: NormMeter | None = None
 
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """Sets the source of gradients, and whether its learner pushes at once."""
@@ -77,6 +81,8 @@ class LearnerExecutor(Executor):
     @performs(Compute)
     def compute(self, action: Compute) -> Iterator[Computed]:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
+        if self.norms is not None and self.ready is not None and self.norms.covers_gradient(action.timestamp):
+            self.ready = self.norms.watching(gradient.vector, self.ready)
         if self._stage is None:
             outcome = self._gradient(action, weights, gradient)
             if self.direct:
@@ -114,7 +120,10 @@ class LearnerExecutor(Executor):
 
     def computed(self, action: Compute | BackpropFirstStage, outcome: BatchResult) -> Computed:
         """Returns the result of a computation whose weights are still in their buffer."""
-        found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples)
+        norm = math.nan
+        if self.norms is not None and self.norms.covers_gradient(action.timestamp):
+            norm = self.norms.norm(self.buffer(action.gradient).gradient)
+        found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples, norm)
         if self.hooks is not None:
             buffer = self.buffer(action.weights)
             self.hooks.computed(action, found, lambda: buffer.array)

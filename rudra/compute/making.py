@@ -14,6 +14,7 @@ from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
 from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, ReplicaExecutor, StatisticsExecutor
+from rudra.compute.norms import meter_of_learner, meter_of_owner
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor, ServerExecutor
 from rudra.compute.parts import cut
@@ -169,11 +170,13 @@ def make_executors(
             averages = job.optimizer.average.given and role in plan.owners
             executor.own(job, plan, flat, first_weights, part, averages=averages)
             executor.corrector = corrector_of(job, plan, role, flat.layout, executor.parameters, part)
+            executor.update_norms = meter_of_owner(job, plan, flat.layout, part)
         if isinstance(executor, LearnerExecutor):
             assert data.training is not None
             work = portions[role].work(0)
             source = GradientSource(job, plan.roles[role].index, work, own, data.training, prefetch=prefetch)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
+            executor.norms = meter_of_learner(job, plan, own.layout)
             if job.training.evaluate == "workers":
                 train = {TRAIN: data.training} if job.training.evaluate_training_set else {}
                 executor.examined = Examined({**data.tests, **train}, job.training.evaluation_batch_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,7 @@ class UpdateRule:
         self._sizes = [entry.size for entry in parameters] or [len(weights)]
         self._clip_norm = table.clip_norm
         self._form, self._size, self._none = table.momentum_form, len(weights), weights[:0].clone()
+        self._clipped: float | torch.Tensor = 1.0  # factor of clipping in the last step
         self._sgd, self._torchs = table.name == "sgd", table.name in OPTIMIZERS
         self._places: dict[torch.nn.Parameter, slice] = {}
         self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> whole parameter, and slices
@@ -234,13 +236,20 @@ class UpdateRule:
         else:
             norm = torch.linalg.vector_norm(torch.cat([others[0], self.norms(gradient), others[1]]))
         scale = most / (norm + 1e-6)
-        return self._times(scale, gradient, slice(None)) if norm.isfinite() and scale < 1 else gradient
+        clips = bool(norm.isfinite() and scale < 1)
+        self._clipped = scale if clips else 1.0
+        return self._times(scale, gradient, slice(None)) if clips else gradient
 
     def _times(self, scale: float | torch.Tensor, gradient: torch.Tensor, part: slice) -> torch.Tensor:
         """Returns a part of the gradient at another scale, valid until the next call."""
         import torch
 
         return torch.mul(gradient, scale, out=self._scaled[part])
+
+    @property
+    def clip_factor(self) -> float:
+        """Factor of the last gradient by clipping. NaN: gradients are not clipped."""
+        return math.nan if self._clip_norm is None else float(self._clipped)
 
     def move(self, weights: torch.Tensor) -> None:
         """Continues with weights in other memory, which holds the same values."""

@@ -1,5 +1,6 @@
 """Executors of servers: they average gradients, and own and update weights."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
@@ -16,6 +17,7 @@ from rudra.compute.carried import CarriedState
 from rudra.compute.correcting import Corrector
 from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
+from rudra.compute.norms import NormMeter
 from rudra.compute.optim import UpdateRule
 from rudra.compute.parts import stretch_names
 from rudra.compute.rows import RowFormat, RowGradient, alike
@@ -111,9 +113,11 @@ class OwnerExecutor(Executor):
 
     Attributes:
         corrector: Correction of gradients. None: the job has none.
+        update_norms: Norms of the gradients of updates. None: they are not recorded.
     """
 
     corrector: Corrector | None = None
+    update_norms: NormMeter | None = None
     _owned_part: Part | None = None
     _averages = False
 
@@ -301,7 +305,9 @@ class OwnerExecutor(Executor):
         began = time.perf_counter()
         if self.corrector is not None:
             self.corrector.updated()
+        norm, product = (math.nan, math.nan) if self.update_norms is None else self._measured(self.update_norms, action)
         buffer = self._stepped(action)
+        clipped = math.nan if math.isnan(norm) else norm * self._rule.clip_factor
         self._give_back(action.gradient)
         if self.size > self.parameters:
             buffer.vector[self.size - self._counters :].round_()
@@ -312,7 +318,19 @@ class OwnerExecutor(Executor):
         sampled = self._sampled(buffer, action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
-        return Updated(action.timestamp, digest, time.perf_counter() - began, sampled)
+        return Updated(action.timestamp, digest, time.perf_counter() - began, sampled, norm, clipped, product)
+
+    def _measured(self, meter: NormMeter, action: Update) -> tuple[float, float]:
+        """Returns the norm of an update's gradient, and its product with the previous one. NaN: it is not recorded."""
+        measures, keeps = meter.covers(action.timestamp), meter.keeps(action.timestamp)
+        if not (measures or keeps):
+            return math.nan, math.nan
+        gradient = self.buffer(action.gradient).gradient
+        norm = meter.norm(gradient) if measures else math.nan
+        product = meter.product(action.timestamp, gradient) if measures else math.nan
+        if keeps:
+            meter.keep(action.timestamp, gradient)
+        return norm, product
 
     def _average_over_time(self, action: Update, weights: torch.Tensor) -> None:
         """Adds new weights to their average over time. Counters of the model are not averaged."""

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from rudra.compute.runs import CACHE_LINE, runs_of
 from rudra.core.buffer_names import AVERAGE, WEIGHTS
-from rudra.core.layout import Entry, NamedVectors
+from rudra.core.layout import Entry, NamedVectors, Part
 from rudra.errors import ConfigError
+from rudra.job.job import Job
 from rudra.job.tables import OptimizerTable
 
 
@@ -37,6 +38,21 @@ def cut(table: OptimizerTable, layout: Sequence[Entry], count: int) -> tuple[sli
             "valid: fewer"
         )
     return tuple(parts)
+
+
+def pieces_of(job: Job, layout: Sequence[Entry], parameters: int, part: Part | None) -> list[slice]:
+    """Returns the slices of an owner's parameters that the job's owners have separately. In a replay one owner has all.
+
+    Args:
+        job: Resolved job.
+        layout: Layout of the whole vector.
+        parameters: Number of parameters that the owner has.
+        part: Part of the vector that the owner has. None: it has all.
+    """
+    count = 1 if part is not None else len(job.make_topology().plan(job.learners).front_owners)
+    if count == 1:
+        return [slice(0, parameters)]
+    return [slice(piece.start, min(piece.stop, parameters)) for piece in cut(job.optimizer, layout, count)]
 
 
 def _nearest(runs: Sequence[slice], place: int) -> int:

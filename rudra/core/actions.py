@@ -16,7 +16,18 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import Work
 from topologies import Plan
 
-TableName = Literal["gradients", "updates", "minibatches", "epochs", "metrics", "events", "averages", "stages"]
+TableName = Literal[
+    "gradients",
+    "updates",
+    "minibatches",
+    "epochs",
+    "metrics",
+    "events",
+    "averages",
+    "stages",
+    "gradient_norms",
+    "update_norms",
+]
 
 
 class Send(Struct, frozen=True, gc=False):

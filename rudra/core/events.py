@@ -75,12 +75,18 @@ class Updated(Struct, frozen=True, gc=False):
         seconds: Duration of the optimiser's step.
         sampled: For an owner of a part of the weights, the sample itself, float32, of each stretch of the part
             (`rudra.core.layout`).
+        norm: Norm of the gradient. For an owner of a part of the weights, norm of that part. NaN: it is not recorded.
+        clipped_norm: Norm of the gradient after clipping. NaN: it is not clipped, or not recorded.
+        product: Inner product of the gradient and the gradient of the previous update. NaN: it is not recorded.
     """
 
     timestamp: int
     digest: int
     seconds: float
     sampled: tuple[bytes, ...] = ()
+    norm: float = math.nan
+    clipped_norm: float = math.nan
+    product: float = math.nan
 
 
 class NormsComputed(Struct, frozen=True, gc=False):
@@ -123,12 +129,14 @@ class Computed(Struct, frozen=True, gc=False):
         loss: Mean loss over its samples.
         errors: Number of wrong samples.
         samples: Number of samples.
+        norm: Norm of the gradient. NaN: it is not recorded.
     """
 
     step: int
     loss: float
     errors: float
     samples: int
+    norm: float = math.nan
 
 
 class AppliedGradient(Struct, frozen=True, gc=False):

@@ -66,6 +66,9 @@ class MessageKind(IntEnum):
     EPOCH_EVALUATED = auto()
     LEARNERS_LEFT = auto()
     CHANGE_DECIDED = auto()
+    GRADIENT_NORMS = auto()
+    UPDATE_NORMS = auto()
+    MEASURED = auto()
 
 
 ROWS = {
@@ -86,6 +89,8 @@ ROWS = {
     MessageKind.AVERAGES: records.AVERAGE,
     MessageKind.STAGES: records.STAGE,
     MessageKind.CHANGE_DECIDED: records.TEXT,
+    MessageKind.GRADIENT_NORMS: records.GRADIENT_NORM,
+    MessageKind.UPDATE_NORMS: records.UPDATE_NORM,
 }
 """Dtype of the rows of each kind that has rows."""
 
@@ -109,7 +114,7 @@ DESCRIBED = frozenset(
 URGENT = frozenset({MessageKind.LOG, MessageKind.TAKEN})
 """Kinds that start long work on another rank in parallel with the work of the sender."""
 
-BETWEEN_OWNERS = frozenset({MessageKind.LOG, MessageKind.STEPPED})
+BETWEEN_OWNERS = frozenset({MessageKind.LOG, MessageKind.STEPPED, MessageKind.MEASURED})
 """Kinds between owners of the weights, which are valid even if all other roles restart."""
 
 
@@ -284,6 +289,17 @@ class OwnerStepped(StampedMessage, frozen=True, gc=False):
     seconds: float
     last: bool
     rows: Rows | None
+
+
+class OwnerMeasured(StampedMessage, frozen=True, gc=False):
+    """Shard -> first shard, before `OwnerStepped`: norm of its part of the gradient.
+
+    Attributes:
+        norm: Euclidean norm of the part.
+    """
+
+    kind = MessageKind.MEASURED
+    norm: float
 
 
 class GradientNorms(Message, frozen=True, gc=False):
@@ -636,6 +652,18 @@ class StageRows(ReportedRows, frozen=True, gc=False):
     """Stage server -> statistics server."""
 
     kind = MessageKind.STAGES
+
+
+class GradientNormRows(ReportedRows, frozen=True, gc=False):
+    """Learner -> statistics server."""
+
+    kind = MessageKind.GRADIENT_NORMS
+
+
+class UpdateNormRows(ReportedRows, frozen=True, gc=False):
+    """Owner -> statistics server."""
+
+    kind = MessageKind.UPDATE_NORMS
 
 
 class EpochEvaluated(Message, frozen=True, gc=False):

@@ -137,6 +137,26 @@ AVERAGE = table(
 )
 """Contribution of one learner to one average of replicas."""
 
+GRADIENT_NORM = table(
+    ("learner", "<i4", "number of the learner that computed the gradient, from 0"),
+    ("samples", "<i4", "samples of the gradient's mini-batch"),
+    ("step", "<i8", "number of the mini-batch among its learner's mini-batches, from 0"),
+    ("norm", "<f8", "Euclidean norm of the gradient, as its learner computed it"),
+)
+"""Norm of the gradient of a mini-batch. The gradient may not have been applied. The last row of a mini-batch counts."""
+
+UPDATE_NORM = table(
+    ("timestamp", "<i8", "timestamp of the weights after the update"),
+    ("norm", "<f8", "Euclidean norm of the averaged gradient, or difference of replicas, that the update applied"),
+    ("clipped_norm", "<f8", "its norm after `optimizer.clip_norm`. NaN: the optimiser does not clip"),
+    (
+        "product",
+        "<f8",
+        "its inner product with the gradient of the update before, of runs with one gradient per update",
+    ),
+)
+"""Norm of the gradient of an update. The last row of an update counts."""
+
 STAGE = table(
     ("timestamp", "<i8", "timestamp of the stage server's weights after the update that applied the mini-batch"),
     ("learner", "<i4", "number of the learner whose mini-batch it is, from 0"),

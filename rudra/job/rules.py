@@ -367,6 +367,27 @@ def correction(part: JobPart) -> Iterator[str]:
         )
 
 
+@part_rule
+def norms(part: JobPart) -> Iterator[str]:
+    """Requires that some role sees each gradient that makes an update."""
+    job = part.job
+    if job.results.norms_every is None:
+        return
+    on = f"[results] gradient_norms = '{job.results.gradient_norms}' is not supported with"
+    off = "or gradient_norms = 'off'"
+    if part.plan.window:
+        yield f"{on} [hogbatch] weights = 'shared', where no server sees a gradient; use weights = 'server', {off}"
+    if job.placement.given:
+        yield f"{on} [placement] cut, because no role sees a whole gradient; remove the cut, {off}"
+    if not job.simulation.tensors:
+        yield f"{on} [simulation] tensors = false, which has no gradients; use tensors = true, {off}"
+    if job.simulation.batching == "big-batch":
+        yield (
+            f"{on} [simulation] batching = 'big-batch', which computes only the sum of all gradients; "
+            f"use batching = 'none' or 'vmap', {off}"
+        )
+
+
 # Layers with a stage server.
 
 

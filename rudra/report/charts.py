@@ -8,6 +8,7 @@ import numpy as np
 
 from rudra.report.curve_styles import COLOURS, log_ticks, look, time_unit
 from rudra.report.curves import curves
+from rudra.report.noise_figure import noise_scales
 from rudra.report.over_updates import distances, staleness
 from rudra.report.palette import GRID, MUTED
 from rudra.report.panels import AfterLayout, Figure, Panel, family_order, lines_of, name_bars, set_axes, stacked_bars
@@ -36,6 +37,7 @@ def figures(study: Study, everything: Sequence[Run], *, log: bool = False) -> li
         *targets(study),
         *staleness(lines),
         *distances(lines),
+        *noise_scales(lines, log=log),
         *_tradeoff(study, everything),
         *_speed_up(study),
         *penalties(study),

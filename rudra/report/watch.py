@@ -15,6 +15,7 @@ from rudra.errors import ResultsError
 from rudra.results.progress import duration
 from rudra.results.progress import tested as described
 from rudra.results.reader import Results, open_results
+from rudra.results.run_noise import noise_of, plus_minus
 from rudra.results.summary import protocol_label
 
 _REFRESH_S = 1.0
@@ -43,6 +44,7 @@ class Watched:
         self._loss = self._staleness = (np.zeros(0), np.zeros(0))
         self._samples, self._gradients, self._sigma = 0, 0, 0.0
         self._recent: list[tuple[float, int]] = []
+        self._noise, self._noise_again = "", 0.0
 
     def read(self) -> None:
         """Reads the rows that were written since the last call.
@@ -62,6 +64,18 @@ class Watched:
             if len(piece):
                 self._recent.append((float(piece["time_s"][-1]), self._samples))
         del self._recent[:-10]
+        if self._results.has_norms:
+            self._read_noise()
+
+    def _read_noise(self) -> None:
+        """Estimates the gradient noise scale from all rows, in at most a tenth of the time."""
+        began = time.monotonic()
+        if began < self._noise_again:
+            return
+        noise = noise_of(self._results)
+        if noise is not None and not (scale := noise.scale).needed:
+            self._noise = f"B {plus_minus(scale.samples, scale.error)}"
+        self._noise_again = began + 10 * (time.monotonic() - began)
 
     def frame(self, width: int, height: int, now: float) -> list[str]:
         """Returns the lines of one picture.
@@ -115,6 +129,7 @@ class Watched:
             facts.append(f"{self._samples / done:,.0f} samples/s")
         if self._gradients:
             facts.append(f"⟨σ⟩ {self._sigma / self._gradients:.2f}")
+        facts += [self._noise] if self._noise else []
         tested = epochs[epochs["evaluated"] != 0]
         if len(tested):
             facts.append(described(tested[-1]))

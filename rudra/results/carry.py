@@ -16,6 +16,7 @@ from rudra.core.training_state import TrainingState
 from rudra.errors import ResultsError
 from rudra.job.job import Job
 from rudra.results.reader import Results
+from rudra.results.writer import NORMS_EVERY
 from topologies import Plan
 
 BEGINS_AT = "begins_at"
@@ -156,6 +157,10 @@ def carried(
         else:
             yield _event(b"branch", position, started_with(position, results.path, lost))
 
+    def gradient_norms() -> Iterator[Rows]:
+        for piece in results.pieces("gradient_norms"):
+            yield piece[(piece["step"] < steps[piece["learner"]]) & (piece["learner"] < count)]
+
     rows: dict[TableName, Iterable[Rows]] = {
         "gradients": gradients(),
         "updates": upto("updates"),
@@ -166,10 +171,13 @@ def carried(
         "averages": (rows[rows["learner"] < count] for rows in upto("averages")),
         "stages": stages(),
     }
+    if results.has_norms:
+        rows |= {"gradient_norms": gradient_norms(), "update_norms": upto("update_norms")}
     weights = ((epoch, results.weights_of(epoch)) for epoch in results.kept_epochs if epoch <= position.epoch)
     stay = KEPT if results.attributes["replayable"] else (*KEPT, "replayable", "not_replayable")
     attributes = {name: results.attributes[name] for name in stay}
     attributes |= {BEGINS_AT: before} if before else {}
+    attributes |= {NORMS_EVERY: every} if (every := results.attributes.get(NORMS_EVERY)) else {}
     if replanned:
         attributes |= {"replayable": False, "not_replayable": replanned}
     return Carried(rows, weights, attributes, totals[:count])

@@ -17,6 +17,7 @@ from rudra.job.job import Job
 from rudra.job.simulation import DEFAULTS, UNMEASURED
 from rudra.job.table import named
 from rudra.log import log
+from rudra.results.run_noise import described
 from rudra.results.summary import protocol_label, rate_text
 
 _REDRAW_S = 0.1
@@ -227,10 +228,16 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("updates", f"{summary['updates']:,}"),
         ("gradients", ", ".join([f"{summary['gradients']:,} applied", *unused])),
         ("staleness", staleness),
+        ("noise scale B", _noise(summary)),
         ("buckets", f"{size / 1e6:.3g} MB" if (size := summary["bucket_bytes"]) else ""),
         ("weights", (summary["weights_sha256"] or "")[:16]),
         ("average", f"{text}: evaluated and kept as the weights" if (text := summary["weights_average"]) else ""),
     ]
+
+
+def _noise(summary: dict[str, Any]) -> str:
+    noise, epochs = summary["noise_scale"], summary["epoch_noise_scale"]
+    return described(noise, epochs, 1 + summary["earlier_epochs"]) if noise else ""
 
 
 def _epochs(summary: dict[str, Any]) -> str:

@@ -24,12 +24,22 @@ from numpy.typing import NDArray
 from rudra.compute.statedict import StateEntry
 from rudra.core.actions import TableName
 from rudra.core.messages import Rows
-from rudra.core.records import AVERAGE, EVENT, METRIC, STAGE
+from rudra.core.records import AVERAGE, EVENT, METRIC, STAGE, UPDATE_NORM
 from rudra.errors import ResultsError, printable
 from rudra.files import check_output
 from rudra.results import plan_rows, validation
+from rudra.results.norms import with_gradient_norms, with_update_norms
 from rudra.results.summary import best_epoch, summarise
-from rudra.results.writer import DATASETS, FORMAT_VERSION, OBJECTS, STATE, ResultsWriter, default_output, reason_of
+from rudra.results.writer import (
+    DATASETS,
+    FORMAT_VERSION,
+    NORMS,
+    OBJECTS,
+    STATE,
+    ResultsWriter,
+    default_output,
+    reason_of,
+)
 from topologies import Plan
 
 if TYPE_CHECKING:
@@ -97,6 +107,7 @@ class Results:
         path: Path of the file.
         live: Whether the file was open for writing when this object opened it: its run continues, or was killed.
         attributes: Values that were fixed when the run started, such as `"protocol"` or `"learners"`: name -> value.
+        has_norms: Whether the file has norms of gradients.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,6 +125,8 @@ class Results:
                 known = f"{READABLE[0]} to {READABLE[-1]}"
                 raise ResultsError(f"{path}: has format version {version}; this Rudra reads {known}")
             absent = validation.lacking(version)
+            self.has_norms = not set(NORMS) <= {*missing}
+            absent |= frozenset() if self.has_norms else frozenset(NORMS)
             if missing := [name for name in missing if name not in absent]:
                 raise ResultsError(f"{path}: damaged: {', '.join(missing)} missing")
             self.attributes = validation.attributes(self.attributes, path)
@@ -155,43 +168,62 @@ class Results:
 
     @property
     def gradients(self) -> Rows:
-        """Table `/gradients`: one row for each applied gradient, in order of application."""
-        return self._rows("gradients")
+        """Table `/gradients`: one row for each applied gradient, in order of application.
+
+        If the file `has_norms`, it has a column `norm` from `gradient_norms`, which is NaN where none is recorded.
+        """
+        rows = self.recorded("gradients")
+        return with_gradient_norms(rows, self.gradient_norms) if self.has_norms else rows
 
     @property
     def updates(self) -> Rows:
-        """Table `/updates`: one row for each update of the weights, in order."""
-        return self._rows("updates")
+        """Table `/updates`: one row for each update of the weights, in order.
+
+        If the file `has_norms`, it has the columns `norm`, `clipped_norm` and `product` from `update_norms`. They are
+        NaN where none is recorded.
+        """
+        rows = self.recorded("updates")
+        return with_update_norms(rows, self.update_norms) if self.has_norms else rows
 
     @property
     def minibatches(self) -> Rows:
         """Table `/minibatches`: one row for each mini-batch of a learner, in order of its report."""
-        return self._rows("minibatches")
+        return self.recorded("minibatches")
 
     @property
     def epochs(self) -> Rows:
         """Table `/epochs`: one row for each finished epoch, in order."""
-        return self._rows("epochs")
+        return self.recorded("epochs")
 
     @property
     def metrics(self) -> Rows:
         """Table `/metrics`: one row for each metric of each evaluation, except loss and error, in order of epochs."""
-        return self._rows("metrics")
+        return self.recorded("metrics")
 
     @property
     def events(self) -> Rows:
         """Table `/events`: one row for each checkpoint, restart, lost rank, …, in order of time."""
-        return self._rows("events")
+        return self.recorded("events")
 
     @property
     def averages(self) -> Rows:
         """Table `/averages`: one row for each learner and average of replicas. Empty unless learners average."""
-        return self._rows("averages")
+        return self.recorded("averages")
 
     @property
     def stages(self) -> Rows:
         """Table `/stages`: one row for each mini-batch of a stage server. Empty unless layers are placed."""
-        return self._rows("stages")
+        return self.recorded("stages")
+
+    @property
+    def gradient_norms(self) -> Rows:
+        """Table `/gradient_norms`: the norm of the gradient of each measured mini-batch. Empty unless `has_norms`."""
+        return self.recorded("gradient_norms")
+
+    @property
+    def update_norms(self) -> Rows:
+        """Table `/update_norms`: the norm of the gradient of each measured update. Empty unless `has_norms`."""
+        return self.recorded("update_norms")
 
     @property
     def roles(self) -> Rows:
@@ -359,7 +391,7 @@ class Results:
 
         Args:
             table: One of `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`,
-                `"averages"`, `"stages"`, `"roles"` or `"learners"`.
+                `"averages"`, `"stages"`, `"gradient_norms"`, `"update_norms"`, `"roles"` or `"learners"`.
 
         Raises:
             ConfigError: The table does not exist, or pandas is not installed.
@@ -377,6 +409,8 @@ class Results:
         - `test_error`, `test_loss`, `train_error`, `train_loss` and `epoch_end_s`: lists with one entry for each epoch
         - `final_test_error`: test error of the last evaluated epoch
         - `metrics`: split -> name -> list with one entry for each epoch
+        - `noise_scale` and `epoch_noise_scale`: gradient noise scale of the run and of each epoch, with `samples` (B),
+          `error` (its standard error), `updates`, `update_samples` and `note`. None without `results.gradient_norms`
         - `mean_staleness`, `max_staleness` and `staleness_histogram` (number of applied gradients with σ = 0, 1, …)
         - `time_to_target_s` and `target_epoch`: time and epoch when the target was reached
 
@@ -407,7 +441,7 @@ class Results:
 
         Args:
             name: One of `"gradients"`, `"updates"`, `"minibatches"`, `"epochs"`, `"metrics"`, `"events"`,
-                `"averages"` or `"stages"`.
+                `"averages"`, `"stages"`, `"gradient_norms"` or `"update_norms"`.
             rows: Maximum number of rows of a piece.
             start: Index of the first row.
         """
@@ -424,8 +458,10 @@ class Results:
             validation.fits(dataset.nbytes, name, self.path.stat().st_size)
             return len(dataset)
 
-    def _rows(self, name: TableName) -> Rows:
-        """Returns the rows without empty rows at the end, which a truncated file may have. All valid rows have
+    def recorded(self, name: TableName) -> Rows:
+        """Returns the rows of a table as they are in the file, without columns from other tables.
+
+        They are without empty rows at the end, which a truncated file may have. All valid rows have
         samples."""
         rows = self._read(name)
         filled = np.flatnonzero(_filled(rows))
@@ -478,7 +514,9 @@ class Results:
 
 def _filled(rows: Rows) -> NDArray[np.bool_]:
     """Returns which rows have content."""
-    told = {EVENT: "kind", METRIC: "name", AVERAGE: "timestamp", STAGE: "timestamp"}.get(rows.dtype, "samples")
+    told = {EVENT: "kind", METRIC: "name", AVERAGE: "timestamp", STAGE: "timestamp", UPDATE_NORM: "timestamp"}.get(
+        rows.dtype, "samples"
+    )
     filled: NDArray[np.bool_] = rows[told] != np.zeros((), rows.dtype[told])
     return filled
 

@@ -35,7 +35,7 @@ from rudra.results import plan_rows
 from rudra.results.carry import Carried
 from rudra.results.progress import Progress
 from rudra.results.warm_start import shapes
-from rudra.results.writer import ResultsWriter
+from rudra.results.writer import NORMS_EVERY, ResultsWriter
 from rudra.trust import new_run, signed
 from topologies import Plan
 
@@ -86,6 +86,7 @@ ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs
     "bucket_bytes": 'size of a bucket of gradients that `cluster.buckets = "auto"` chose; 0: none',
     "network_latency_s": "time of a small message between nodes, from which it was chosen; missing if not measured",
     "network_bytes_per_s": "bandwidth between nodes, from which it was chosen; missing if not measured",
+    NORMS_EVERY: "number N: norms of gradients are recorded of every Nth update; missing if they are not recorded",
     "begins_at": "number of earlier updates, if the run began with another run's state without its rows; else missing",
     "initial_weights_sha256": "SHA-256 of the initial weights",
     "processor": "processor of the ranks",
@@ -198,6 +199,8 @@ def make_writer(
     plan = job.plan() if plan is None else plan
     known = {**attributes(job, plan=plan, **about), "initial_weights_sha256": initial_sha256}
     known |= {} if before is None else before.attributes
+    if every := job.results.norms_every:
+        known[NORMS_EVERY] = every
     known |= signed(json.loads(job.to_json()), new_run()) if signature is None else signature
     kind = file_system(path.absolute().parent)
     swmr = job.results.swmr == "on" or (job.results.swmr == "auto" and kind not in NETWORK)
@@ -217,6 +220,7 @@ def make_writer(
         carried=None if before is None else before.rows,
         carried_weights=() if before is None else before.weights,
         state_dict=state_dict,
+        norms=job.results.norms_every is not None,
     )
 
 

@@ -15,6 +15,7 @@ from rudra.job.table import checked, named
 from rudra.job.tables import HogbatchTable
 from rudra.job.tables.weights_average import WeightsAverageTable
 from rudra.job.target import WINDOW, Best, Target, Watch
+from rudra.results.run_noise import noise_of
 from rudra.results.tables import RunTables
 
 
@@ -83,6 +84,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "pending": account.get("pending"),
         "discarded": account.get("discarded"),
         "lost": account.get("lost"),
+        **_noise(results),
         "learner_times": [_times(row, time_s) for row in results.learners],
         "workers": _workers(results),
         "overlap": _overlap(results.learners),
@@ -90,6 +92,14 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "weights_sha256": state["weights_sha256"] or None,
         "weights_average": _average(job.get("optimizer", {}).get("average", {})),
     }
+
+
+def _noise(results: RunTables) -> dict[str, Any]:
+    """Returns the gradient noise scale of the run and of each epoch. None: the run has no norms."""
+    if (noise := noise_of(results)) is None:
+        return {"noise_scale": None, "epoch_noise_scale": None}
+    epochs = [noise.of_epoch(int(epoch)).figures for epoch in results.epochs["epoch"]]
+    return {"noise_scale": noise.figures, "epoch_noise_scale": epochs}
 
 
 def _average(table: dict[str, Any]) -> str | None:

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+from rudra.core.actions import TableName
 from rudra.core.messages import Rows
 
 
@@ -10,6 +11,7 @@ class RunTables(Protocol):
 
     attributes: dict[str, Any]
     live: bool
+    has_norms: bool
 
     @property
     def job(self) -> dict[str, Any]: ...
@@ -22,6 +24,10 @@ class RunTables(Protocol):
     @property
     def epochs(self) -> Rows: ...
     @property
+    def gradient_norms(self) -> Rows: ...
+    @property
+    def averages(self) -> Rows: ...
+    @property
     def totals(self) -> Rows: ...
     @property
     def metrics(self) -> Rows: ...
@@ -29,3 +35,4 @@ class RunTables(Protocol):
     def learners(self) -> Rows: ...
     @property
     def events(self) -> Rows: ...
+    def recorded(self, name: TableName) -> Rows: ...

@@ -19,7 +19,7 @@ from rudra.errors import ResultsError
 from rudra.files import DENSEST
 from rudra.job.jobfiles import possible
 from rudra.job.renamed import translated
-from rudra.results.writer import GROWING, STATE
+from rudra.results.writer import GROWING, NORMS_EVERY, STATE
 from topologies import Plan
 from topologies.kinds import KINDS, PARAMETER_SERVER, STATISTICS_SERVER, Sharing
 
@@ -37,9 +37,8 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("name", "job", "driver", "protocol", "topology", "reduction", "started", "device"), str),
     **dict.fromkeys(("not_replayable", "python_objects", "initial_weights_sha256", "processor"), str),
     **dict.fromkeys(("format_version", "learners", "minibatch_size", "n", "epochs", "gradients_per_update"), int),
-    **dict.fromkeys(
-        ("records", "threads_per_rank", "training_samples", "classes", "step_bytes", "bucket_bytes", "begins_at"), int
-    ),
+    **dict.fromkeys(("records", "threads_per_rank", "training_samples", "classes", "step_bytes", "bucket_bytes"), int),
+    **dict.fromkeys(("begins_at", NORMS_EVERY), int),
     **dict.fromkeys(("network_latency_s", "network_bytes_per_s"), float),
     **dict.fromkeys(("overlapped", "averaging", "scheduled", "flush_denormals"), (bool, int)),
     "hosts": list,
@@ -47,7 +46,15 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
 }
 _STATUS = {"running", "finished", "failed", "interrupted"}
 _OR_NONE = {"parent", "source", "node", "group", "role", "update", "timestamp"}  # columns that may be -1
-_UNBOUNDED = {"loss", "train_loss", "test_loss", "validation_loss", "value"}  # large in a run that diverged
+_UNBOUNDED = {
+    "loss",
+    "train_loss",
+    "test_loss",
+    "validation_loss",
+    "value",
+    "norm",
+    "product",
+}  # large in a run that diverged
 _OR_NAN = {"mean_staleness", "evaluation_began_s", "evaluation_s", "errors", "distance", "correction"}
 _MOST_STALE = 1 << 20
 _DEEPEST = 500  # levels of a tree of roles
@@ -176,7 +183,7 @@ def rows(name: str, values: Rows, learners: int | None) -> Rows:
                 wrong |= found > max(_MOST_STALE, len(found))
             if column == "learner" and learners is not None and name != "gradients":  # a replay finds it there
                 wrong |= found >= learners
-        elif found.dtype.kind == "f" and column not in _UNBOUNDED:
+        elif found.dtype.kind == "f" and column.removeprefix("clipped_") not in _UNBOUNDED:
             most = 1.0 if "_error" in column else 1e12
             wrong = ~(np.abs(found) <= most)
             if column in _OR_NAN or "_error" in column:

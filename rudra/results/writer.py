@@ -26,6 +26,7 @@ from rudra.core.records import (
     EPOCH,
     EVENT,
     GRADIENT,
+    GRADIENT_NORM,
     LEARNER,
     METRIC,
     MINIBATCH,
@@ -33,6 +34,7 @@ from rudra.core.records import (
     STAGE,
     TOTALS,
     UPDATE,
+    UPDATE_NORM,
     table,
 )
 from rudra.errors import ConfigError, ResultsError
@@ -52,7 +54,15 @@ GROWING: dict[TableName, np.dtype[np.void]] = {
     "events": EVENT,
     "averages": AVERAGE,
     "stages": STAGE,
+    "gradient_norms": GRADIENT_NORM,
+    "update_norms": UPDATE_NORM,
 }
+NORMS: tuple[TableName, ...] = ("gradient_norms", "update_norms")
+"""Data sets that only files with norms have."""
+
+NORMS_EVERY = "norms_every"
+"""Attribute of a file with norms: number N of `results.gradient_norms = "every N"`."""
+
 STATE = table(
     ("status", "S16", "`running`, `finished`, `failed` or `interrupted`; a killed writer leaves `running`"),
     ("reason", "S1024", "why the run ended early; else empty"),
@@ -68,6 +78,8 @@ OBJECTS = {  # data set -> meaning of a row, content
     "events": ("event", "checkpoints, restarts, lost ranks, stragglers, targets that were reached"),
     "averages": ("learner and average", "how far replicas were from the weights; empty unless learners average"),
     "stages": ("mini-batch of a stage server", "its updates and their staleness; empty unless layers are placed"),
+    "gradient_norms": ("mini-batch", "norms of gradients; missing without `results.gradient_norms`"),
+    "update_norms": ("update", "norms of the gradients of updates; missing without `results.gradient_norms`"),
     "roles": ("role", "roles: kind, rank, node and compute group"),
     "learners": ("learner", "where each learner's time went; empty until the run ends"),
     "totals": ("run", "how many gradients were pushed, applied and dropped; empty until the run ends"),
@@ -172,6 +184,7 @@ class ResultsWriter:
             with `overwrite`.
         carried_weights: Stored epochs of the earlier part, and their weights.
         state_dict: Entries of the model's state dict, by default the tensors of the layout.
+        norms: Whether the file has the data sets in `NORMS`, even if no earlier rows are theirs.
 
     Raises:
         ResultsError: The file exists or cannot be created, or (in any method) cannot be written.
@@ -192,6 +205,7 @@ class ResultsWriter:
         carried: Mapping[TableName, Iterable[Rows]] | None = None,
         carried_weights: Iterable[tuple[int, NDArray[np.float32]]] = (),
         state_dict: Sequence[StateEntry] = (),
+        norms: bool = False,
     ) -> None:
         replaces = overwrite or carried is not None
         check_output(path, replaces)
@@ -216,7 +230,8 @@ class ResultsWriter:
         try:
             with self._guarded():
                 # All data sets stay open: HDF5 crashes if the last writes to a data set fail while it is being closed.
-                self._datasets = _create(self._file, attributes, layout, size, learners, roles, state_dict)
+                tables = [name for name in GROWING if norms or name not in NORMS or name in (carried or {})]
+                self._datasets = _create(self._file, attributes, layout, size, learners, roles, state_dict, tables)
                 if swmr:
                     self._file.swmr_mode = True
                     self._held.enter_context(_alone(made))
@@ -397,7 +412,7 @@ class ResultsWriter:
                 yield
                 return
             self._file = h5py.File(self.path, "r+", libver="latest", locking=False)  # readers must not prevent writing
-            self._datasets = {name: self._file[name] for name in DATASETS}
+            self._datasets = {name: self._file[name] for name in self._datasets}
             yield
             self._file.close()
 
@@ -430,6 +445,11 @@ def _alone(path: Path) -> Iterator[None]:
         yield
 
 
+def create_table(file: h5py.File, name: TableName) -> h5py.Dataset:
+    """Creates the empty data set of a table."""
+    return file.create_dataset(name, (0,), GROWING[name], chunks=(_CHUNK_ROWS,), maxshape=(None,))
+
+
 def _create(
     file: h5py.File,
     attributes: Mapping[str, Any],
@@ -438,16 +458,15 @@ def _create(
     learners: int,
     roles: Rows | None,
     state_dict: Sequence[StateEntry],
+    growing: Sequence[TableName],
 ) -> dict[str, h5py.Dataset]:
     """Creates everything that the file will ever contain, and returns the open data sets."""
     for name, value in {"format_version": FORMAT_VERSION, **attributes}.items():
         if value is not None:
             file.attrs.create(name, _encoded(value))
-    tables = [(name, dtype, _CHUNK_ROWS) for name, dtype in GROWING.items()]
-    made = {
-        name: file.create_dataset(name, (0,), dtype, chunks=(chunk,), maxshape=(None,))
-        for name, dtype, chunk in [*tables, ("learners", LEARNER, learners), ("totals", TOTALS, 1)]
-    }
+    made: dict[str, h5py.Dataset] = {name: create_table(file, name) for name in growing}
+    for account, row, rows_at_once in (("learners", LEARNER, learners), ("totals", TOTALS, 1)):
+        made[account] = file.create_dataset(account, (0,), row, chunks=(rows_at_once,), maxshape=(None,))
     made["state"] = file.create_dataset("state", (1,), STATE, chunks=(1,), maxshape=(None,))
     # Only chunked, resizable data sets may be written in SWMR mode. Their chunks take no space until written.
     chunk = max(1, min(size, _CHUNK_WEIGHTS))

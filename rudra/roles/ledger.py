@@ -294,6 +294,9 @@ class Ledger:
     def note(self, event: Updated, now: float) -> list[Action]:
         """Completes the row of an update that has ended."""
         self.outbox.add(MessageKind.UPDATES, *self._update_rows.popleft(), event.seconds, event.digest)
+        if not math.isnan(event.norm):
+            norms = (event.norm, event.clipped_norm, event.product)
+            self.outbox.add(MessageKind.UPDATE_NORMS, event.timestamp, *norms)
         return self.outbox.due(now)
 
     def _end_epoch(self, now: float, rate: float) -> list[Action]:

@@ -1,6 +1,6 @@
 """Log of the mini-batches of a role that computes gradients, reported to the statistics server."""
 
-from math import isfinite
+from math import isfinite, isnan
 
 from rudra.core.actions import Action, Compute, Fail, Warn
 from rudra.core.events import Computed
@@ -37,6 +37,7 @@ class MinibatchLog:
         "_minibatch",
         "_non_finite_stops",
         "_origin",
+        "_reports",
         "_reports_minibatches",
         "_samples",
         "_since",
@@ -58,6 +59,7 @@ class MinibatchLog:
         self._non_finite_stops = setup.job.fault_tolerance.non_finite_loss == "stop"
         self._warned = False
         self._reports_minibatches = results.minibatches
+        self._reports = results.minibatches or results.norms_every is not None
         self.diary = Outbox(role, setup.plan.statistics, results.report_s)
         self._minibatch: tuple[float, ...] = ()
         self.began = self._since = 0.0  # of training, and of the present mini-batch
@@ -98,6 +100,8 @@ class MinibatchLog:
         if self._reports_minibatches:
             about = (self.learner, event.samples, step, timestamp, loss, event.errors, 0)
             self._minibatch = (*about, now - self.began, compute_s)
+        if not isnan(event.norm):
+            self.diary.add(MessageKind.GRADIENT_NORMS, self.learner, event.samples, step, event.norm)
         self.step = step + 1
         if isfinite(loss):
             return [], False
@@ -143,7 +147,7 @@ class MinibatchLog:
 
     def due(self, now: float) -> list[Action]:
         """Returns the actions that send rows, if it is time to send."""
-        return self.diary.due(now) if self._reports_minibatches else []
+        return self.diary.due(now) if self._reports else []
 
     def close(self, now: float, pushed: int, pulls: int = 0, skipped_pulls: int = 0) -> list[Action]:
         """Reports the closing account."""

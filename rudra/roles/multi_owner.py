@@ -4,9 +4,11 @@ One owner decides. It writes into a log what it does to its own part of the weig
 The other owners carry out the log entry by entry. An update is complete when every owner has made it.
 """
 
+import math
 from collections import Counter
 
 import numpy as np
+from msgspec import structs
 
 from rudra.core import records
 from rudra.core.actions import (
@@ -27,7 +29,8 @@ from rudra.core.actions import (
 )
 from rudra.core.digest import digest_of
 from rudra.core.events import Updated
-from rudra.core.messages import LogEntries, MessageKind, OwnerStepped
+from rudra.core.messages import LogEntries, MessageKind, OwnerMeasured, OwnerStepped
+from rudra.core.norms import joint_norm
 from rudra.core.wire import PACK, in_pieces
 from rudra.errors import ProtocolError
 
@@ -112,6 +115,11 @@ class Log:
         return [Send(to, message) for to in self.readers for message in messages]
 
 
+def measured(owner: int, event: Updated) -> list[OwnerMeasured]:
+    """Returns the message with the norm of an owner's part of a gradient, if it is recorded."""
+    return [] if math.isnan(event.norm) else [OwnerMeasured(owner, event.timestamp, event.norm)]
+
+
 def stepped(owner: int, event: Updated) -> list[OwnerStepped]:
     """Returns the messages that report an owner's update: one for each stretch of its part, in ascending order."""
     samples = event.sampled or (b"",)
@@ -144,11 +152,18 @@ class OwnerSteps:
         # timestamp -> (number of a stretch, place of its owner) -> (sample of the stretch, seconds)
         self._made: dict[int, dict[tuple[int, int], tuple[bytes, float]]] = {}
         self._complete: Counter[int] = Counter()  # timestamp -> number of owners whose samples have all arrived
+        self._norms: dict[int, dict[int, float]] = {}  # timestamp -> owner -> norm of its part of the gradient
 
     def here(self, event: Updated) -> Updated | None:
         """Takes an update of the first owner's part and returns the whole update if it is complete."""
+        for message in measured(self._owners[0], event):
+            self.measured(message)
         *_, made = (self.there(message) for message in stepped(self._owners[0], event))
         return made
+
+    def measured(self, message: OwnerMeasured) -> None:
+        """Takes the norm of an owner's part of a gradient. Its update follows."""
+        self._norms.setdefault(message.timestamp, {})[message.sender] = message.norm
 
     def there(self, message: OwnerStepped) -> Updated | None:
         """Takes an update of another owner's part and returns the whole update if it is complete."""
@@ -164,4 +179,8 @@ class OwnerSteps:
         del self._made[timestamp], self._complete[timestamp]
         samples = b"".join(made[place][0] for place in sorted(made))
         digest = digest_of(samples) if samples else 0
-        return Updated(timestamp, digest, max(seconds for _, seconds in made.values()))
+        update = Updated(timestamp, digest, max(seconds for _, seconds in made.values()))
+        norms = self._norms.pop(timestamp, None)
+        if norms is None:
+            return update
+        return structs.replace(update, norm=joint_norm(norms.get(owner, math.nan) for owner in self._owners))

@@ -43,6 +43,7 @@ from rudra.core.messages import (
     GradientPart,
     LogEntries,
     MessageKind,
+    OwnerMeasured,
     PartTaken,
     PullAnswer,
     PushedGradient,
@@ -53,9 +54,9 @@ from rudra.roles.gradient_buffers import GradientBuffers
 from rudra.roles.learner import Learner, LearnerState
 from rudra.roles.log_follower import Entry, LogFollower
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops
-from rudra.roles.multi_owner import LOGGED, Log, stepped
+from rudra.roles.multi_owner import LOGGED, Log, measured, stepped
 from rudra.roles.optimizer_settings import changed_settings
-from rudra.roles.server import TRAINING, ParameterServer, ServerState
+from rudra.roles.server import ALIVE, TRAINING, ParameterServer, ServerState
 
 
 @dataclass(slots=True)
@@ -188,6 +189,7 @@ class FirstShard(ParameterServer):
             )
         },
         **self_loops([ServerState.CLOSING], {MessageKind.TAKEN: "_ignore"}),  # part of a learner that has since died
+        **self_loops(ALIVE, {MessageKind.MEASURED: "_measured_there"}),
     }
 
     def __init__(self, role: int, setup: Setup) -> None:
@@ -220,6 +222,10 @@ class FirstShard(ParameterServer):
 
     def _part_there(self, event: Received[PartTaken], now: float) -> list[Action]:
         return self._complete(self._parts.part_there(event.message), now)
+
+    def _measured_there(self, event: Received[OwnerMeasured], now: float) -> list[Action]:
+        self.duties.steps.measured(event.message)
+        return []
 
     def _complete(self, gradient: Received[PushedGradient] | None, now: float) -> list[Action]:
         if gradient is None:
@@ -327,7 +333,8 @@ class Shard(Machine):
         return self._follow_log()
 
     def _stepped(self, event: Updated, now: float) -> list[Action]:
-        return [Send(self._first, message) for message in stepped(self.id, event)]
+        told = [*measured(self.id, event), *stepped(self.id, event)]
+        return [Send(self._first, message) for message in told]
 
     def _lose(self, event: Lost, now: float) -> list[Action]:
         return self._follow_log()

@@ -29,6 +29,7 @@ from rudra.core.messages import (
     EpochEvaluated,
     EpochRows,
     EventRows,
+    GradientNormRows,
     GradientRows,
     LearnerRows,
     MessageKind,
@@ -41,6 +42,7 @@ from rudra.core.messages import (
     StageRows,
     TotalsRows,
     TrainingStarted,
+    UpdateNormRows,
     UpdateRows,
     WeightsPart,
 )
@@ -50,13 +52,15 @@ from rudra.roles.epoch_rows import BUFFERS, EpochTable, ReceivedSnapshots, Worke
 from rudra.roles.goals import Goals, KeptEpochs, scores_of
 from rudra.roles.machine import Machine, Setup, States, Transition, self_loops
 
-Recorded = GradientRows | UpdateRows | MinibatchRows | AverageRows | StageRows
+Recorded = GradientRows | UpdateRows | MinibatchRows | AverageRows | StageRows | GradientNormRows | UpdateNormRows
 TABLES: dict[MessageKind, TableName] = {
     MessageKind.GRADIENTS: "gradients",
     MessageKind.UPDATES: "updates",
     MessageKind.MINIBATCHES: "minibatches",
     MessageKind.AVERAGES: "averages",
     MessageKind.STAGES: "stages",
+    MessageKind.GRADIENT_NORMS: "gradient_norms",
+    MessageKind.UPDATE_NORMS: "update_norms",
 }
 """Messages with rows that are recorded on arrival, and their tables."""
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from rudra.core.actions import Finish, Record, StoreEpochWeights
+from rudra.core.actions import Finish, Record, StoreEpochWeights, TableName
 from rudra.core.decisions import recorded
 from rudra.core.messages import Rows
 from rudra.results.reader import Results
@@ -14,6 +14,12 @@ from topologies import Plan
 
 MEASURED = ("time_s", "update_s", "evaluation_began_s", "evaluation_s", "wait_s", "compute_s")
 """Columns with measured times, which differ in a replay."""
+
+NORM_KEYS: dict[TableName, list[str]] = {
+    "gradient_norms": ["learner", "samples", "step"],
+    "update_norms": ["timestamp"],
+}
+"""Columns that identify a row of norms."""
 
 NOTICED_S = 1.0
 """Time within which all ranks notice that a rank has died."""
@@ -39,12 +45,14 @@ class RecordedRun:
         losses: Events of roles that died. Roles are named as in `plan`.
         decided: Changes of the job that were decided during the run.
         restarts: Numbers of applied gradients at each resume from a checkpoint.
+        norms: Rows of norms, by table.
     """
 
     def __init__(self, results: Results) -> None:
         self.path, self.attributes, self.state = results.path, results.attributes, results.state
-        self.gradients, self.updates, self.epochs = results.gradients, results.updates, results.epochs
-        self.roles = results.roles
+        self.gradients, self.updates = results.recorded("gradients"), results.recorded("updates")
+        self.norms = {name: results.recorded(name) for name in NORM_KEYS}
+        self.epochs, self.roles = results.epochs, results.roles
         self.finished = self.state["status"] == "finished"
         self.updates_count = len(self.updates)
         if self.finished:
@@ -147,11 +155,18 @@ class Comparison:
     Args:
         record: Record of the run.
         show: Function called after every finished update.
+
+    Attributes:
+        norms: Rows of norms that the replay has made, by table.
     """
 
     def __init__(self, record: RecordedRun, show: Callable[[], object]) -> None:
         self._record, self._show = record, show
         self._seen = {"gradients": 0, "updates": 0, "stages": 0}
+        self.norms: dict[TableName, list[Rows]] = {name: [] for name in NORM_KEYS}
+        self._known: dict[TableName, dict[Any, Any]] = {
+            name: dict(zip(rows[NORM_KEYS[name]].tolist(), rows, strict=True)) for name, rows in record.norms.items()
+        }
         self._hashes = {int(row["epoch"]): row["weights_sha256"] for row in record.epochs}
 
     def record(self, action: Record) -> None:
@@ -163,6 +178,9 @@ class Comparison:
         elif action.table == "updates":
             self._compare(action.rows, self._record.updates, "updates", "timestamp")
             self._show()
+        elif action.table in self.norms:
+            self.norms[action.table].append(action.rows)
+            self._compare_norms(action.rows, action.table)
         elif action.table == "epochs":
             for row in action.rows:
                 then, now = self._hashes.get(int(row["epoch"])), row["weights_sha256"]
@@ -172,6 +190,25 @@ class Comparison:
     def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
+
+    def _compare_norms(self, now: Rows, table: TableName) -> None:
+        """Compares norms with the record, as far as it has them. A replay may measure more, or fewer."""
+        keys = NORM_KEYS[table]
+        for row in now:
+            then = self._known[table].get(row[keys].item())
+            if then is None:
+                continue
+            for name in row.dtype.names or ():
+                if not np.isnan(then[name]) and then[name] != row[name]:
+                    self._differs_in_norm(row, name.replace("_", " "), then[name], row[name])
+
+    def _differs_in_norm(self, row: np.void, what: str, then: float, now: float) -> NoReturn:
+        if "timestamp" in (row.dtype.names or ()):
+            differs(int(row["timestamp"]), f"gradient of the update, {what}", then, now)
+        applied = self._record.gradients
+        its = (applied["learner"] == row["learner"]) & (applied["step"] == row["step"])
+        who = f"gradient of learner {row['learner']}, step {row['step']}"
+        differs(int(applied["update"][its].max(initial=0)), f"{who}: {what}", then, now)
 
     def _compare(self, now: Rows, then: Rows, table: str, clock: str) -> None:
         """Compares rows with the next rows of a table."""

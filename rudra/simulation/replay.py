@@ -9,8 +9,9 @@ New rows are compared with the record one by one, and the first difference ends 
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,11 @@ from rudra.compute import models
 from rudra.compute.executor import torch_as_in
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
+from rudra.core.actions import TableName
 from rudra.core.buffer_names import WEIGHTS
 from rudra.core.digest import sha256
 from rudra.core.layout import Entry, interleaved
+from rudra.core.messages import Rows
 from rudra.data.fingerprint import fingerprints, from_plain
 from rudra.data.load import Data, DataInfo, load
 from rudra.errors import ConfigError, ReplayError, printable
@@ -36,9 +39,11 @@ from rudra.machine import cores
 from rudra.prepare.phases import phases_of
 from rudra.prepare.replayed import replayed_job
 from rudra.results.export import save
+from rudra.results.norms import add_norms
 from rudra.results.reader import Results, open_results
 from rudra.results.recorder import arithmetic
 from rudra.results.warm_start import final_weights
+from rudra.results.writer import NORMS_EVERY
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights
 from rudra.simulation.replay_driver import ReplayDriver
 from rudra.simulation.tensors import RealTensors
@@ -56,6 +61,7 @@ class Replayed:
         weights_sha256: SHA-256 of the weights after the last repeated update.
         difference: First difference from the record, with `update` (its timestamp) and `text`, or None.
         note: Reason why the replay stopped before the end of the record, or empty if it did not.
+        norms: Number of norms of gradients and of updates that were added to the result file.
     """
 
     updates: int
@@ -64,6 +70,7 @@ class Replayed:
     weights_sha256: str
     difference: Difference | None
     note: str = ""
+    norms: int = 0
 
     @property
     def identical(self) -> bool:
@@ -89,6 +96,7 @@ def replay(
     quiet: bool = False,
     force: bool = False,
     trust: bool = False,
+    norms: int | None = None,
 ) -> Replayed:
     """Repeats a recorded run in this process, and compares it with its record bit for bit.
 
@@ -106,6 +114,8 @@ def replay(
         quiet: Whether to hide the progress bar.
         force: Whether to replace an existing `output`.
         trust: Whether to import code that the file names even if another user wrote the file.
+        norms: Number N: add the norms of the gradients of every Nth update to the file, as the run would have recorded
+            them with `results.gradient_norms = "every N"`. None: none. Nothing is added if the replay differs.
 
     Returns:
         Number of repeated updates, and the first difference. A difference does not raise an error.
@@ -125,6 +135,11 @@ def replay(
         if until is not None and not 0 <= until <= record.updates_count:
             raise ReplayError(f"{path}: --until {until}: valid: 0 to {record.updates_count}, the updates recorded")
         job = replayed_job(results, job, overrides, trust=trust)
+        if norms is not None:
+            _check_addition(results, norms, until)
+        if norms is not None or results.has_norms:
+            every = results.attributes.get(NORMS_EVERY, 1) if norms is None else norms
+            job = job.with_(results={"gradient_norms": f"every {every}"})
         plan = record.plan
         _check_kind(path, results.plan(), job)
         if until is None and output is not None:
@@ -136,7 +151,25 @@ def replay(
         for line in surroundings(results):
             log.warning(f"{path}: {line}")
     with torch_as_in(job.cluster):
-        return _repeat(job, plan, record, until, target, quiet)
+        replayed, made = _repeat(job, plan, record, until, target, quiet)
+    if norms is None or not replayed.identical:
+        return replayed
+    add_norms(path, norms, made)
+    return replace(replayed, norms=sum(map(len, chain.from_iterable(made.values()))))
+
+
+def _check_addition(results: Results, every: int, until: int | None) -> None:
+    """Raises an error if a replay cannot add norms to a file."""
+    if every < 1:
+        raise ConfigError(f"--norms {every}: is no number of updates; use 1 or more")
+    if until is not None:
+        raise ConfigError("--norms is for a replay of the whole run: remove --until")
+    if results.has_norms:
+        raise ReplayError(f"{results.path}: already has norms, which a replay compares; remove --norms")
+    if results.live:
+        raise ReplayError(
+            f"{results.path}: is not closed, so no norms can be added; use the file of a run that has ended"
+        )
 
 
 def surroundings(results: Results) -> list[str]:
@@ -157,7 +190,10 @@ def surroundings(results: Results) -> list[str]:
     return lines
 
 
-def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target: Path | None, quiet: bool) -> Replayed:
+def _repeat(
+    job: Job, plan: Plan, record: RecordedRun, until: int | None, target: Path | None, quiet: bool
+) -> tuple[Replayed, Mapping[TableName, list[Rows]]]:
+    """Repeats a run. Returns the result, and the rows of norms that were made."""
     updates = record.updates_count if until is None else until
     loaded = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
     _check_data(record, loaded)
@@ -170,7 +206,8 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     tensors = RealTensors(executors, halves=job.cluster.gradient_format == "float16")
     phases = phases_of(job, plan, info.training_samples).having(record.decided)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
-    driver = ReplayDriver(record, phases, info.training_samples, tensors, Comparison(record, bar.update))
+    comparison = Comparison(record, bar.update)
+    driver = ReplayDriver(record, phases, info.training_samples, tensors, comparison)
     difference: Difference | None = None
     owners = [owner for owner in map(executors.__getitem__, plan.owners) if isinstance(owner, OwnerExecutor)]
     with bar:
@@ -185,7 +222,7 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
         _save(target, job, info, executors[plan.statistics].layout, torch.from_numpy(_weights(owners)))
     done = updates if difference is None else max(0, difference.update - 1)
     digest = sha256(_weights(owners, final=until is None))
-    return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note)
+    return Replayed(done, record.recorded, record.state["status"], digest, difference, record.note), comparison.norms
 
 
 def _check_kind(path: Path, plan: Plan, job: Job) -> None:

@@ -2,16 +2,17 @@
 
 from collections import deque
 from collections.abc import Sequence
+from math import isnan
 
 import numpy as np
 from msgspec import structs
 
-from rudra.core.actions import Action, Compute, Copy, Hash, Receive, Reduce, ResetReplica, Send
+from rudra.core.actions import Action, Compute, Copy, Hash, Receive, Record, Reduce, ResetReplica, Send
 from rudra.core.buffer_names import GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import Computed, Event, Hashed, Lost, Received, Started
 from rudra.core.messages import NOT_PULLING, ActivationGradient, AssignWork, PushedGradient, Ready, Weights
 from rudra.core.phases import Phases, phase_at
-from rudra.core.records import Gradient
+from rudra.core.records import GRADIENT_NORM, Gradient
 from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.core.work import Work, portion
 from rudra.errors import ProtocolError
@@ -89,6 +90,7 @@ class ReplayDriver:
         plan = phases[0].plan
         costs = CostModel(SimulationTable(**_AT_ONCE), plan, 1)
         self._phases, self._tensors, self._training_samples = phases, tensors, training_samples
+        self._comparison = comparison
         self._replicas: ReplicaSteps | None = None
         self._begun_at = 0  # number of gradients applied when all roles began or restarted
         self._exchanged: set[int] = set()  # learners whose replica differs from the weights
@@ -280,9 +282,12 @@ class ReplayDriver:
             return self._described(learner, timestamp, made, works)
         self._take_weights(role, timestamp, who)
         made = [
-            self._compute(role, Compute(self._steps[role] + i, each, WEIGHTS, GRADIENT), timestamp, i + 1)
+            self._compute(role, Compute(self._steps[role] + i, each, WEIGHTS, GRADIENT, timestamp), i + 1)
             for i, each in enumerate(works)
         ]
+        norms = [(learner, c.samples, c.step, c.norm) for c in made if not isnan(c.norm)]
+        if norms:
+            self._comparison.record(Record("gradient_norms", np.array(norms, GRADIENT_NORM)))
         self._steps[role] += self._period
         if self._coordinator is None:
             self._works[role] = work.after(1)
@@ -345,7 +350,7 @@ class ReplayDriver:
         found, machine.returned = machine.returned, None
         return found
 
-    def _compute(self, role: int, action: Compute, timestamp: int, number: int) -> Computed:
+    def _compute(self, role: int, action: Compute, number: int) -> Computed:
         """Computes a gradient. If the learner has a replica, the replica makes its step."""
         tensors, replicas = self._tensors, self._replicas
         if replicas is None:
@@ -355,7 +360,7 @@ class ReplayDriver:
             tensors.perform(role, ResetReplica(REPLICA, WEIGHTS), 0.0)
         computed = tensors.compute(role, structs.replace(action, weights=REPLICA))
         corrects = begins and role in self._exchanged
-        tensors.perform(role, replicas.step(timestamp, number, corrects=corrects), 0.0)
+        tensors.perform(role, replicas.step(action.timestamp, number, corrects=corrects), 0.0)
         return computed
 
     def _keep(self) -> None:

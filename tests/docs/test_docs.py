@@ -18,7 +18,7 @@ from pages import ROOT, blocks, files
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.results.recorder import ATTRIBUTES
-from rudra.results.writer import OBJECTS
+from rudra.results.writer import NORMS, NORMS_EVERY, OBJECTS
 from rudra.studies import sweep
 from tests.docs import commands, job, results
 from tests.docs.generate import DOCS, filled, marked
@@ -132,10 +132,11 @@ def test_the_examples_that_read_results(tmp_path: Path) -> None:
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env=env)
     assert done.returncode == 0, done.stderr
     with h5py.File(tmp_path / "spirals.h5") as file:
-        of_others = {"mpi_library", "begins_at"}  # runs on ranks, and branches without the rows before
+        # runs on ranks, branches without the rows before, and runs with norms
+        of_others = {"mpi_library", "begins_at", NORMS_EVERY}
         assert ATTRIBUTES.keys() - file.attrs.keys() == of_others
         assert file.attrs.keys() <= ATTRIBUTES.keys()
-        assert {name for name in OBJECTS if name not in file} == set()
+        assert {name for name in OBJECTS if name not in file} == set(NORMS)
 
 
 def _lines(text: str) -> Iterator[str]:

@@ -142,18 +142,21 @@ def test_a_models_gradient_has_the_bits_of_the_flat_one(make: Any) -> None:
     ],
 )
 def test_a_run_has_the_bits_of_one_with_flat_gradients(tables: dict[str, Any], tmp_path: Path) -> None:
-    """Which a norm to clip at needs, however large; and replays."""
+    """Which a norm to clip at needs, however large; and replays. Its gradients have the same norms."""
     file = write_samples(tmp_path)
-    states = []
+    states, norms = [], []
     for name, clip in (("rows", None), ("flat", 1e9)):
         given = {key: dict(value) for key, value in tables.items()}
         run = job(file, True, cluster={"learners": 3}, **given).with_(optimizer={"clip_norm": clip})
+        run = run.with_(results={"gradient_norms": "every 1"})
         assert bool(dense_because(run.resolved(), run.resolved().plan())) == (clip is not None)
         output = tmp_path / f"{name}.h5"
         with rudra.simulate(run, output=output, progress="quiet") as results:
             states.append(results.state_dict())
+            norms.append(np.concatenate([results.gradients["norm"], results.updates["norm"]]))
         assert rudra.replay(output).identical
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-6)
 
 
 def test_a_kind_of_role_that_takes_no_rows_gets_whole_vectors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -12,6 +13,12 @@ from rudra.job.jobfiles import flattened
 from rudra.job.table import Named, Table, interval, short
 from rudra.plugins import CALLABLE
 from topologies import Plan
+
+
+def every(text: str) -> int | None:
+    """Returns the number N of a text `every N`. None: it is no such text, or N is 0."""
+    found = re.fullmatch(r"every ([0-9]{1,9})", text)
+    return int(found[1]) or None if found else None
 
 
 class ResultsTable(Table):
@@ -53,6 +60,19 @@ class ResultsTable(Table):
         False, description="keep the weights of the epoch with the best evaluation in the result file"
     )
 
+    gradient_norms: str = Field(
+        "off",
+        description="norms of gradients in the result file. `every N`: of each Nth update and its gradients. If "
+        "gradients may be stale, the norms of all gradients are recorded. off: none",
+    )
+
+    @field_validator("gradient_norms")
+    @classmethod
+    def _every(cls, value: str) -> str:
+        if value != "off" and every(value) is None:
+            raise ValueError(f"= '{value}' is not such an interval; use `every N` with N of 1 or more, or `off`")
+        return value
+
     @field_validator("checkpoint_every")
     @classmethod
     def _interval(cls, value: str) -> str:
@@ -67,6 +87,11 @@ class ResultsTable(Table):
         if value != "never" and (found is None or found[1] == "s"):
             raise ValueError(f"= '{value}' is not such an interval; use `N epochs`, `N updates` or `never`")
         return value
+
+    @property
+    def norms_every(self) -> int | None:
+        """Number N: norms are recorded for each Nth update. None: for no update."""
+        return every(self.gradient_norms)
 
     @property
     def kept_interval(self) -> tuple[int, str] | None:

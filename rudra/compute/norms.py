@@ -1,0 +1,176 @@
+"""Norms of gradients, which a job may record (`results.gradient_norms`).
+
+A norm is measured in pieces, in one pass: torch's norm of each piece in float32, and the sum of their squares in
+float64. Pieces are short, so the error is near 1e-6 for any number of parameters, and the number of threads does not
+change the result. A recorded norm has the precision of float32, so it does not depend on the order of the sum.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+
+from rudra.compute.averaging import CACHE_LINE
+from rudra.compute.final_gradients import Ready
+from rudra.compute.parts import pieces_of
+from rudra.compute.rows import RowGradient
+from rudra.core.buckets import FinalParts
+from rudra.core.layout import Entry, Part
+from rudra.core.norms import joint_norm, single
+from rudra.job.job import Job
+from topologies import Plan
+
+PIECE = (1 << 15) - CACHE_LINE
+"""Largest number of elements of a piece. Torch divides vectors of 2^15 elements among its threads."""
+
+
+def pieces_between(ends: Sequence[int]) -> list[slice]:
+    """Returns the pieces between ascending places in a vector. No piece contains one of these places."""
+    return [
+        slice(start, min(start + PIECE, stop)) for first, stop in pairwise(ends) for start in range(first, stop, PIECE)
+    ]
+
+
+class NormMeter:
+    """Norms of the gradients of one role.
+
+    Args:
+        every: Norms are recorded for each update whose timestamp is a multiple of this number.
+        ends: Ascending places in the vector, from 0 to the number of parameters, that pieces do not cross.
+        partial: Whether the role has only a part of each gradient.
+        multiplies: Whether the gradients of successive updates are multiplied.
+        applied_next: Whether the first update of the weights that a gradient is from applies it. Otherwise the
+            gradient's update is unknown when it is computed, and each gradient is measured.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        ends: Sequence[int],
+        *,
+        partial: bool = False,
+        multiplies: bool = False,
+        applied_next: bool = True,
+    ) -> None:
+        self._every, self._partial, self._applied_next = every, partial, applied_next
+        self._parameters = ends[-1]
+        self._pieces = pieces_between(ends)
+        self._sizes = [piece.stop - piece.start for piece in self._pieces]
+        self._multiplies = multiplies
+        self._last: tuple[int, torch.Tensor] | None = None  # a kept gradient, and the timestamp of its update
+        self._early: dict[int, float] = {}  # piece -> norm, of the gradient that is being computed
+
+    def covers(self, timestamp: int) -> bool:
+        """Returns whether the norm of an update's gradient is recorded."""
+        return timestamp % self._every == 0
+
+    def covers_gradient(self, timestamp: int) -> bool:
+        """Returns whether the norm of a gradient at the weights of a timestamp is recorded."""
+        return not self._applied_next or self.covers(timestamp + 1)
+
+    def watching(self, gradient: torch.Tensor, ready: Ready) -> Ready:
+        """Returns a function that measures final pieces of a gradient before it reports them by `ready`.
+
+        After the report others may overwrite them. Call `norm` once the gradient is complete.
+        """
+        self._early = {}
+        final = FinalParts(self._pieces)
+
+        def measure(piece: slice) -> None:
+            complete = list(final.add(piece))
+            if complete:
+                found = _norms([gradient[self._pieces[number]] for number in complete])
+                self._early.update(zip(complete, found, strict=True))
+            ready(piece)
+
+        return measure
+
+    def norm(self, gradient: torch.Tensor | RowGradient) -> float:
+        """Returns the norm of a gradient's parameters."""
+        if isinstance(gradient, RowGradient):
+            return joint_norm(_norms(list(self._of_rows(gradient))), partial=self._partial)
+        early, self._early = self._early, {}
+        pieces = self._split(gradient)
+        left = [number for number in range(len(pieces)) if number not in early]
+        early.update(zip(left, _norms([pieces[number] for number in left]), strict=True))
+        return joint_norm((early[number] for number in range(len(pieces))), partial=self._partial)
+
+    def _split(self, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the pieces of a gradient's parameters."""
+        return torch.split(gradient[: self._parameters], self._sizes)
+
+    def keeps(self, timestamp: int) -> bool:
+        """Returns whether the gradient of an update is needed for the product at the next update."""
+        return self._multiplies and self.covers(timestamp + 1)
+
+    def keep(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> None:
+        """Copies the gradient of an update. Gradients in rows are not kept."""
+        if isinstance(gradient, RowGradient):
+            return
+        copy = torch.empty_like(gradient[: self._parameters]) if self._last is None else self._last[1]
+        self._last = timestamp, copy.copy_(gradient[: self._parameters])
+
+    def product(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> float:
+        """Returns the inner product with the gradient of the previous update. NaN: that gradient was not kept."""
+        if isinstance(gradient, RowGradient) or self._last is None or self._last[0] != timestamp - 1:
+            return math.nan
+        pairs = zip(self._split(gradient), self._split(self._last[1]), strict=True)
+        products = torch.stack([torch.dot(*pair) for pair in pairs])
+        return single(sum(products.tolist()))
+
+    def _of_rows(self, gradient: RowGradient) -> Iterator[torch.Tensor]:
+        form, rows = gradient.row_format, gradient.rows
+        yield from torch.split(gradient.rest[: self._parameters - form.features * form.width], PIECE)
+        yield from torch.split((gradient.whole if rows is None else rows.values).reshape(-1), PIECE)
+
+
+def _norms(pieces: list[torch.Tensor]) -> list[float]:
+    """Returns the norms of some vectors."""
+    return torch.stack(torch._foreach_norm(pieces)).tolist() if pieces else []
+
+
+def meter_of_learner(job: Job, plan: Plan, layout: Sequence[Entry]) -> NormMeter | None:
+    """Returns the meter of a learner's gradients. None: the job records no norms.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        layout: Layout of the vector.
+    """
+    if (every := job.results.norms_every) is None:
+        return None
+    rules = [its.make_protocol(its_plan) for _, its, its_plan in job.parts(plan)]
+    applied_next = all(rule.ordered for rule in rules) and not plan.overlapped
+    return NormMeter(every, _ends(job, layout), applied_next=applied_next)
+
+
+def meter_of_owner(job: Job, plan: Plan, layout: Sequence[Entry], part: Part | None) -> NormMeter | None:
+    """Returns the meter of an owner of weights. None: the job records no norms.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        layout: Layout of the whole vector.
+        part: Part of the vector that the owner has. None: it has all.
+    """
+    if (every := job.results.norms_every) is None:
+        return None
+    ends = _ends(job, layout)
+    if part is not None:
+        own = part.stretches[0]
+        ends = [end - own.start for end in ends if own.start <= end <= own.stop]
+    return NormMeter(every, ends, partial=part is not None, multiplies=_applies_one_gradient(job, plan))
+
+
+def _applies_one_gradient(job: Job, plan: Plan) -> bool:
+    """Returns whether each update applies one gradient, and one owner has all of it."""
+    parts = [(its.make_protocol(its_plan), its_plan) for _, its, its_plan in job.parts(plan)]
+    alone = all(rule.gradients_per_update == 1 and len(its.learners) == its.workers for rule, its in parts)
+    return alone and not plan.averaging and len(job.make_topology().plan(job.learners).front_owners) == 1
+
+
+def _ends(job: Job, layout: Sequence[Entry]) -> list[int]:
+    """Returns the ends of all parameters and of all owners' parts of them."""
+    parameters = [entry.offset + entry.size for entry in layout if entry.kind == "parameter"]
+    return sorted({0, *parameters, *(piece.stop for piece in pieces_of(job, layout, parameters[-1], None))})
