@@ -151,7 +151,8 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
     parameters = sum(entry.size for entry in results.layout if entry.kind == "parameter")
     size_bytes, usual_s = size * 4, float(np.median(rows["compute_s"]))
     alone = () if plan.served else max(plan.groups, key=len, default=())
-    rows["compute_s"] /= 1 - left_out(results.attributes, prior, (size, parameters), alone, usual_s)
+    early = np.isin(rows["learner"], _apart(results, plan))
+    rows["compute_s"][early] /= 1 - left_out(results.attributes, prior, (size, parameters), alone, usual_s)
     spread, compute_s, slow, jitter = _computations(rows, plan, slowed(together))
     own = {"slowdown": slow, "learner_jitter": jitter}
     left = {key: {number: value for number, value in of.items() if number < count} for key, of in own.items()}
@@ -214,6 +215,17 @@ def _layout(results: Results, plan: Plan, learners: int) -> dict[str, Any]:
     elif each > 1:
         found["nodes"] = math.ceil(learners / each)
     return found
+
+
+def _apart(results: Results, plan: Plan) -> list[int]:
+    """Returns the learners whose weights come from another node. Without a server: all learners."""
+    places = places_of(results, plan, near=True)
+    served = {role: plan.roles[role].parent for role in plan.learners} if plan.served else {}
+    return [
+        plan.roles[role].index
+        for role in plan.learners
+        if (parent := served.get(role)) is None or places[role] != places[parent]
+    ]
 
 
 def _together(plan: Plan) -> int:
