@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rudra.core.backward import BackwardPass
-from rudra.core.buckets import parts
+from rudra.core.buckets import MOST, parts
 from rudra.core.forward import ForwardTimes, arrivals_s, early_times
 from rudra.job.simulation import SimulationTable
 
@@ -25,16 +25,16 @@ def left_out(
         group: Members of a compute group without a server. Fewer than two: the learners have a server.
         compute_s: Usual `compute_s` of a mini-batch.
     """
-    if not attributes.get("early_passes"):
+    if not (attributes.get("early_passes") and attributes.get("network_bytes_per_s")):
         return 0.0
-    share, (size, parameters) = prior.forward_share, sizes
+    share, (size, parameters) = min(prior.forward_share, 0.99), sizes
     if len(group) < 2:
         return share
     measured = [sum(count for count, _ in of) == parameters for of in (prior.final_at, prior.needed_at)]
     backward = BackwardPass.measured(prior.final_at, parameters) if measured[0] else BackwardPass(parameters)
     forward = ForwardTimes(parameters, prior.needed_at if measured[1] else (), share)
     whole_s = compute_s / (1 - share)
-    buckets = parts(size, parameters, attributes["bucket_bytes"] // 4)
+    buckets = parts(size, parameters, max(attributes["bucket_bytes"] // 4, size // MOST))
     final_s = [-backward.left(bucket) * backward.share * whole_s for bucket in buckets]
     sent = (len(group) - 1) / len(group) * 4 * size  # in each of two phases
     transfer_s = 2 * (attributes["network_latency_s"] + sent / attributes["network_bytes_per_s"])

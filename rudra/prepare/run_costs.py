@@ -245,7 +245,9 @@ def _slowed(results: Results, known: Mapping[str, Any], together: int) -> Callab
 
 
 def _cores(results: Results) -> int | None:
-    """Returns the number of cores of each node. None: it is unknown."""
+    """Returns the number of cores of each node. None: it is unknown, or a simulation's job says what follows."""
+    if results.attributes["driver"] == "simulation":
+        return None
     found = results.attributes.get("cores_per_node")
     return found or (cores() if {*hosts_of(results)} == {socket.gethostname()} else None)
 

@@ -114,7 +114,8 @@ class FittedRun:
     def as_text(self) -> str:
         """Returns two lines: the sources of the costs, and how well they describe the run."""
         off = f"{self.itself.epoch_s:.4g} s per epoch of the run itself, which took {self.epoch_s:.4g} s"
-        return f"Costs {self.costs.as_text()}.\nThey predict {off}; times are scaled by {self.ratio:.3f}."
+        own = f"With {self.message_s * 1e3:.2g} ms for a message of the server, they" if self.message_s else "They"
+        return f"Costs {self.costs.as_text()}.\n{own} predict {off}; times are scaled by {self.ratio:.3f}."
 
 
 def _paying(job: Job, message_s: float | None) -> Job:

@@ -62,6 +62,14 @@ def test_on_a_server_all_costs_of_an_exchange_come_out(tmp_path: Path) -> None:
             assert found[key] == pytest.approx(COSTS[key], rel=0.01), (tables, key)
 
 
+def test_a_simulated_node_has_the_cores_that_its_job_says(tmp_path: Path) -> None:
+    """Not those of this machine."""
+    simulated(tmp_path / "run.h5", job(simulation={"nodes": 1, "node_slowdown": 0.05}, learners=8, **HARDSYNC))
+    found = costs(tmp_path / "run.h5")
+    assert found.keys["compute_s"] == pytest.approx({16: 0.02}, rel=0.02)
+    assert found.known["node_slowdown"] == pytest.approx(0.05)
+
+
 def test_a_correction_takes_time_and_its_cost_comes_out(tmp_path: Path) -> None:
     protocol = {"name": "async", "correction": "dc_asgd"}
     cost, seconds = {"correction_s_per_byte": 1e-9}, 1e-9 * WEIGHTS_BYTES
