@@ -55,8 +55,12 @@ BENCHMARKS = {  # name -> comparison and goal
         "<= 10 % over; >= 200,000 messages/s; 4.1 M pushes in < 120 s",
     ),
     "whatif": (
-        "predictions from the rows of one run (costs from a run), against runs with five other settings",
+        "predictions from the rows of one run (costs from a run), against runs with six other settings",
         "each within 15 %, their median within 10 %",
+    ),
+    "straggler": (
+        "explanation of a run with a learner three times as slow, and its predicted gain of shares against a run's",
+        "the learner is named; the predicted gain is within 20 % of the measured one",
     ),
     "hogbatch": (
         "workers that share weights in a window: two against one and against torch's Hogwild",

@@ -35,6 +35,7 @@ SETTINGS: dict[str, list[str]] = {
     "1-softsync, μ = 8": ["protocol.name=softsync", "training.minibatch_size=8"],
     "async": ["protocol.name=async"],
     "groups": ["topology.name=groups"],
+    "1-softsync on adv*": ["protocol.name=softsync", "topology.name=adv*"],
 }
 SIZE, STEPS = 16, 400
 CALIBRATED = (8, 16, 32)

@@ -38,6 +38,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def core_mask() -> int:
+    """Returns the cores that this process may use, each as a bit."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(cores())
+    return sum(1 << core for core in usable)
+
+
 def processor() -> str:
     """Returns the name of this machine's processor, as the kernel reports it."""
     try:

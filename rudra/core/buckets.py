@@ -68,6 +68,11 @@ class NetworkSpeed(NamedTuple):
     bytes_per_s: float
 
 
+def slower_than_copies(network: NetworkSpeed) -> bool:
+    """Returns whether an average takes longer than copies of all weights, so that passes do begin early."""
+    return 2 * network.bytes_per_s < COPIED_BYTES_S
+
+
 def auto_size(network: NetworkSpeed, size: int, *, early: bool = False) -> int:
     """Returns the number of elements of a bucket that suits a network. 0: the gradient is too small for buckets.
 
@@ -99,7 +104,7 @@ def auto_size(network: NetworkSpeed, size: int, *, early: bool = False) -> int:
     """
     fixed = (network.latency_s + OVERHEAD_S) * network.bytes_per_s  # bytes that the network transfers in this time
     wanted = max(math.sqrt(fixed * 4 * size), fixed / FIXED_SHARE, 4 * size / (MOST - 2))
-    if early and 2 * network.bytes_per_s < COPIED_BYTES_S:
+    if early and slower_than_copies(network):
         rests = LOOKS * PAUSE_S / ABREAST * network.bytes_per_s
         wanted = max(wanted, min(math.sqrt(2 * (fixed + rests) * 4 * size), 4 * size / LEAST))
     found = _aligned(wanted) if wanted < 4 * size else size

@@ -60,9 +60,9 @@ def findings(results: Results) -> list[str]:
     plan, summary = results.plan(), results.summary()
     rows = results.minibatches
     rows = rows[(rows["step"] >= _WARM) & (rows["compute_s"] > 0)]
-    found = [_title(summary, plan)]
+    found, early_passes = [_title(summary, plan)], bool(results.attributes.get("early_passes"))
     if len(rows):
-        found += [_time(rows, plan), *_speeds(rows, plan, str(summary["protocol"]))]
+        found += [_time(rows, plan, early_passes=early_passes), *_speeds(rows, plan, str(summary["protocol"]))]
     else:
         found.append("No mini-batch is recorded, so it is unknown where the learners' time went.")
     found.append(_staleness(summary, expected_staleness(results), plan))
@@ -79,7 +79,7 @@ def _title(summary: dict[str, Any], plan: Plan) -> str:
     return f"{summary['name']}: {protocol_label(summary)} on {where}: {whole}{rate} ({summary['status']})."
 
 
-def _time(rows: Rows, plan: Plan) -> str:
+def _time(rows: Rows, plan: Plan, *, early_passes: bool) -> str:
     """Says where the learners' time went."""
     parts = {name: float(rows[name].sum()) for name in TIMES}
     whole = sum(parts.values())
@@ -88,7 +88,8 @@ def _time(rows: Rows, plan: Plan) -> str:
     each = f"A mini-batch of {size:.3g} samples takes {rows['compute_s'].mean() * 1e3:.3g} ms of computing."
     if plan.overlapped:
         return f"Learners push and pull while they compute. {each}"
-    return f"Of their time, learners {', '.join(shown)}. {each}"
+    early = " A forward pass that began before the end of an exchange counts as a part of it." if early_passes else ""
+    return f"Of their time, learners {', '.join(shown)}. {each}{early}"
 
 
 def _speeds(rows: Rows, plan: Plan, protocol: str) -> Iterator[str]:

@@ -172,14 +172,21 @@ class SimulationTable(Table):
     cores_per_node: int | None = Field(
         None,
         ge=1,
-        description="number of cores of a node. If learners use all of them, a server on the node and transfers "
-        "(cpu_s_per_byte) delay the learners. Default: no delay",
+        description="number of cores of a node. If learners use all of them, they are delayed by servers on the node, "
+        "by transfers inside the node, by transfers to and from other nodes (cpu_s_per_byte), and by communication "
+        "threads (communication_s). Default: no delay",
     )
     cpu_s_per_byte: float = Field(
         0.0,
         ge=0,
-        description="core's time for each byte of an average that a node sends to other nodes or receives during a "
-        "backward pass, in seconds. It delays learners that fill cores_per_node",
+        description="core's time for each byte that a node sends to other nodes or receives while learners compute, "
+        "in seconds. It delays learners that fill cores_per_node",
+    )
+    communication_s: float = Field(
+        0.0,
+        ge=0,
+        description="core's time that the communication threads of a learner take for each mini-batch, where they work "
+        "while it computes (topology adv*), in seconds. It delays learners that fill cores_per_node",
     )
     latency_s: float = Field(1e-5, ge=0, description="latency of each message between nodes, in seconds")
     latency_jitter_s: float = Field(0.0, ge=0, description="largest random delay of each message, in seconds")
@@ -213,6 +220,9 @@ class SimulationTable(Table):
     )
     copy_s_per_byte: float = Field(
         0.0, ge=0, description="seconds for each byte of weights that a server copies, for example for an evaluation"
+    )
+    correction_s_per_byte: float = Field(
+        0.0, ge=0, description="seconds for each byte of a gradient that a correction changes"
     )
     race_slices: int = Field(
         1,

@@ -15,6 +15,7 @@ from rudra.core.buffer_names import WEIGHTS
 from rudra.core.training_state import TrainingState
 from rudra.data.load import DataInfo
 from rudra.errors import CheckpointError
+from rudra.machine import core_mask
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.node_data import NodeData
 from rudra.prepare.begin import first_rows, recall
@@ -87,13 +88,24 @@ class RunFiles:
             layout, prints = executors[plan.server].layout, data.plain_prints
             about = about_checkpoint(written, plan, layout, signature, prints, self._start.temporary)
             self.checkpoints = CheckpointWriter(checkpoint.path_of(self._start.output), job, about)
-        hosts: list[str] = comm.allgather(socket.gethostname())
+        places: list[tuple[str, int]] = comm.allgather((socket.gethostname(), core_mask()))
         kinds: list[dict[str, str]] = comm.allgather(arithmetic())
         if statistics is None:
             return
         machines = {name: "; ".join(sorted({kind[name] for kind in kinds})) for name in kinds[0]}
         why = {"replayable": False, "not_replayable": data.unrepeatable} if data.unrepeatable else {}
-        found = {"hosts": hosts, **machines, **buckets, "data_fingerprints": json.dumps(data.plain_prints), **why}
+        masks: dict[str, int] = {}
+        for host, mask in places:
+            masks[host] = masks.get(host, 0) | mask
+        fewest = min(mask.bit_count() for mask in masks.values())
+        found = {
+            "hosts": [host for host, _ in places],
+            "cores_per_node": fewest,
+            **machines,
+            **buckets,
+            "data_fingerprints": json.dumps(data.plain_prints),
+            **why,
+        }
         assert isinstance(statistics, StatisticsServer)
         recall(self._start, statistics, executors[plan.statistics].hooks)
         with first_rows(self._start, written, plan) as before:

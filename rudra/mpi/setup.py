@@ -92,7 +92,8 @@ class RankSetup:
         self.arena = Arena()
         self.files = RunFiles(start)
         self.auto, self.pulls = 0, False
-        self._network: NetworkSpeed | None = None
+        # Speed between nodes if it is needed, and whether forward passes after averages may begin early.
+        self._network: tuple[NetworkSpeed | None, bool] = None, False
         self._ranks, self._start, self._device = ranks, start, device
 
     @property
@@ -215,7 +216,7 @@ class RankSetup:
             )
         }
         self._pairs = in_turns(pairs, self.places)
-        self._network = measure(self._ranks, self._pairs)
+        self._network = measure(self._ranks, self._pairs), False
 
     def _choose_buckets(self) -> None:
         """Adopts the size of buckets that rank 0 chooses for the slowest network."""
@@ -224,12 +225,12 @@ class RankSetup:
         learning = [executor for role, executor in self.executors.items() if self.plan.traits(role).trains]
         early = any(passes_early(self.job, self.plan, members) for members in self.plan.groups)
         early &= all(isinstance(each, ReplicaExecutor) and each.can_pass_early for each in learning)
-        mine = self._network, max((executor.size for executor in learning), default=0), early
+        mine = self._network[0], max((executor.size for executor in learning), default=0), early
         found, chosen = self._ranks.comm.gather(mine), None
         if found is not None:
             network = worst([its for its, _, _ in found if its is not None])
             size, early = max(size for _, size, _ in found), all(early for *_, early in found)
-            chosen = network, auto_size(network, size, early=early)
+            chosen = (network, early), auto_size(network, size, early=early)
         self._network, self.auto = self._ranks.comm.bcast(chosen)
 
     def _try_to_pull(self) -> None:
@@ -312,7 +313,8 @@ class RankSetup:
     def _open(self, progress: dict[str, Any]) -> None:
         """Creates the files."""
         settled, statistics = ResolvedJob(self.job, self.plan), self.machines.get(self.plan.statistics)
-        buckets = about_buckets(self._network, self.auto)
+        network, early = self._network
+        buckets = about_buckets(network, self.auto, early=early or self.pulls)
         self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, buckets, progress)
 
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:

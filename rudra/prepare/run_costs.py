@@ -1,21 +1,13 @@
 """Costs of virtual time that the rows of a recorded run identify.
 
-Times of single learners come from their mini-batches. Costs of the network come from the shortest exchanges, which met
-no other exchange. All other costs come from a calibration or a preset, as without a run.
-
-An exchange of a learner with its server has three recorded parts. Without contention
-
-- a push takes `latency_s` and the transfer of a gradient,
-- a wait takes `message_s`, the server's additions and update, and `latency_s`,
-- a pull takes the transfer of the weights.
-
-The reduction of a group of k learners takes 2 `latency_s`, 2 (k - 1)/k transfers, and (k - 1)/k additions.
+Times of single learners come from their mini-batches. Costs of the network and of a server's messages come from the
+shortest exchanges (`rudra.prepare.run_network`). All other costs come from a calibration or a preset, as without a run.
 """
 
 import math
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from rudra.core.messages import Rows
-from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError, printable
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
 from rudra.machine import cores
+from rudra.prepare.early_rows import left_out
 from rudra.prepare.recorded_spread import Times, TimeSpread, spread_of
+from rudra.prepare.run_network import ROWS, hosts_of, network_of_run, places_of
 from rudra.results.identity import completed, tables_of
 from rudra.results.reader import Results, open_results
 from topologies import Plan
@@ -36,13 +29,18 @@ from topologies import Plan
 SUFFIXES = (".h5", ".hdf5")
 """Suffixes of result files."""
 
-WARM, ROWS = 5, 20
-"""Number of first mini-batches of each learner that do not count, and minimum number of the others."""
+WARM = 5
+"""Number of first mini-batches of each learner that do not count."""
 
 SLOW = 1.15
 """A learner whose time differs by this factor counts as slower, or faster, than the others."""
 
-_FLOOR = 0.1
+COMMUNICATION_S = 4e-4
+"""Core's time of a learner's communication threads for a mini-batch. No row shows it.
+
+We measured it as the CPU time of the threads of `adv*` that do not compute, for LeNet on two cores of an AMD EPYC.
+"""
+
 _ENDS = 3  # ends of epochs with a wait, at least
 _SAME = ("model.name", "model.options", "data.name", "data.options", "training.precision", "training.compile")
 _NO_COSTS = {"costs", "faults", "detection_s", "tensors", "batching", "background_jobs", "machines", "nodes"}
@@ -82,7 +80,7 @@ _QUANTITIES = {
     "jitter": ("jitter",),
     "latency": ("latency_s", "local_latency_s"),
     "bandwidth": ("bandwidth_bytes_per_s", "local_bandwidth_bytes_per_s"),
-    "server's messages": ("message_s",),
+    "server's messages": ("message_s", "correction_s_per_byte"),
     "updates": ("update_s",),
     "additions": ("gradient_s",),
     "copies": ("copy_s_per_byte",),
@@ -146,15 +144,22 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
     together, slowed = _together(plan), _slowed(results, known, _together(plan))
     count = learners or len(plan.learners)
     most = math.ceil(count / layout.get("nodes", count))
-    if "node_slowdown" not in known and most > 1:
+    if most > 1:
         known["node_slowdown"] = (slowed(most) - 1) / (most - 1)
     prior = SimulationTable(**{**known, **layout})
-    size_bytes = sum(entry.size for entry in results.layout) * 4
+    size = sum(entry.size for entry in results.layout)
+    parameters = sum(entry.size for entry in results.layout if entry.kind == "parameter")
+    size_bytes, usual_s = size * 4, float(np.median(rows["compute_s"]))
+    alone = () if plan.served else max(plan.groups, key=len, default=())
+    early = np.isin(rows["learner"], _apart(results, plan))
+    rows["compute_s"][early] /= 1 - left_out(results.attributes, prior, (size, parameters), alone, usual_s)
     spread, compute_s, slow, jitter = _computations(rows, plan, slowed(together))
-    keys: dict[str, Any] = {"compute_s": compute_s, "slowdown": slow, "learner_jitter": jitter, **spread.keys()}
+    own = {"slowdown": slow, "learner_jitter": jitter}
+    left = {key: {number: value for number, value in of.items() if number < count} for key, of in own.items()}
+    keys: dict[str, Any] = {"compute_s": compute_s, **left, **spread.keys()}
     update_s = _update_s(results, rows, plan)
     keys |= {} if update_s is None else {"update_s": update_s}
-    keys |= _network(results, rows, plan, prior, size_bytes, update_s or 0.0)
+    keys |= network_of_run(results, rows, plan, prior, size_bytes, update_s or 0.0)
     copied_s = _copied_s(results)
     keys |= {} if copied_s is None else {"copy_s_per_byte": copied_s * len(plan.front_owners) / max(1, size_bytes)}
     evaluations = results.epochs["evaluation_s"]
@@ -198,8 +203,11 @@ def _layout(results: Results, plan: Plan, learners: int) -> dict[str, Any]:
     nodes = [plan.roles[role].node for role in plan.learners]
     count, each = len({*nodes}), math.ceil(len(nodes) / len({*nodes}))
     if not simulated:
-        places = _places(results, plan, near=False)
+        places = places_of(results, plan, near=False)
         found["servers_on_first_node"] = places[plan.server] == places[plan.learners[0]]
+        if held := _cores(results):
+            found["cores_per_node"] = max(1, held // int(results.attributes["threads_per_rank"]))
+            found["communication_s"] = COMMUNICATION_S
     if len(nodes) == learners:
         found["nodes"] = count
     elif count == 1 and each > 1:
@@ -207,6 +215,17 @@ def _layout(results: Results, plan: Plan, learners: int) -> dict[str, Any]:
     elif each > 1:
         found["nodes"] = math.ceil(learners / each)
     return found
+
+
+def _apart(results: Results, plan: Plan) -> list[int]:
+    """Returns the learners whose weights come from another node. Without a server: all learners."""
+    places = places_of(results, plan, near=True)
+    served = {role: plan.roles[role].parent for role in plan.learners} if plan.served else {}
+    return [
+        plan.roles[role].index
+        for role in plan.learners
+        if (parent := served.get(role)) is None or places[role] != places[parent]
+    ]
 
 
 def _together(plan: Plan) -> int:
@@ -218,26 +237,19 @@ def _together(plan: Plan) -> int:
 def _slowed(results: Results, known: Mapping[str, Any], together: int) -> Callable[[int], float]:
     """Returns a function that gives the factor on a learner's time for a number of ranks with learners on its node.
 
-    Without a calibration, ranks share the cores of this machine. On other machines the ranks of the run had enough.
+    Ranks share the cores of a node. If its number of cores is unknown, the ranks of the run had enough.
     """
-    by = known.get("node_slowdown")
-    if by is not None:
-        return lambda ranks: 1 + float(by) * (ranks - 1)
-    threads = int(results.attributes["threads_per_rank"])
-    held = cores() if {*_hosts(results)} == {socket.gethostname()} else together * threads
-    return lambda ranks: max(1.0, ranks * threads / held)
+    by, threads = known.get("node_slowdown"), int(results.attributes["threads_per_rank"])
+    held = _cores(results) or (together * threads if by is None else math.inf)
+    return lambda ranks: max(1.0, 1 + float(by or 0.0) * (ranks - 1), ranks * threads / held)
 
 
-def _places(results: Results, plan: Plan, *, near: bool) -> Sequence[object]:
-    """Returns the node of each role: its host, or its node in virtual time."""
-    hosts = _hosts(results)
-    if len(hosts) < plan.ranks:
-        return plan.nodes(near=near)
-    return [hosts[role.world_rank] for role in plan.roles]
-
-
-def _hosts(results: Results) -> Sequence[str]:
-    return results.attributes.get("hosts") or ()
+def _cores(results: Results) -> int | None:
+    """Returns the number of cores of each node. None: it is unknown, or a simulation's job says what follows."""
+    if results.attributes["driver"] == "simulation":
+        return None
+    found = results.attributes.get("cores_per_node")
+    return found or (cores() if {*hosts_of(results)} == {socket.gethostname()} else None)
 
 
 def _computations(
@@ -303,107 +315,3 @@ def _copied_s(results: Results) -> float | None:
     if len(here) < _ENDS or len(there) < ROWS:
         return None
     return max(0.0, float(np.median(here) - np.median(there)))
-
-
-def _floor(times: Times, most: float) -> float | None:
-    """Returns the time of exchanges without contention. None: there are none."""
-    times = times[times > 0]
-    return float(np.quantile(times, most, method="lower")) if len(times) >= ROWS else None
-
-
-def _network(
-    results: Results, rows: Rows, plan: Plan, prior: SimulationTable, size_bytes: int, update_s: float
-) -> dict[str, Any]:
-    """Returns latency, bandwidth and time of a message, as far as the exchanges of learners identify them."""
-    most = min(_FLOOR, 0.5 / len(plan.learners))  # in each step of hardsync, one learner meets no other
-    groups = [members for members in plan.groups if len(members) > 1]
-    found: dict[str, Any] = {}
-    if groups and plan.reduction == "ordered":
-        found = _of_group(results, plan, prior, max(groups, key=len), rows, size_bytes, update_s)
-    elif not groups and not plan.overlapped and not plan.averaging:
-        found = _of_server(results, rows, plan, prior, most, size_bytes, update_s)
-    attributes = results.attributes
-    latency_s, bytes_per_s = attributes.get("network_latency_s"), attributes.get("network_bytes_per_s")
-    if not latency_s or not bytes_per_s:  # on one node
-        return found
-    measured = _keys(False, latency_s, bytes_per_s)
-    # Buckets hide a part of the exchanges between nodes.
-    return found | measured if attributes.get("bucket_bytes") else measured | found
-
-
-def _of_server(
-    results: Results,
-    rows: Rows,
-    plan: Plan,
-    prior: SimulationTable,
-    most: float,
-    size_bytes: int,
-    update_s: float,
-) -> dict[str, Any]:
-    """Returns the costs of exchanges between single learners and their server."""
-    parent = plan.roles[plan.learners[0]].parent
-    if parent is None:
-        return {}
-    places = _places(results, plan, near=prior.servers_on_first_node)
-    apart = [role for role in plan.children[parent] if places[role] != places[parent]]
-    chosen = np.isin(rows["learner"], [plan.roles[role].index for role in apart or plan.children[parent]])
-    push_s, wait_s, pull_s = (_floor(rows[f"{name}_s"][chosen], most) for name in ("push", "wait", "pull"))
-    if push_s is None or pull_s is None:
-        return {}
-    if plan.sharded:  # all parts cross the learner's own link, most often one after the other
-        push_s, pull_s = (float(np.median(rows[name][chosen & (rows[name] > 0)])) for name in ("push_s", "pull_s"))
-    transfer_s = max(min(push_s, pull_s), 1e-9)
-    latency_s = max(0.0, push_s - transfer_s)
-    found = _keys(not apart, latency_s, (size_bytes + tail_bytes(1)) / transfer_s)
-    if wait_s is not None and not plan.sharded and parent in plan.owners:
-        found["message_s"] = max(0.0, wait_s - latency_s - _handled_s(results, plan, prior, size_bytes, update_s))
-    return found
-
-
-def _of_group(
-    results: Results,
-    plan: Plan,
-    prior: SimulationTable,
-    members: Sequence[int],
-    rows: Rows,
-    size_bytes: int,
-    update_s: float,
-) -> dict[str, Any]:
-    """Returns the costs of a reduction. A push also identifies the latency."""
-    reduce_s, push_s = (_floor(rows[f"{name}_s"], min(_FLOOR, 0.5 / len(members))) for name in ("reduce", "push"))
-    if reduce_s is None:
-        return {}
-    share = (len(members) - 1) / len(members)
-    rest_s = reduce_s - _added_s(prior, size_bytes) * share - (update_s if plan.averaging else 0.0)
-    places = _places(results, plan, near=prior.servers_on_first_node)
-    local = len({places[role] for role in members}) == 1
-    if push_s is None:
-        latency_s = prior.latency_s if not local or prior.local_latency_s is None else prior.local_latency_s
-    else:
-        latency_s = max(0.0, (rest_s - 2 * share * push_s) / (2 - 2 * share))
-    transfer_s = max((rest_s - 2 * latency_s) / (2 * share), 1e-9)
-    return _keys(local, None if push_s is None else latency_s, (size_bytes + tail_bytes(1)) / transfer_s)
-
-
-def _keys(local: bool, latency_s: float | None, bytes_per_s: float) -> dict[str, Any]:
-    kind = "local_" if local else ""
-    found = {f"{kind}latency_s": latency_s, f"{kind}bandwidth_bytes_per_s": bytes_per_s}
-    return {key: value for key, value in found.items() if value is not None}
-
-
-def _added_s(prior: SimulationTable, size_bytes: int) -> float:
-    per_byte = prior.gradient_s_per_byte
-    return prior.gradient_s if per_byte is None else per_byte * size_bytes
-
-
-def _handled_s(results: Results, plan: Plan, prior: SimulationTable, size_bytes: int, update_s: float) -> float:
-    """Returns the time of a server's additions and updates in the shortest waits."""
-    per_update = int(results.attributes["gradients_per_update"])
-    if per_update == 1:
-        return update_s
-    # If not all gradients make an update, the shortest waits are for a gradient that begins a sum.
-    return update_s + _added_s(prior, size_bytes) if per_update == len(plan.learners) and _ordered(results) else 0.0
-
-
-def _ordered(results: Results) -> bool:
-    return str(results.attributes["protocol"]) == "hardsync"

@@ -17,7 +17,7 @@ import torch
 from rudra import plugins
 from rudra.compute.statedict import StateEntry
 from rudra.core.actions import Finish, Record, StoreEpochWeights
-from rudra.core.buckets import NetworkSpeed
+from rudra.core.buckets import NetworkSpeed, slower_than_copies
 from rudra.core.digest import sha256
 from rudra.core.events import Decided
 from rudra.core.hooks import RoleHooks
@@ -83,7 +83,10 @@ ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs
     "classes": "number of classes of the data",
     "started": "when the run started, in UTC",
     "hosts": "host of each rank",
+    "cores_per_node": "cores that the ranks of a node may use, the fewest of all nodes; not in a simulation",
     "bucket_bytes": 'size of a bucket of gradients that `cluster.buckets = "auto"` chose; 0: none',
+    "early_passes": "whether forward passes may begin before all their buckets have arrived. If transfers are slow, "
+    "`compute_s` of a mini-batch leaves these passes out, and the exchange includes them; missing without a network",
     "network_latency_s": "time of a small message between nodes, from which it was chosen; missing if not measured",
     "network_bytes_per_s": "bandwidth between nodes, from which it was chosen; missing if not measured",
     NORMS_EVERY: "number N: norms of gradients are recorded of every Nth update; missing if they are not recorded",
@@ -272,15 +275,17 @@ def attributes(
     }
 
 
-def about_buckets(network: NetworkSpeed | None, auto: int) -> dict[str, Any]:
+def about_buckets(network: NetworkSpeed | None, auto: int, *, early: bool) -> dict[str, Any]:
     """Returns the attributes about buckets.
 
     Args:
         network: NetworkSpeed between nodes. None: it was not needed.
         auto: Number of elements of a bucket that was chosen. 0: none.
+        early: Whether forward passes may begin before the last buckets have arrived.
     """
     found: dict[str, Any] = {"bucket_bytes": 4 * auto}
     if network is not None:
+        found["early_passes"] = bool(auto) and early and slower_than_copies(network)
         found |= {"network_latency_s": network.latency_s, "network_bytes_per_s": network.bytes_per_s}
     return found
 

@@ -38,9 +38,9 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("not_replayable", "python_objects", "initial_weights_sha256", "processor"), str),
     **dict.fromkeys(("format_version", "learners", "minibatch_size", "n", "epochs", "gradients_per_update"), int),
     **dict.fromkeys(("records", "threads_per_rank", "training_samples", "classes", "step_bytes", "bucket_bytes"), int),
-    **dict.fromkeys(("begins_at", NORMS_EVERY), int),
+    **dict.fromkeys(("begins_at", "cores_per_node", NORMS_EVERY), int),
     **dict.fromkeys(("network_latency_s", "network_bytes_per_s"), float),
-    **dict.fromkeys(("overlapped", "averaging", "scheduled", "flush_denormals"), (bool, int)),
+    **dict.fromkeys(("overlapped", "averaging", "scheduled", "flush_denormals", "early_passes"), (bool, int)),
     "hosts": list,
     "data_fingerprints": str,
 }

@@ -39,7 +39,7 @@ class Actor:
         ahead_s: Seconds that the next mini-batch still takes after its forward pass, which is complete as soon as the
             role is told of the average that it was updated by. None: the pass has not begun.
         delay_s: Seconds that a server on the same node has taken from the current computation.
-        neighbours: Learners on a server's node, where cores may be short.
+        crowds: Node where a server's work delays learners if they occupy all cores. None: it delays none.
         inbox: Events that arrived while the role was busy.
         posted: Posted receives, in order.
         offered: Tensors without a buffer, by sender, in order of arrival: weights, gradients.
@@ -53,6 +53,7 @@ class Actor:
         "busy_until",
         "compute_s",
         "computing",
+        "crowds",
         "delay_s",
         "early",
         "halted",
@@ -61,7 +62,6 @@ class Actor:
         "local_s",
         "machine",
         "message_s",
-        "neighbours",
         "offered",
         "posted",
         "random",
@@ -84,7 +84,7 @@ class Actor:
         self.computing = False
         self.ahead_s: float | None = None
         self.delay_s = 0.0
-        self.neighbours: list[Actor] = []
+        self.crowds: int | None = None
         self.inbox: deque[Event] = deque()
         self.posted: list[Receive] = []
         # A server gets gradients from many senders, and a dict would be slow to find its first key.
@@ -102,6 +102,7 @@ class Route:
         ahead: Number of gradients whose early parts have crossed shared links, minus the number of gradients that were
             sent after them.
         waiting: Gradients that wait until their early parts have crossed shared links.
+        core_s: Node -> seconds of a core that a tensor takes. Empty: they delay no learner.
     """
 
     __slots__ = (
@@ -109,6 +110,7 @@ class Route:
         "between",
         "blocking",
         "bytes_per_s",
+        "core_s",
         "delivered_at",
         "into",
         "latency_s",
@@ -135,3 +137,4 @@ class Route:
         self.leads = WHOLE
         self.ahead = 0
         self.waiting: deque[tuple[Send, Receive]] = deque()
+        self.core_s: Mapping[int, float] = {}

@@ -78,8 +78,8 @@ def _changes(run: FittedRun) -> Iterator[tuple[str, list[str]]]:
     learners, size = job.learners, job.training.minibatch_size
     if run.costs.slow and not job.cluster.shares:
         yield "parts of the batch in proportion to speed", ["cluster.shares=auto"]
-        allreduce = ["cluster.shares=auto", *_topology(job, "groups"), *_protocol(job, "hardsync")]
-        yield "parts in proportion to speed, and allreduce", allreduce
+        if together := [*_topology(job, "groups"), *_protocol(job, "hardsync")]:
+            yield "parts in proportion to speed, and allreduce", ["cluster.shares=auto", *together]
     if (plan := job.plan()).averaging:
         period = job.make_protocol(plan).period
         yield f"averages half as often, τ = {2 * period}", [f"averaging.period={2 * period}"]

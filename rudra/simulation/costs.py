@@ -22,6 +22,7 @@ from rudra.core.actions import (
     BackpropFirstStage,
     ComputeEvaluationPart,
     Copy,
+    Correct,
     Evaluate,
     ExecutorAction,
     PullReplica,
@@ -111,6 +112,7 @@ class CostModel:
     Attributes:
         paces: Paces by learner, as passed in.
         node: Node of every role.
+        crowding: Node with learners -> factor on their times, because ranks share the node.
         compute_s: Mean duration of a mini-batch, for every learner's role, also if it is dormant.
         guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them. Empty if it lists all.
         pieces: Fraction of that duration that each kind of a learner's computation takes.
@@ -148,6 +150,9 @@ class CostModel:
             if node[owner] == ELSEWHERE:  # each server has a node and a link of its own
                 node[owner] -= place
         self.node = _on_machines(node, table.machines) if table.machines else tuple(node)
+        computers = {plan.roles[role].world_rank: self.node[role] for role in plan.learners}
+        ranks = Counter(computers.values())  # learners of one rank take turns, so they count once
+        self.crowding = {place: 1 + table.node_slowdown * (count - 1) for place, count in ranks.items()}
         self.compute_s = self._compute_times(minibatch_size, shares)
         self._local_s: dict[type[ExecutorAction], tuple[float, float]] = {
             Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
@@ -156,6 +161,7 @@ class CostModel:
             TrainInPlace: _affine(table.update_s, table.update_s_per_byte),  # the time of its update
             PullReplica: _affine(0.0, table.copy_s_per_byte),
             Copy: _affine(0.0, table.copy_s_per_byte),
+            Correct: _affine(0.0, table.correction_s_per_byte),
             Evaluate: _affine(table.evaluation_s, None),
         }
         self._local_s_of: dict[float, dict[type[ExecutorAction], float]] = {}  # by the fraction of the weights
@@ -207,11 +213,9 @@ class CostModel:
             alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
             own_s = {role: alone_s[counts[role]] for role in learners}
             self.guessed = guessed(table.compute_s, alone_s)
-        computers = {plan.roles[role].world_rank: self.node[role] for role in plan.learners}
-        on_node = Counter(computers.values())  # learners of one rank take turns, so they count once
         return {
             role: own_s[role]
-            * (1 + table.node_slowdown * (on_node[self.node[role]] - 1))
+            * self.crowding.get(self.node[role], 1.0)
             * table.slowdown.get(plan.roles[role].index, 1.0)
             for role in learners
         }
@@ -245,6 +249,13 @@ class CostModel:
         latency_s = table.latency_s if table.local_latency_s is None else table.local_latency_s
         bandwidth = table.local_bandwidth_bytes_per_s or table.bandwidth_bytes_per_s
         return Link(latency_s, 1 / bandwidth, ("role", sender), ("role", receiver), blocking)
+
+    def core_s(self, sender: int, receiver: int, size_bytes: float) -> dict[int, float]:
+        """Returns node -> seconds of a core that a tensor between two roles takes. Inside a node it is a copy."""
+        here, there = self.node[sender], self.node[receiver]
+        if here == there:
+            return {here: size_bytes * self.link(sender, receiver).seconds_per_byte}
+        return dict.fromkeys((here, there), size_bytes * self.table.cpu_s_per_byte)
 
     def reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Returns the time of a compute group's all-reduce after the last gradient is complete.

@@ -6,7 +6,7 @@ A queue of events (`rudra.simulation.queue`) drives the roles. Their messages go
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from heapq import heappush
 from typing import Any, Protocol
@@ -113,8 +113,10 @@ class Simulation:
         self.code = 0
         self._sized = bool(costs.paces)
         self._cores, self._pieces = costs.table.cores_per_node, costs.pieces
+        self._communication_s = costs.table.communication_s if plan.overlapped and self._cores else 0.0
         self._planned, self._performed = tensors.planned, tensors.perform
         self.actors: dict[int, Actor] = {}
+        self._learners_on: dict[int, list[Actor]] = {}  # by node, if its cores may be short
         self._beside: list[Simulation] = []
         if beside is not None:
             beside._beside.append(self)
@@ -157,11 +159,9 @@ class Simulation:
             free = kind in tensors.idle and not any(kind in actor.local_s for actor in self.actors.values())
             self.do[kind] = _nothing if free else self._begin if kind.long else self._perform
         self._share_ranks()
-        network.prepare()
         if self._cores is not None:
-            for role, actor in self.actors.items():
-                if role not in costs.compute_s:
-                    actor.neighbours = [self.actors[i] for i in costs.compute_s if costs.node[i] == costs.node[role]]
+            self._share_cores()
+        network.prepare()
         if costs.table.faults or any(machine.tick_s is not None for machine in machines.values()):
             Faults(self, seed)
 
@@ -181,6 +181,16 @@ class Simulation:
                 actor.turns = first[rank].turns
             self.do |= dict.fromkeys((Compute, RunFirstStage, BackpropFirstStage), self._begin_in_turn)
             self._over = self._end_turn
+
+    def _share_cores(self) -> None:
+        """Lets servers and transfers take the time of cores that learners occupy."""
+        self.network.take_core = self._take_core
+        node = self.costs.node
+        for role in self.costs.compute_s:
+            self._learners_on.setdefault(node[role], []).append(self.actors[role])
+        for role, actor in self.actors.items():
+            if role not in self.costs.compute_s and node[role] in self._learners_on:
+                actor.crowds = node[role]
 
     @property
     def now(self) -> float:
@@ -293,17 +303,17 @@ class Simulation:
         actions = handle(event, now)
         if actor.message_s and type(event) is Received:
             actor.busy_until = now + actor.message_s
-            if actor.neighbours:
-                self._delay(actor.neighbours, actor.message_s)
+            if actor.crowds is not None:
+                self._take_core(actor.crowds, actor.message_s)
         for action in actions:
             do[type(action)](actor, action, actor.busy_until)
 
-    def _delay(self, neighbours: Sequence[Actor], seconds: float) -> None:
-        """Takes the time of a server from the learners on its node that compute, if cores are short."""
-        busy = [a for a in neighbours if a.computing]
+    def _take_core(self, node: int, seconds: float) -> None:
+        """Takes the time of a core from the learners of a node that compute, if they occupy all cores."""
+        busy = [a for a in self._learners_on.get(node, ()) if a.computing]
         if len(busy) >= (self._cores or 0):
             for learner in busy:
-                learner.delay_s += seconds / len(busy)
+                learner.delay_s += seconds / len(busy) * self.costs.crowding[node]
 
     # Actions of roles.
 
@@ -315,8 +325,8 @@ class Simulation:
         event = self._performed(actor.role, action, seconds)
         if seconds:
             actor.busy_until = time = time + seconds
-            if actor.neighbours:
-                self._delay(actor.neighbours, seconds)
+            if actor.crowds is not None:
+                self._take_core(actor.crowds, seconds)
         if event is not None:
             self._later(time, actor.take, actor, event)
 
@@ -326,6 +336,8 @@ class Simulation:
             self._planned(actor.role, action)
         actor.computing = True
         kind = type(action)
+        if self._communication_s and kind in (Compute, RunFirstStage):
+            self._take_core(self.costs.node[actor.role], self._communication_s)
         if kind is Compute:
             seconds, actor.ahead_s = actor.compute_s() if actor.ahead_s is None else actor.ahead_s, None
             if self._sized:

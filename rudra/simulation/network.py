@@ -5,7 +5,7 @@ both ends are free. A cost model (`rudra.simulation.costs`) gives all durations.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heappush
 from itertools import pairwise
 from math import inf
@@ -43,6 +43,7 @@ class Network:
         plan: Roles and their ranks.
         ports: Ports of the machines.
         links: Links that several tensors cross at the same time, or None if tensors cross in turns.
+        take_core: Function that takes seconds of a core of a node from its learners. None: there are enough cores.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Network:
         self._own: Ports = {}  # ports of roles
         shared = beside.links if beside is not None else SharedLinks(queue)
         self.links: SharedLinks | None = shared if costs.table.sharing == "equal" else None
+        self.take_core: Callable[[int, float], None] | None = None
         self._reductions: dict[tuple[int, int], dict[int, Reduce]] = {}
         self._over = self._deliver  # one bound method for all transfers
 
@@ -172,6 +174,8 @@ class Network:
         route = actor.routes[to] = Route(actor, self._actors[to], link, size_bytes, self.ports, self._own)
         if route.transfer_s:
             route.leads = self._costs.leads(actor.role, to)
+        if self.take_core is not None:
+            route.core_s = self._costs.core_s(actor.role, to, size_bytes)
         return route
 
     def _offer(self, receiver: Actor, offer: Offer) -> None:
@@ -283,6 +287,10 @@ class Network:
         send, receive = transfer
         sender, receiver = route.sender, route.receiver
         buffer, message = send.buffer or "", send.message
+        if self.take_core is not None:
+            share = self._gradient_share if receive.gradient else 1.0
+            for node, seconds in route.core_s.items():
+                self.take_core(node, seconds * share)
         if self._transferred:
             self._transferred(sender.role, buffer, receiver.role, receive.buffer)
         if self._sent:

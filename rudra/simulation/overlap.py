@@ -97,8 +97,12 @@ def auto_of(job: Job, plan: Plan, size: int, placed: Placed | None) -> int:
         placed: How the model is divided between learners and a stage server.
     """
     front = 1.0 if plan.stage is None or placed is None else placed.front
-    early = any(may_pass_early(job, plan, members) for members in plan.groups)
-    return auto_size(network_of(job), round(size * front), early=early)
+    return auto_size(network_of(job), round(size * front), early=any_may_pass_early(job, plan))
+
+
+def any_may_pass_early(job: Job, plan: Plan) -> bool:
+    """Returns whether `may_pass_early` holds for any group."""
+    return any(may_pass_early(job, plan, members) for members in plan.groups)
 
 
 def may_pass_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:

@@ -18,6 +18,7 @@ from rudra.core.actions import (
     Accumulate,
     Compute,
     Copy,
+    Correct,
     ExecutorAction,
     Finish,
     Record,
@@ -211,7 +212,7 @@ class _Meter(TimingOnly):
         self.transfers[source, to] += self._training
 
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
-        if isinstance(action, Accumulate | RunLastStage | Update | Copy):
+        if isinstance(action, Accumulate | Correct | RunLastStage | Update | Copy):
             self.done[role, type(action)] += 1
         if isinstance(action, Compute | RunFirstStage | Update):
             self._training = self.done[self._owner, Update] < self._updates

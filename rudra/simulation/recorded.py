@@ -34,7 +34,7 @@ from rudra.simulation.assembly import assemble
 from rudra.simulation.checkpoints import SimulatedCheckpoints
 from rudra.simulation.cluster import SimulatedCluster, make_cluster, without_tensors
 from rudra.simulation.costs import expected_shares
-from rudra.simulation.overlap import auto_of
+from rudra.simulation.overlap import any_may_pass_early, auto_of
 from rudra.trust import signed
 from topologies import Plan
 
@@ -152,7 +152,8 @@ def _of_buckets(job: Job, plan: Plan, cluster: SimulatedCluster) -> dict[str, An
     """Returns attributes of the result file about buckets of gradients."""
     nodes = plan.nodes(near=job.simulation.servers_on_first_node)
     needed = pairs_of_nodes(job, plan, nodes)
-    return about_buckets(network_of(job), auto_of(job, plan, cluster.size, cluster.placed) if needed else 0)
+    auto = auto_of(job, plan, cluster.size, cluster.placed) if needed else 0
+    return about_buckets(network_of(job), auto, early=any_may_pass_early(job, plan))
 
 
 def _of_data(found: Mapping[str, Fingerprint]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from rudra.core.actions import Accumulate, Compute, Copy, Evaluate
+from rudra.core.actions import Accumulate, Compute, Copy, Correct, Evaluate
 from rudra.core.buffer_names import GRADIENT, SNAPSHOT, WEIGHTS
 from rudra.core.messages import Rows
 from rudra.core.wire import tensor_bytes
@@ -36,6 +36,7 @@ from rudra.prepare.start import StartRequest
 from rudra.results.reader import open_results
 from rudra.results.recorder import arithmetic
 from rudra.simulation.predict import outline
+from rudra.studies.tcp_cost import cpu_s_per_byte
 from topologies import base
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ class Alone:
         copy_s: time to copy the weights.
         evaluation_s: time to evaluate the weights.
         samples: number of training samples.
+        correction_s: time of the job's correction of a gradient. 0: the job has none.
+        cpu_s_per_byte: core's time for a byte that TCP sends or receives.
     """
 
     compute_s: dict[int, float]
@@ -117,6 +120,8 @@ class Alone:
     copy_s: float
     evaluation_s: float
     samples: int
+    correction_s: float = 0.0
+    cpu_s_per_byte: float = 0.0
 
 
 def calibrate(
@@ -155,7 +160,8 @@ def calibrate(
             layers = final_toml(final_at(job, seconds=seconds))
         layers += f"\n{needed_toml(*needed_at(job, seconds=seconds))}"
         bar.update()
-        probes = _probe(job, cases, alone, seconds or SECONDS, bar)
+        plain = job.with_(protocol={"correction": None, "correction_options": {}})  # which is timed by itself
+        probes = _probe(plain, cases, alone, seconds or SECONDS, bar)
     return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers)
 
 
@@ -239,6 +245,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     from rudra.compute.first_gradient import try_first_gradient
     from rudra.compute.learners import LearnerExecutor
     from rudra.compute.making import make_executors
+    from rudra.compute.owners import OwnerExecutor
     from rudra.data.load import load
     from rudra.prepare.resolve import settle
 
@@ -270,8 +277,14 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         server.buffer(GRADIENT).vector.fill_(1.0)
         gradient_s = _median_s(lambda turn: server.perform(Accumulate("sum", GRADIENT, 0.5, 1.0)), 30)
         copy_s = _median_s(lambda turn: server.perform(Copy(WEIGHTS, SNAPSHOT)), 30)
+        correction_s = 0.0
+        if isinstance(server, OwnerExecutor) and server.corrector is not None:
+            held = WEIGHTS if job.make_correction().needs_pulled_weights else ""
+            correction_s = _median_s(
+                lambda turn: server.perform(Correct(GRADIENT, WEIGHTS, held, 0, turn, 0, 1, 1)), 30
+            )
         evaluation_s = _evaluation_s(statistics, math.ceil(info.test_samples / job.training.evaluation_batch_size))
-    return Alone(compute_s, gradient_s, copy_s, evaluation_s, info.training_samples)
+    return Alone(compute_s, gradient_s, copy_s, evaluation_s, info.training_samples, correction_s, cpu_s_per_byte())
 
 
 def _compute(learner: "LearnerExecutor", step: int) -> None:
@@ -322,6 +335,8 @@ class Costs:
     update_s: float
     copy_s: float
     evaluation_s: float
+    correction_s: float
+    cpu_s_per_byte: float
 
 
 def derive(probes: Sequence[TimedRun], alone: Alone) -> Costs:
@@ -361,6 +376,8 @@ def derive(probes: Sequence[TimedRun], alone: Alone) -> Costs:
         update_s=update_s,
         copy_s=alone.copy_s,
         evaluation_s=alone.evaluation_s,
+        correction_s=alone.correction_s,
+        cpu_s_per_byte=alone.cpu_s_per_byte,
     )
 
 
@@ -377,13 +394,15 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: st
     """
     model = job.model.name if isinstance(job.model.name, str) else job.model.name.__name__
     held = max(1, tensor_bytes(size_bytes))
+    corrected = f"\ncorrection_s_per_byte = {found.correction_s / held:.3g}" if found.correction_s else ""
     points = ", ".join(f"{size} = {seconds:.4g}" for size, seconds in found.compute_s.items())
+    threads = job.cluster.threads_per_rank or 1
     measured = {
         "date": date.today().isoformat(),
         "processor": arithmetic()["processor"],
         "cores": cores(),
         "learners": learners,
-        "threads_per_rank": job.cluster.threads_per_rank or 1,
+        "threads_per_rank": threads,
         "model_bytes": size_bytes,
         **{f"{name}_version": metadata.version(name) for name in ("torch", "mpi4py")},
     }
@@ -395,6 +414,8 @@ def cost_file(job: Job, found: Costs, size_bytes: int, learners: int, layers: st
 
 nodes = 1
 servers_on_first_node = true
+cores_per_node = {max(1, cores() // threads)}  # with {threads} thread(s) for each learner
+cpu_s_per_byte = {found.cpu_s_per_byte:.3g}  # of TCP
 local_latency_s = {found.latency_s:.3g}
 local_bandwidth_bytes_per_s = {size_bytes / found.transfer_s:.4g}  # {found.transfer_s * 1e3:.3g} ms for the model
 message_s = {found.message_s:.3g}
@@ -405,7 +426,7 @@ node_slowdown = {found.node_slowdown:.3f}  # what each further learner adds
 jitter = {found.jitter:.3f}
 gradient_s_per_byte = {found.gradient_s / held:.3g}  # {found.gradient_s * 1e3:.3g} ms for all of it
 update_s_per_byte = {found.update_s / held:.3g}  # {found.update_s * 1e3:.3g} ms
-copy_s_per_byte = {found.copy_s / held:.3g}  # {found.copy_s * 1e3:.3g} ms
+copy_s_per_byte = {found.copy_s / held:.3g}  # {found.copy_s * 1e3:.3g} ms{corrected}
 evaluation_s = {found.evaluation_s:.3g}
 {layers}
 

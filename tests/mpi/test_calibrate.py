@@ -30,11 +30,15 @@ def test_a_calibration_leaves_a_file_that_predicts(
     job.write_text(shipped_jobs()["digits"].read_text().replace('"lenet"', '"beside_job:network"'))
     monkeypatch.setattr(cost_files, "MEASURED", tmp_path / "measured")
     measure = ["calibrate", str(job), "--sizes", "8,16", "--seconds", "0.1", "--quiet"]
-    assert main([*measure, "--set", "optimizer.learning_rate=1e30"]) == 0
+    assert main([*measure, "--set", "optimizer.learning_rate=1e30", "--set", "protocol.correction=dc_asgd"]) == 0
     said = capsys.readouterr()
     (path,) = (tmp_path / "measured").iterdir()
     assert (said.out, said.err) == (f"wrote {path}; predict and simulate find it there\n", "")
-    (model,) = tomllib.loads(path.read_text(encoding="utf-8"))["models"].values()
+    file = tomllib.loads(path.read_text(encoding="utf-8"))
+    (model,) = file["models"].values()
+    assert 1e-11 < file["cpu_s_per_byte"] < 1e-8
+    # A correction reads and writes each byte more often than an addition.
+    assert model["gradient_s_per_byte"] < model["correction_s_per_byte"] < 1e-6
     assert list(model["compute_s"]) == ["8", "16"]
     assert [layer["name"] for layer in model["layers"]] == list("01234567")
     found = predict(Job.load(job, ["cluster.learners=1"]))

@@ -10,6 +10,7 @@ from processes import finish, start
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.core.buckets import NetworkSpeed, auto_size
+from rudra.machine import cores
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -40,6 +41,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
             its, size = results.attributes, len(results.weights_of())
             weights.setdefault(Path(path).stem.partition("-")[0], set()).add(str(results.state["weights_sha256"]))
         chosen = [rank[path] for rank in ranks]
+        assert its["cores_per_node"] == cores()
         if job.cluster.buckets != "auto":
             assert chosen == [0] * len(NODES)
             assert its["bucket_bytes"] == 0
@@ -52,6 +54,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
             slowest = user_code.slow_network([*range(len(NODES))] if "groups" in path else [0, 2, 3])
             assert found == slowest
             assert chosen[0] > 0
+            assert its["early_passes"]
         else:
             assert 0 < found.latency_s < 1
             assert 1e6 < found.bytes_per_s < 1e12

@@ -10,6 +10,7 @@ import pytest
 from processes import finish, replays, start, wait_for_updates
 
 import rudra
+from benchmarks import straggler
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -74,6 +75,12 @@ def test_shares_are_measured_once_and_kept(tmp_path: Path) -> None:
     given = rudra.Job.load(job, [f"cluster.shares={json.dumps(shares)}"])
     with rudra.simulate(given, output=tmp_path / "given.h5", progress="quiet") as results:
         assert results.summary()["weights_sha256"] == sha256, "as if nothing had been measured"
+
+
+def test_the_slow_learner_is_named_and_shares_gain_what_is_predicted() -> None:
+    named, gain = straggler.run(quick=True).goals
+    assert named.reached, named
+    assert gain.reached, gain
 
 
 def test_another_job_than_that_of_the_checkpoint_is_refused(tmp_path: Path) -> None:

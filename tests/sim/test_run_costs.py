@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from rudra.explain import explain
 from rudra.explain.findings import held_by_evaluation
 from rudra.job.job import Job
 from rudra.prepare.cost_files import load
-from rudra.prepare.run_costs import RunCosts, fitted
+from rudra.prepare.run_costs import COMMUNICATION_S, RunCosts, fitted
 from rudra.simulation.predict import steady_rate
 from rudra.simulation.whatif import FittedRun
 
@@ -30,6 +31,7 @@ COSTS: dict[str, Any] = {
     "update_s": 4e-4,
     "copy_s_per_byte": 1e-9,
 }
+WEIGHTS_BYTES = 4 * 414_760
 HARDSYNC = {"protocol": {"name": "hardsync"}}
 
 
@@ -58,6 +60,90 @@ def test_on_a_server_all_costs_of_an_exchange_come_out(tmp_path: Path) -> None:
         assert (found["jitter"], found["distribution"]) == (pytest.approx(0.1, rel=0.1), "uniform")
         for key in ("latency_s", "bandwidth_bytes_per_s", "message_s", "update_s", "copy_s_per_byte"):
             assert found[key] == pytest.approx(COSTS[key], rel=0.01), (tables, key)
+
+
+def test_a_simulated_node_has_the_cores_that_its_job_says(tmp_path: Path) -> None:
+    """Not those of this machine."""
+    simulated(tmp_path / "run.h5", job(simulation={"nodes": 1, "node_slowdown": 0.05}, learners=8, **HARDSYNC))
+    found = costs(tmp_path / "run.h5")
+    assert found.keys["compute_s"] == pytest.approx({16: 0.02}, rel=0.02)
+    assert found.known["node_slowdown"] == pytest.approx(0.05)
+
+
+def test_a_correction_takes_time_and_its_cost_comes_out(tmp_path: Path) -> None:
+    protocol = {"name": "async", "correction": "dc_asgd"}
+    cost, seconds = {"correction_s_per_byte": 1e-9}, 1e-9 * WEIGHTS_BYTES
+    rates = [simulated(tmp_path / "run.h5", job(simulation=it, protocol=protocol, learners=1)) for it in ({}, cost)]
+    assert 16 / rates[1] - 16 / rates[0] == pytest.approx(seconds, rel=0.02)
+    simulated(tmp_path / "run.h5", job(simulation=cost, protocol=protocol))
+    found = costs(tmp_path / "run.h5")
+    assert found.keys["correction_s_per_byte"] == pytest.approx(1e-9, rel=0.01)
+    assert "message_s" not in found.keys
+
+
+NOT_EARLY = {"bandwidth_bytes_per_s": 1e8}
+EARLY = {"bandwidth_bytes_per_s": 3e7}
+
+
+@pytest.mark.parametrize("network", [EARLY, NOT_EARLY])
+def test_a_forward_pass_that_began_early_counts_as_computing(tmp_path: Path, network: dict[str, float]) -> None:
+    about = {"simulation": network, "learners": 2, "protocol": {"name": "hardsync"}}
+    path = tmp_path / "run.h5"
+    simulated(path, job(topology={"name": "groups"}, **about))
+    with rudra.open_results(path) as results:
+        shown_s = results.minibatches["compute_s"][20:].mean()
+    assert shown_s == pytest.approx(0.02 if network is NOT_EARLY else 0.02 * 2 / 3, rel=0.01)
+    assert costs(path).keys["compute_s"] == pytest.approx({16: 0.02}, rel=0.01)
+    run = FittedRun.read(path)
+    per_s = simulated(tmp_path / "other.h5", job(**about))
+    assert run.predict(run.written(["topology.name=base"])).samples_per_s == pytest.approx(per_s, rel=0.05)
+    assert "A forward pass that began before the end" in "\n".join(explain(path).lines)
+
+
+def as_measured(path: Path, **attributes: Any) -> None:
+    """Lets a simulated run pass for a run on ranks of one node, so that its job tells no costs."""
+    with h5py.File(path, "r+") as file:
+        file.attrs.update({"driver": "mpi", "hosts": ["here"] * len(file["roles"]), **attributes})
+
+
+def test_a_changed_run_shares_the_cores_of_its_node(tmp_path: Path) -> None:
+    """Two learners fill two cores, so communication in parallel with computing gains less than its time."""
+    here = {"nodes": 1, "servers_on_first_node": True, "local_latency_s": 3e-3, "compute_s": 5e-3}
+    about = {"simulation": {**here, "update_s": 1.5e-3, "gradient_s": 0.0, "message_s": 0.0, "copy_s_per_byte": 0.0}}
+    about |= {"learners": 2, "protocol": {"name": "softsync", "n": 1}}
+    per_s = simulated(tmp_path / "run.h5", job(**about))
+    as_measured(tmp_path / "run.h5", cores_per_node=2)
+    run = FittedRun.read(tmp_path / "run.h5")
+    about["simulation"] |= {"cores_per_node": 2, "communication_s": COMMUNICATION_S}
+    better = simulated(tmp_path / "other.h5", job(topology={"name": "adv*"}, **about))
+    # Computing takes 5 ms, an update for two gradients 1.5 ms of a core, threads 0.4 ms each, two pulls and pushes 0.2.
+    assert 2 * 16 / better == pytest.approx(5e-3 + (1.5e-3 + 2 * COMMUNICATION_S + 4 * 1.7e-3) / 2, rel=0.05)
+    gain = run.predict(run.written(["topology.name=adv*"])).samples_per_s / per_s
+    assert gain == pytest.approx(better / per_s, rel=0.05)
+
+
+def test_what_exchanges_take_beyond_the_shortest_ones_is_the_servers(tmp_path: Path) -> None:
+    """A change that needs no server does not pay for it."""
+    about = {"learners": 2, "protocol": {"name": "hardsync"}}
+    here = {"nodes": 1, "servers_on_first_node": True, "gradient_s": 0.0}
+    path = tmp_path / "run.h5"
+    per_s = simulated(path, job(simulation={**here, "latency_jitter_s": 5e-3}, **about))
+    as_measured(path)
+    run = FittedRun.read(path)
+    assert run.message_s is not None
+    assert run.message_s > 5e-4
+    assert run.ratio == pytest.approx(1.0, abs=0.05)
+    better = simulated(tmp_path / "other.h5", job(simulation=here, topology={"name": "groups"}, **about))
+    gain = run.predict(run.written(["topology.name=groups"])).samples_per_s / per_s
+    assert gain == pytest.approx(better / per_s, rel=0.08)
+    assert run.written(["simulation.message_s=0.5"]).simulation.message_s == 0.5  # the user's key
+
+
+def test_a_run_with_fewer_learners_than_the_number_of_a_slow_one_is_predicted(tmp_path: Path) -> None:
+    simulated(tmp_path / "run.h5", job(simulation={"slowdown": {3: 3.0}, "learner_jitter": {3: 0.3}}, **HARDSYNC))
+    run = FittedRun.read(tmp_path / "run.h5")
+    assert run.costs.slow == pytest.approx({3: 3.0}, rel=0.03)
+    assert run.predict(run.written(["cluster.learners=2"])).epoch_s < run.epoch_s
 
 
 @pytest.mark.parametrize("options", [{"groups": 1}, {"groups": 2}])

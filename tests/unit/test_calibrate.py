@@ -1,6 +1,8 @@
 """A cost file from made-up runs: the costs that went in come out, and a prediction gives the runs' times back."""
 
+import time
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,14 +10,17 @@ import pytest
 
 from rudra.cli.main import main
 from rudra.core import records
+from rudra.core.wire import tail_bytes
 from rudra.job.job import Job
+from rudra.machine import cores
 from rudra.simulation.predict import Outline, outline, predict
 from rudra.studies import calibrate
 from rudra.studies.calibrate import Alone, TimedRun
+from rudra.studies.tcp_cost import SENT_BYTES, cpu_s_per_byte
 
 STEPS = 400
 PUSH_S, WAIT_S, PULL_S, UPDATE_S = 9e-4, 1.6e-3, 6e-4, 7e-4
-ALONE = Alone({8: 0.01, 32: 0.03}, gradient_s=3e-4, copy_s=2e-4, evaluation_s=0.5, samples=1000)
+ALONE = Alone({8: 0.01, 32: 0.03}, gradient_s=3e-4, copy_s=2e-4, evaluation_s=0.5, samples=1000, cpu_s_per_byte=2e-10)
 
 
 def probe(size: int, learners: int, compute_s: float, *, variation: float = 0.0, drift: float = 0.0) -> TimedRun:
@@ -92,6 +97,22 @@ def test_a_prediction_from_the_file_gives_the_runs_times_back(tmp_path: Path) ->
         expected = 1000 / learners * (between_s * slowdown + exchange_s)
         assert found.epoch_s == pytest.approx(expected, rel=0.04)
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_correction_and_the_cores_of_the_node_are_in_the_file() -> None:
+    job = Job.load("digits", ["cluster.learners=1", "cluster.threads_per_rank=1"])
+    corrected = replace(ALONE, correction_s=1e-3)
+    for alone, per_byte in ((ALONE, None), (corrected, pytest.approx(1e-6, rel=0.01))):
+        file = tomllib.loads(calibrate.cost_file(job, calibrate.derive(made(), alone), tail_bytes(1) + 1000, 2))
+        assert file["models"]["lenet"].get("correction_s_per_byte") == per_byte
+        assert (file["cores_per_node"], file["cpu_s_per_byte"]) == (cores(), 2e-10)
+
+
+def test_a_byte_of_tcp_takes_some_time_of_a_core() -> None:
+    began = time.process_time()
+    found = cpu_s_per_byte()
+    whole_s = time.process_time() - began  # of both ends, and of memory that is touched for the first time
+    assert 0.2 * whole_s < found * 2 * SENT_BYTES < whole_s
 
 
 def test_a_users_model_is_named_as_it_is(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
         WITH_TORCH | {"mpi4py"},
     ),
     "benchmarks": (
-        "ground job core data compute roles results prepare mpi simulation above report studies bench",
+        "ground job core data compute roles results prepare mpi simulation above explain report studies bench",
         WITH_TORCH | {"mpi4py", "h5py"},
     ),
     "cli": (

@@ -384,6 +384,31 @@ def test_a_servers_work_delays_learners_that_fill_the_cores_of_its_node(
     assert [role.at(Computed)[0] for role in learners] == ready
 
 
+@pytest.mark.parametrize(
+    ("costs", "ready"),
+    [
+        ({}, [5.0, 5.0]),
+        ({"cores_per_node": 3}, [5.0, 5.0]),
+        ({"cores_per_node": 2}, [5.5, 5.5]),  # the copy of 1 second is taken from both
+        ({"cores_per_node": 2, "node_slowdown": 0.2}, [6.6, 6.6]),  # a second of a core counts as much as a gradient's
+        ({"cores_per_node": 1, "nodes": 2, "cpu_s_per_byte": 0.02}, [7.0, 7.0]),  # 2 s at the sender and the receiver
+        ({"cores_per_node": 1, "nodes": 2}, [5.0, 5.0]),
+    ],
+)
+def test_a_transfer_delays_learners_that_fill_the_cores_of_its_nodes(costs: dict[str, Any], ready: list[float]) -> None:
+    """The first learner sends a tensor of 100 bytes to the second one, while both compute."""
+
+    def sender(event: Event) -> list[Action]:
+        return [tensor(2)] * isinstance(event, Started) + computing(event) * isinstance(event, Started | Computed)
+
+    def receiver(event: Event) -> list[Action]:
+        post = [Receive("theirs", gradient=True)] * isinstance(event, Started)
+        return post + computing(event) * isinstance(event, Started | Computed)
+
+    (_, *learners), _, _ = simulate(once(), sender, receiver, costs={"nodes": 1, **costs})
+    assert [role.at(Computed)[0] for role in learners] == pytest.approx(ready)
+
+
 def test_the_servers_work_takes_its_time_and_its_end_is_told() -> None:
     """2 for the message, 0.5 for the gradient, 1 for the update; what it sends afterwards leaves afterwards."""
 
