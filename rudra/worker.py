@@ -110,8 +110,10 @@ def serve(listener: int, launcher: int) -> list[str]:
     with suppress(ImportError, RuntimeError):  # without MPI each rank reports it when it starts MPI
         import rudra.mpi.session  # noqa: F401
         from rudra.mpi.start import keep_hangup
+        from rudra.results.recorder import arithmetic
 
         keep_hangup()
+        arithmetic()  # reads the versions of packages
 
     gc.freeze()
     return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))

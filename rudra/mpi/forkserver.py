@@ -1,23 +1,19 @@
 """Fork server: the ranks of this node are forks of one process that has imported everything, which saves imports.
 
-mpirun starts a small proxy process per rank. The proxy asks the fork server for a rank, and hands over its standard
-streams and environment. It then passes signals on, and ends when the rank ends. If there is no fork server, as on
-another node, the proxy becomes the rank itself. So this file also runs as a script, and needs only the standard
-library.
+mpirun starts a small proxy process per rank (`rudra.mpi.rank_proxy`). The proxy asks the fork server for a rank, and
+hands over its standard streams and environment. It then passes signals on, and ends when the rank ends. If there is no
+fork server, as on another node, the proxy becomes the rank itself.
 
 The fork server listens on an abstract socket, which has no mode. So each end asks the kernel for the user of the other
 end (`SO_PEERCRED`) before it reads or sends anything, and closes the connection if the users differ.
 """
 
-import ctypes
 import os
 import re
 import resource
-import select
 import selectors
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import uuid
@@ -26,32 +22,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-"""Signals that a proxy passes on to its rank."""
+from rudra.mpi import rank_proxy
+from rudra.mpi.rank_proxy import STANDS_FOR, STATUS, WORKER, peer
 
 ENDS_S = 3.0
 """Time that the fork server may take to end after its ranks should have ended."""
-
-ORPHANED_S = 10.0
-"""Time that a rank may take to end after mpirun has ended, before its proxy kills it."""
-
-STANDS_FOR = "for "
-"""Prefix of the name of a proxy's process. The number of the rank's process follows."""
-
-KILLED_LINE, LEFT_LINE = b"\x1ekilled %d %d\n", b"\x1eleft %d\n"
-"""Lines that a proxy writes on standard error for the launcher. The first names a killed rank and the signal. The
-second names a rank that failed in another way, such as by a signal that was passed on."""
 
 _PROXY, SERVER = "RUDRA_PROXY", "RUDRA_FORK_SERVER"  # variables of ranks, and of processes that may use a fork server
 LAUNCHED_BY = "RUDRA_LAUNCHED_BY"
 """Environment variable of a fork server: number of the process that started it."""
 
-_STATUS = struct.Struct("i")
-_CREDENTIALS = struct.Struct("3i")
 _ARGUMENTS_BYTES = 1 << 16
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
-WORKER = (sys.executable, "-P", str(Path(__file__).parents[1] / "worker.py"))
-"""Command of a rank, without its arguments."""
 
 
 @contextmanager
@@ -80,7 +61,7 @@ def fork_server(worker: Sequence[str] = WORKER) -> Iterator[list[str]]:
 
 
 def _proxy(address: str, worker: Sequence[str]) -> list[str]:
-    return [sys.executable, "-S", "-P", __file__, address, *worker]
+    return [sys.executable, "-S", "-P", rank_proxy.__file__, address, *worker]
 
 
 @contextmanager
@@ -187,7 +168,7 @@ class _Place(NamedTuple):
 def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], _Place] | None:
     """Accepts a proxy. Returns it with the rank's arguments and place, or None for a foreign user or a failed read."""
     proxy, _ = listener.accept()
-    process, user = _peer(proxy)
+    process, user = peer(proxy)
     streams: list[int] = []
     if user == os.geteuid():
         with suppress(OSError, StopIteration):
@@ -206,7 +187,7 @@ def _asked(listener: socket.socket) -> tuple[socket.socket, list[str], _Place] |
 
 def _answer(proxy: socket.socket, number: int) -> None:
     with suppress(OSError):  # it has died, which the loop notices next
-        proxy.sendall(_STATUS.pack(number))
+        proxy.sendall(STATUS.pack(number))
 
 
 def _ended() -> Iterator[tuple[int, int]]:
@@ -237,13 +218,6 @@ def _take(place: _Place) -> None:
         sys.modules["numpy.random"].seed()
 
 
-def _peer(connection: socket.socket) -> tuple[int, int]:
-    """Returns the process at the other end of a connection, and its user."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, _ = _CREDENTIALS.unpack(credentials)
-    return process, user
-
-
 def launcher() -> int:
     """Returns the process that started this rank or its proxy, or the adopting process if that one has ended."""
     proxy = os.environ.get(_PROXY)
@@ -261,68 +235,3 @@ def process_of(started: int) -> int:
         if name.startswith(STANDS_FOR):
             return int(name.removeprefix(STANDS_FOR))
     return started
-
-
-def stand_for(address: str, arguments: Sequence[str]) -> None:
-    """Requests a rank and ends when the rank ends. Returns only if no fork server can be reached."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # passed on, so that the rank can end in order
-    woken, wakes = socket.socketpair()
-    woken.setblocking(False)
-    wakes.setblocking(False)
-    signal.set_wakeup_fd(wakes.fileno())  # a signal right before a blocking call does not interrupt the call
-    for number in PASSED_ON:
-        signal.signal(number, lambda *_: None)
-    with socket.socket(socket.AF_UNIX) as server:
-        told = b""
-        with suppress(OSError):
-            server.connect(f"\0{address}")
-            if _peer(server)[1] == os.geteuid():
-                socket.send_fds(server, [os.fsencode("\0".join(arguments))], [0, 1, 2])
-                told = server.recv(_STATUS.size)
-        if not told:
-            _no_longer_passed_on()
-            with suppress(BlockingIOError):
-                for caught in woken.recv(4096):
-                    os.kill(os.getpid(), caught)
-            return
-        (rank,), parent = _STATUS.unpack(told), os.getppid()
-        libc.prctl(_PR_SET_NAME, f"{STANDS_FOR}{rank}".encode())
-        passed_on = set[int]()
-        left_s = None  # until mpirun has ended, it ends a rank that does not end itself
-        while True:
-            ready, *_ = select.select([server, woken], [], [], left_s)
-            if server in ready:
-                break
-            numbers = list(woken.recv(4096)) if ready else [signal.SIGKILL]
-            if signal.SIGTERM in numbers:
-                numbers.append(signal.SIGCONT)  # so that a stopped rank receives the request to end
-            passed_on.update(numbers)
-            with suppress(ProcessLookupError):
-                for each in numbers:
-                    os.kill(rank, each)
-            if os.getppid() != parent:
-                left_s = ORPHANED_S
-        told = server.recv(_STATUS.size)
-    _no_longer_passed_on()
-    code = os.waitstatus_to_exitcode(_STATUS.unpack(told)[0]) if told else -signal.SIGKILL
-    if code and (world_rank := os.environ.get("OMPI_COMM_WORLD_RANK", "").encode()).isdigit():
-        killed = code < 0 and -code not in passed_on
-        with suppress(OSError):
-            os.write(2, KILLED_LINE % (int(world_rank), -code) if killed else LEFT_LINE % int(world_rank))
-    if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left one, if any
-        os.kill(os.getpid(), -code)
-    os._exit(code)
-
-
-def _no_longer_passed_on() -> None:
-    signal.set_wakeup_fd(-1)
-    for number in PASSED_ON:
-        signal.signal(number, signal.SIG_DFL)
-
-
-if __name__ == "__main__":
-    address, *command = sys.argv[1:]
-    stand_for(address, command[len(WORKER) :])
-    os.execv(command[0], command)

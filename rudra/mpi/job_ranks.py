@@ -21,6 +21,9 @@ from rudra.prepare.start import StartDecision
 from rudra.results.writer import remove_if_empty
 from topologies import Plan
 
+SHORTEST_S, LONGEST_S = 1e-3, 5e-3
+"""Interval of polls while a rank waits for others. It grows with the wait, so that waiting costs little of a core."""
+
 
 class JobRanks:
     """The ranks of a job: they wait for each other, agree, and end together.
@@ -95,8 +98,9 @@ class JobRanks:
         """
         tolerance, began = self._tolerance, time.monotonic()
         patience = Patience(tolerance.stall_warning_s, tolerance.stall_limit_s)
+        waited = 0.0
         while not over():
-            time.sleep(1e-3)
+            time.sleep(min(LONGEST_S, max(SHORTEST_S, waited / 8)))
             waited = time.monotonic() - began
             if not (due := patience.due(waited)):
                 continue

@@ -27,9 +27,10 @@ from rudra.job.job import Job
 from rudra.log import log
 from rudra.mpi import failures
 from rudra.mpi.failures import ULFM, known, named_ranks
-from rudra.mpi.forkserver import WORKER, fork_server
+from rudra.mpi.forkserver import fork_server
 from rudra.mpi.leftovers import remove_leftovers
 from rudra.mpi.mpirun import Mpirun
+from rudra.mpi.rank_proxy import WORKER
 from rudra.mpi.relay import DIED
 from rudra.results.checkpoint import how_to_resume, path_of
 

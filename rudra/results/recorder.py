@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -382,6 +383,7 @@ def _is_found_by_name(value: Any) -> bool:
         return False
 
 
+@cache
 def _version(name: str) -> str:
     try:
         return metadata.version(name)

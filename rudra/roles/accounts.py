@@ -44,8 +44,9 @@ class Accounts:
                 self._known.add(int(row["learner"]))
 
     def note_events(self, rows: Rows) -> None:
-        """Takes note of roles that were dropped."""
+        """Takes note of roles that were dropped, and of those that died, which another rank may notice first."""
         self.dropped |= set(rows["role"][rows["kind"] == b"dropped"].tolist())
+        self.gone |= set(rows["role"][rows["kind"] == b"lost"].tolist())
 
     def stop(self, timestamp: int) -> None:
         """Notes that the run was stopped; `timestamp` names the last checkpoint, and is -1 if there is none."""

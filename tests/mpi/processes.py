@@ -138,12 +138,10 @@ def wait_for_updates(
         parts: how often it had been begun before, of which the file may still tell; it must have gone on.
         kept: there must be a checkpoint of this part, too.
     """
-    gate = _gate(process.args)  # type: ignore[arg-type]
     if table == "updates":
-        gate.with_suffix(".new").write_text(str(count + AHEAD))
-        gate.with_suffix(".new").rename(gate)
+        _hold(process, count)
     else:
-        gate.unlink(missing_ok=True)
+        _gate(process.args).unlink(missing_ok=True)  # type: ignore[arg-type]
 
     def come() -> bool:
         return _come(output, count, table, parts) and (not kept or _kept(output, parts))
@@ -152,6 +150,35 @@ def wait_for_updates(
     if not came:
         code, _, err = finish(process)
         raise AssertionError(f"fewer than {count} {table} came before it was let go, which ended with {code}: {err}")
+
+
+def _hold(process: subprocess.Popen[str], batches: int) -> None:
+    """Lets each learner of a run get no more mini-batches than these and a few, until its test calls `finish`."""
+    gate = _gate(process.args)  # type: ignore[arg-type]
+    gate.with_suffix(".new").write_text(str(batches + AHEAD))
+    gate.with_suffix(".new").rename(gate)
+
+
+def wait_for_deaths(process: subprocess.Popen[str], output: Path, count: int = 1, *, steps: int | None = None) -> None:
+    """Waits until a run has recorded the deaths of ranks, which a busy machine notices late, or has ended.
+
+    A run that nobody holds may end before anybody notices.
+
+    Args:
+        process: the command.
+        output: its result file.
+        count: of roles that died.
+        steps: training steps after which a learner dies by itself. None: `wait_for_updates` holds the run already.
+    """
+    if steps is not None:
+        _hold(process, steps)
+
+    def recorded() -> bool:
+        with suppress(RudraError), rudra.open_results(output) as results:
+            return int((results.events["kind"] == b"lost").sum()) >= count
+        return False
+
+    assert eventually(lambda: process.poll() is not None or recorded()), "nobody noticed"
 
 
 def below(pid: int) -> list[int]:

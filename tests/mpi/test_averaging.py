@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from processes import finish, ranks_of, replays, start, wait_for_updates
+from processes import finish, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -189,6 +189,7 @@ def without_rank_4(directory: Path, protocol: str, *options: str, shape: str = "
     process = start("run", job, "--output", output, *options)
     wait_for_updates(process, output, 20)
     os.kill(ranks_of(process)[4], signal.SIGKILL)
+    wait_for_deaths(process, output)
     code, _, err = finish(process)
     assert code == 0, err
     return output, err

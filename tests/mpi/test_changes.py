@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import user_code
-from processes import below, finish, gone, ranks_of, replays, start, wait_for_updates
+from processes import below, finish, gone, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -141,6 +141,7 @@ def test_a_learner_that_dies_before_or_after_a_change_is_left_behind(
     process = start("run", slow, "--output", output)
     wait_for_updates(process, output, update)
     os.kill(ranks_of(process)[4], signal.SIGKILL)
+    wait_for_deaths(process, output)
     code, _, err = finish(process)
     assert code == 0, err
     assert "learner 2 (rank 4) died; 2 learners are left, 2 gradients make an update" in err

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import user_code
 from job_files import restartable_job
-from processes import finish, ranks_of, replays, start, wait_for_updates
+from processes import finish, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -95,6 +95,7 @@ def test_when_a_learner_dies_no_update_is_half_made(tmp_path: Path, updates: int
     process = start("run", job, "--output", output, *APART)
     wait_for_updates(process, output, updates)
     os.kill(ranks_of(process)[2], signal.SIGKILL)
+    wait_for_deaths(process, output)
     code, _, err = finish(process)
     assert code == 0, err
     assert "died; 2 learners are left, which continue from update" in err

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import finish, mpirun, ranks_of, replays, run_until, start, wait_for_updates
+import user_code
+from processes import finish, mpirun, ranks_of, replays, run_until, start, wait_for_deaths, wait_for_updates
 
 import rudra
 
@@ -89,7 +90,9 @@ def test_two_unlike_workers(tmp_path: Path) -> None:
 
 def test_what_a_dead_worker_had_is_given_to_others(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
-    code, _, err = finish(start("run", job_file(tmp_path, model="dying_3", learners=3, epochs=20), "--output", output))
+    process = start("run", job_file(tmp_path, model="dying_3", learners=3, epochs=20), "--output", output)
+    wait_for_deaths(process, output, steps=user_code.DIES_AFTER)
+    code, _, err = finish(process)
     assert code == 0, err
     assert "rudra: parameter server (rank 0): learner 1 (rank 3) died; 2 learners are left" in err
     with rudra.open_results(output) as results:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import user_code
 from job_files import short_job as job_file
-from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_updates
+from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_deaths, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -146,6 +146,7 @@ def test_a_rank_that_is_killed_takes_its_learners_along(
     process = start("run", job, "--output", output, *(word for key in more for word in ("--set", key)))
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    wait_for_deaths(process, output, len(dead))
     code, _, err = finish(process)
     assert code == 0, err
     lines = ours(err)

@@ -7,8 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import user_code
 from job_files import short_job as job_file
-from processes import below, finish, gone, mpirun_of, ours, ranks_of, replays, start, wait_for_updates
+from processes import (
+    below,
+    finish,
+    gone,
+    mpirun_of,
+    ours,
+    ranks_of,
+    replays,
+    start,
+    wait_for_deaths,
+    wait_for_updates,
+)
 
 import rudra
 from tests.campaigns.phases import PLACES, kill
@@ -38,7 +50,9 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
     options = {"adv": "\noptions.fan_out = 2", "sharded": "\noptions.shards = 3"}.get(topology, "")
     job = job_file(tmp_path, protocol, f"{dies}_{rank}", topology=f'name = "{topology}"{options}')
     output = tmp_path / "out.h5"
-    code, _, err = finish(start("run", job, "--output", output, *(IN_BUCKETS if dies == "parted" else ())))
+    process = start("run", job, "--output", output, *(IN_BUCKETS if dies == "parted" else ()))
+    wait_for_deaths(process, output, steps=user_code.DIES_AFTER)
+    code, _, err = finish(process)
     assert code == 0, err
     (line,) = ours(err)
     assert line.startswith(f"rudra: parameter server (rank 0): learner 1 (rank {rank}) died; 2 learners are left")
@@ -70,12 +84,12 @@ ANEW = {
         "tree server 1",
         IN_BUCKETS,
     ),
-    "one that overlaps and sends buckets": (  # the rest of six epochs may end before a busy machine tells of the death
+    "one that overlaps and sends buckets": (
         "async",
         'name = "adv*"\noptions.fan_out = 3',
         4,
         "learner 0",
-        [*IN_BUCKETS, "--set", "training.epochs=20"],
+        IN_BUCKETS,
     ),
     "a learner that others get weights from": ("async", 'name = "adv*"\noptions.outstanding = 1', 2, "learner 0", []),
     "the first of a group": ("async", 'name = "groups"\noptions.groups = 2', 4, "learner 2", []),
@@ -108,6 +122,7 @@ def test_where_one_cannot_be_missed_the_others_regroup(
     process = start("run", job, "--output", output, "--set", "cluster.learners=4", *more, before=apart)
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
+    wait_for_deaths(process, output)
     code, _, err = finish(process)
     assert code == 0, err
     (line,) = ours(err)

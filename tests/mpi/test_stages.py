@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import user_code
 from job_files import SGD
 from job_files import restartable_job as job_file
 from job_files import short_job as dying_job
-from processes import finish, mpirun, ranks_of, replays, run_until, start, updates, wait_for_updates
+from processes import finish, mpirun, ranks_of, replays, run_until, start, updates, wait_for_deaths, wait_for_updates
 
 import rudra
 
@@ -135,7 +136,9 @@ def test_merged_layers_replay_and_outlive_a_learner(tmp_path: Path) -> None:
         assert results.summary()["final_test_error"] < 0.3
     assert replays(output)
     left = dying_job(tmp_path, "async", "dying_front", placement="cut = 1")
-    code, _, err = finish(start("run", left, "--output", tmp_path / "left.h5"))
+    process = start("run", left, "--output", tmp_path / "left.h5")
+    wait_for_deaths(process, tmp_path / "left.h5", steps=user_code.DIES_AFTER)
+    code, _, err = finish(process)
     assert code == 0, err
     assert "learner 1 (rank 3) died; 2 learners are left" in err
     with rudra.open_results(tmp_path / "left.h5") as results:
@@ -158,7 +161,9 @@ def test_groups_go_on_without_a_learner_that_dies(
     topology = f'name = "groups"\n{options}'
     job = dying_job(tmp_path, protocol, "dying_front", placement=f'cut = 1\nrule = "{rule}"', topology=topology)
     output = tmp_path / "out.h5"
-    code, _, err = finish(start("run", job, "--output", output))
+    process = start("run", job, "--output", output)
+    wait_for_deaths(process, output, steps=user_code.DIES_AFTER)
+    code, _, err = finish(process)
     assert code == 0, err
     assert f"{who} (rank 3) died; 2 learners are left, which continue from update" in err
     with rudra.open_results(output) as results:
@@ -182,6 +187,7 @@ def test_learners_of_a_tree_that_overlap_cross_to_a_stage_server_and_replay(tmp_
     with rudra.open_results(output) as results:
         (server, *_) = [role for role in results.roles if role["kind"] == b"tree server"]
     os.kill(ranks_of(process)[server["world_rank"]], signal.SIGKILL)
+    wait_for_deaths(process, output)
     code, _, err = finish(process)
     assert code == 0, err
     assert "tree server 0 (rank 2) died; 3 learners are left, which continue from update" in err

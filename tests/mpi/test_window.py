@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import user_code
-from processes import finish, replays, start, wait_for_updates
+from processes import finish, replays, start, wait_for_deaths, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
@@ -85,7 +85,9 @@ def test_one_worker_has_the_bits_of_async_whatever_it_copies(tmp_path: Path) -> 
 @pytest.mark.parametrize("locking", [True, False])
 def test_workers_that_die_leave_what_they_did_and_the_rest_is_served_again(tmp_path: Path, locking: bool) -> None:
     path, output = as_file(window_job("struck", 4, locking), tmp_path), tmp_path / "out.h5"
-    code, _, err = finish(start("run", path, "--output", output))
+    process = start("run", path, "--output", output)
+    wait_for_deaths(process, output, 2, steps=user_code.DIES_AFTER)
+    code, _, err = finish(process)
     assert code == 0, err
     with rudra.open_results(output) as results:
         assert results.status == "finished"

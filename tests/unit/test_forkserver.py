@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rudra.mpi.doorbell import RINGS, Doorbell
-from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE, fork_server, process_of
+from rudra.mpi.forkserver import fork_server, process_of
+from rudra.mpi.rank_proxy import KILLED_LINE, LEFT_LINE
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(60)

@@ -16,7 +16,6 @@ import pytest
 from rudra.errors import LaunchError
 from rudra.job.job import Job
 from rudra.mpi.failures import known
-from rudra.mpi.forkserver import KILLED_LINE, LEFT_LINE
 from rudra.mpi.launch import (
     STARTS,
     WORKER,
@@ -30,6 +29,7 @@ from rudra.mpi.launch import (
     world_rank,
     world_size,
 )
+from rudra.mpi.rank_proxy import KILLED_LINE, LEFT_LINE
 from rudra.mpi.relay import DIED, START_LINE, TRAINING_LINE, UNENDED, OutputRelay, end_line, exit_line
 
 RULE = b"-" * 74 + b"\n"

@@ -7,16 +7,18 @@ import pytest
 from role_traces import FIRST_LEARNER, HASHED, SERVER, START, STATISTICS, feed, job, machine
 
 from rudra.core import records
-from rudra.core.actions import Record, Send
+from rudra.core.actions import Finish, Record, Send
 from rudra.core.events import Evaluated, Event, Hashed, Received, SplitMetrics, Started
 from rudra.core.messages import (
     MESSAGES,
     ROWS,
     EpochEvaluated,
     EpochRows,
+    EventRows,
     LearnerRows,
     MessageKind,
     PlateauReached,
+    RunStopped,
     Snapshot,
     TotalsRows,
     TrainingStarted,
@@ -90,6 +92,16 @@ def test_epochs_are_recorded_in_order_though_the_skipped_are_known_first() -> No
     assert [int(r["evaluated"]) for r in rows] == [1, 0]
     assert rows[0][["test_loss", "test_error", "evaluation_s"]].item() == (1.5, 0.25, 2.0)
     assert [r["weights_sha256"].decode() for r in rows] == [HASHED.digest, ""], "none where none was looked at"
+
+
+def test_run_that_a_death_stopped_says_so_though_only_the_owner_noticed_it() -> None:
+    role = machine(STATISTICS, job("async", fault_tolerance={"on_learner_loss": "stop"}))
+    rows = np.zeros(1, records.EVENT)
+    rows["kind"], rows["role"] = b"lost", FIRST_LEARNER
+    feed(role, Started(), Received(EventRows(SERVER, rows)), *accounts())
+    (finish, *_) = role.handle(Received(RunStopped(SERVER, 5, 0)), 0.0)
+    assert isinstance(finish, Finish)
+    assert finish.reason == "a learner died"
 
 
 @pytest.mark.parametrize("evaluate", [True, False])
