@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rudra.core.backward import WHOLE, BackwardPass, Leads, after_s
-from rudra.core.forward import ForwardTimes, arrivals_s, early_times, step_s
+from rudra.core.forward import ForwardTimes, arrivals_s, early_times, pulled_times, step_s
 
 THRESHOLD = -0.5
 """Largest skewness that still lets the paper cut a model."""
 
 Rule = Literal["ralp", "auto"]
 Form = Literal["server", "allreduce"]
+Cutting = Literal[Form, "weights"]
+"""What is cut into buckets: gradients that are pushed to a server, or averaged, or weights that come from a server."""
+
 Buckets = Callable[[int], Sequence[slice]]
 """Returns the buckets of a gradient of some elements. Fewer than two: the gradient is sent as a whole."""
 
@@ -199,19 +202,27 @@ def placed_s(layers: Sequence[Layer], index: int, cluster: PlacementHardware, bu
     )
 
 
-def server_s(layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole) -> float:
+def server_s(
+    layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole, weights: Buckets = whole
+) -> float:
     """Returns the time of a synchronous step through a parameter server. Its link carries all gradients and weights.
 
     Args:
         layers: Layers of the model.
         cluster: Learners and servers of a step.
         buckets: buckets of gradients that are pushed.
+        weights: buckets of weights. The forward pass begins while they arrive.
     """
-    transfer_s = sum(layer.parameters_bytes for layer in layers) / cluster.bytes_per_s
+    size, seconds = sum(layer.parameters_bytes for layer in layers), sum(layer.seconds for layer in layers)
+    transfer_s = size / cluster.bytes_per_s
+    if len(parts := weights(size // 4)) > 1:
+        together = _users(cluster, 1) if cluster.sharing == "equal" else 1
+        early = pulled_times(ForwardTimes.of_layers(layers), parts)
+        seconds -= early.hidden_s(seconds, transfer_s * together)
     return 2 * cluster.latency_s + _step_s(
         cluster,
         _Use(transfer_s, "server out", shared=True),
-        _Use(sum(layer.seconds for layer in layers)),
+        _Use(seconds),
         _pushed(layers, transfer_s, buckets),
     )
 
@@ -332,7 +343,7 @@ def choose(
     cluster: PlacementHardware,
     threshold: float = THRESHOLD,
     against: Sequence[Form] = ("server", "allreduce"),
-    buckets: Mapping[Form, Buckets] | None = None,
+    buckets: Mapping[Cutting, Buckets] | None = None,
     *,
     early: bool = False,
 ) -> PlacementDecision:
@@ -345,17 +356,18 @@ def choose(
         cluster: Learners and servers of a step.
         threshold: Largest skewness that lets "ralp" cut.
         against: Alternatives without a cut, for "auto".
-        buckets: buckets of gradients that are pushed to a server, or averaged. None: gradients are sent as a whole.
+        buckets: buckets of gradients and weights. None: they are sent as a whole.
         early: Whether the next forward pass may begin while buckets of an average are under way.
     """
-    pushed, averaged = (whole if buckets is None else buckets[form] for form in ("server", "allreduce"))
+    cuttings: tuple[Cutting, ...] = ("server", "allreduce", "weights")
+    pushed, averaged, pulled = (whole if buckets is None else buckets[cutting] for cutting in cuttings)
     size, skewed, found = (
         sum(layer.parameters_bytes for layer in layers),
         skewness(layers),
         cuts(layers, cluster, pushed),
     )
     others: dict[Form, float] = {
-        "server": server_s(layers, cluster, pushed),
+        "server": server_s(layers, cluster, pushed, pulled),
         "allreduce": allreduce_s(layers, cluster, averaged, early=early),
     }
     decide: Callable[[], tuple[CutEstimate | None, str]] = {

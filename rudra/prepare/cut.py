@@ -6,8 +6,17 @@ The job that is run, stored, replayed and resumed then names the layer, and the 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rudra.core.buckets import at_once_because, auto_size, group_parts, passes_early, push_parts, pushing
-from rudra.core.placement import Buckets, Form, Layer, PlacementHardware, choose
+from rudra.core.buckets import (
+    at_once_because,
+    auto_size,
+    group_parts,
+    passes_early,
+    pull_parts,
+    pulling,
+    push_parts,
+    pushing,
+)
+from rudra.core.placement import Buckets, Cutting, Layer, PlacementHardware, choose, whole
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
@@ -87,8 +96,8 @@ def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> Pla
     )
 
 
-def buckets_of(job: Job) -> dict[Form, Buckets]:
-    """Returns functions that give the buckets of gradients that are pushed to a server, or averaged.
+def buckets_of(job: Job) -> dict[Cutting, Buckets]:
+    """Returns functions that give the buckets of gradients that are pushed to a server, or averaged, and of weights.
 
     Args:
         job: Resolved job with its cost file read.
@@ -96,12 +105,14 @@ def buckets_of(job: Job) -> dict[Form, Buckets]:
     job = job.with_(placement={"cut": None})
     nodes, network = nodes_of(job), network_of(job)
     plan, group = job.plan(nodes), groups.plan(nodes)
-    senders = pushing(job, plan, plan.nodes(near=job.simulation.servers_on_first_node), plan.server)
+    node = plan.nodes(near=job.simulation.servers_on_first_node)
+    senders, receivers = pushing(job, plan, node, plan.server), pulling(job, plan, node, plan.server)
     members = () if at_once_because(job) else group.learners
     early = early_by_group(job)
     return {
         "server": lambda size: push_parts(job, size, size, auto_size(network, size), len(senders)),
         "allreduce": lambda size: group_parts(job, group, size, size, auto_size(network, size, early=early), members),
+        "weights": (lambda size: pull_parts(job, size, size, auto_size(network, size))) if receivers else whole,
     }
 
 

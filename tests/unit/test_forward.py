@@ -210,6 +210,20 @@ def test_measured_needs_count_if_they_are_of_this_model() -> None:
     assert other == pytest.approx(predicted_s(job(simulation=costs(4.8, 8.0))))
 
 
+@pytest.mark.parametrize(("sharing", "passed_s", "push_s"), [("turns", 8.2, 6.8), ("equal", 9.0, 5.2)])
+def test_a_pass_waits_for_the_weights_of_several_servers(sharing: str, passed_s: float, push_s: float) -> None:
+    """Each of two servers gives four buckets, which take 1 s each, and three of them travel at a time.
+
+    The learner's link carries the first server's buckets in 4 s and then the second one's. The pass of 1.6 s waits from
+    3.6 s to 4 s, from 4.2 s to 7 s, and from 7.6 s to 8 s. Or it carries all, at equal rates. Then the pass begins at
+    6 s, and waits from 6.6 s to 8 s. All buckets are there then, and 1 s of the pass is left. The backward pass of
+    3.2 s hides a part of the push.
+    """
+    shards = {"name": "sharded", "options": {"shards": 2, "servers_on_own_nodes": True}}
+    found = predicted_s(job(1, topology=shards, simulation=costs(4.8, 8.0, sharing=sharing)))
+    assert found == pytest.approx(passed_s + 3.2 + push_s, rel=1e-3)
+
+
 @pytest.mark.parametrize("pair", [[0, 0.5], [3, 1.5]])
 def test_a_pair_that_is_no_need_is_refused(pair: list[float]) -> None:
     with pytest.raises(ConfigError, match=r"\[simulation\] needed_at has a pair \["):
