@@ -46,9 +46,14 @@ LOOKS = 2
 gradient is there, adds, and sends the mean, and the other one sees that the mean is there. Two ranks that exchanged
 buckets of 0.02 to 2 MB looked 1.6 to 2 times for each, and 0.6 to 1 times if three travelled at a time."""
 
-COPIED_BYTES_S = 1.5e9
-"""Assumed rate of the copies of weights and velocities. A pass begins early only if the parts that are under way need
-more time than copies of all weights. Behind 10 Gbit/s they need less, and early passes were slower than usual ones."""
+COPIED_BYTES_S = 3e9
+"""Assumed rate of the copies of weights and optimiser state. A pass begins early only if the parts that are under way
+need more time than these copies. With momentum they need less behind 10 Gbit/s, and early passes were slower than usual
+ones."""
+
+LEAST_COPIED = 2
+"""Smallest number of vectors whose copies count: weights and velocities. An optimiser without a state was not
+measured."""
 
 AUTO_HELD_BYTES = 1_000_000_000
 """Largest memory of one server for gradients that come in buckets, if the job does not say the size of a bucket."""
@@ -68,7 +73,12 @@ class NetworkSpeed(NamedTuple):
     bytes_per_s: float
 
 
-def auto_size(network: NetworkSpeed, size: int, *, early: bool = False) -> int:
+def copied(state_vectors: float) -> float:
+    """Returns the number of vectors that are copied if a pass begins early: weights, and the optimiser's state."""
+    return max(LEAST_COPIED, 1 + state_vectors)
+
+
+def auto_size(network: NetworkSpeed, size: int, *, copies: float = 0) -> int:
     """Returns the number of elements of a bucket that suits a network. 0: the gradient is too small for buckets.
 
     A backward pass hides the transfers of all buckets except the last one. Each bucket also takes a fixed time: the
@@ -90,16 +100,17 @@ def auto_size(network: NetworkSpeed, size: int, *, early: bool = False) -> int:
 
     So the transfer of a bucket takes the geometric mean of twice this fixed time, and the transfer time of the whole
     gradient, but there are `LEAST` buckets. The network must be so slow that passes do begin early: copies of all
-    weights must take less time than the transfer of half of them.
+    weights and of the optimiser's state must take less time than the transfer of half of the weights.
 
     Args:
         network: NetworkSpeed between the nodes.
         size: Number of elements of a gradient.
-        early: Whether forward passes may begin before the last buckets have arrived.
+        copies: Number of vectors that are copied if a forward pass begins before the last buckets have arrived
+            (`copied`). 0: no pass does.
     """
     fixed = (network.latency_s + OVERHEAD_S) * network.bytes_per_s  # bytes that the network transfers in this time
     wanted = max(math.sqrt(fixed * 4 * size), fixed / FIXED_SHARE, 4 * size / (MOST - 2))
-    if early and 2 * network.bytes_per_s < COPIED_BYTES_S:
+    if copies and 2 * copies * network.bytes_per_s < COPIED_BYTES_S:
         rests = LOOKS * PAUSE_S / ABREAST * network.bytes_per_s
         wanted = max(wanted, min(math.sqrt(2 * (fixed + rests) * 4 * size), 4 * size / LEAST))
     found = _aligned(wanted) if wanted < 4 * size else size

@@ -102,23 +102,25 @@ def step_s(seconds: float, average_s: float, early: EarlyTimes | None) -> float:
 
 
 def early_times(
-    times: ForwardTimes, parts: Sequence[slice], arrived_s: Sequence[float], update_s: float = 0.0
+    times: ForwardTimes, parts: Sequence[slice], arrived_s: Sequence[float], copies: float, update_s: float = 0.0
 ) -> EarlyTimes | None:
     """Returns the times of a pass after an average that arrives in parts. None: it begins after the last arrival.
 
-    As in runs, it begins when the first parameters are there, if the parts under way need longer than copies of all
-    weights. The pass waits for each part that it needs. While it waits, it updates weights by other parts.
+    As in runs, it begins when the first parameters are there, if the parts under way need longer than the copies of
+    weights and optimiser state. The pass waits for each part that it needs. While it waits, it updates weights by other
+    parts.
 
     Args:
         times: Times in the pass.
         parts: Parts of the flat vector.
         arrived_s: Arrival of each part, in seconds after the end of the backward pass.
+        copies: Number of vectors that are copied (`rudra.core.buckets.copied`).
         update_s: Time of the update by all parts.
     """
     size, last_s = sum(part.stop - part.start for part in parts), max(arrived_s)
     first = min(range(len(parts)), key=lambda number: parts[number].start)
     begins_s = arrived_s[first]
-    if (last_s - begins_s) * COPIED_BYTES_S <= 4 * size:
+    if (last_s - begins_s) * COPIED_BYTES_S <= 4 * size * copies:
         return None
     found = [(0.0, last_s - begins_s - update_s)]
     later = 0

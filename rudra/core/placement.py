@@ -316,7 +316,7 @@ def _users(cluster: PlacementHardware, servers: int) -> int:
 
 
 def allreduce_s(
-    layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole, *, early: bool = False
+    layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole, *, copies: float = 0
 ) -> float:
     """Returns the time of a synchronous step by a ring.
 
@@ -324,17 +324,18 @@ def allreduce_s(
         layers: Layers of the model.
         cluster: Learners of a step.
         buckets: buckets of gradients that are averaged.
-        early: Whether the next forward pass may begin while buckets are under way.
+        copies: Number of vectors that are copied if the next forward pass begins while buckets are under way
+            (`rudra.core.buckets.copied`). 0: it may not.
     """
     size, others = sum(layer.parameters_bytes for layer in layers), cluster.learners - 1
     transfer_s = 2 * size * others / cluster.learners / cluster.bytes_per_s
     ring_s = transfer_s + 2 * others * cluster.latency_s
     seconds, backward_s, parts = sum(layer.seconds for layer in layers), _backward_s(layers), buckets(size // 4)
-    if not early or len(parts) < 2:
+    if not copies or len(parts) < 2:
         return seconds + after_s(_leads(layers, buckets), ring_s, backward_s)
     backward = BackwardPass.of_layers(layers)
     arrived_s = arrivals_s(parts, [-backward.left(part) * backward_s for part in parts], ring_s)
-    return step_s(seconds, max(arrived_s), early_times(ForwardTimes.of_layers(layers), parts, arrived_s))
+    return step_s(seconds, max(arrived_s), early_times(ForwardTimes.of_layers(layers), parts, arrived_s, copies))
 
 
 def choose(
@@ -345,7 +346,7 @@ def choose(
     against: Sequence[Form] = ("server", "allreduce"),
     buckets: Mapping[Cutting, Buckets] | None = None,
     *,
-    early: bool = False,
+    copies: float = 0,
 ) -> PlacementDecision:
     """Chooses a cut of a model.
 
@@ -357,7 +358,7 @@ def choose(
         threshold: Largest skewness that lets "ralp" cut.
         against: Alternatives without a cut, for "auto".
         buckets: buckets of gradients and weights. None: they are sent as a whole.
-        early: Whether the next forward pass may begin while buckets of an average are under way.
+        copies: As for `allreduce_s`.
     """
     cuttings: tuple[Cutting, ...] = ("server", "allreduce", "weights")
     pushed, averaged, pulled = (whole if buckets is None else buckets[cutting] for cutting in cuttings)
@@ -368,7 +369,7 @@ def choose(
     )
     others: dict[Form, float] = {
         "server": server_s(layers, cluster, pushed, pulled),
-        "allreduce": allreduce_s(layers, cluster, averaged, early=early),
+        "allreduce": allreduce_s(layers, cluster, averaged, copies=copies),
     }
     decide: Callable[[], tuple[CutEstimate | None, str]] = {
         "ralp": lambda: _least_sent(found, size, skewed, threshold),

@@ -21,7 +21,7 @@ from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.pulled_pass import PullingExecutor
-from rudra.core.buckets import NetworkSpeed, auto_size, held, pairs_of_nodes, passes_early, pulling
+from rudra.core.buckets import NetworkSpeed, auto_size, copied, held, pairs_of_nodes, passes_early, pulling
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
@@ -229,7 +229,8 @@ class RankSetup:
         if found is not None:
             network = worst([its for its, _, _ in found if its is not None])
             size, early = max(size for _, size, _ in found), all(early for *_, early in found)
-            chosen = network, auto_size(network, size, early=early)
+            copies = copied(self.job.optimizer.state_vectors) if early else 0
+            chosen = network, auto_size(network, size, copies=copies)
         self._network, self.auto = self._ranks.comm.bcast(chosen)
 
     def _try_to_pull(self) -> None:

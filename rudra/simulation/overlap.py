@@ -10,6 +10,7 @@ from rudra.core.backward import WHOLE, BackwardPass, Leads, after_s
 from rudra.core.buckets import (
     at_once_because,
     auto_size,
+    copied,
     group_parts,
     passes_early,
     pull_parts,
@@ -70,7 +71,7 @@ class Overlap:
         if len(parts) < 2 or not may_pass_early(job, plan, members):
             return after_s(self._pass.leads(parts), transfer_s, backward_s), None
         arrived_s = arrivals_s(parts, [-self._pass.left(part) * backward_s for part in parts], transfer_s)
-        return max(arrived_s), early_times(self._next, parts, arrived_s, update_s)
+        return max(arrived_s), early_times(self._next, parts, arrived_s, _copies(job), update_s)
 
     def of_pushes(self, node: Sequence[int], owner: int) -> tuple[tuple[int, ...], Leads]:
         """Returns the learners that push to a role in buckets, and the moments when more of a gradient may be sent.
@@ -132,7 +133,11 @@ def auto_of(job: Job, plan: Plan, size: int, placed: Placed | None) -> int:
     """
     front = 1.0 if plan.stage is None or placed is None else placed.front
     early = any(may_pass_early(job, plan, members) for members in plan.groups)
-    return auto_size(network_of(job), round(size * front), early=early)
+    return auto_size(network_of(job), round(size * front), copies=_copies(job) if early else 0)
+
+
+def _copies(job: Job) -> float:
+    return copied(job.optimizer.state_vectors)
 
 
 def may_pass_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
