@@ -78,6 +78,11 @@ def copied(state_vectors: float) -> float:
     return max(LEAST_COPIED, 1 + state_vectors)
 
 
+def slower_than_copies(network: NetworkSpeed, copies: float) -> bool:
+    """Returns whether an average takes longer than copies of this number of vectors, so that passes do begin early."""
+    return 2 * copies * network.bytes_per_s < COPIED_BYTES_S
+
+
 def auto_size(network: NetworkSpeed, size: int, *, copies: float = 0) -> int:
     """Returns the number of elements of a bucket that suits a network. 0: the gradient is too small for buckets.
 
@@ -110,7 +115,7 @@ def auto_size(network: NetworkSpeed, size: int, *, copies: float = 0) -> int:
     """
     fixed = (network.latency_s + OVERHEAD_S) * network.bytes_per_s  # bytes that the network transfers in this time
     wanted = max(math.sqrt(fixed * 4 * size), fixed / FIXED_SHARE, 4 * size / (MOST - 2))
-    if copies and 2 * copies * network.bytes_per_s < COPIED_BYTES_S:
+    if copies and slower_than_copies(network, copies):
         rests = LOOKS * PAUSE_S / ABREAST * network.bytes_per_s
         wanted = max(wanted, min(math.sqrt(2 * (fixed + rests) * 4 * size), 4 * size / LEAST))
     found = _aligned(wanted) if wanted < 4 * size else size

@@ -71,6 +71,24 @@ def test_parts_that_are_final_first_leave_first_wherever_they_are() -> None:
     assert found.leads(quarters[::-1]) == (Lead(1.0, 0.5), Lead(0.75, pytest.approx(0.1)), Lead(0.5, 0.0))
 
 
+@pytest.mark.parametrize(
+    ("order", "count", "late"),
+    [
+        ([*range(24)], 12, 1 / 12),
+        ([*range(23, -1, -1)], 12, 1 / 12),
+        # 24 layers, registered in pairs of a way down and a way up. Larger buckets have a layer of each way.
+        ([*range(0, 24, 2), *range(23, 0, -2)], 12, 13 / 24),
+        ([*range(0, 24, 2), *range(23, 0, -2)], 24, 1 / 24),
+    ],
+)
+def test_contiguous_buckets_hide_less_only_if_they_are_larger_than_a_layer(
+    order: Sequence[int], count: int, late: float
+) -> None:
+    """The transfer takes as long as the backward pass over layers that are used in some order."""
+    found = BackwardPass(24_000, [(1_000, order.index(layer) / 24) for layer in range(24)])
+    assert after_s(found.leads(parts(24_000, 24_000, 24_000 // count)), 1.0, 1.0) == pytest.approx(late)
+
+
 def test_the_pass_over_the_first_layers_begins_when_the_others_are_final() -> None:
     final_at = ((300_000, 0.9), (300_000, 0.8), (400_000, 0.5))
     for parameters, steps in ((600_000, (0.2, 0.4)), (400_000, (0.5, 1.0))):
