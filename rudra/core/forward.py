@@ -141,7 +141,7 @@ def pulled_times(times: ForwardTimes, parts: Sequence[slice]) -> EarlyTimes:
     Args:
         times: Times in the pass.
         parts: Parts of the flat vector that this server gives, in the order of their transfers
-            (`rudra.core.buckets.pull_parts`).
+            (`rudra.core.bucket_rules.pull_parts`).
     """
     arrived = _crossed_s(parts, range(len(parts)), [0.0] * len(parts), 1.0)
     needed = (0.0 if part.start == 0 else times.needed(part) for part in parts)

@@ -21,7 +21,8 @@ from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.pulled_pass import PullingExecutor
-from rudra.core.buckets import NetworkSpeed, auto_size, copied, held, pairs_of_nodes, passes_early, pulling
+from rudra.core.bucket_rules import held, pairs_of_nodes, passes_early, pulling
+from rudra.core.buckets import NetworkSpeed, auto_size, copied
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text

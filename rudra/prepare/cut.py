@@ -6,17 +6,8 @@ The job that is run, stored, replayed and resumed then names the layer, and the 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rudra.core.buckets import (
-    at_once_because,
-    auto_size,
-    copied,
-    group_parts,
-    passes_early,
-    pull_parts,
-    pulling,
-    push_parts,
-    pushing,
-)
+from rudra.core.bucket_rules import at_once_because, group_parts, passes_early, pull_parts, pulling, push_parts, pushing
+from rudra.core.buckets import auto_size, copied
 from rudra.core.placement import Buckets, Cutting, Layer, PlacementHardware, choose, whole
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job

@@ -7,17 +7,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from rudra.core.backward import WHOLE, BackwardPass, Leads, after_s
-from rudra.core.buckets import (
-    at_once_because,
-    auto_size,
-    copied,
-    group_parts,
-    passes_early,
-    pull_parts,
-    pulling,
-    push_parts,
-    pushing,
-)
+from rudra.core.bucket_rules import at_once_because, group_parts, passes_early, pull_parts, pulling, push_parts, pushing
+from rudra.core.buckets import auto_size, copied
 from rudra.core.forward import EarlyTimes, ForwardTimes, arrivals_s, early_times, pulled_times
 from rudra.core.layout import Placed
 from rudra.job.job import Job

@@ -12,7 +12,7 @@ from typing import Any
 from rudra.compute import devices
 from rudra.compute.executor import torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
-from rudra.core.buckets import pairs_of_nodes
+from rudra.core.bucket_rules import pairs_of_nodes
 from rudra.core.buffer_names import WEIGHTS
 from rudra.core.wire import tail_bytes
 from rudra.data.fingerprint import REPEATABLE, Fingerprint, plain, unrepeatable

@@ -18,17 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import rudra
 from rudra.cli.main import main
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import (
-    ALIGNED,
-    LEAST,
-    MOST,
-    FinalParts,
-    NetworkSpeed,
-    auto_size,
-    bucket_size,
+from rudra.core.bucket_rules import (
     group_parts,
     pairs_of_nodes,
-    parts,
     passes_early,
     pull_parts,
     pulling,
@@ -37,6 +29,7 @@ from rudra.core.buckets import (
     refusal,
     text_of,
 )
+from rudra.core.buckets import ALIGNED, LEAST, MOST, FinalParts, NetworkSpeed, auto_size, bucket_size, parts
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
