@@ -84,10 +84,11 @@ class Overlap:
             node: Node of every role.
             owner: Id of the role that gives the weights.
         """
-        learners = pulling(self._job, self._plan, node, owner)
+        if not (learners := pulling(self._job, self._plan, node, owner)):
+            return (), None
         sources = self._plan.front_owners if self._plan.sharded else (owner,)
         given = {source: pull_parts(self._job, *self._sizes(self._slice(source)), self._auto) for source in sources}
-        if not learners or not all(given.values()):
+        if not all(given.values()):
             return (), None
         return learners, pulled_times(self._next, _placed(self._slice(owner), given[owner]))
 
