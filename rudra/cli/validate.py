@@ -35,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from rudra.compute.schedule import planned
-    from rudra.core.buckets import refusal
+    from rudra.core.bucket_rules import refusal
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
     from rudra.job.changes import active_text
@@ -141,7 +141,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     """Tries one mini-batch in this process. Returns its results, and facts that only the data determines."""
     from rudra.compute.schedule import schedule_of
-    from rudra.core.buckets import refusal
+    from rudra.core.bucket_rules import refusal
     from rudra.data.fingerprint import REPEATABLE
     from rudra.preflight import check_devices
     from rudra.prepare import cost_files

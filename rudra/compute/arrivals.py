@@ -58,15 +58,16 @@ class Arrivals:
         """Whether the first parameters have arrived."""
         return self._places[0] in self._here
 
-    def worthwhile(self, tensors: int) -> bool:
+    def worthwhile(self, copies: float, tensors: int) -> bool:
         """Returns whether the parts under way, at the rate of those that arrived, need more time than a pass costs.
 
         Args:
-            tensors: number of tensors in the vector. The pass copies the vector, and waits for each of them.
+            copies: number of vectors that are copied (`rudra.core.buckets.copied`).
+            tensors: number of tensors in the vector. The pass waits for each of them.
         """
         arrived = max(1, len(self._here) - self._before)
         left_s = (len(self._places) - len(self._here)) * (time.monotonic() - self._since) / arrived
-        return bool(left_s > 4 * self._size / COPIED_BYTES_S + tensors * TENSOR_S)
+        return bool(left_s > 4 * self._size * copies / COPIED_BYTES_S + tensors * TENSOR_S)
 
     def add(self, number: int) -> None:
         """Notes that a part has arrived. Any thread may call this."""

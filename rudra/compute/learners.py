@@ -33,6 +33,7 @@ from rudra.core.actions import (
     Reduce,
     Update,
 )
+from rudra.core.buckets import copied
 from rudra.core.buffer_names import WEIGHTS
 from rudra.core.events import Computed, Evaluated, EvaluationPartComputed, Updated
 from rudra.data.samples import Samples
@@ -183,7 +184,7 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
         early = self._early
         if early is None or early.batch is not None or not early.arrivals.begun:
             return
-        if not early.arrivals.worthwhile(len(self.layout)):
+        if not early.arrivals.worthwhile(copied(self._rule.state_bytes() / (4 * self.size)), len(self.layout)):
             self._drop_early()
             return
         step, work = early.minibatch

@@ -66,22 +66,28 @@ class EarlyTimes(NamedTuple):
     Attributes:
         share: Fraction of a gradient's time that the pass takes.
         moments: For each part that may delay the pass: the fraction of a gradient's time after which the pass needs it,
-            and the seconds from its arrival to the arrival of the last part. In the latter, updates by this part and
-            later ones do not count: they also delay the pass.
+            and the time from its arrival to the arrival of the last part. In the latter, updates by this part and
+            later ones do not count: they also delay the pass. Of an average it is in seconds, and of weights from a
+            server in units of their transfer time.
     """
 
     share: float
     moments: tuple[tuple[float, float], ...]
 
-    def rest_s(self, seconds: float) -> float:
+    def rest_s(self, seconds: float, unit_s: float = 1.0) -> float:
         """Returns the time from the arrival of the last part to the end of the pass, with all updates.
 
         Args:
             seconds: Time of the whole gradient.
+            unit_s: Unit of the times in `moments`.
         """
         return max(
-            (self.share - needed) * seconds - before_s for needed, before_s in ((self.share, 0.0), *self.moments)
+            (self.share - needed) * seconds - before * unit_s for needed, before in ((self.share, 0.0), *self.moments)
         )
+
+    def hidden_s(self, seconds: float, unit_s: float = 1.0) -> float:
+        """Returns the time of the pass before the arrival of the last part. The arguments are those of `rest_s`."""
+        return self.share * seconds - self.rest_s(seconds, unit_s)
 
 
 def step_s(seconds: float, average_s: float, early: EarlyTimes | None) -> float:
@@ -92,28 +98,29 @@ def step_s(seconds: float, average_s: float, early: EarlyTimes | None) -> float:
         average_s: Time from the end of a backward pass to the arrival of the last part.
         early: Times of the next forward pass. None: it begins after the last part.
     """
-    hidden_s = 0.0 if early is None else early.share * seconds - early.rest_s(seconds)
-    return seconds + average_s - hidden_s
+    return seconds + average_s - (0.0 if early is None else early.hidden_s(seconds))
 
 
 def early_times(
-    times: ForwardTimes, parts: Sequence[slice], arrived_s: Sequence[float], update_s: float = 0.0
+    times: ForwardTimes, parts: Sequence[slice], arrived_s: Sequence[float], copies: float, update_s: float = 0.0
 ) -> EarlyTimes | None:
-    """Returns the times of a pass whose weights arrive in parts. None: it begins after the last arrival.
+    """Returns the times of a pass after an average that arrives in parts. None: it begins after the last arrival.
 
-    As in runs, it begins when the first parameters are there, if the parts under way need longer than copies of all
-    weights. The pass waits for each part that it needs. While it waits, it updates weights by other parts.
+    As in runs, it begins when the first parameters are there, if the parts under way need longer than the copies of
+    weights and optimiser state. The pass waits for each part that it needs. While it waits, it updates weights by other
+    parts.
 
     Args:
         times: Times in the pass.
         parts: Parts of the flat vector.
         arrived_s: Arrival of each part, in seconds after the end of the backward pass.
+        copies: Number of vectors that are copied (`rudra.core.buckets.copied`).
         update_s: Time of the update by all parts.
     """
     size, last_s = sum(part.stop - part.start for part in parts), max(arrived_s)
     first = min(range(len(parts)), key=lambda number: parts[number].start)
     begins_s = arrived_s[first]
-    if (last_s - begins_s) * COPIED_BYTES_S <= 4 * size:
+    if (last_s - begins_s) * COPIED_BYTES_S <= 4 * size * copies:
         return None
     found = [(0.0, last_s - begins_s - update_s)]
     later = 0
@@ -122,11 +129,33 @@ def early_times(
             break
         later += parts[number].stop - parts[number].start
         found.append((times.needed(parts[number]), last_s - arrived_s[number] - update_s * later / size))
-    found.sort(key=lambda moment: moment[1])
-    least = [min((needed for needed, _ in found[:place]), default=1.0) for place in range(len(found))]
-    # A part that is needed later than one that arrives after it delays nothing.
-    moments = tuple(moment for moment, before in zip(found, least, strict=True) if moment[0] < before)
-    return EarlyTimes(times.share, moments)
+    return EarlyTimes(times.share, _that_delay(found))
+
+
+def pulled_times(times: ForwardTimes, parts: Sequence[slice]) -> EarlyTimes:
+    """Returns the times of a pass whose weights come from a server in parts, in units of their transfer time.
+
+    As in runs, the parts leave in their order, and a few travel at a time. The pass begins when the first parameters
+    of the model are there, and waits for each part that it needs.
+
+    Args:
+        times: Times in the pass.
+        parts: Parts of the flat vector that this server gives, in the order of their transfers
+            (`rudra.core.bucket_rules.pull_parts`).
+    """
+    arrived = _crossed_s(parts, range(len(parts)), [0.0] * len(parts), 1.0)
+    needed = (0.0 if part.start == 0 else times.needed(part) for part in parts)
+    return EarlyTimes(times.share, _that_delay([(need, 1.0 - at) for need, at in zip(needed, arrived, strict=True)]))
+
+
+def _that_delay(moments: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Returns the moments of `EarlyTimes` that may delay a pass.
+
+    A part that is needed later than one that arrives after it delays nothing.
+    """
+    ordered = sorted(moments, key=lambda moment: moment[1])
+    least = [min((needed for needed, _ in ordered[:place]), default=1.0) for place in range(len(ordered))]
+    return tuple(moment for moment, before in zip(ordered, least, strict=True) if moment[0] < before)
 
 
 def arrivals_s(parts: Sequence[slice], final_s: Sequence[float], transfer_s: float) -> list[float]:
@@ -143,11 +172,31 @@ def arrivals_s(parts: Sequence[slice], final_s: Sequence[float], transfer_s: flo
     Returns:
         Seconds after the end of the backward pass. 0: a part arrives during the pass.
     """
-    size, late = sum(part.stop - part.start for part in parts), kept(len(parts))
-    left_s = [transfer_s * (part.stop - part.start) / size for part in parts]
+    late = kept(len(parts))
     last = len(parts) - 1  # the first layers or buffers, which a pass needs first
-    waiting = sorted(range(len(parts)), key=lambda number: (number in late, number != last, parts[number].start))
-    active: list[int] = []
+    order = sorted(range(len(parts)), key=lambda number: (number in late, number != last, parts[number].start))
+    return [max(arrived_s, 0.0) for arrived_s in _crossed_s(parts, order, final_s, transfer_s, late)]
+
+
+def _crossed_s(
+    parts: Sequence[slice],
+    order: Sequence[int],
+    final_s: Sequence[float],
+    transfer_s: float,
+    late: frozenset[int] = frozenset(),
+) -> list[float]:
+    """Returns when each part has crossed a link that is otherwise free, and that a few parts share at a time.
+
+    Args:
+        parts: Parts of the flat vector.
+        order: Numbers of the parts, those with priority first.
+        final_s: Time when each part may begin.
+        transfer_s: Time of all parts on the link.
+        late: Numbers of the parts that begin after all others.
+    """
+    size = sum(part.stop - part.start for part in parts)
+    left_s = [transfer_s * (part.stop - part.start) / size for part in parts]
+    waiting, active = [*order], list[int]()
     arrived_s, now = [0.0] * len(parts), min(final_s)
     while waiting or active:
         for number in [*waiting]:
@@ -162,6 +211,6 @@ def arrivals_s(parts: Sequence[slice], final_s: Sequence[float], transfer_s: flo
         for number in [*active]:
             left_s[number] -= elapsed_s / len(active)
         for number in [number for number in active if left_s[number] <= 1e-12 * transfer_s]:
-            arrived_s[number] = max(now, 0.0)
+            arrived_s[number] = now
             active.remove(number)
     return arrived_s

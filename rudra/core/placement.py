@@ -11,13 +11,16 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rudra.core.backward import WHOLE, BackwardPass, Leads, after_s
-from rudra.core.forward import ForwardTimes, arrivals_s, early_times, step_s
+from rudra.core.forward import ForwardTimes, arrivals_s, early_times, pulled_times, step_s
 
 THRESHOLD = -0.5
 """Largest skewness that still lets the paper cut a model."""
 
 Rule = Literal["ralp", "auto"]
 Form = Literal["server", "allreduce"]
+Cutting = Literal[Form, "weights"]
+"""What is cut into buckets: gradients that are pushed to a server, or averaged, or weights that come from a server."""
+
 Buckets = Callable[[int], Sequence[slice]]
 """Returns the buckets of a gradient of some elements. Fewer than two: the gradient is sent as a whole."""
 
@@ -199,19 +202,27 @@ def placed_s(layers: Sequence[Layer], index: int, cluster: PlacementHardware, bu
     )
 
 
-def server_s(layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole) -> float:
+def server_s(
+    layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole, weights: Buckets = whole
+) -> float:
     """Returns the time of a synchronous step through a parameter server. Its link carries all gradients and weights.
 
     Args:
         layers: Layers of the model.
         cluster: Learners and servers of a step.
         buckets: buckets of gradients that are pushed.
+        weights: buckets of weights. The forward pass begins while they arrive.
     """
-    transfer_s = sum(layer.parameters_bytes for layer in layers) / cluster.bytes_per_s
+    size, seconds = sum(layer.parameters_bytes for layer in layers), sum(layer.seconds for layer in layers)
+    transfer_s = size / cluster.bytes_per_s
+    if len(parts := weights(size // 4)) > 1:
+        together = _users(cluster, 1) if cluster.sharing == "equal" else 1
+        early = pulled_times(ForwardTimes.of_layers(layers), parts)
+        seconds -= early.hidden_s(seconds, transfer_s * together)
     return 2 * cluster.latency_s + _step_s(
         cluster,
         _Use(transfer_s, "server out", shared=True),
-        _Use(sum(layer.seconds for layer in layers)),
+        _Use(seconds),
         _pushed(layers, transfer_s, buckets),
     )
 
@@ -305,7 +316,7 @@ def _users(cluster: PlacementHardware, servers: int) -> int:
 
 
 def allreduce_s(
-    layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole, *, early: bool = False
+    layers: Sequence[Layer], cluster: PlacementHardware, buckets: Buckets = whole, *, copies: float = 0
 ) -> float:
     """Returns the time of a synchronous step by a ring.
 
@@ -313,17 +324,18 @@ def allreduce_s(
         layers: Layers of the model.
         cluster: Learners of a step.
         buckets: buckets of gradients that are averaged.
-        early: Whether the next forward pass may begin while buckets are under way.
+        copies: Number of vectors that are copied if the next forward pass begins while buckets are under way
+            (`rudra.core.buckets.copied`). 0: it may not.
     """
     size, others = sum(layer.parameters_bytes for layer in layers), cluster.learners - 1
     transfer_s = 2 * size * others / cluster.learners / cluster.bytes_per_s
     ring_s = transfer_s + 2 * others * cluster.latency_s
     seconds, backward_s, parts = sum(layer.seconds for layer in layers), _backward_s(layers), buckets(size // 4)
-    if not early or len(parts) < 2:
+    if not copies or len(parts) < 2:
         return seconds + after_s(_leads(layers, buckets), ring_s, backward_s)
     backward = BackwardPass.of_layers(layers)
     arrived_s = arrivals_s(parts, [-backward.left(part) * backward_s for part in parts], ring_s)
-    return step_s(seconds, max(arrived_s), early_times(ForwardTimes.of_layers(layers), parts, arrived_s))
+    return step_s(seconds, max(arrived_s), early_times(ForwardTimes.of_layers(layers), parts, arrived_s, copies))
 
 
 def choose(
@@ -332,9 +344,9 @@ def choose(
     cluster: PlacementHardware,
     threshold: float = THRESHOLD,
     against: Sequence[Form] = ("server", "allreduce"),
-    buckets: Mapping[Form, Buckets] | None = None,
+    buckets: Mapping[Cutting, Buckets] | None = None,
     *,
-    early: bool = False,
+    copies: float = 0,
 ) -> PlacementDecision:
     """Chooses a cut of a model.
 
@@ -345,18 +357,19 @@ def choose(
         cluster: Learners and servers of a step.
         threshold: Largest skewness that lets "ralp" cut.
         against: Alternatives without a cut, for "auto".
-        buckets: buckets of gradients that are pushed to a server, or averaged. None: gradients are sent as a whole.
-        early: Whether the next forward pass may begin while buckets of an average are under way.
+        buckets: buckets of gradients and weights. None: they are sent as a whole.
+        copies: As for `allreduce_s`.
     """
-    pushed, averaged = (whole if buckets is None else buckets[form] for form in ("server", "allreduce"))
+    cuttings: tuple[Cutting, ...] = ("server", "allreduce", "weights")
+    pushed, averaged, pulled = (whole if buckets is None else buckets[cutting] for cutting in cuttings)
     size, skewed, found = (
         sum(layer.parameters_bytes for layer in layers),
         skewness(layers),
         cuts(layers, cluster, pushed),
     )
     others: dict[Form, float] = {
-        "server": server_s(layers, cluster, pushed),
-        "allreduce": allreduce_s(layers, cluster, averaged, early=early),
+        "server": server_s(layers, cluster, pushed, pulled),
+        "allreduce": allreduce_s(layers, cluster, averaged, copies=copies),
     }
     decide: Callable[[], tuple[CutEstimate | None, str]] = {
         "ralp": lambda: _least_sent(found, size, skewed, threshold),

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rudra.core import buckets
+from rudra.core import bucket_rules
 from rudra.job.job import Job
 from topologies import Plan
 
@@ -17,7 +17,7 @@ def form_of_gradients(job: Job, plan: Plan, node: Sequence[int] | None = None) -
         plan: Role assignment.
         node: Node of every role. None: servers without a fixed node are on node 0.
     """
-    texts = [buckets.text_of(job, plan, node)]
+    texts = [bucket_rules.text_of(job, plan, node)]
     if job.data.sparse:
         reason = dense_because(job, plan)
         texts.insert(0, f"dense: {reason}" if reason else "rows, of a first layer whose inputs are sparse")

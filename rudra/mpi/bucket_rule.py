@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rudra.core.buckets import pull_parts, pulling, push_parts, pushing
+from rudra.core.bucket_rules import pull_parts, pulling, push_parts, pushing
 from rudra.job.job import Job
 from topologies import Plan
 

@@ -9,7 +9,7 @@ from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.replicas import AveragerExecutor
 from rudra.core.actions import BackpropFirstStage, Compute, Reduce
-from rudra.core.buckets import group_parts, passes_early
+from rudra.core.bucket_rules import group_parts, passes_early
 from rudra.core.events import Event
 from rudra.job.job import Job
 from rudra.mpi.arena import Arena

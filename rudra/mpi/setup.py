@@ -21,7 +21,8 @@ from rudra.compute.learners import ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.pulled_pass import PullingExecutor
-from rudra.core.buckets import NetworkSpeed, auto_size, held, pairs_of_nodes, passes_early, pulling
+from rudra.core.bucket_rules import held, pairs_of_nodes, passes_early, pulling
+from rudra.core.buckets import LEAST_COPIED, NetworkSpeed, auto_size, copied
 from rudra.core.phases import Phases
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
@@ -93,7 +94,7 @@ class RankSetup:
         self.files = RunFiles(start)
         self.auto, self.pulls = 0, False
         # Speed between nodes if it is needed, and whether forward passes after averages may begin early.
-        self._network: tuple[NetworkSpeed | None, bool] = None, False
+        self._network: tuple[NetworkSpeed | None, float] = None, 0.0
         self._ranks, self._start, self._device = ranks, start, device
 
     @property
@@ -216,7 +217,7 @@ class RankSetup:
             )
         }
         self._pairs = in_turns(pairs, self.places)
-        self._network = measure(self._ranks, self._pairs), False
+        self._network = measure(self._ranks, self._pairs), 0.0
 
     def _choose_buckets(self) -> None:
         """Adopts the size of buckets that rank 0 chooses for the slowest network."""
@@ -230,7 +231,8 @@ class RankSetup:
         if found is not None:
             network = worst([its for its, _, _ in found if its is not None])
             size, early = max(size for _, size, _ in found), all(early for *_, early in found)
-            chosen = (network, early), auto_size(network, size, early=early)
+            copies = copied(self.job.optimizer.state_vectors) if early else 0.0
+            chosen = (network, copies), auto_size(network, size, copies=copies)
         self._network, self.auto = self._ranks.comm.bcast(chosen)
 
     def _try_to_pull(self) -> None:
@@ -313,8 +315,8 @@ class RankSetup:
     def _open(self, progress: dict[str, Any]) -> None:
         """Creates the files."""
         settled, statistics = ResolvedJob(self.job, self.plan), self.machines.get(self.plan.statistics)
-        network, early = self._network
-        buckets = about_buckets(network, self.auto, early=early or self.pulls)
+        network, copies = self._network
+        buckets = about_buckets(network, self.auto, copies=copies or LEAST_COPIED * self.pulls)
         self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, buckets, progress)
 
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:

@@ -6,8 +6,9 @@ The job that is run, stored, replayed and resumed then names the layer, and the 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rudra.core.buckets import at_once_because, auto_size, group_parts, passes_early, push_parts, pushing
-from rudra.core.placement import Buckets, Form, Layer, PlacementHardware, choose
+from rudra.core.bucket_rules import at_once_because, group_parts, passes_early, pull_parts, pulling, push_parts, pushing
+from rudra.core.buckets import auto_size, copied
+from rudra.core.placement import Buckets, Cutting, Layer, PlacementHardware, choose, whole
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
@@ -63,8 +64,8 @@ def choose_cut(job: Job) -> str | None:
         layers = _timed(layers, known(costs, job.training.minibatch_size) or profile(job).with_loss, rule)
     buckets = buckets_of(loaded)
     # A job without a cut has a server.
-    early = early_by_group(loaded)
-    decision = choose(rule, layers, cluster_of(job, costs), against=("server",), buckets=buckets, early=early)
+    copies = copies_by_group(loaded)
+    decision = choose(rule, layers, cluster_of(job, costs), against=("server",), buckets=buckets, copies=copies)
     cut = None if decision.cut is None else decision.cut.name
     chosen = "places no layers" if cut is None else f"chooses {cut!r}"
     log.info(f"{job.name}: [placement] cut = {rule!r} {chosen}: {decision.why}")
@@ -87,8 +88,8 @@ def cluster_of(job: Job, table: SimulationTable, back_speed: float = 1.0) -> Pla
     )
 
 
-def buckets_of(job: Job) -> dict[Form, Buckets]:
-    """Returns functions that give the buckets of gradients that are pushed to a server, or averaged.
+def buckets_of(job: Job) -> dict[Cutting, Buckets]:
+    """Returns functions that give the buckets of gradients that are pushed to a server, or averaged, and of weights.
 
     Args:
         job: Resolved job with its cost file read.
@@ -96,23 +97,27 @@ def buckets_of(job: Job) -> dict[Form, Buckets]:
     job = job.with_(placement={"cut": None})
     nodes, network = nodes_of(job), network_of(job)
     plan, group = job.plan(nodes), groups.plan(nodes)
-    senders = pushing(job, plan, plan.nodes(near=job.simulation.servers_on_first_node), plan.server)
+    node = plan.nodes(near=job.simulation.servers_on_first_node)
+    senders, receivers = pushing(job, plan, node, plan.server), pulling(job, plan, node, plan.server)
     members = () if at_once_because(job) else group.learners
-    early = early_by_group(job)
+    copies = copies_by_group(job)
     return {
         "server": lambda size: push_parts(job, size, size, auto_size(network, size), len(senders)),
-        "allreduce": lambda size: group_parts(job, group, size, size, auto_size(network, size, early=early), members),
+        "allreduce": lambda size: group_parts(job, group, size, size, auto_size(network, size, copies=copies), members),
+        "weights": (lambda size: pull_parts(job, size, size, auto_size(network, size))) if receivers else whole,
     }
 
 
-def early_by_group(job: Job) -> bool:
-    """Returns whether the next forward pass may begin early if learners average their gradients without a server.
+def copies_by_group(job: Job) -> float:
+    """Returns the number of vectors that are copied if learners average their gradients without a server, and the next
+    forward pass begins early. 0: it may not.
 
     Args:
         job: Resolved job with its cost file read.
     """
     group = groups.plan(nodes_of(job))
-    return passes_early(job.with_(placement={"cut": None}), group, group.learners)
+    early = passes_early(job.with_(placement={"cut": None}), group, group.learners)
+    return copied(job.optimizer.state_vectors) if early else 0
 
 
 def _timed(layers: tuple[Layer, ...], times: tuple[Layer, ...], rule: str) -> tuple[Layer, ...]:

@@ -15,6 +15,7 @@ def left_out(
     sizes: tuple[int, int],
     group: Sequence[int],
     compute_s: float,
+    copies: float,
 ) -> float:
     """Returns the fraction of a gradient's time that `compute_s` of a run's rows leaves out.
 
@@ -24,6 +25,7 @@ def left_out(
         sizes: Number of elements of the weights, and number of parameters among them.
         group: Members of a compute group without a server. Fewer than two: the learners have a server.
         compute_s: Usual `compute_s` of a mini-batch.
+        copies: Number of vectors that are copied (`rudra.core.buckets.copied`).
     """
     if not (attributes.get("early_passes") and attributes.get("network_bytes_per_s")):
         return 0.0
@@ -39,4 +41,4 @@ def left_out(
     sent = (len(group) - 1) / len(group) * 4 * size  # in each of two phases
     transfer_s = 2 * (attributes["network_latency_s"] + sent / attributes["network_bytes_per_s"])
     # If the transfer is too short, passes begin after it, as in the run.
-    return 0.0 if early_times(forward, buckets, arrivals_s(buckets, final_s, transfer_s)) is None else share
+    return 0.0 if early_times(forward, buckets, arrivals_s(buckets, final_s, transfer_s), copies) is None else share

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from rudra.core.buckets import copied
 from rudra.core.messages import Rows
 from rudra.errors import ConfigError, printable
 from rudra.job.job import Job
 from rudra.job.simulation import SimulationTable
+from rudra.job.tables import OptimizerTable
 from rudra.machine import cores
 from rudra.prepare.early_rows import left_out
 from rudra.prepare.recorded_spread import Times, TimeSpread, spread_of
@@ -152,7 +154,9 @@ def fitted(results: Results, known: Mapping[str, Any] | None = None, learners: i
     size_bytes, usual_s = size * 4, float(np.median(rows["compute_s"]))
     alone = () if plan.served else max(plan.groups, key=len, default=())
     early = np.isin(rows["learner"], _apart(results, plan))
-    rows["compute_s"][early] /= 1 - left_out(results.attributes, prior, (size, parameters), alone, usual_s)
+    copies = copied(OptimizerTable(**completed(results.job)["optimizer"]).state_vectors)
+    left_share = left_out(results.attributes, prior, (size, parameters), alone, usual_s, copies)
+    rows["compute_s"][early] /= 1 - left_share
     spread, compute_s, slow, jitter = _computations(rows, plan, slowed(together))
     own = {"slowdown": slow, "learner_jitter": jitter}
     left = {key: {number: value for number, value in of.items() if number < count} for key, of in own.items()}

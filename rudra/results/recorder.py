@@ -276,17 +276,18 @@ def attributes(
     }
 
 
-def about_buckets(network: NetworkSpeed | None, auto: int, *, early: bool) -> dict[str, Any]:
+def about_buckets(network: NetworkSpeed | None, auto: int, *, copies: float) -> dict[str, Any]:
     """Returns the attributes about buckets.
 
     Args:
         network: NetworkSpeed between nodes. None: it was not needed.
         auto: Number of elements of a bucket that was chosen. 0: none.
-        early: Whether forward passes may begin before the last buckets have arrived.
+        copies: Number of vectors that are copied for forward passes that begin before the last buckets have arrived.
+            0: no pass does.
     """
     found: dict[str, Any] = {"bucket_bytes": 4 * auto}
     if network is not None:
-        found["early_passes"] = bool(auto) and early and slower_than_copies(network)
+        found["early_passes"] = bool(auto and copies) and slower_than_copies(network, copies)
         found |= {"network_latency_s": network.latency_s, "network_bytes_per_s": network.bytes_per_s}
     return found
 

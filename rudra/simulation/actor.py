@@ -8,6 +8,7 @@ from math import inf
 from rudra.core.actions import Action, BackpropFirstStage, Compute, ExecutorAction, Receive, RunFirstStage, Send
 from rudra.core.backward import WHOLE
 from rudra.core.events import Event
+from rudra.core.forward import EarlyTimes
 from rudra.data.sampling import mix
 from rudra.roles import Machine
 from rudra.simulation.costs import Link
@@ -36,8 +37,10 @@ class Actor:
         compute_s: Function that draws the seconds of the next mini-batch.
         local_s: Seconds of each other local action. An action that is missing here takes no time.
         computing: Whether a mini-batch is being computed.
-        ahead_s: Seconds that the next mini-batch still takes after its forward pass, which is complete as soon as the
-            role is told of the average that it was updated by. None: the pass has not begun.
+        ahead: Seconds that the next mini-batch still takes, and those of its forward pass, which is complete as soon as
+            the role is told of the weights or of the average. None: the pass has not begun.
+        pulled: Weights in parts that have come for the next forward pass. From each server: times of the pass, seconds
+            of the transfer, and the time of its end. None: the role has not computed a mini-batch, so no pass begins.
         delay_s: Seconds that a server on the same node has taken from the current computation.
         crowds: Node where a server's work delays learners if they occupy all cores. None: it delays none.
         inbox: Events that arrived while the role was busy.
@@ -49,7 +52,7 @@ class Actor:
     """
 
     __slots__ = (
-        "ahead_s",
+        "ahead",
         "busy_until",
         "compute_s",
         "computing",
@@ -64,6 +67,7 @@ class Actor:
         "message_s",
         "offered",
         "posted",
+        "pulled",
         "random",
         "role",
         "routes",
@@ -82,7 +86,8 @@ class Actor:
         self.compute_s: Callable[[], float] = float
         self.local_s: Mapping[type[ExecutorAction], float] = {}
         self.computing = False
-        self.ahead_s: float | None = None
+        self.ahead: tuple[float, float] | None = None
+        self.pulled: list[tuple[EarlyTimes, float, float]] | None = None
         self.delay_s = 0.0
         self.crowds: int | None = None
         self.inbox: deque[Event] = deque()
@@ -99,6 +104,8 @@ class Route:
 
     Attributes:
         leads: Moments of a backward pass when more of a gradient may be sent. Only one: gradients are sent as a whole.
+        pulled: Times of a forward pass that begins while weights cross the route. None: it begins after their arrival.
+        began_at: Virtual time when weights last began to cross the route.
         ahead: Number of gradients whose early parts have crossed shared links, minus the number of gradients that were
             sent after them.
         waiting: Gradients that wait until their early parts have crossed shared links.
@@ -107,6 +114,7 @@ class Route:
 
     __slots__ = (
         "ahead",
+        "began_at",
         "between",
         "blocking",
         "bytes_per_s",
@@ -116,6 +124,7 @@ class Route:
         "latency_s",
         "leads",
         "out",
+        "pulled",
         "receiver",
         "sender",
         "transfer_s",
@@ -135,6 +144,8 @@ class Route:
         self.blocking = [own.setdefault(("both", *end), Port(rate)) for end in link.blocking]
         self.delivered_at = 0.0
         self.leads = WHOLE
+        self.pulled: EarlyTimes | None = None
+        self.began_at = 0.0
         self.ahead = 0
         self.waiting: deque[tuple[Send, Receive]] = deque()
         self.core_s: Mapping[int, float] = {}

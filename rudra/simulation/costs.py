@@ -107,7 +107,7 @@ class CostModel:
         size_bytes: Size of the weights, and of a gradient, in memory.
         placed: How the model is divided between learners and a stage server.
         paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
-        overlap: Gradients that are sent in buckets. None: all are sent after their computation.
+        overlap: Gradients and weights that are sent in buckets. None: all are sent as a whole.
 
     Attributes:
         paces: Paces by learner, as passed in.
@@ -132,6 +132,7 @@ class CostModel:
     ) -> None:
         self.paces, self._overlap = paces or {}, overlap
         self._pushers: dict[int, tuple[frozenset[int], Leads]] = {}  # by the role that takes gradients
+        self._pullers: dict[int, tuple[frozenset[int], EarlyTimes | None]] = {}  # by the role that gives weights
         # By first member, number of members and size.
         self._reductions: dict[tuple[int, int, float], tuple[float, EarlyTimes | None]] = {}
         self.table, self.plan, self.size_bytes = table, plan, size_bytes
@@ -304,6 +305,31 @@ class CostModel:
             self._pushers[receiver] = frozenset(pushers), leads
         senders, leads = self._pushers[receiver]
         return leads if sender in senders else WHOLE
+
+    def pulled(self, sender: int, receiver: int) -> EarlyTimes | None:
+        """Returns the times of a learner's forward passes that begin while weights from a server arrive.
+
+        None: they begin after the last arrival.
+        """
+        if receiver not in self.compute_s:
+            return None
+        pullers, early = self._pulled_from(sender)
+        return early if receiver in pullers else None
+
+    def _pulled_from(self, owner: int) -> tuple[frozenset[int], EarlyTimes | None]:
+        if owner not in self._pullers:
+            pullers, early = ((), None) if self._overlap is None else self._overlap.of_pulls(self.node, owner)
+            self._pullers[owner] = frozenset(pullers), early
+        return self._pullers[owner]
+
+    def any_early(self, size_bytes: float) -> bool:
+        """Returns whether any forward passes begin before all their weights are there.
+
+        Args:
+            size_bytes: Size of the weights on the wire.
+        """
+        averaged = any(self.early(members, size_bytes) for members in self.plan.groups)
+        return averaged or any(self._pulled_from(owner)[0] for owner in range(len(self.plan.roles)))
 
     def _whole_reduction_s(self, members: Sequence[int], size_bytes: float) -> float:
         """Returns the time of a reduction of whole gradients: slices are exchanged and added, then gathered.

@@ -257,14 +257,14 @@ class Simulation:
         if costs is not self.costs:
             self.costs = costs
             for role in costs.compute_s:
-                self.actors[role].ahead_s = None
+                self.actors[role].ahead = None
                 self.actors[role].compute_s = costs.computation(role, self.actors[role].random)
 
     def _follow_job(self, actor: Actor, action: FollowJob, time: float) -> None:
         """Uses the costs of the job at a position for a role."""
         if self._price is not None:
             self.costs = self._price(action.position)
-            actor.ahead_s = None
+            actor.ahead = None
             actor.compute_s = self.costs.computation(actor.role, actor.random)
 
     def stretch(self, actor: Actor, factor: float) -> None:
@@ -320,7 +320,7 @@ class Simulation:
     def _perform(self, actor: Actor, action: ExecutorAction, time: float) -> None:
         """Carries out a short action at once. Its result is available when the action's time is over."""
         seconds = actor.local_s.get(type(action), 0.0)
-        if actor.ahead_s is not None and type(action) is Update:
+        if actor.ahead is not None and type(action) is Update:
             seconds = 0.0  # an early forward pass has updated the weights
         event = self._performed(actor.role, action, seconds)
         if seconds:
@@ -335,11 +335,16 @@ class Simulation:
         if self._planned:
             self._planned(actor.role, action)
         actor.computing = True
-        kind = type(action)
+        kind, ahead_s = type(action), 0.0
         if self._communication_s and kind in (Compute, RunFirstStage):
             self._take_core(self.costs.node[actor.role], self._communication_s)
         if kind is Compute:
-            seconds, actor.ahead_s = actor.compute_s() if actor.ahead_s is None else actor.ahead_s, None
+            if actor.ahead is None:
+                seconds = actor.compute_s()
+            else:
+                (seconds, ahead_s), actor.ahead = actor.ahead, None
+            if actor.pulled is None:
+                actor.pulled = []
             if self._sized:
                 seconds *= self.costs.relative(actor.role, action.work.count)  # type: ignore[attr-defined]
         elif kind in self._pieces:
@@ -347,7 +352,8 @@ class Simulation:
         else:
             seconds, time = actor.local_s.get(kind, 0.0), max(time, actor.busy_until)  # after an update, for example
         if actor.early and kind in (Compute, BackpropFirstStage):
-            self.network.push_early(actor, time, seconds, self.costs.backward if kind is Compute else 1.0)
+            backward = self.costs.backward if kind is Compute else 1.0
+            self.network.push_early(actor, time - ahead_s, seconds + ahead_s, backward)
         heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
 
     def _end(self, actor: Actor, action: ExecutorAction) -> None:

@@ -33,7 +33,7 @@ from rudra.core.actions import (
     StepReplica,
     Update,
 )
-from rudra.core.buckets import held, in_buckets, passes_early, spread
+from rudra.core.bucket_rules import held, in_buckets, passes_early, spread
 from rudra.core.buffer_names import ACTIVATION_GRADIENT, ACTIVATIONS, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.events import Computed, Event
 from rudra.core.wire import behind_bytes, tail_bytes

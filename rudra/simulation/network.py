@@ -14,6 +14,7 @@ from typing import Any
 from rudra.core.actions import CancelReceive, Receive, Reduce, Send
 from rudra.core.backward import after_s
 from rudra.core.events import ReceiveCancelled, Received, Reduced, Sent
+from rudra.core.forward import EarlyTimes
 from rudra.core.messages import GRADIENTS, MESSAGES, ROWS
 from rudra.simulation.actor import Actor, Offer, Route
 from rudra.simulation.costs import CostModel
@@ -173,7 +174,7 @@ class Network:
         size_bytes = self._size_bytes * self._costs.travelling(actor.role, to)
         route = actor.routes[to] = Route(actor, self._actors[to], link, size_bytes, self.ports, self._own)
         if route.transfer_s:
-            route.leads = self._costs.leads(actor.role, to)
+            route.leads, route.pulled = self._costs.leads(actor.role, to), self._costs.pulled(actor.role, to)
         if self.take_core is not None:
             route.core_s = self._costs.core_s(actor.role, to, size_bytes)
         return route
@@ -202,6 +203,7 @@ class Network:
         if self.links is not None:
             seconds = route.transfer_s * (self._gradient_share if receive.gradient else 1.0)
             if seconds:
+                route.began_at = time
                 ends, about = (out, into), (self._over, route, (send, receive))
                 self.links.send(time, ends, seconds * route.bytes_per_s, about)
                 return
@@ -211,6 +213,7 @@ class Network:
             time = into.free_at
         if route.blocking:
             time = max(time, *(port.free_at for port in route.blocking))
+        route.began_at = time
         time += route.transfer_s * self._gradient_share if receive.gradient else route.transfer_s
         out.free_at = into.free_at = time
         if route.blocking:
@@ -298,9 +301,26 @@ class Network:
         if type(message) in ROW_TYPES:
             message = message.with_own_rows()
         machine = sender.machine
-        receiver.take(receiver, Received(message, receive.buffer))
+        event = Received(message, receive.buffer)
+        if route.pulled is None or receive.gradient or receiver.pulled is None:
+            receiver.take(receiver, event)
+        else:
+            self._queue.later(self._pass_ends_at(route, route.pulled), receiver.take, receiver, event)
         if sender.machine is machine:  # otherwise the sender has restarted
             sender.take(sender, Sent(buffer, receiver.role))
+
+    def _pass_ends_at(self, route: Route, early: EarlyTimes) -> float:
+        """Returns when a learner has computed the forward pass that began while weights arrived, if all are there."""
+        learner, now = route.receiver, self._queue.now
+        assert learner.pulled is not None
+        learner.pulled.append((early, now - route.began_at, now))
+        if len(learner.pulled) < (len(self.plan.front_owners) if self.plan.sharded else 1):
+            return now
+        seconds = learner.compute_s()
+        ends_at = max(at + times.rest_s(seconds, transfer_s) for times, transfer_s, at in learner.pulled)
+        learner.ahead = seconds * (1 - early.share), seconds * early.share
+        learner.pulled.clear()
+        return max(ends_at, now)
 
     def _reduced(self, members: Sequence[int], reductions: dict[int, Reduce]) -> None:
         if self._reducer:
@@ -313,7 +333,7 @@ class Network:
             actor, rest_s = self._actors[role], 0.0
             if early is not None and reductions[role].rate is not None:  # a forward pass follows, and has begun
                 seconds = actor.compute_s()
-                rest_s, actor.ahead_s = early.rest_s(seconds), seconds * (1 - early.share)
+                rest_s, actor.ahead = early.rest_s(seconds), (seconds * (1 - early.share), seconds * early.share)
             self._queue.later(self._queue.now + rest_s, actor.take, actor, event)
 
     # Losses.

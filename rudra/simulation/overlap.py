@@ -1,12 +1,15 @@
-"""Gradients in buckets in virtual time: moments of a backward pass when parts of them may be sent, and of the next
-forward pass when parts of their average are needed."""
+"""Gradients and weights in buckets in virtual time: moments of a backward pass when parts of a gradient may be sent.
+
+Then moments of the next forward pass when parts of an average, or of weights from a server, are needed.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
 from rudra.core.backward import WHOLE, BackwardPass, Leads, after_s
-from rudra.core.buckets import at_once_because, auto_size, group_parts, passes_early, push_parts, pushing
-from rudra.core.forward import EarlyTimes, ForwardTimes, arrivals_s, early_times
+from rudra.core.bucket_rules import at_once_because, group_parts, passes_early, pull_parts, pulling, push_parts, pushing
+from rudra.core.buckets import auto_size, copied
+from rudra.core.forward import EarlyTimes, ForwardTimes, arrivals_s, early_times, pulled_times
 from rudra.core.layout import Placed
 from rudra.job.job import Job
 from rudra.prepare.cut import known
@@ -15,7 +18,7 @@ from topologies import Plan
 
 
 class Overlap:
-    """Gradients of a job's learners that are sent in buckets while they are computed.
+    """Gradients of a job's learners that are sent in buckets while they are computed, and weights that come in buckets.
 
     Args:
         job: Resolved job with its cost file read. If its costs say when parts of a gradient are final, or have the
@@ -59,7 +62,7 @@ class Overlap:
         if len(parts) < 2 or not may_pass_early(job, plan, members):
             return after_s(self._pass.leads(parts), transfer_s, backward_s), None
         arrived_s = arrivals_s(parts, [-self._pass.left(part) * backward_s for part in parts], transfer_s)
-        return max(arrived_s), early_times(self._next, parts, arrived_s, update_s)
+        return max(arrived_s), early_times(self._next, parts, arrived_s, _copies(job), update_s)
 
     def of_pushes(self, node: Sequence[int], owner: int) -> tuple[tuple[int, ...], Leads]:
         """Returns the learners that push to a role in buckets, and the moments when more of a gradient may be sent.
@@ -69,10 +72,29 @@ class Overlap:
             owner: Id of the role that takes the gradients.
         """
         senders, its = pushing(self._job, self._plan, node, owner), self._slice(owner)
-        trained = min(self._parameters, its.stop) - its.start
-        parts = push_parts(self._job, its.stop - its.start, trained, self._auto, len(senders))
-        placed = [slice(its.start + part.start, its.start + part.stop) for part in parts]
-        return (senders, self._pass.leads(placed)) if parts else ((), WHOLE)
+        parts = push_parts(self._job, *self._sizes(its), self._auto, len(senders))
+        return (senders, self._pass.leads(_placed(its, parts))) if parts else ((), WHOLE)
+
+    def of_pulls(self, node: Sequence[int], owner: int) -> tuple[tuple[int, ...], EarlyTimes | None]:
+        """Returns the learners that get weights from a role in buckets, and the times of their next forward passes.
+
+        All servers of a learner must give their parts of the weights in buckets.
+
+        Args:
+            node: Node of every role.
+            owner: Id of the role that gives the weights.
+        """
+        if not (learners := pulling(self._job, self._plan, node, owner)):
+            return (), None
+        sources = self._plan.front_owners if self._plan.sharded else (owner,)
+        given = {source: pull_parts(self._job, *self._sizes(self._slice(source)), self._auto) for source in sources}
+        if not all(given.values()):
+            return (), None
+        return learners, pulled_times(self._next, _placed(self._slice(owner), given[owner]))
+
+    def _sizes(self, its: slice) -> tuple[int, int]:
+        """Returns the number of elements of a slice of a gradient, and the number of parameters among them."""
+        return its.stop - its.start, min(self._parameters, its.stop) - its.start
 
     def _slice(self, owner: int) -> slice:
         """Returns the slice of a gradient that a role takes.
@@ -87,6 +109,11 @@ class Overlap:
         return slice(self._parameters * number // count, stop)
 
 
+def _placed(its: slice, parts: Sequence[slice]) -> list[slice]:
+    """Returns parts of a slice of a vector as parts of the whole vector."""
+    return [slice(its.start + part.start, its.start + part.stop) for part in parts]
+
+
 def auto_of(job: Job, plan: Plan, size: int, placed: Placed | None) -> int:
     """Returns the number of elements of a bucket that ranks would choose on the job's network.
 
@@ -97,12 +124,17 @@ def auto_of(job: Job, plan: Plan, size: int, placed: Placed | None) -> int:
         placed: How the model is divided between learners and a stage server.
     """
     front = 1.0 if plan.stage is None or placed is None else placed.front
-    return auto_size(network_of(job), round(size * front), early=any_may_pass_early(job, plan))
+    return auto_size(network_of(job), round(size * front), copies=early_copies(job, plan))
 
 
-def any_may_pass_early(job: Job, plan: Plan) -> bool:
-    """Returns whether `may_pass_early` holds for any group."""
-    return any(may_pass_early(job, plan, members) for members in plan.groups)
+def early_copies(job: Job, plan: Plan) -> float:
+    """Returns the number of vectors that are copied if `may_pass_early` holds for any group. 0: it holds for none."""
+    early = any(may_pass_early(job, plan, members) for members in plan.groups)
+    return _copies(job) if early else 0.0
+
+
+def _copies(job: Job) -> float:
+    return copied(job.optimizer.state_vectors)
 
 
 def may_pass_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:

@@ -260,7 +260,7 @@ def _evaluate(
     workers = _workers(job, steady, float(ended - began)) if job.scheduled else ()
     if workers:
         rate = sum(worker["samples_per_s"] / worker["busy_share"] for worker in workers)
-    elif any(model.early(members, size_bytes) for members in plan.groups):  # their rows have only backward passes
+    elif model.any_early(size_bytes):  # their rows have only backward passes
         rate = sum(job.training.minibatch_size / model.compute_s[role] for role in plan.learners)
     else:
         rate = sum(job.training.minibatch_size / (_mean_s(steady, learners) - queued_s) for learners in hosted.values())

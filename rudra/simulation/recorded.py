@@ -12,7 +12,7 @@ from typing import Any
 from rudra.compute import devices
 from rudra.compute.executor import torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
-from rudra.core.buckets import pairs_of_nodes
+from rudra.core.bucket_rules import pairs_of_nodes
 from rudra.core.buffer_names import WEIGHTS
 from rudra.core.wire import tail_bytes
 from rudra.data.fingerprint import REPEATABLE, Fingerprint, plain, unrepeatable
@@ -34,7 +34,7 @@ from rudra.simulation.assembly import assemble
 from rudra.simulation.checkpoints import SimulatedCheckpoints
 from rudra.simulation.cluster import SimulatedCluster, make_cluster, without_tensors
 from rudra.simulation.costs import expected_shares
-from rudra.simulation.overlap import any_may_pass_early, auto_of
+from rudra.simulation.overlap import auto_of, early_copies
 from rudra.trust import signed
 from topologies import Plan
 
@@ -153,7 +153,7 @@ def _of_buckets(job: Job, plan: Plan, cluster: SimulatedCluster) -> dict[str, An
     nodes = plan.nodes(near=job.simulation.servers_on_first_node)
     needed = pairs_of_nodes(job, plan, nodes)
     auto = auto_of(job, plan, cluster.size, cluster.placed) if needed else 0
-    return about_buckets(network_of(job), auto, early=any_may_pass_early(job, plan))
+    return about_buckets(network_of(job), auto, copies=early_copies(job, plan))
 
 
 def _of_data(found: Mapping[str, Fingerprint]) -> dict[str, Any]:

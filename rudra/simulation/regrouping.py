@@ -56,7 +56,7 @@ class SimulatedRegrouping:
             if actor.halted or actor.role == plan.statistics:
                 continue
             actor.turns.clear()
-            actor.ahead_s = None
+            actor.ahead = actor.pulled = None
             if actor is not by:
                 actor.computing, actor.delay_s = False, 0.0
                 machine, actor.machine = actor.machine, self._make(actor.role, plan, position)

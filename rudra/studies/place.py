@@ -9,7 +9,7 @@ from rudra.core.placement import THRESHOLD, CutEstimate, Layer, PlacementDecisio
 from rudra.job.job import Job
 from rudra.machine import cores
 from rudra.prepare import cost_files
-from rudra.prepare.cut import buckets_of, cluster_of, early_by_group, known
+from rudra.prepare.cut import buckets_of, cluster_of, copies_by_group, known
 from rudra.prepare.profile import profile
 
 RULES: tuple[Rule, ...] = ("ralp", "auto")
@@ -60,8 +60,8 @@ def place(
     table = job.simulation
     layers = known(table, job.training.minibatch_size) or profile(job, seconds=seconds).with_loss
     cluster, buckets = cluster_of(job, table, back_speed), buckets_of(job)
-    early = early_by_group(job)
-    decisions = {rule: choose(rule, layers, cluster, threshold, buckets=buckets, early=early) for rule in RULES}
+    copies = copies_by_group(job)
+    decisions = {rule: choose(rule, layers, cluster, threshold, buckets=buckets, copies=copies) for rule in RULES}
     return Placement(job.name, layers, cluster, threshold, decisions)
 
 

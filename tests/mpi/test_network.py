@@ -48,7 +48,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
             assert "network_latency_s" not in its
             continue
         found = NetworkSpeed(its["network_latency_s"], its["network_bytes_per_s"])
-        assert chosen == [auto_size(found, size, early="groups" in path)] * len(NODES)
+        assert chosen == [auto_size(found, size, copies=2 * ("groups" in path))] * len(NODES)
         assert its["bucket_bytes"] == 4 * chosen[0]
         if "slow" in path:
             slowest = user_code.slow_network([*range(len(NODES))] if "groups" in path else [0, 2, 3])

@@ -376,7 +376,7 @@ def train_early_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[
     from rudra.compute.arrivals import Arrivals
     from rudra.compute.gradients import GradientSource
 
-    Arrivals.worthwhile = lambda self, tensors: True  # however soon these small gradients arrive
+    Arrivals.worthwhile = lambda *about: True  # however soon these small gradients arrive
     return _counted(comm, directory, jobs, GradientSource, "gradient_of")
 
 

@@ -71,6 +71,24 @@ def test_parts_that_are_final_first_leave_first_wherever_they_are() -> None:
     assert found.leads(quarters[::-1]) == (Lead(1.0, 0.5), Lead(0.75, pytest.approx(0.1)), Lead(0.5, 0.0))
 
 
+@pytest.mark.parametrize(
+    ("order", "count", "late"),
+    [
+        ([*range(24)], 12, 1 / 12),
+        ([*range(23, -1, -1)], 12, 1 / 12),
+        # 24 layers, registered in pairs of a way down and a way up. Larger buckets have a layer of each way.
+        ([*range(0, 24, 2), *range(23, 0, -2)], 12, 13 / 24),
+        ([*range(0, 24, 2), *range(23, 0, -2)], 24, 1 / 24),
+    ],
+)
+def test_contiguous_buckets_hide_less_only_if_they_are_larger_than_a_layer(
+    order: Sequence[int], count: int, late: float
+) -> None:
+    """The transfer takes as long as the backward pass over layers that are used in some order."""
+    found = BackwardPass(24_000, [(1_000, order.index(layer) / 24) for layer in range(24)])
+    assert after_s(found.leads(parts(24_000, 24_000, 24_000 // count)), 1.0, 1.0) == pytest.approx(late)
+
+
 def test_the_pass_over_the_first_layers_begins_when_the_others_are_final() -> None:
     final_at = ((300_000, 0.9), (300_000, 0.8), (400_000, 0.5))
     for parameters, steps in ((600_000, (0.2, 0.4)), (400_000, (0.5, 1.0))):
@@ -221,16 +239,22 @@ def test_a_pair_that_is_no_progress_is_refused(pair: list[float]) -> None:
 
 
 @pytest.mark.parametrize("sharing", ["turns", "equal"])
-@pytest.mark.parametrize(("layers", "push_s"), [(CONVOLUTIONAL, 0.4), (CONVOLUTIONAL[::-1], 1.0), ((), 0.3)])
-def test_pushes_follow_the_layers_whether_links_are_shared_or_not(
-    layers: Sequence[Layer], push_s: float, sharing: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("layers", "push_s", "hidden_s"), [(CONVOLUTIONAL, 0.4, 0.3), (CONVOLUTIONAL[::-1], 1.0, 0.0), ((), 0.3, 0.3)]
+)
+def test_pushes_and_weights_follow_the_layers_whether_links_are_shared_or_not(
+    layers: Sequence[Layer], push_s: float, hidden_s: float, sharing: str, tmp_path: Path
 ) -> None:
-    """One learner, whose server is on another node."""
+    """One learner, whose server is on another node.
+
+    Three of eight parts of the weights are there after 0.375 s, and all after 1 s. The forward pass takes 0.4 s, and
+    the last 0.1 s of it follow the last part. But if the first layer has parameters in all parts, none is hidden.
+    """
     file = costs(tmp_path / "costs.toml", layers or CONVOLUTIONAL)
     more = {"costs": str(file)} if layers else {"compute_s": 1.2, "latency_s": 0.0, "jitter": 0.0}
     run = job({"name": "base"}, 1, sharing=sharing, **more)
     rate = predict(run, known=Outline(10_000, 4 * MILLION + tail_bytes(1)), updates=20).samples_per_s
-    assert 8 / rate == pytest.approx(1.2 + 1.0 + push_s, rel=1e-3)
+    assert 8 / rate == pytest.approx(1.2 + 1.0 - hidden_s + push_s, rel=1e-3)
 
 
 def test_the_server_of_the_last_parameters_gets_its_part_first(tmp_path: Path) -> None:

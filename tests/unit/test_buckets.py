@@ -18,17 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import rudra
 from rudra.cli.main import main
 from rudra.compute.flat import FlatModel
-from rudra.core.buckets import (
-    ALIGNED,
-    LEAST,
-    MOST,
-    FinalParts,
-    NetworkSpeed,
-    auto_size,
-    bucket_size,
+from rudra.core.bucket_rules import (
     group_parts,
     pairs_of_nodes,
-    parts,
     passes_early,
     pull_parts,
     pulling,
@@ -37,6 +29,7 @@ from rudra.core.buckets import (
     refusal,
     text_of,
 )
+from rudra.core.buckets import ALIGNED, LEAST, MOST, FinalParts, NetworkSpeed, auto_size, bucket_size, parts
 from rudra.core.training_state import BEGINNING
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
@@ -126,7 +119,7 @@ def test_buckets_are_larger_where_passes_begin_early(
     latency_s: float, bytes_per_s: float, megabytes: float, bucket_mb: float, count: int
 ) -> None:
     size = round(megabytes * 1e6 / 4)
-    found = auto_size(NetworkSpeed(latency_s, bytes_per_s), size, early=True)
+    found = auto_size(NetworkSpeed(latency_s, bytes_per_s), size, copies=2)
     assert 4e-6 * found == pytest.approx(bucket_mb, rel=0.01)
     assert (math.ceil(size / found) if found else 0) == count
 
@@ -141,7 +134,7 @@ def test_a_bucket_grows_with_latency_and_bandwidth_and_with_the_gradient_until_t
     network: NetworkSpeed, size: int, factor: float
 ) -> None:
     found = auto_size(network, size)
-    larger = auto_size(network, size, early=True)
+    larger = auto_size(network, size, copies=2)
     assert larger >= found
     assert not larger or LEAST <= len(parts(size, size, larger)) < MOST
     if found:
@@ -427,20 +420,21 @@ def test_a_server_holds_a_gigabyte_of_gradients_in_buckets_at_most_unless_a_job_
 
 
 @pytest.mark.parametrize(
-    ("seconds", "sharing", "whole_s", "push_s"),
+    ("seconds", "sharing", "whole_s", "push_s", "pull_s"),
     [
         # 16 MB each way in `seconds`, for two learners on nodes of their own, and a server. A gradient takes 1.2 s, its
         # backward pass 0.8 s, which hides the pushes of all 32, 55 or 62 buckets except the last. In turns, the second
-        # learner gets weights, computes and pushes while the first one already computes again.
-        (0.1, "turns", 0.1, 0.1 / 32),
-        (0.3, "turns", 0.3, 0.3 / 55),
-        (1.0, "turns", 1.0, 1.0 - 0.8 * 61 / 62),
-        (1.0, "equal", 2.0, 2.0 - 0.8 * 61 / 62),
-        (0.3, "equal", 0.6, 2 * 0.3 / 55),
+        # learner gets weights, computes and pushes while the first one already computes again. The forward pass of
+        # 0.4 s begins with the first three buckets of weights, and computes the last two or one after all others.
+        (0.1, "turns", 0.1, 0.1 / 32, 0.1 * 3 / 32),
+        (0.3, "turns", 0.3, 0.3 / 55, 0.3 * 3 / 55),
+        (1.0, "turns", 1.0, 1.0 - 0.8 * 61 / 62, 0.6 + 0.4 * 2 / 62),
+        (1.0, "equal", 2.0, 2.0 - 0.8 * 61 / 62, 1.6 + 0.4 * 2 / 62),
+        (0.3, "equal", 0.6, 2 * 0.3 / 55, 0.2 + 0.4 / 55),
     ],
 )
-def test_virtual_time_hides_pushes_in_the_backward_pass(
-    seconds: float, sharing: str, whole_s: float, push_s: float
+def test_virtual_time_hides_pushes_in_the_backward_pass_and_weights_in_the_forward_pass(
+    seconds: float, sharing: str, whole_s: float, push_s: float, pull_s: float
 ) -> None:
     table = {"latency_s": 0.0, "bandwidth_bytes_per_s": 16e6 / seconds, "compute_s": 1.2, "gradient_s": 0.0}
     free = {"message_s": 0.0, "update_s": 0.0, "jitter": 0.0, "tensors": False, "sharing": sharing}
@@ -463,8 +457,9 @@ def test_virtual_time_hides_pushes_in_the_backward_pass(
         chosen = auto_size(network, 4 * MILLION) if buckets == "auto" else 0
         assert its["bucket_bytes"] == pytest.approx(4 * chosen, rel=0.01)
         step_s[buckets] = time_s[-1] - time_s[-2]
-    rest_s = 1.2 + 2 * seconds
-    assert step_s == pytest.approx({"auto": rest_s + push_s, "off": rest_s + whole_s}, rel=0.02)
+    both_s = 2 * seconds if sharing == "equal" else seconds
+    waits_s = 1.2 + 2 * seconds - both_s  # in turns for the other learner's weights
+    assert step_s == pytest.approx({"auto": waits_s + pull_s + push_s, "off": waits_s + both_s + whole_s}, rel=0.02)
 
 
 SEVERAL = {"training": {"microbatches": 2}}

@@ -45,7 +45,7 @@ TABLES: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def _always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes begin early, however soon the other parts arrive."""
-    monkeypatch.setattr(Arrivals, "worthwhile", lambda self, tensors: True)
+    monkeypatch.setattr(Arrivals, "worthwhile", lambda *about: True)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -305,10 +305,11 @@ def test_functions_wait_for_weights_in_lists_views_and_keywords() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "tensors", "worthwhile"), [(0.002, 20, False), (0.02, 20, True), (0.02, 3000, False)]
+    ("seconds", "copies", "tensors", "worthwhile"),
+    [(0.002, 2, 20, False), (0.02, 2, 20, True), (0.02, 2, 3000, False), (0.006, 2, 20, True), (0.006, 3, 20, False)],
 )
 def test_a_pass_begins_early_if_the_other_parts_need_longer_than_it_costs(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, tensors: int, worthwhile: bool
+    monkeypatch: pytest.MonkeyPatch, seconds: float, copies: int, tensors: int, worthwhile: bool
 ) -> None:
     """Two of eight parts of 24 MB have arrived in this time, so the others need three times as long."""
     now = [5.0]
@@ -318,4 +319,4 @@ def test_a_pass_begins_early_if_the_other_parts_need_longer_than_it_costs(
     now[0] += seconds
     arrivals.add(0)
     arrivals.add(5)
-    assert arrivals.worthwhile(tensors) == worthwhile
+    assert arrivals.worthwhile(copies, tensors) == worthwhile

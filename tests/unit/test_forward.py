@@ -16,6 +16,7 @@ from rudra.job.job import Job
 from rudra.simulation.predict import Outline, predict
 
 MILLION = 1_000_000
+COPIES = 2
 
 
 def layer(parameters: int, forward_s: float, backward_s: float) -> Layer:
@@ -77,7 +78,7 @@ def test_a_pass_ends_as_if_each_layer_waited_for_its_parameters(seed: int) -> No
     times = chance.choice([ForwardTimes(MILLION), ForwardTimes(MILLION, measured, 0.4)])
     arrived_s = [max(0.0, chance.uniform(-1.0, 3.0)) for _ in its]
     update_s, seconds = chance.choice([0.0, 0.5]), chance.choice([0.01, 1.0, 20.0])
-    early = early_times(times, its, arrived_s, update_s)
+    early = early_times(times, its, arrived_s, COPIES, update_s)
     last_s = max(arrived_s)
     if last_s == arrived_s[-1]:
         assert early is None, "nothing is under way when the first parameters arrive"
@@ -90,9 +91,9 @@ def test_a_pass_ends_as_if_each_layer_waited_for_its_parameters(seed: int) -> No
 
 
 def test_a_pass_waits_for_all_parts_if_they_arrive_sooner_than_weights_are_copied() -> None:
-    its, copies_s = parts(MILLION, MILLION, MILLION // 2), 4 * MILLION / COPIED_BYTES_S
-    assert early_times(ForwardTimes(MILLION), its, [1.0 + 0.9 * copies_s, 1.0]) is None
-    assert early_times(ForwardTimes(MILLION), its, [1.0 + 1.1 * copies_s, 1.0]) is not None
+    its, copies_s = parts(MILLION, MILLION, MILLION // 2), 4 * MILLION * COPIES / COPIED_BYTES_S
+    assert early_times(ForwardTimes(MILLION), its, [1.0 + 0.9 * copies_s, 1.0], COPIES) is None
+    assert early_times(ForwardTimes(MILLION), its, [1.0 + 1.1 * copies_s, 1.0], COPIES) is not None
 
 
 EIGHT = parts(MILLION, MILLION, 125_008)
@@ -155,7 +156,7 @@ def test_a_step_in_virtual_time_is_the_closed_formula(
     found = predicted_s(job(simulation=costs(compute_s, transfer_s, sharing=sharing)))
     backward = BackwardPass(MILLION)
     arrived_s = arrivals_s(EIGHT, [-backward.left(part) * compute_s * backward.share for part in EIGHT], transfer_s)
-    early = early_times(ForwardTimes(MILLION), EIGHT, arrived_s)
+    early = early_times(ForwardTimes(MILLION), EIGHT, arrived_s, COPIES)
     assert found == pytest.approx(step_s(compute_s, max(arrived_s), early), rel=1e-3)
     assert step is None or found == pytest.approx(step, rel=1e-3)
     # The link rests until the first bucket is final, and the forward pass until the last one has crossed the link.
@@ -186,7 +187,7 @@ def test_a_pass_waits_for_buffers_which_are_final_at_its_end_and_leave_first() -
     its = parts(MILLION, MILLION - 125_008, 125_008)
     arrived_s = arrivals_s(its, [0.0] * 8, 8.0)
     assert arrived_s[7] == min(arrived_s), "buffers"
-    early = early_times(ForwardTimes(MILLION - 125_008), its, [0.0] * 6 + [1.0, 2.0])
+    early = early_times(ForwardTimes(MILLION - 125_008), its, [0.0] * 6 + [1.0, 2.0], COPIES)
     assert early is not None
     assert 2.0 + early.rest_s(4.8) == pytest.approx(2.0 + 1.6), "needed at once"
     without, with_buffers = (predicted_s(job(simulation=costs(4.8, 8.0)), buffers) for buffers in (0, 125_008))
@@ -210,6 +211,20 @@ def test_measured_needs_count_if_they_are_of_this_model() -> None:
     assert other == pytest.approx(predicted_s(job(simulation=costs(4.8, 8.0))))
 
 
+@pytest.mark.parametrize(("sharing", "passed_s", "push_s"), [("turns", 8.2, 6.8), ("equal", 9.0, 5.2)])
+def test_a_pass_waits_for_the_weights_of_several_servers(sharing: str, passed_s: float, push_s: float) -> None:
+    """Each of two servers gives four buckets, which take 1 s each, and three of them travel at a time.
+
+    The learner's link carries the first server's buckets in 4 s and then the second one's. The pass of 1.6 s waits from
+    3.6 s to 4 s, from 4.2 s to 7 s, and from 7.6 s to 8 s. Or it carries all, at equal rates. Then the pass begins at
+    6 s, and waits from 6.6 s to 8 s. All buckets are there then, and 1 s of the pass is left. The backward pass of
+    3.2 s hides a part of the push.
+    """
+    shards = {"name": "sharded", "options": {"shards": 2, "servers_on_own_nodes": True}}
+    found = predicted_s(job(1, topology=shards, simulation=costs(4.8, 8.0, sharing=sharing)))
+    assert found == pytest.approx(passed_s + 3.2 + push_s, rel=1e-3)
+
+
 @pytest.mark.parametrize("pair", [[0, 0.5], [3, 1.5]])
 def test_a_pair_that_is_no_need_is_refused(pair: list[float]) -> None:
     with pytest.raises(ConfigError, match=r"\[simulation\] needed_at has a pair \["):
@@ -218,7 +233,7 @@ def test_a_pair_that_is_no_need_is_refused(pair: list[float]) -> None:
 
 def test_the_choice_of_a_cut_knows_passes_that_begin_early() -> None:
     layers, cluster = (layer(125_000, 0.2, 0.4),) * 8, PlacementHardware(2, 8, 0.5e6)
-    found = allreduce_s(layers, cluster, lambda size: EIGHT, early=True)
+    found = allreduce_s(layers, cluster, lambda size: EIGHT, copies=COPIES)
     assert found == pytest.approx(predicted_s(job(simulation=costs(4.8, 8.0))), rel=1e-3)
-    assert found < allreduce_s(layers, cluster, lambda size: EIGHT) < allreduce_s(layers, cluster, early=True)
-    assert allreduce_s(layers, cluster, early=True) == allreduce_s(layers, cluster)
+    assert found < allreduce_s(layers, cluster, lambda size: EIGHT) < allreduce_s(layers, cluster, copies=COPIES)
+    assert allreduce_s(layers, cluster, copies=COPIES) == allreduce_s(layers, cluster)

@@ -308,6 +308,23 @@ def test_prepared_momentum_is_counted_and_no_step_allocates_more() -> None:
     assert rule.state_bytes() == 4 * SIZE
 
 
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"name": "sgd"},
+        {"name": "sgd", "momentum": 0.9},
+        {"name": "adagrad"},
+        {"name": "adam"},
+        {"name": "adamw", "options": {"amsgrad": True}},
+        {"name": "rmsprop", "momentum": 0.9, "options": {"centered": True}},
+    ],
+)
+def test_a_table_knows_how_many_vectors_its_optimiser_keeps(table: dict[str, Any]) -> None:
+    rule = UpdateRule(OptimizerTable(**table), torch.zeros(SIZE))
+    rule.step(torch.ones(SIZE), 0.1)
+    assert rule.state_bytes() // (4 * SIZE) == OptimizerTable(**table).state_vectors
+
+
 def test_without_momentum_nothing_is_kept() -> None:
     rule = UpdateRule(OptimizerTable(name="sgd"), torch.zeros(SIZE))
     rule.prepare()

@@ -149,13 +149,16 @@ def test_a_step_takes_what_virtual_time_says(learners: int, rate: float, sharing
 @pytest.mark.parametrize("rate", [1e8, 1e9, 7e9])
 @pytest.mark.parametrize("buckets", ["auto", 20.0])
 def test_a_step_hides_what_virtual_time_hides(learners: int, rate: float, sharing: Any, buckets: str | float) -> None:
-    """Gradients leave in buckets during the backward pass, and parts of them when their layers are computed."""
+    """Gradients leave in buckets during the backward pass, and parts of them when their layers are computed.
+
+    Without a cut the forward pass begins while weights arrive.
+    """
     layers = DEVICES["VGG11"].timed(NETWORKS["VGG11"][0](1000), 64)
     cluster = PlacementHardware(learners, 64, rate, 1e-5, sharing=sharing)
-    given = buckets_of(placed_job(layers, cluster, buckets))["server"]
+    given, pulled = map(buckets_of(placed_job(layers, cluster, buckets)).__getitem__, ("server", "weights"))
     found = {cut.index: cut.step_s for cut in cuts(layers, cluster, given)}
     for cut in (2, 8, 13, None):
-        ours = server_s(layers, cluster, given) if cut is None else found[cut]
+        ours = server_s(layers, cluster, given, pulled) if cut is None else found[cut]
         theirs = step_s(layers, cluster, cut, buckets)
         assert ours == pytest.approx(theirs, rel=0.02 if sharing == "turns" else 0.08), cut
         assert ours <= (server_s(layers, cluster) if cut is None else placed_s(layers, cut, cluster))

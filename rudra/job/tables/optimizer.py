@@ -108,6 +108,12 @@ class OptimizerTable(Table):
         "weights",
     )
 
+    @property
+    def state_vectors(self) -> int:
+        """Number of vectors of the weights' size that an optimiser of torch keeps as its state."""
+        kept = {"adagrad": 1, "adam": 2, "adamw": 2, "rmsprop": 1}.get(self.name, 0)
+        return kept + bool(self.momentum) + bool(self.options.get("amsgrad")) + bool(self.options.get("centered"))
+
     @field_validator("name", mode="before")
     @classmethod
     def _in_any_case(cls, value: Any) -> Any:
