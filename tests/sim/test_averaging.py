@@ -25,6 +25,7 @@ from rudra.core.buffer_names import DIFFERENCE
 from rudra.core.events import Event
 from rudra.core.records import Gradient
 from rudra.core.schedule import Schedule
+from rudra.core.training_state import BEGINNING
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.errors import ConfigError
@@ -531,6 +532,10 @@ def test_rates_at_a_server_go_by_periods(timestamp: int, made: int, rate: float)
     about = {"learning_rate": 0.5, "milestones": (1,)}
     run = averaged("easgd", 2, 2, averaging={"period": 3}, topology=options, optimizer=about)
     setup: Any = SimpleNamespace(
-        job=run, plan=run.plan(), training_samples=96, schedule=Schedule.stepped(run.optimizer, (1,))
+        job=run,
+        plan=run.plan(),
+        training_samples=96,
+        schedule=Schedule.stepped(run.optimizer, (1,)),
+        position=BEGINNING,
     )
     assert ReplicaSteps(setup).step(timestamp, made, corrects=False).learning_rate == pytest.approx(rate)

@@ -445,7 +445,7 @@ def test_an_optimiser_of_the_user_that_cannot_be_is_one_line(table: OptimizerTab
         ("sgd", "torch", [{"momentum": 0.9}, {"momentum": 0.5}, {"momentum": 0.0}, {"momentum": 0.7}]),
         ("sgd", "caffe", [{"momentum": 0.0}, {"momentum": 0.9}, {"momentum": 0.5}, {"momentum": 0.0}]),
         ("sgd", "torch", [{"momentum": 0.9, "nesterov": False}, {"momentum": 0.6, "nesterov": True}]),
-        ("rmsprop", "torch", [{"momentum": 0.0}, {"momentum": 0.9, "alpha": 0.9}, {"momentum": 0.0}]),
+        ("rmsprop", "torch", [{"momentum": 0.0}, {"momentum": 0.9, "alpha": 0.9}, {"momentum": 0.0, "alpha": 0.99}]),
         ("adam", "torch", [{"betas": [0.9, 0.999]}, {"betas": [0.8, 0.99]}]),
     ],
 )
