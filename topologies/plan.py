@@ -1,8 +1,9 @@
 """Plan of a topology: the roles of a run, and their edges for gradients and weights."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any, Self
 
 from topologies.kinds import (
@@ -101,6 +102,9 @@ class Plan:
         scheduled: Whether the parameter server assigns the samples to learners that request work.
         window: Whether learners apply their gradients to shared weights in the memory of a node.
         gone: Ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
+        active: Number of learners that take part: the first ones that live. The others are dormant. None: all take
+            part.
+        drawn: Roles as the topology made them, if roles are gone or dormant. Otherwise empty.
     """
 
     roles: tuple[Role, ...]
@@ -114,6 +118,8 @@ class Plan:
     scheduled: bool = False
     window: bool = False
     gone: frozenset[int] = frozenset()
+    active: int | None = None
+    drawn: tuple[Role, ...] = field(default=(), repr=False, compare=False)
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
         for name in fields.keys() & _RENAMED.keys():
@@ -129,7 +135,8 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:  # once: all roles ask for what was worked out of their plan
-        return hash((self.roles, self.overlapped, self.averaging, self.sharing, self.scheduled, self.window, self.gone))
+        kinds = (self.overlapped, self.averaging, self.sharing, self.scheduled, self.window)
+        return hash((self.roles, *kinds, self.gone, self.active))
 
     @property
     def ranks(self) -> int:
@@ -216,10 +223,10 @@ class Plan:
         """
         left = [i for i in range(len(self.roles)) if i not in (*self.front_owners[1:], *self.stages[1:])]
         now: dict[int | None, int] = {before: id_ for id_, before in enumerate(left)}
-        kept = map(self.roles.__getitem__, left)
+        kept = map(self.whole.roles.__getitem__, left)
         roles = (replace(role, parent=now.get(role.parent), source=now.get(role.source)) for role in kept)
-        gone = frozenset(now[i] for i in self.gone)
-        return replace(self, roles=tuple(roles), gone=gone), {before: id_ for id_, before in enumerate(left)}
+        plan = replace(self.whole, roles=tuple(roles))._present(frozenset(now[i] for i in self.gone), self.active)
+        return plan, {before: id_ for id_, before in enumerate(left)}
 
     @cached_property
     def statistics(self) -> int:
@@ -232,8 +239,21 @@ class Plan:
         return self._those(lambda kind: kind.trains)
 
     @cached_property
+    def dormant(self) -> frozenset[int]:
+        """Ids of the learners that live and do not take part. They are in no other attribute except `roles`."""
+        if self.active is None:
+            return frozenset()
+        living = (i for i, role in enumerate(self.roles) if role.kind_traits.trains and i not in self.gone)
+        return frozenset(islice(living, self.active, None))
+
+    @cached_property
+    def whole(self) -> "Plan":
+        """The plan in which all roles live and take part."""
+        return replace(self, roles=self.drawn, gone=frozenset(), active=None, drawn=()) if self.drawn else self
+
+    @cached_property
     def learner_numbers(self) -> int:
-        """Number of learners, including dead ones. Learners have the numbers from 0 up to this."""
+        """Number of learners, including dead and dormant ones. Learners have the numbers from 0 up to this."""
         return sum(role.kind_traits.trains for role in self.roles)
 
     @cached_property
@@ -379,19 +399,19 @@ class Plan:
     def expendable(self, role: int) -> bool:
         """Returns whether all other roles can continue with this plan if a role is lost.
 
-        This holds for a learner that no other role needs for an average or for weights. After the loss of any other
-        role the run needs a new plan (`without`).
+        This holds for a learner that no other role needs for an average or for weights, unless a dormant learner can
+        take its place. After the loss of any other role the run needs a new plan (`without`).
 
         Args:
             role: Id of the role.
         """
-        return self.roles[role].kind_traits.trains and not self.groups and not self.overlapped
+        return self.roles[role].kind_traits.trains and not (self.groups or self.overlapped or self.dormant)
 
     def without(self, lost: Collection[int]) -> "Plan":
         """Returns the plan of the remaining roles after a loss.
 
         The nearest remaining ancestor takes over the roles below a lost one. A server of a tree without a learner below
-        it loses its parent.
+        it loses its parent. If learners are dormant, the first of them take the places of lost learners.
 
         Args:
             lost: Ids of the lost roles.
@@ -404,24 +424,41 @@ class Plan:
         for needed in dict.fromkeys((*self.owners, *self.stages, self.statistics)):
             if needed in gone:
                 raise ValueError(f"no run continues without the {self.roles[needed].name}")
-        if gone.issuperset(self.learners):
+        if gone.issuperset((*self.learners, *self.dormant)):
             raise ValueError("no learner is left")
+        return self.whole._present(gone, self.active)
 
-        def living(id_: int | None, above: Callable[[Role], int | None]) -> int | None:
-            while id_ in gone:
+    def with_active(self, learners: int | None) -> "Plan":
+        """Returns the plan in which a number of learners take part: the first ones that live.
+
+        Args:
+            learners: Number of learners. None: all.
+        """
+        return self.whole._present(self.gone, learners)
+
+    def _present(self, gone: frozenset[int], active: int | None) -> "Plan":
+        """Returns the plan of the roles that live and take part. Here all do."""
+        if active is not None and active >= self.learner_numbers:
+            active = None
+        if not gone and active is None:
+            return self
+        plan = replace(self, gone=gone, active=active, drawn=self.roles)
+        absent, roles = plan.gone | plan.dormant, list(self.roles)
+
+        def present(id_: int | None, above: Callable[[Role], int | None]) -> int | None:
+            while id_ in absent:
                 id_ = above(self.roles[id_])
             return id_
 
-        roles = list(self.roles)
         for id_, role in enumerate(roles):
-            if id_ not in gone:
-                parent, source = living(role.parent, lambda r: r.parent), living(role.source, self.weight_source)
+            if id_ not in absent:
+                parent, source = present(role.parent, lambda r: r.parent), present(role.source, self.weight_source)
                 roles[id_] = replace(role, parent=parent, source=source)
         for members in self.groups if self.served else (self.learners,):
-            left = [id_ for id_ in members if id_ not in gone]
+            left = [id_ for id_ in members if id_ not in absent]
             for id_, (parent, source) in zip(left, group_tree(left, self.roles[members[0]].parent), strict=True):
                 roles[id_] = replace(roles[id_], parent=parent, source=source)
-        plan = replace(self, roles=tuple(roles), gone=gone)
+        plan = replace(plan, roles=tuple(roles))
         for id_, role in enumerate(roles):
             if role.kind_traits.relays and not plan.learners_below(id_):
                 roles[id_] = replace(role, parent=None)
@@ -445,12 +482,14 @@ class Plan:
         return int(self.roles[role].kind_traits.trains) + sum(map(self.learners_below, self.children[role]))
 
     def _those(self, wanted: Callable[[RoleTraits], bool]) -> tuple[int, ...]:
-        return tuple(i for i, role in enumerate(self.roles) if wanted(role.kind_traits) and i not in self.gone)
+        absent = self.gone | self.dormant
+        return tuple(i for i, role in enumerate(self.roles) if wanted(role.kind_traits) and i not in absent)
 
     def _below(self, above: Callable[[Role], int | None]) -> tuple[tuple[int, ...], ...]:
         found: list[list[int]] = [[] for _ in self.roles]
+        absent = self.gone | self.dormant
         for id_, role in enumerate(self.roles):
-            if id_ in self.gone or role.kind_traits.tests:
+            if id_ in absent or role.kind_traits.tests:
                 continue
             if (parent := above(role)) is not None:
                 found[parent].append(id_)

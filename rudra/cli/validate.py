@@ -38,8 +38,10 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.core.buckets import refusal
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
+    from rudra.job.changes import active_text
     from rudra.prepare.resolve import resolve
     from rudra.report.topology import message, roles
+    from rudra.results.identity import tables_of
     from rudra.results.summary import correction_text
 
     written = job_of(arguments)
@@ -92,6 +94,8 @@ def execute(arguments: argparse.Namespace) -> int:
         role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
         lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
+    if told := active_text(tables_of(job)):
+        lines["active learners"] = told
     for change in job.changes:
         lines[f"at {change.boundary.text}"] = change.text
     if job.training.target is not None:

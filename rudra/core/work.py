@@ -56,7 +56,8 @@ def portion(plan: Plan, role: int, minibatch_size: int, shares: tuple[float, ...
     """Returns the part of each batch that a learner computes.
 
     Without shares, a learner draws μ samples from a stream of its own. With shares, the learners of a compute group
-    (without groups: all learners) draw from one stream and take adjacent parts of each batch.
+    (without groups: all learners) draw from one stream and take adjacent parts of each batch. A dormant learner has
+    the part that it would have if all learners took part.
 
     Args:
         plan: Role assignment.
@@ -66,7 +67,7 @@ def portion(plan: Plan, role: int, minibatch_size: int, shares: tuple[float, ...
     """
     if not shares:
         return Portion(plan.roles[role].index, 0, minibatch_size, minibatch_size)
-    return _portions(plan, minibatch_size, shares)[role]
+    return _portions(plan.whole if role in plan.dormant else plan, minibatch_size, shares)[role]
 
 
 @lru_cache(maxsize=4)  # every learner asks

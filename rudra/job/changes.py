@@ -16,7 +16,7 @@ MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "protocol": ("name", "n", "modulation", "reference_batch_size", "options"),
     "optimizer": ("learning_rate", "milestones", "decay_factor", "momentum", "options"),
     "training": ("minibatch_size",),
-    "cluster": ("shares",),
+    "cluster": ("shares", "active_learners"),
     "averaging": ("period", "elasticity", "outer"),
     "topology": ("options",),
 }
@@ -61,7 +61,7 @@ class JobChange(Table):
         "nesterov. Velocities and other state remain",
     )
     training: dict[str, Any] = Field({}, description="minibatch_size")
-    cluster: dict[str, Any] = Field({}, description="shares")
+    cluster: dict[str, Any] = Field({}, description="shares, active_learners")
     averaging: dict[str, Any] = Field(
         {}, description="period, elasticity; of outer, learning_rate, momentum and the same options as of optimizer"
     )
@@ -133,3 +133,21 @@ def _merged(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
         both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
         found[key] = _merged(found[key], value) if both else value
     return found
+
+
+def active_text(tables: Mapping[str, Any]) -> str:
+    """Says how many learners take part, and from when on. Empty: all do.
+
+    Args:
+        tables: tables of a job as plain values: table -> key -> value.
+    """
+    cluster, changes = tables.get("cluster", {}), tables.get("changes", [])
+    first, learners = cluster.get("active_learners"), cluster.get("learners")
+    texts = []
+    for change in changes:
+        if active := change.get("cluster", {}).get("active_learners"):
+            key = "at_epoch" if change.get("at_epoch") is not None else "at_update"
+            texts.append(f"{active} from {key.removeprefix('at_')} {change[key]} on")
+    if first is None and not texts:
+        return ""
+    return ", ".join([f"{first or learners} of {learners}", *texts])

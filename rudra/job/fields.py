@@ -109,6 +109,10 @@ class JobFields(Table):
         how = {"scheduled": scheduled, "window": scheduled and self.hogbatch.shares_weights}
         return topologies.load(topology, self.topology.options, per_rank, staged=staged, **how)
 
+    def active(self, plan: topologies.Plan) -> topologies.Plan:
+        """Returns a plan in which the job's active learners take part. The others are dormant."""
+        return plan.with_active(self.cluster.active_learners)
+
     def make_correction(self) -> protocols.Correction:
         """Makes the job's correction of gradients, without a state.
 
@@ -131,7 +135,7 @@ class JobFields(Table):
             ConfigError: there is no such protocol.
             ValueError: an option, n or the modulation does not fit the protocol.
         """
-        plan = self.make_topology().plan(self.learners) if plan is None else plan
+        plan = self.active(self.make_topology().plan(self.learners)) if plan is None else plan
         table, factory, own = self.protocol, self.protocol_factory, self.protocol_table
         left = plan.workers - lost
         arguments = {} if own is None else own.arguments(plan)

@@ -206,7 +206,7 @@ class Job(JobFields):
             ConfigError: the number of learners is not known, or protocol, hooks or faults do not fit the plan.
             ValueError: options of the topology do not fit these learners.
         """
-        plan = self.make_topology().plan(self.learners, nodes)
+        plan = self.active(self.make_topology().plan(self.learners, nodes))
         if nodes is not None:
             self.check(plan)
             try:
@@ -225,7 +225,7 @@ class Job(JobFields):
             ConfigError: the protocol cannot work on the plan, or a hook names a role that is not in it.
         """
         try:
-            rules.check(rules.PART_RULES, self._part(plan, placed=True))
+            rules.check(rules.PART_RULES, self._part(self.active(plan), placed=True))
             for _, later, its_plan in self._later_parts(plan):
                 rules.check(rules.PART_RULES, later._part(its_plan, placed=True))
         except ValueError as error:
@@ -260,12 +260,13 @@ class Job(JobFields):
         Raises:
             ValueError: options of the topology do not fit, or change the roles.
         """
-        whole = [(START, self.after(0), plan), *self._later_parts(plan)]
+        whole = [(START, self.after(0), self.active(plan)), *self._later_parts(plan)]
         most = max(its_plan.max_gradients_per_message for _, _, its_plan in whole)  # which buffers have room for
         for start, part, its_plan in whole:
             yield start, part, replace(its_plan, max_gradients_per_message=most)
 
     def _later_parts(self, plan: topologies.Plan) -> Iterator[tuple[Boundary, Job, topologies.Plan]]:
+        plan = plan.whole
         nodes = [plan.roles[i].node for i in plan.learners]
         for number, change in enumerate(self.changes, 1):
             later = self.after(number)
@@ -276,7 +277,7 @@ class Job(JobFields):
             rules.check([rules.other_roles], plan, drawn)
             places = zip(drawn.roles, plan.roles, strict=True)
             roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
-            yield change.boundary, later, replace(drawn, roles=tuple(roles))
+            yield change.boundary, later, later.active(replace(drawn, roles=tuple(roles)))
 
     def to_json(self) -> str:
         """Returns the job as one line of JSON without the table `[study]`. A callable appears as `module:name`."""

@@ -630,6 +630,25 @@ def shares(part: JobPart) -> Iterator[str]:
 
 
 @part_rule
+def active_learners(part: JobPart) -> Iterator[str]:
+    """Checks keys that need all learners, or roles that cannot restart when a dormant learner begins."""
+    job, plan, active = part.job, part.plan, part.job.cluster.active_learners
+    if active is None:
+        return
+    on = f"[cluster] active_learners = {active} is not supported with"
+    if active > plan.learner_numbers:
+        yield f"{on} {plan.learner_numbers} learners; use 1 to {plan.learner_numbers}"
+    if plan.sharded:
+        yield f"{on} topology {named(job.topology.name)}, whose servers cannot restart; use topology base"
+    if plan.window:
+        yield f"{on} [hogbatch] weights = 'shared', which all workers update in place; use weights = 'server'"
+    if plan.reduction == "mpi":
+        yield f"{on} [topology] options.reduction = 'mpi'; use 'ordered' or 'nodes'"
+    if job.simulation.batching == "big-batch":
+        yield f"{on} [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
+
+
+@part_rule
 def stragglers(part: JobPart) -> Iterator[str]:
     on = "[fault_tolerance] straggler_timeout_s is not supported with"
     if part.job.fault_tolerance.straggler_timeout_s is None:

@@ -67,7 +67,7 @@ class Reductions:
         made = self.of_groups = {}
         for role in roles:
             for group in (plan.roles[role].group, *((EVERYBODY,) if plan.sharing != "nothing" else ())):
-                if group is None or group in made or not plan.traits(role).trains:
+                if group is None or group in made or role not in plan.learners:
                     continue
                 members, channel = plan.together(role, group), AVERAGES if group == EVERYBODY else REDUCTIONS
                 tag, executor = self._tag(members[0], channel), self._executors[role]

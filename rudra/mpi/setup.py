@@ -168,7 +168,7 @@ class RankSetup:
         parts: list[dict[int, float]] = self._ranks.comm.allgather(self._trial.seconds)
         self._trial.close()
         taken = {role: seconds for part in parts for role, seconds in part.items()}
-        seconds = [taken[role] for role in self.plan.learners]
+        seconds = [taken[role] for role in self.plan.whole.learners]
         shares = by_speed(seconds)
         if self.keeps_results:
             text = speeds_text(seconds, self.job.training.minibatch_size, shares)
@@ -280,7 +280,7 @@ class RankSetup:
         A stage server has three for each learner. Others may keep one for each learner whose gradients come in buckets,
         and another one if that learner dies.
         """
-        traits, learners = self.plan.traits(role), len(self.plan.learners)
+        traits, learners = self.plan.traits(role), self.plan.learner_numbers
         return RESERVED + 3 * learners * traits.concludes + 2 * learners * (traits.serves and not traits.concludes)
 
     def _share_window(self) -> None:

@@ -99,6 +99,7 @@ def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
     job = job.resolved(
         learners=len(plan.learners), threads_per_rank=job.cluster.threads_per_rank or _share(plan, ranks)
     )
+    plan = job.active(plan)
     job.check(plan)
     return ResolvedJob(job, plan)
 

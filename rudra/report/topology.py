@@ -105,7 +105,7 @@ def of_results(results: Results) -> Cast | None:
     rows, about, job = results.roles, results.attributes, results.job
     if not len(rows):
         return None
-    plan = results.plan()
+    plan = results.plan().with_active(job.get("cluster", {}).get("active_learners"))
     label = protocol_label({"protocol": about.get("protocol"), "n": about.get("n")})
     if plan.scheduled:
         table = checked(HogbatchTable, job.get("hogbatch", {}), "hogbatch")
@@ -343,7 +343,8 @@ def roles(plan: Plan) -> str:
         workers += f", {those} of {_either(sizes)} learner{_s(max(sizes))} (k)"
     most = max(Counter(plan.roles[i].world_rank for i in plan.learners).values())
     shared = f", up to {most} on a rank" if most > 1 else ""
-    return f"{counted(plan, range(len(plan.roles)))} (λ){shared}; {workers}"
+    dormant = f", {len(plan.dormant):,} of them dormant" if plan.dormant else ""
+    return f"{counted(plan, range(len(plan.roles)))} (λ){dormant}{shared}; {workers}"
 
 
 def message(plan: Plan, per_update: int) -> str:

@@ -14,7 +14,7 @@ _OPTIONAL = ("parent", "source", "group")
 def rows_of(plan: Plan) -> Rows:
     """Returns one row for each role, by id."""
     rows = np.zeros(len(plan.roles), ROLE)
-    for row, role in zip(rows, plan.roles, strict=True):
+    for row, role in zip(rows, plan.whole.roles, strict=True):
         for name in ROLE.names or ():
             value: Any = getattr(role, name)
             row[name] = value.encode() if name == "kind" else -1 if value is None else value

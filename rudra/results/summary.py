@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from protocols import rule_of
 from rudra.core.records import TIMES
 from rudra.errors import printable
+from rudra.job.changes import active_text
 from rudra.job.table import checked, named
 from rudra.job.tables import HogbatchTable
 from rudra.job.tables.weights_average import WeightsAverageTable
@@ -46,6 +47,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "correction": correction_text(job.get("protocol", {})),
         "topology": attributes.get("topology"),
         "learners": attributes.get("learners"),
+        "active_learners": active_text(job),
         **_rates(job.get("optimizer", {}).get("learning_rate"), attributes, updates, epochs),
         "minibatch_size": attributes.get("minibatch_size"),
         "bucket_bytes": attributes.get("bucket_bytes"),  # missing in older files

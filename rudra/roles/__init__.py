@@ -13,6 +13,7 @@ from rudra.core.training_state import BEGINNING, TrainingState
 from rudra.job.job import Job
 from rudra.roles.averaging import Averager
 from rudra.roles.coordinator import Coordinator
+from rudra.roles.dormant import DormantLearner
 from rudra.roles.elastic import ElasticLearner
 from rudra.roles.group_learner import GroupLearner
 from rudra.roles.learner import Learner
@@ -102,5 +103,6 @@ def make(
         position: state of training at the start.
         phases: all phases of the run, if the job changes.
     """
-    machine: Callable[[int, Setup], Machine] = MACHINES[plan.traits(role).variant]
+    variant = plan.traits(role).variant
+    machine: Callable[[int, Setup], Machine] = DormantLearner if role in plan.dormant else MACHINES[variant]
     return machine(role, Setup(job, plan, training_samples, schedule, position, phases))

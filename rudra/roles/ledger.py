@@ -329,6 +329,12 @@ class Ledger:
         """Whether the job must change now, after this update, and training continues."""
         return self.rules.until.is_reached(self.epoch, self.timestamp) and not self.over
 
+    @property
+    def learners_change(self) -> bool:
+        """Whether other learners take part after the change of the job that is due now."""
+        rules, here = self.rules, TrainingState(self.timestamp, self.epoch)
+        return rules.plan_at(frozenset(), here).learners != rules.plan.learners
+
     def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
         """Continues by the present job from a position, without the dead roles."""
         begun = self.rules.change(dead, position)
@@ -366,7 +372,9 @@ class Ledger:
         trained = any(plan.roles[i].kind_traits.trains for i in lost)
         if self.rules.job.fault_tolerance.on_learner_loss == "stop" and trained:
             self.stopped = True
-        text = f"{names} died; {left_over(len(plan.learners))}, which continue from update {self.timestamp}"
+        left = left_over(len(plan.learners) + len(plan.dormant))
+        left += f" ({len(plan.learners)} active)" if plan.dormant else ""
+        text = f"{names} died; {left}, which continue from update {self.timestamp}"
         warnings = [Warn(text)] if lost else []
         return [*self.outbox.flush(now), *warnings, Reconfigure(plan, position)]
 

@@ -8,9 +8,9 @@ end of training.
 from collections.abc import Mapping
 from typing import Any
 
-from rudra.core.actions import Action, Fail
+from rudra.core.actions import Action, Fail, Send
 from rudra.core.events import Committed, Received, Saved, Updated
-from rudra.core.messages import MessageKind, OwnerStepped, RowsFlushed, SnapshotCredit
+from rudra.core.messages import MessageKind, OwnerStepped, RowsFlushed, SnapshotCredit, Stop
 from rudra.core.records import Gradient
 from rudra.roles.checkpoint_cycle import CheckpointCycle
 from rudra.roles.ledger import Ledger
@@ -45,6 +45,7 @@ class OwnerDuties:
     def __init__(self, role: int, setup: Setup, *, leads: bool = True) -> None:
         plan, results, position = setup.plan, setup.job.results, setup.position
         self.ledger = Ledger(role, setup, reports=leads)
+        self._leads = leads
         intervals = (results.checkpoint_interval, results.kept_interval) if leads else (None, None)
         self.cycle = CheckpointCycle(self.ledger, intervals[0], position, intervals[1])
         self.stages = StageLog(role, setup, plan.stages if leads else ())
@@ -109,6 +110,11 @@ class OwnerDuties:
     def account(
         self, now: float, *, pushed: int, pending: int = 0, discarded: int = 0, lost: int = 0, stopped: bool
     ) -> list[Action]:
-        """Reports the totals of the training. Makes a last checkpoint if the training was stopped."""
-        totals = self.ledger.totals(now, pushed, pending, discarded, lost)
-        return [*totals, *(self.cycle.end(now) if stopped else ()), *self.stages.end()]
+        """Reports the totals of the training. Makes a last checkpoint if the training was stopped.
+
+        The other roles know the end of training. Dormant learners are notified.
+        """
+        ledger = self.ledger
+        totals = ledger.totals(now, pushed, pending, discarded, lost)
+        told = [Send(i, Stop(ledger.id)) for i in sorted(ledger.rules.plan.dormant) if self._leads]
+        return [*totals, *told, *(self.cycle.end(now) if stopped else ()), *self.stages.end()]

@@ -91,13 +91,14 @@ class Replica(Machine):
         WAITING    evaluation or checkpoint over -> UPDATING
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
-        any        a learner died                -> REGROUPING until a checkpoint is made; all continue from it
+        any        a learner died, or others are to take part
+                                                 -> REGROUPING until a checkpoint is made; all continue from it
 
-    If the job changes, every replica continues with the next job immediately. All replicas have the same
-    weights, and no message is under way between them.
+    If the job changes, every replica continues with the next job immediately. All replicas have the same weights, and
+    no message is under way between them. If the change begins or ends learners, all replicas take over the first
+    learner's weights from a checkpoint.
 
-    If a learner dies during a reduction, some replicas may have made the update and others not. Therefore all replicas
-    take over the first learner's weights from a checkpoint.
+    If a learner dies during a reduction, some replicas may have made the update and others not. Then they do the same.
 
     If the run is asked to stop, the first learner reports it with its next gradient. All learners stop after the update
     by that gradient. If the training target is reached, they stop at the end of the epoch.
@@ -137,7 +138,9 @@ class Replica(Machine):
             for what, method in MAINTENANCE.items()
         },
         (ReplicaState.WAITING, Sent): Transition("_returned", ReplicaState.WAITING, ReplicaState.UPDATING),
-        (ReplicaState.UPDATING, Updated): Transition("_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED),
+        (ReplicaState.UPDATING, Updated): Transition(
+            "_updated", ReplicaState.COMPUTING, ReplicaState.STOPPED, ReplicaState.REGROUPING
+        ),
         **{(state, Lost): Transition("_lose", state, ReplicaState.REGROUPING) for state in TRAINING},
         **self_loops(
             [ReplicaState.REGROUPING],
@@ -168,6 +171,7 @@ class Replica(Machine):
         """Resets the role's state. All roles begin with this plan, and nothing is under way."""
         self.plan = plan
         self.state: States = ReplicaState.HASHING
+        self._more_steps = self.log.step - self.ledger.timestamp  # negative if this learner began later
         self._stops = False  # after the update under way
         self._members = plan.children[self.id]
         self._to_members = plan.receivers[self.id]
@@ -185,7 +189,7 @@ class Replica(Machine):
         if self.state is ReplicaState.WAITING:
             return self.duties.waiting_for
         if self.state is ReplicaState.REGROUPING:
-            return "a checkpoint to continue from without the learners that died"
+            return "a checkpoint that all learners continue from"
         if self.state is ReplicaState.READY:
             return "other learners to get ready"
         if self.state is ReplicaState.COMPUTING:
@@ -194,7 +198,7 @@ class Replica(Machine):
 
     def validate(self) -> None:
         self.ledger.validate()
-        assert self.ledger.timestamp <= self.log.step
+        assert self.ledger.timestamp + self._more_steps <= self.log.step
 
     def _start(self, event: Started, now: float) -> list[Action]:
         return [*self.ledger.rules.settings(self.id), Hash(WEIGHTS)]
@@ -243,7 +247,7 @@ class Replica(Machine):
         word = GroupFlags(self._digest, self._lr_drops_requested, self._target_reached, ledger.stopped)
         batch = self.ledger.rules.job.training.minibatch_size * len(self.plan.learners)
         rate = ledger.predicted_rate(batch)
-        return [Reduce(GRADIENT, 0, event.step, gradient, True, word, rate), *actions]
+        return [Reduce(GRADIENT, 0, ledger.timestamp, gradient, True, word, rate), *actions]
 
     def _stop(self, event: Stopped, now: float) -> list[Action]:
         self.ledger.stopped = self._leads
@@ -294,6 +298,8 @@ class Replica(Machine):
         self.log.spend(self._reduced_at - self._ready_at, 0.0, 0.0, 0.0, now - self._reduced_at)
         actions = self._note(event, now)
         if not self._ended_training:
+            if self.ledger.is_to_change and self.ledger.learners_change:
+                return actions + self.log.due(now) + self._await_regrouping(now)
             changes = self._change(now) if self.ledger.is_to_change else []
             return changes + self._next(now) + self.log.due(now) + actions
         self.state = ReplicaState.STOPPED
@@ -348,9 +354,12 @@ class Replica(Machine):
         follows = self.duties.lose(event.role, now, ended=self._ended_training)
         if follows is not None:
             return follows
-        cycle = self.duties.cycle
-        regrouping, self.state = self.state is ReplicaState.REGROUPING, ReplicaState.REGROUPING
-        return [] if regrouping or cycle.saving is not None else cycle.save(now, alone=True)
+        return [] if self.state is ReplicaState.REGROUPING else self._await_regrouping(now)
+
+    def _await_regrouping(self, now: float) -> list[Action]:
+        """Waits for the checkpoint that all learners continue from. The first learner makes it."""
+        self.state, cycle = ReplicaState.REGROUPING, self.duties.cycle
+        return cycle.save(now, alone=True) if self._leads and cycle.saving is None else []
 
     def _save_before_regrouping(self, event: Saved | Committed, now: float) -> list[Action]:
         cycle = self.duties.cycle
@@ -358,8 +367,9 @@ class Replica(Machine):
         if event.error and not cycle.alone:  # it needed state that the dead roles held
             return actions + cycle.save(now, alone=True)
         if event.error:
-            why = f"learners died, and no checkpoint could be made to continue from: {event.error}"
-            return [*actions, Fail(why, lost=True)]
+            why = "learners died" if self._dead else "other learners are to take part"
+            text = f"{why}, and no checkpoint could be made to continue from: {event.error}"
+            return [*actions, Fail(text, lost=True)]
         if isinstance(event, Saved):
             return actions
         assert position is not None
@@ -370,8 +380,8 @@ class Replica(Machine):
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
         actions = self.ledger.regroup(self._dead, position, now)
         if self.ledger.rules.plan is not self.plan:
+            self.log.follow(self.ledger.rules.job, self.ledger.rules.plan, position)
             self._reset_for_plan(self.ledger.rules.plan)
-            self.log.follow(self.ledger.rules.job, self.plan, position)
         return actions
 
     def _updated_before(self, event: Updated, now: float) -> list[Action]:

@@ -90,10 +90,14 @@ class TrainingRules:
 
     def change(self, dead: Set[int], position: TrainingState) -> Phases:
         """Applies the rules at a position, without the dead roles. Returns the phases that begin by then."""
-        before, gone = self._begun, self.plan.gone | dead
-        plan = phase_at(self._phases, position).plan
-        self.follow(plan.without(gone) if gone else plan, position)
+        before = self._begun
+        self.follow(self.plan_at(dead, position), position)
         return self._phases[before : self._begun]
+
+    def plan_at(self, dead: Set[int], position: TrainingState) -> Plan:
+        """Returns the plan at a position, without the dead roles."""
+        gone, plan = self.plan.gone | dead, phase_at(self._phases, position).plan
+        return plan.without(gone) if gone else plan
 
     def staleness_warning(self, epoch: int, mean_staleness: float) -> str:
         """Returns a warning if the gradients of an epoch were too stale for their learning rate, or an empty string.

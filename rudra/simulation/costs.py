@@ -88,7 +88,7 @@ def paces_of(job: Job, plan: Plan) -> dict[int, Pace]:
     protocol = Hogbatch.of(job.make_protocol(plan))
     team, common = job.hogbatch.team(plan.learner_numbers), job.simulation.compute_s
     found = {}
-    for role in plan.learners:
+    for role in plan.whole.learners:
         number = plan.roles[role].index
         own = team[number].compute_s
         found[role] = Pace(common if own is None else own, team[number].threads, protocol.first_sizes[number])
@@ -111,7 +111,7 @@ class CostModel:
     Attributes:
         paces: Paces by learner, as passed in.
         node: Node of every role.
-        compute_s: Mean duration of a mini-batch, for every learner's role.
+        compute_s: Mean duration of a mini-batch, for every learner's role, also if it is dormant.
         guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them. Empty if it lists all.
         pieces: Fraction of that duration that each kind of a learner's computation takes.
         backward: Fraction of that duration that the backward pass takes. It finishes the gradient part by part.
@@ -198,14 +198,14 @@ class CostModel:
         return min(self.part(sender), self.part(receiver))
 
     def _compute_times(self, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, float]:
-        table, plan = self.table, self.plan
+        table, plan, learners = self.table, self.plan, self.plan.whole.learners
         if self.paces:
             own_s = {role: pace.seconds(pace.size) for role, pace in self.paces.items()}
             self.guessed = ""
         else:
-            counts = {role: portion(plan, role, minibatch_size, shares).count for role in plan.learners}
+            counts = {role: portion(plan, role, minibatch_size, shares).count for role in learners}
             alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
-            own_s = {role: alone_s[counts[role]] for role in plan.learners}
+            own_s = {role: alone_s[counts[role]] for role in learners}
             self.guessed = guessed(table.compute_s, alone_s)
         computers = {plan.roles[role].world_rank: self.node[role] for role in plan.learners}
         on_node = Counter(computers.values())  # learners of one rank take turns, so they count once
@@ -213,7 +213,7 @@ class CostModel:
             role: own_s[role]
             * (1 + table.node_slowdown * (on_node[self.node[role]] - 1))
             * table.slowdown.get(plan.roles[role].index, 1.0)
-            for role in plan.learners
+            for role in learners
         }
 
     def computation(self, role: int, source: random.Random) -> Callable[[], float]:
@@ -339,7 +339,7 @@ def expected_shares(job: Job, plan: Plan) -> tuple[float, ...]:
     """
     size = job.training.minibatch_size
     compute_s = CostModel(job.simulation, plan, size, job.cluster.parts).compute_s
-    seconds = [compute_s[role] for role in plan.learners]
+    seconds = [compute_s[role] for role in plan.whole.learners]
     shares = by_speed(seconds)
     log.info(f"{job.name}: by these costs {speeds_text(seconds, size, shares)}")
     return shares

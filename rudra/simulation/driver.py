@@ -161,7 +161,7 @@ class Simulation:
 
     def _share_ranks(self) -> None:
         """Lets the learners of a rank compute one after another. No effect if each has its own rank."""
-        learners = [self.actors[role] for role in self.plan.learners if role in self.actors]
+        learners = [self.actors[role] for role in self.plan.whole.learners if role in self.actors]
         ranks = [self.plan.roles[actor.role].world_rank for actor in learners]
         if len(set(ranks)) < len(ranks):
             first = dict(zip(reversed(ranks), reversed(learners), strict=True))

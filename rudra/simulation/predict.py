@@ -113,7 +113,12 @@ class Prediction:
         left_out = {"job", "efficiency"} if self.workers else {"job", "efficiency", "workers"}
         fields = {name: getattr(self, name) for name in self.__slots__ if name not in left_out}
         model = {"efficiency": self.efficiency.as_dict()} if self.efficiency else {}
-        return {"learners": self.job.learners, **fields, **model}
+        return {"learners": self.learners, **fields, **model}
+
+    @property
+    def learners(self) -> int:
+        """Number of learners that take part."""
+        return min(self.job.learners, self.job.cluster.active_learners or self.job.learners)
 
 
 def outline(job: Job) -> Outline:
@@ -367,7 +372,7 @@ def as_text(predictions: Sequence[Prediction]) -> str:
         counts = f"{p.samples_per_s:,.0f}", f"{p.mean_staleness:.2f}", str(p.max_staleness)
         loads = (f"{p.loads[name]:.1%}" for name in ("server", "link"))
         cells = f"{p.epoch_s:.4g}", speed_up, *counts, *shares, *loads, f"{p.bound} {p.bound_s:.4g}"
-        report.rows.append((str(p.job.learners), *cells))
+        report.rows.append((str(p.learners), *cells))
     updates = sorted({p.updates for p in predictions})
     simulated = f"{updates[0]:,} updates" if len(updates) == 1 else f"{updates[0]:,} to {updates[-1]:,} updates"
     report.notes = [

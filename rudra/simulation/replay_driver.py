@@ -90,13 +90,13 @@ class ReplayDriver:
         self._replicas: ReplicaSteps | None = None
         self._begun_at = 0  # number of gradients applied when all roles began or restarted
         self._exchanged: set[int] = set()  # learners whose replica differs from the weights
-        self._role = {plan.roles[role].index: role for role in plan.learners}  # by the learner's number
+        self._role = {plan.roles[role].index: role for role in plan.whole.learners}  # by the learner's number
         self._works: dict[int, Work] = {}  # learner -> samples of its next mini-batch
         self._steps: dict[int, int] = {}  # learner -> step of its next mini-batch
         self._parts: dict[int, deque[Work]] = {}  # worker -> remaining parts of its assigned work
         machines, self._make_as_ever = machines_of(phases, training_samples)
         if plan.served:
-            machines |= {role: self._make(role, plan, BEGINNING) for role in plan.learners}
+            machines |= {role: self._make(role, plan, BEGINNING) for role in plan.whole.learners}
         first = phases[0]
         setup = Setup(first.job, plan, training_samples, first.schedule)
         merged = plan.stage is not None and record.merged
@@ -128,6 +128,8 @@ class ReplayDriver:
         if not plan.served or not plan.traits(role).trains:
             return self._make_as_ever(role, plan, position)
         self._begun_at = position.applied
+        if role not in plan.learners:
+            return FedLearner(role, plan, 0)
         _, job, _, schedule, _ = phase_at(self._phases, position)
         if plan.averaging:
             self._replicas = ReplicaSteps(Setup(job, plan, self._training_samples, schedule, position))
@@ -241,6 +243,8 @@ class ReplayDriver:
             update = self._ledger.timestamp + 1
             who = f"gradient of learner {learner}, step {row['step']}"
             raise Left(update, f"{who}: there are {len(self._role)} learners")
+        if role not in self._simulation.plan.learners:
+            raise Left(self._ledger.timestamp + 1, f"gradient of learner {learner}, which does not take part")
         return self._simulation.plan.group_of(role)
 
     def _compute_row(self, row: np.void, role: int) -> Gradient:

@@ -4,6 +4,7 @@ from typing import Any
 
 from rudra.core.messages import MESSAGES, MessageKind
 from rudra.roles import MACHINES, Machine
+from rudra.roles.dormant import DormantLearner
 from tests.docs import markdown
 from tests.docs.markdown import code
 from topologies.kinds import Variant
@@ -12,8 +13,9 @@ from topologies.kinds import Variant
 def state_diagrams() -> list[str]:
     """For each state machine a diagram of its changes of state, and what it takes without one."""
     lines: list[str] = []
-    for machine in dict.fromkeys(MACHINES.values()):
+    for machine in dict.fromkeys((*MACHINES.values(), DormantLearner)):
         variants = [_words(variant) for variant, other in MACHINES.items() if other is machine]
+        variants = variants or ["any learner that does not take part"]
         module = machine.__module__.replace(".", "/")
         lines += [f"### {machine.__name__}", "", f"Variants: {', '.join(variants)}. Code: `{module}.py`.", ""]
         lines += [*_diagram(machine), "", *_loops(machine), ""]

@@ -15,6 +15,7 @@ from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.prepare.nodes import nodes_of
 from rudra.roles import MACHINES, Machine
+from rudra.roles.dormant import DormantLearner
 from rudra.roles.machine import States
 from rudra.simulation.assembly import assemble
 from rudra.simulation.timing_only import TimingOnly
@@ -38,7 +39,7 @@ ELSEWHERE = {
 
 NAMED = {
     change(kind, state, after)
-    for kind in {machine for variant, machine in MACHINES.items() if variant not in ELSEWHERE}
+    for kind in {DormantLearner, *(machine for variant, machine in MACHINES.items() if variant not in ELSEWHERE)}
     for (state, _), to in kind.TRANSITIONS.items()
     for after in to.states
     if after is not state
@@ -147,6 +148,7 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
     seen: set[Change] = set()
     replicas = {"name": "replicas", "options": {}}
     follow(job("sma", 1, topology=replicas), 60, seen, 0)
+    follow(alike("base", {}).with_(cluster={"active_learners": 2}), 60, seen, 0)
     alone = {"name": "groups", "options": {"groups": 1}}
     follow(job("hardsync", 1, topology=alone, placement={"cut": 1, "rule": "synchronous"}), 60, seen, 0)
     for placement in ({}, {"cut": 1, "rule": "synchronous"}):

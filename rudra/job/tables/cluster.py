@@ -100,6 +100,13 @@ class ClusterTable(Table):
         description="λ: number of learners. Default: the number that the launcher's ranks can host in addition to the "
         "servers, or 4 without a launcher",
     )
+    active_learners: int | None = Field(
+        None,
+        ge=1,
+        le=100_000,
+        description="number of learners that take part, at most learners. The others are dormant: they compute nothing "
+        "until [[changes]] raises this number, or a learner dies. Default: all learners",
+    )
     learners_per_rank: int = Field(
         1,
         ge=1,
