@@ -39,12 +39,16 @@ def first_position(start: StartDecision, job: Job, plan: Plan) -> TrainingState:
         job: Resolved job.
         plan: Role assignment.
     """
-    if not start.branched:
+    if not start.branched or start.same_job:
         return start.position
-    position = start.position
+    return position_for(start.position, *_part_at(start.position, job, plan))
+
+
+def _part_at(position: TrainingState, job: Job, plan: Plan) -> tuple[Job, Plan]:
+    """Returns the job and the plan of the part of a run that contains a position."""
     begun = takewhile(lambda part: part[0].is_reached(position.epoch, position.timestamp), job.parts(plan))
     *_, (_, now, its_plan) = begun
-    return position_for(position, now, its_plan)
+    return now, its_plan
 
 
 def takeover(start: StartDecision, job: Job, plan: Plan) -> Takeover:
@@ -57,7 +61,9 @@ def takeover(start: StartDecision, job: Job, plan: Plan) -> Takeover:
     """
     if not start.branched:
         return Takeover(adapted=False, lost="")
-    found = takeover_of(start.names, job, plan, averages=start.averages, same_cut=start.cut == job.placement.cut)
+    about = _part_at(start.position, job, plan)
+    same = {"same_cut": start.cut == job.placement.cut, "same_job": start.same_job}
+    found = takeover_of(start.names, *about, averages=start.averages, **same)
     protocol = "" if start.keeps_protocol else f"the state of protocol {start.position.protocol} is left out"
     return Takeover(found.adapted, "; ".join(filter(None, (found.lost, protocol))))
 

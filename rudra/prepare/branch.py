@@ -31,7 +31,9 @@ class Takeover(NamedTuple):
     lost: str
 
 
-def takeover_of(names: Collection[str], job: Job, plan: Plan, *, averages: bool, same_cut: bool) -> Takeover:
+def takeover_of(
+    names: Collection[str], job: Job, plan: Plan, *, averages: bool, same_cut: bool, same_job: bool = False
+) -> Takeover:
     """Compares the tensors of a checkpoint with the roles of a run.
 
     Args:
@@ -40,6 +42,8 @@ def takeover_of(names: Collection[str], job: Job, plan: Plan, *, averages: bool,
         plan: Role assignment.
         averages: Whether the checkpoint belongs to a run that averages replicas.
         same_cut: Whether the checkpoint belongs to a run whose layers were placed as here.
+        same_job: Whether the checkpoint belongs to a run of the same job. If learners begin with its update, it has no
+            replicas for them, and they start from the weights.
     """
     of_replicas = [name for name in names if name.startswith(REPLICA)]
     corrected = [name for name in names if name.startswith(CORRECTION) or f".{CORRECTION}" in name]
@@ -66,7 +70,7 @@ def takeover_of(names: Collection[str], job: Job, plan: Plan, *, averages: bool,
     elif has_outer and not wants_outer:
         lost.append("the outer momentum is left out")
     replicas, own = _replicas(of_replicas), _keepers(plan)
-    if replicas and replicas != own:
+    if replicas and replicas != own and not same_job:
         lost.append("all replicas start from the weights" if own else "the replicas are left out")
     momenta = (elastic or wanted == had) and wants_outer == has_outer
     alike = averages == plan.averaging and same_cut and momenta and replicas == own
@@ -76,7 +80,7 @@ def takeover_of(names: Collection[str], job: Job, plan: Plan, *, averages: bool,
         lost.append("the average over time starts from the weights")
     elif AVERAGE in names and not job.optimizer.average.given:
         lost.append("the average over time is left out")
-    return Takeover(not alike, "; ".join(lost))
+    return Takeover(not (alike or same_job), "; ".join(lost))
 
 
 def _momenta(job: Job, plan: Plan) -> tuple[bool, bool]:
@@ -145,7 +149,7 @@ def _is_uneven(steps: Sequence[int], position: TrainingState, plan: Plan) -> boo
     """Returns whether learners that reduce together are at different mini-batches, or learners are behind replicas."""
     together = plan.groups if plan.served else (plan.learners,)
     uneven = any(len({steps[plan.roles[i].index] for i in members}) > 1 for members in together)
-    return uneven or (not plan.served and min(steps) < position.timestamp)
+    return uneven or (not plan.served and min(steps[plan.roles[i].index] for i in plan.learners) < position.timestamp)
 
 
 def _drawn(samples: int, job: Job, plan: Plan) -> tuple[int, ...]:

@@ -71,6 +71,7 @@ class StartDecision(NamedTuple):
         finished: Whether the run is already finished.
         replanned: Differences between the past learning rates and the schedule of this job. Empty: there are none.
         branched: Whether the checkpoint belongs to another run.
+        same_job: Whether that run had the same job.
         rows: Whether this run begins with the rows that were recorded up to the checkpoint.
         averages: Whether the checkpoint belongs to a run that averages replicas.
         cut: Layer where the model of the checkpoint's run was cut, or None.
@@ -90,6 +91,7 @@ class StartDecision(NamedTuple):
     finished: bool = False
     replanned: str = ""
     branched: bool = False
+    same_job: bool = False
     rows: bool = True
     averages: bool = False
     cut: Any = None
@@ -226,6 +228,7 @@ def _branched(begin: StartDecision, state: SavedState, found: JobComparison, job
         decided=decided,
         replanned=other,
         branched=True,
+        same_job=not other,
         averages=bool(state.attributes.get("averages", old)),  # missing in older checkpoints
         cut=tables["placement"]["cut"],
         names=state.names,
