@@ -1,0 +1,124 @@
+"""Learners that join and leave: what must hold in virtual time, however messages and deaths fall."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from clusters import TrialResult, check_accounts, train
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
+from random_clusters import SURVIVABLE, faulty, outlived, survivable
+from resumable import ALONE, GROUPS, TREE, check_resumed, make_job
+
+import rudra
+from rudra.job.job import Job
+
+
+def active(learners: int) -> dict[str, Any]:
+    return {"cluster": {"active_learners": learners}}
+
+
+def growing_and_shrinking(protocol: str, **tables: Any) -> Job:
+    """Two learners, then four from update 24, and three from update 30 on."""
+    changes = [{"at_epoch": 1, **active(4)}, {"at_update": 30, **active(3)}]
+    return make_job(protocol, changes=changes, **tables).with_(**active(2))
+
+
+SETTINGS = {
+    "base": growing_and_shrinking("hardsync"),
+    "tree": growing_and_shrinking("hardsync", topology=TREE),
+    "groups": growing_and_shrinking("hardsync", topology=GROUPS),
+    "allreduce": growing_and_shrinking("hardsync", topology=ALONE),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, TrialResult]:
+    return {name: train(job_) for name, job_ in SETTINGS.items()}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_active_learners_take_part_and_all_are_accounted_for(undisturbed: dict[str, TrialResult], name: str) -> None:
+    rows = undisturbed[name].rows
+    check_accounts(rows)
+    gradients = rows["gradients"]
+    for begin, end, learners in ((0, 24, 2), (24, 30, 4), (30, np.inf, 3)):
+        here = gradients[(gradients["update"] > begin) & (gradients["update"] <= end)]
+        assert set(here["learner"]) == set(range(learners))
+    assert (np.diff(rows["updates"]["learning_rate"][[23, 24, 29, 30]])[[0, 2]] != 0).all(), "λμ counts those"
+    assert rows.learners is not None
+    for row in rows.learners:
+        mine = gradients[gradients["learner"] == row["learner"]]
+        assert (row["pushed"], row["samples"]) == (len(mine), mine["samples"].sum())
+        assert np.array_equal(mine["first"], np.arange(len(mine)) * 8), "in a stream of its own"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("at", [5, 23, 24, 25, 30, 36])
+def test_resumed_around_a_change_it_reaches_the_same_bits(
+    undisturbed: dict[str, TrialResult], name: str, at: int
+) -> None:
+    check_resumed(undisturbed[name], at)
+
+
+@pytest.mark.parametrize("protocol", ["hardsync", "async", "hogbatch"])
+def test_a_dormant_learner_takes_the_place_of_one_that_dies(tmp_path: Path, protocol: str) -> None:
+    """One that dies while it is dormant is missed by nobody. A replay passes both deaths."""
+    faults = [{"learner": 2, "dies_at_s": 1.0}, {"learner": 1, "dies_at_s": 2.0}]
+    job_ = make_job(protocol, optimizer={"momentum": 0.0}).with_(
+        model={"name": "mlp"}, **active(2), simulation={"faults": faults}, results={"checkpoint_every": "never"}
+    )
+    path = tmp_path / "run.h5"
+    with rudra.simulate(job_, output=path, progress="quiet") as results:
+        events, gradients = results.events, results.gradients
+        assert results.status == "finished"
+    assert [row["kind"].decode() for row in events] == ["lost", "lost"]
+    place = events["gradients"][1]
+    assert set(gradients["learner"][:place]) == {0, 1}
+    assert set(gradients["learner"][place:]) == {0, 3}
+    assert rudra.replay(path, quiet=True).identical
+
+
+@st.composite
+def joining_and_leaving(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
+    """A job whose active learners change, often with learners that die, and the samples of an epoch."""
+    run, samples = draw(survivable(topology)), draw(st.integers(1, 120))
+    epochs, some = draw(st.integers(2, 4)), st.integers(1, run.learners)
+    entries: list[dict[str, Any]] = [
+        {"at_epoch": start, **active(draw(some))} for start in sorted(draw(st.sets(st.integers(1, epochs - 1))))
+    ]
+    entries += [
+        {"at_update": update, **active(draw(some))} for update in draw(st.lists(st.integers(1, 40), max_size=1))
+    ]
+    protocol = {"n": 1} if run.protocol.name == "softsync" else {}
+    run = run.with_(training={"epochs": epochs}, protocol=protocol, changes=entries, **active(draw(some)))
+    return draw(faulty(run, samples)) if draw(st.booleans()) else run, samples
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", [name for name in SURVIVABLE if name != "sharded"])
+@cases(60)
+@given(st.data())
+def test_learners_join_and_leave_whoever_dies(topology: str, data: st.DataObject) -> None:
+    """Invariants are checked after every event; a run in which somebody waits forever raises."""
+    run, samples = data.draw(joining_and_leaving(topology))
+    rows = outlived(run, samples)
+    if rows is None:
+        assert run.simulation.faults
+        return
+    assert rows.code == 0
+    check_accounts(rows)
+    assert rows.learners is not None
+    assert list(rows.learners["learner"]) == list(range(run.learners))
+    if run.simulation.faults:
+        return
+    gradients, updates = rows["gradients"], rows["updates"]
+    for number, entry in enumerate(updates):
+        begun = run.at(int(entry["epoch"]) - 1, int(entry["timestamp"]) - 1)
+        taking_part = run.learners if begun.cluster.active_learners is None else begun.cluster.active_learners
+        here = gradients[gradients["update"] == number + 1]
+        assert set(here["learner"]) <= set(range(taking_part))
+        if run.protocol.name == "hardsync":
+            assert len(here) == taking_part
