@@ -95,7 +95,7 @@ def execute(arguments: argparse.Namespace) -> int:
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"
         lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
     if told := active_text(tables_of(job)):
-        lines["active learners"] = told
+        lines["active"] = told
     for change in job.changes:
         lines[f"at {change.boundary.text}"] = change.text
     if job.training.target is not None:

@@ -194,7 +194,7 @@ def make_executors(
             assert data.training is not None
             executor.conclude_for(job, plan, data.training, *piece(1, back=True), role)
         if isinstance(executor, ElasticExecutor):
-            executor.train_alone(job, plan, role)
+            executor.train_alone(job, plan.whole, role)
         if isinstance(executor, StatisticsExecutor):
             executor.test(job, flat, data.tests)
         if kind.tests and fronts is not None:

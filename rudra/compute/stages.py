@@ -255,7 +255,7 @@ class LastStageExecutor(PieceExecutor, ServerExecutor):
             role: Id of the stage server's role.
         """
         self._cut, size = cut, job.training.minibatch_size
-        shares, mine = job.cluster.parts, [i for i in plan.learners if plan.stage_of(i) == role]
+        shares, mine = job.cluster.parts, [i for i in plan.whole.learners if plan.stage_of(i) == role]
         works = {plan.roles[i].index: portion(plan, i, size, shares).work(0) for i in mine}
         crossing = {i: cut.crossing(works[plan.roles[i].index].count) for i in mine}
         names = (ACTIVATIONS, ACTIVATION_GRADIENT)

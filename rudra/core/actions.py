@@ -514,10 +514,13 @@ class Reconfigure(Struct, frozen=True, gc=False):
     Attributes:
         plan: The new plan.
         position: Position in the training.
+        replicas_stay: Whether learners keep their replicas, which the checkpoint of the position has. Learners without
+            one begin with the weights.
     """
 
     plan: Plan
     position: TrainingState
+    replicas_stay: bool = False
 
 
 class FollowJob(Struct, frozen=True, gc=False):

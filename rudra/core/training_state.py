@@ -63,6 +63,14 @@ class TrainingState(Struct, frozen=True):
         """Returns the position of the next batch of a stream."""
         return self.drawn[stream] if self.drawn else 0
 
+    def updates_with(self, learner: int) -> int:
+        """Returns the number of updates that a learner took part in, if no server makes updates.
+
+        If the learner took part in the training only for some time, this is its part of all mini-batches.
+        """
+        most = max(self.steps, default=0)
+        return self.timestamp * self.steps[learner] // most if most else 0
+
     def below(self, plan: Plan, role: int) -> int:
         """Returns the number of applied gradients that passed a role."""
         own = [self.step(plan.roles[role].index)] if role in plan.learners else []

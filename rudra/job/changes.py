@@ -150,4 +150,4 @@ def active_text(tables: Mapping[str, Any]) -> str:
             texts.append(f"{active} from {key.removeprefix('at_')} {change[key]} on")
     if first is None and not texts:
         return ""
-    return ", ".join([f"{first or learners} of {learners}", *texts])
+    return ", ".join([f"{first or learners} of {learners} learners", *texts])

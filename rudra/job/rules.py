@@ -712,7 +712,7 @@ def same_activations(first: JobPart, later: JobPart) -> Iterator[str]:
 
 @change_rule
 def same_replicas(first: JobPart, later: JobPart) -> Iterator[str]:
-    if not first.plan.served and first.plan.groups != later.plan.groups:
+    if not first.plan.served and first.plan.whole.groups != later.plan.whole.groups:
         yield "[topology] options.groups is not supported with a change of replicas; use the same groups"
     if first.protocol.averages and later.protocol.averages:
         names = [protocols.Averaging.of(part.protocol).outer.optimizer for part in (first, later)]

@@ -219,7 +219,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("target", _target(summary)),
         ("learning rate", _rate(summary)),
         ("correction", summary["correction"]),
-        ("active learners", summary["active_learners"]),
+        ("active", summary["active_learners"]),
         *(("branch", text) for text in summary["branch"]),
         *(("change", text) for text in summary["changes"]),
         ("epochs", _epochs(summary)),

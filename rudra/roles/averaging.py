@@ -117,7 +117,7 @@ class Averager(Replica):
         (HOLDING, ReplicaStepped): Transition("_corrected", HOLDING, STEPPING),
         **self_loops([COMPUTING, POOLING, STEPPING], {Updated: "_updated"}),
         (HOLDING, Updated): Transition("_updated", HOLDING, STEPPING),
-        (REDUCING, Updated): Transition("_updated", COMPUTING, STOPPED),
+        (REDUCING, Updated): Transition("_updated", COMPUTING, STOPPED, REGROUPING),
         (REGROUPING, ReplicaStepped): Transition("_ignore", REGROUPING),
     }
 
@@ -276,7 +276,8 @@ class Averager(Replica):
 
     def _update(self, now: float) -> list[Action]:
         ledger = self.ledger
-        writes = self._saves and self.duties.cycle.saving is not None
+        ends_phase = ledger.rules.learners_change(self._periods.epoch, self._periods.number)
+        writes = (self._saves or ends_phase) and self.duties.cycle.saving is not None
         self._waits = self._leads and (self.duties.are_ahead or writes)
         if self._waits:
             return []
@@ -308,6 +309,8 @@ class Averager(Replica):
             move.append(PullReplica(REPLICA, WEIGHTS, self.rule.elasticity))
         if self._saves and not self.ledger.over:
             move += self.duties.cycle.begin(now) if self._leads else self._save(now)
+        if not self._ended_training and self.ledger.is_to_change and self.ledger.learners_change:
+            return [*move, *actions, *self.log.due(now), *self._await_other_learners(now)]
         if not self._ended_training:
             changes = self._change(now) if self.ledger.is_to_change else []
             return [*move, *changes, *self._go_on_computing(now), *actions]
@@ -315,7 +318,8 @@ class Averager(Replica):
         self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
         stopped = self._leads and not self.ledger.over
         account = self.duties.account(now, pushed=self.ledger.applied, stopped=stopped)
-        return [*move, *actions, *self.log.close(now, self.ledger.timestamp), *account]
+        pushed = self.ledger.position(now).updates_with(self.log.learner)
+        return [*move, *actions, *self.log.close(now, pushed), *account]
 
     def _change(self, now: float) -> list[Action]:
         actions = super()._change(now)
@@ -328,8 +332,16 @@ class Averager(Replica):
         """Saves the part of a checkpoint that this learner keeps."""
         return [Save(WEIGHTS, self.ledger.position(now))] if self.id in self.plan.keepers else []
 
+    def _await_other_learners(self, now: float) -> list[Action]:
+        """Waits for the checkpoint that all learners continue from, with their replicas."""
+        self.state = REGROUPING
+        self.log.spend(self._held_s + now - self._stepped_at, 0.0, 0.0, 0.0, self._step_s)
+        if self._saves:  # it is begun
+            return []
+        return self.duties.cycle.save(now) if self._leads else self._save(now)
+
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
-        self._restarting = True
+        self._restarting = not self._replicas_stay
         return super()._regroup(position, now)
 
 

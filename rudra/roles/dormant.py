@@ -55,6 +55,8 @@ class DormantLearner(Machine):
         super().__init__(role, setup.plan)
         self.state: States = DormantState.DORMANT
         self.log = MinibatchLog(role, setup)
+        served, position = setup.plan.served, setup.position
+        self._pushed = self.log.step if served else position.updates_with(self.log.learner)
 
     def inherit(self, before: Logging) -> None:
         self.log.inherit(before.log)
@@ -67,7 +69,7 @@ class DormantLearner(Machine):
 
     def _stop(self, event: Received[Stop], now: float) -> list[Action]:
         self.state = DormantState.STOPPED
-        return self.log.close(now, self.log.step)
+        return self.log.close(now, self._pushed)
 
     def _finish(self, event: Received[Shutdown], now: float) -> list[Action]:
         self.state = DormantState.DONE

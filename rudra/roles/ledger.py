@@ -332,8 +332,7 @@ class Ledger:
     @property
     def learners_change(self) -> bool:
         """Whether other learners take part after the change of the job that is due now."""
-        rules, here = self.rules, TrainingState(self.timestamp, self.epoch)
-        return rules.plan_at(frozenset(), here).learners != rules.plan.learners
+        return self.rules.learners_change(self.epoch, self.timestamp)
 
     def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
         """Continues by the present job from a position, without the dead roles."""
@@ -350,10 +349,18 @@ class Ledger:
         for phase in begun if not self.over else ():
             self.tell("change", self.timestamp, position.time_s, f"after {phase.start.text}: {phase.text}")
 
-    def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
+    def regroup(
+        self, dead: Set[int], position: TrainingState, now: float, *, replicas_stay: bool = False
+    ) -> list[Action]:
         """Restarts all remaining roles by the present job, with the weights of a position.
 
         Work under way is dropped, and computed again with these weights.
+
+        Args:
+            dead: ids of the dead roles.
+            position: position of the weights.
+            now: seconds on the driver's clock.
+            replicas_stay: whether learners keep their replicas. Nothing may be under way then.
         """
         plan = self.rules.plan
         lost = sorted(dead - self.recorded_losses)
@@ -376,7 +383,7 @@ class Ledger:
         left += f" ({len(plan.learners)} active)" if plan.dormant else ""
         text = f"{names} died; {left}, which continue from update {self.timestamp}"
         warnings = [Warn(text)] if lost else []
-        return [*self.outbox.flush(now), *warnings, Reconfigure(plan, position)]
+        return [*self.outbox.flush(now), *warnings, Reconfigure(plan, position, replicas_stay)]
 
     # Reports.
 

@@ -377,8 +377,13 @@ class Replica(Machine):
             return actions + cycle.save(now, alone=True)
         return actions + self._regroup(position, now)
 
+    @property
+    def _replicas_stay(self) -> bool:
+        """Whether no learner has died since the last regrouping, and the checkpoint has all replicas."""
+        return not (self.duties.cycle.alone or self._dead - self.ledger.recorded_losses)
+
     def _regroup(self, position: TrainingState, now: float) -> list[Action]:
-        actions = self.ledger.regroup(self._dead, position, now)
+        actions = self.ledger.regroup(self._dead, position, now, replicas_stay=self._replicas_stay)
         if self.ledger.rules.plan is not self.plan:
             self.log.follow(self.ledger.rules.job, self.ledger.rules.plan, position)
             self._reset_for_plan(self.ledger.rules.plan)

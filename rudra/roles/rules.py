@@ -94,6 +94,12 @@ class TrainingRules:
         self.follow(self.plan_at(dead, position), position)
         return self._phases[before : self._begun]
 
+    def learners_change(self, epoch: int, timestamp: int) -> bool:
+        """Returns whether the job changes after these numbers of epochs and updates, and other learners take part."""
+        if not self.until.is_reached(epoch, timestamp):
+            return False
+        return self.plan_at(frozenset(), TrainingState(timestamp, epoch)).learners != self.plan.learners
+
     def plan_at(self, dead: Set[int], position: TrainingState) -> Plan:
         """Returns the plan at a position, without the dead roles."""
         gone, plan = self.plan.gone | dead, phase_at(self._phases, position).plan

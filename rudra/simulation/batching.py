@@ -128,8 +128,8 @@ class VmapTensors(RealTensors):
         super().lost(role)
         self._forget(role)
 
-    def regroup(self, role: int, owner: int) -> None:
-        super().regroup(role, owner)
+    def regroup(self, role: int, owner: int, keepers: Sequence[int] = ()) -> None:
+        super().regroup(role, owner, keepers)
         self._forget(role)
 
     def _forget(self, role: int) -> None:

@@ -139,20 +139,17 @@ def train(
             if isinstance(executor, OwnerExecutor):
                 executor.restore(resumed.tensors)
     rows, tensors = TrialRows(), kind(executors)
-    positions: list[TrainingState] = []
-    kept: list[dict[int, dict[str, npt.NDArray[np.float32]]]] = []  # one dict by role for each checkpoint
-    begun: list[int] = [0] * len(plan.roles)
+    positions: dict[tuple[int, bool], TrainingState] = {}  # by timestamp, and whether it is without other roles
+    kept: dict[tuple[int, bool], dict[int, dict[str, npt.NDArray[np.float32]]]] = {}  # by role
 
     def save(role: int, action: Save) -> None:
         executor = executors[role]
         assert isinstance(executor, OwnerExecutor)
-        kept.extend({} for _ in range(begun[role] + 1 - len(kept)))
-        kept[begun[role]][role] = {name: copy.copy() for name, copy in executor.state(alone=action.alone).items()}
-        begun[role] += 1
-        if action.alone:
-            begun[:] = [len(kept)] * len(begun)
+        made = action.position.timestamp, action.alone
+        its = kept.setdefault(made, {})
+        its[role] = {name: copy.copy() for name, copy in executor.state(alone=action.alone).items()}
         if role == plan.server:
-            positions.append(action.position)
+            positions[made] = action.position
 
     simulation = assemble(
         job_,
@@ -169,6 +166,6 @@ def train(
         simulation.stop_at(stop_at)
     rows.time_s = simulation.run()
     rows.code = simulation.code
-    states = ([by_role[role] for role in sorted(by_role)] for by_role in kept)
-    saved = [TrialCheckpoint(position, joined(parts)) for position, parts in zip(positions, states, strict=True)]
+    states = {made: joined([its[role] for role in sorted(its)]) for made, its in kept.items()}
+    saved = [TrialCheckpoint(position, states[made]) for made, position in positions.items()]
     return TrialResult(job_, rows, executors, plan, tensors, saved)

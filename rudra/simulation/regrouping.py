@@ -39,6 +39,7 @@ class SimulatedRegrouping:
         itself."""
         assert self._make is not None
         sim, plan, position = self._sim, action.plan, action.position
+        before, stay = sim.plan, action.replicas_stay
         sim.follow(plan)
         if self._price is not None:
             sim.pay(self._price(position))
@@ -58,11 +59,12 @@ class SimulatedRegrouping:
             actor.ahead_s = None
             if actor is not by:
                 actor.computing, actor.delay_s = False, 0.0
-                before, actor.machine = actor.machine, self._make(actor.role, plan, position)
-                actor.machine.inherit(before)
+                machine, actor.machine = actor.machine, self._make(actor.role, plan, position)
+                actor.machine.inherit(machine)
                 actor.handle = sim.handler(actor.machine)
-                if sim.tensors.regroup is not None and actor.role not in plan.followers:  # these keep their weights
-                    sim.tensors.regroup(actor.role, by.role)
+                has_state = actor.role in plan.followers or (stay and actor.role in before.learners)
+                if sim.tensors.regroup is not None and not has_state:
+                    sim.tensors.regroup(actor.role, by.role, before.keepers if stay else ())
             sim.queue.later(time + sim.costs.table.latency_s, actor.take, actor, Started())
 
     def _still_counts(self, entry: Scheduled) -> bool:

@@ -17,6 +17,7 @@ from rudra.compute.executor import Executor
 from rudra.compute.half import from_half, to_half
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.owners import AveragingExecutor, OwnerExecutor
+from rudra.compute.parts import joined
 from rudra.compute.stages import PieceExecutor
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import (
@@ -165,15 +166,26 @@ class RealTensors:
         for name in self._executors[role].names:
             self._let_go((role, name))
 
-    def regroup(self, role: int, owner: int) -> None:
-        """Drops a role's current work. A role that updates weights itself takes over their owner's weights."""
+    def regroup(self, role: int, owner: int, keepers: Sequence[int] = ()) -> None:
+        """Drops a role's current work. A role that updates weights itself takes over their owner's weights.
+
+        Args:
+            role: Id of the role.
+            owner: Id of the owner of the weights.
+            keepers: Ids of all roles whose state the role takes over, if replicas stay.
+        """
         if self._unsent is not None and self._unsent[0] == role:
             self._unsent = None
-        executor, owns = self._executors[role], self._executors[owner]
+        executor = self._executors[role]
         if isinstance(executor, OwnerExecutor):
-            assert isinstance(owns, OwnerExecutor)
             self._make_own((role, WEIGHTS))
-            executor.restore(owns.state(alone=True))
+            alone = self._owner(owner).state(alone=True) if not keepers else {}
+            executor.restore(alone or joined([self._owner(keeper).state() for keeper in keepers]))
+
+    def _owner(self, role: int) -> OwnerExecutor:
+        executor = self._executors[role]
+        assert isinstance(executor, OwnerExecutor)
+        return executor
 
     def _learner(self, role: int) -> LearnerExecutor:
         executor = self._executors[role]

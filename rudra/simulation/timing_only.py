@@ -69,7 +69,7 @@ class Tensors(Protocol):
     @property
     def lost(self) -> Callable[[int], None] | None: ...
     @property
-    def regroup(self) -> Callable[[int, int], None] | None: ...
+    def regroup(self) -> Callable[[int, int, Sequence[int]], None] | None: ...
 
     @property
     def executors(self) -> Mapping[int, Executor]: ...
@@ -87,7 +87,7 @@ class TimingOnly:
     planned: Callable[[int, ExecutorAction], None] | None = None
     reduce: Callable[[Mapping[int, Reduce], Sequence[Sequence[int]]], None] | None = None
     lost: Callable[[int], None] | None = None
-    regroup: Callable[[int, int], None] | None = None
+    regroup: Callable[[int, int, Sequence[int]], None] | None = None
 
     executors: Mapping[int, Executor] = {}
 

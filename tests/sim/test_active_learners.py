@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from clusters import TrialResult, check_accounts, train
 from fuzzing import cases
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from random_clusters import SURVIVABLE, faulty, outlived, survivable
 from resumable import ALONE, GROUPS, TREE, check_resumed, make_job
 
 import rudra
+from rudra.errors import ConfigError
 from rudra.job.job import Job
 
 
@@ -31,6 +32,10 @@ SETTINGS = {
     "tree": growing_and_shrinking("hardsync", topology=TREE),
     "groups": growing_and_shrinking("hardsync", topology=GROUPS),
     "allreduce": growing_and_shrinking("hardsync", topology=ALONE),
+    "sma": growing_and_shrinking("sma"),
+    "average": growing_and_shrinking("average"),
+    "replicas of groups": growing_and_shrinking("sma", topology={"name": "replicas", "options": {"groups": 2}}),
+    "hierarchical": growing_and_shrinking("sma", topology={"name": "hierarchical", "options": {"blocks": 2}}),
 }
 
 
@@ -47,7 +52,7 @@ def test_active_learners_take_part_and_all_are_accounted_for(undisturbed: dict[s
     for begin, end, learners in ((0, 24, 2), (24, 30, 4), (30, np.inf, 3)):
         here = gradients[(gradients["update"] > begin) & (gradients["update"] <= end)]
         assert set(here["learner"]) == set(range(learners))
-    assert (np.diff(rows["updates"]["learning_rate"][[23, 24, 29, 30]])[[0, 2]] != 0).all(), "λμ counts those"
+    assert rows["updates"]["gradients"][[23, 24, 29, 30]].tolist() == [2, 4, 4, 3]
     assert rows.learners is not None
     for row in rows.learners:
         mine = gradients[gradients["learner"] == row["learner"]]
@@ -99,12 +104,15 @@ def joining_and_leaving(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", [name for name in SURVIVABLE if name != "sharded"])
-@cases(60)
+@cases(40)
 @given(st.data())
 def test_learners_join_and_leave_whoever_dies(topology: str, data: st.DataObject) -> None:
     """Invariants are checked after every event; a run in which somebody waits forever raises."""
-    run, samples = data.draw(joining_and_leaving(topology))
-    rows = outlived(run, samples)
+    try:
+        run, samples = data.draw(joining_and_leaving(topology))
+        rows = outlived(run, samples)
+    except ConfigError:  # the run ends before an update of its changes
+        reject()
     if rows is None:
         assert run.simulation.faults
         return
