@@ -569,9 +569,11 @@ class ParameterServer(Machine):
         return actions
 
     def _change(self, now: float) -> list[Action]:
-        """Continues with the next job. If no worker of a coordinator has work, no role restarts."""
+        """Continues with the next job. If no worker of a coordinator has work, the same workers continue without a
+        restart.
+        """
         dealer, rules = self.ledger.dealer, self.ledger.rules
-        if dealer is None or not dealer.idle:
+        if dealer is None or not dealer.idle or self.ledger.learners_change:
             return self._begin_anew(now)
         self.ledger.follow(now)
         if lost := self.plan.workers - len(self.membership.pushed):

@@ -139,17 +139,23 @@ def train(
             if isinstance(executor, OwnerExecutor):
                 executor.restore(resumed.tensors)
     rows, tensors = TrialRows(), kind(executors)
-    positions: dict[tuple[int, bool], TrainingState] = {}  # by timestamp, and whether it is without other roles
-    kept: dict[tuple[int, bool], dict[int, dict[str, npt.NDArray[np.float32]]]] = {}  # by role
+    positions: list[TrainingState] = []
+    kept: list[dict[int, dict[str, npt.NDArray[np.float32]]]] = []  # one dict by role for each checkpoint
+    begun: list[int] = [0] * len(plan.roles)
 
     def save(role: int, action: Save) -> None:
         executor = executors[role]
         assert isinstance(executor, OwnerExecutor)
-        made = action.position.timestamp, action.alone
-        its = kept.setdefault(made, {})
-        its[role] = {name: copy.copy() for name, copy in executor.state(alone=action.alone).items()}
+        if role not in plan.owners:  # perhaps it did not take part before
+            last = positions[-1].timestamp if positions else -1
+            begun[role] = len(positions) - (last == action.position.timestamp)
+        kept.extend({} for _ in range(begun[role] + 1 - len(kept)))
+        kept[begun[role]][role] = {name: copy.copy() for name, copy in executor.state(alone=action.alone).items()}
+        begun[role] += 1
+        if action.alone:
+            begun[:] = [len(kept)] * len(begun)
         if role == plan.server:
-            positions[made] = action.position
+            positions.append(action.position)
 
     simulation = assemble(
         job_,
@@ -166,6 +172,6 @@ def train(
         simulation.stop_at(stop_at)
     rows.time_s = simulation.run()
     rows.code = simulation.code
-    states = {made: joined([its[role] for role in sorted(its)]) for made, its in kept.items()}
-    saved = [TrialCheckpoint(position, states[made]) for made, position in positions.items()]
+    states = ([by_role[role] for role in sorted(by_role)] for by_role in kept)
+    saved = [TrialCheckpoint(position, joined(parts)) for position, parts in zip(positions, states, strict=True)]
     return TrialResult(job_, rows, executors, plan, tensors, saved)

@@ -61,6 +61,8 @@ class FedLearner(Machine):
         self.given: AssignWork | None = None  # latest assignment of a coordinator
 
     def handle(self, event: Event, now: float) -> list[Action]:
+        if self.id not in self.plan.learners:
+            return []
         if isinstance(event, Started):
             return [Receive(WEIGHTS, self._source)] if self._served else [*self._ready]
         if isinstance(event, Received) and isinstance(event.message, AssignWork):

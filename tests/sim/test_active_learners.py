@@ -35,6 +35,7 @@ SETTINGS = {
     "sma": growing_and_shrinking("sma"),
     "average": growing_and_shrinking("average"),
     "replicas of groups": growing_and_shrinking("sma", topology={"name": "replicas", "options": {"groups": 2}}),
+    "placed": growing_and_shrinking("hardsync", placement={"cut": "layers.3", "rule": "synchronous"}),
     "hierarchical": growing_and_shrinking("sma", topology={"name": "hierarchical", "options": {"blocks": 2}}),
 }
 
@@ -66,6 +67,36 @@ def test_resumed_around_a_change_it_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int
 ) -> None:
     check_resumed(undisturbed[name], at)
+
+
+ASYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "tree": {"protocol": {"name": "async"}, "topology": {"name": "adv*"}},
+    "groups": {"protocol": {"name": "async"}, "topology": GROUPS},
+    "elastic": {"protocol": {"name": "easgd"}, "topology": {"name": "replicas", "options": {"parameter_server": True}}},
+    "hogbatch": {
+        "protocol": {"name": "hogbatch"},
+        "hogbatch": {"workers": [{"kind": "small", "min": 8}]},
+        "optimizer": {"momentum": 0.0},
+    },
+}
+
+
+@pytest.mark.parametrize("name", ["base", "allreduce", "replicas of groups", "placed", *ASYNCHRONOUS])
+def test_a_run_with_learners_that_join_and_leave_is_replayed(tmp_path: Path, name: str) -> None:
+    """Those that are asynchronous, too."""
+    changes = [{"at_epoch": 1, **active(4)}, {"at_epoch": 2, **active(3)}]
+    tables = {**ASYNCHRONOUS.get(name, {}), **({"placement": {"cut": "2"}} if name == "placed" else {})}
+    job_ = SETTINGS.get(name, SETTINGS["base"]).with_(
+        **tables, model={"name": "mlp"}, changes=changes, results={"checkpoint_every": "never"}
+    )
+    path = tmp_path / "run.h5"
+    with rudra.simulate(job_, output=path, progress="quiet") as results:
+        assert results.summary()["active_learners"] == "2 of 4 learners, 4 from epoch 1 on, 3 from epoch 2 on"
+        joined = results.gradients["update"][results.gradients["learner"] == 2]
+        assert joined.min() > results.epochs["timestamp"][0]
+    replayed = rudra.replay(path, quiet=True)
+    assert replayed.identical, replayed
+    assert not replayed.note
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "async", "hogbatch"])
