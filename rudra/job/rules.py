@@ -638,8 +638,6 @@ def active_learners(part: JobPart) -> Iterator[str]:
     on = f"[cluster] active_learners = {active} is not supported with"
     if active > plan.learner_numbers:
         yield f"{on} {plan.learner_numbers} learners; use 1 to {plan.learner_numbers}"
-    if plan.sharded:
-        yield f"{on} topology {named(job.topology.name)}, whose servers cannot restart; use topology base"
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared', which all workers update in place; use weights = 'server'"
     if plan.reduction == "mpi":

@@ -10,7 +10,7 @@ from fuzzing import cases
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from random_clusters import SURVIVABLE, faulty, outlived, survivable
-from resumable import ALONE, GROUPS, TREE, check_resumed, make_job
+from resumable import ALONE, GROUPS, SHARDED, TREE, check_resumed, make_job
 
 import rudra
 from rudra.errors import ConfigError
@@ -29,6 +29,7 @@ def growing_and_shrinking(protocol: str, **tables: Any) -> Job:
 
 SETTINGS = {
     "base": growing_and_shrinking("hardsync"),
+    "sharded": growing_and_shrinking("hardsync", topology=SHARDED),
     "tree": growing_and_shrinking("hardsync", topology=TREE),
     "groups": growing_and_shrinking("hardsync", topology=GROUPS),
     "allreduce": growing_and_shrinking("hardsync", topology=ALONE),
@@ -81,7 +82,7 @@ ASYNCHRONOUS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["base", "allreduce", "replicas of groups", "placed", *ASYNCHRONOUS])
+@pytest.mark.parametrize("name", ["base", "sharded", "allreduce", "replicas of groups", "placed", *ASYNCHRONOUS])
 def test_a_run_with_learners_that_join_and_leave_is_replayed(tmp_path: Path, name: str) -> None:
     """Those that are asynchronous, too."""
     changes = [{"at_epoch": 1, **active(4)}, {"at_epoch": 2, **active(3)}]
@@ -134,7 +135,7 @@ def joining_and_leaving(draw: st.DrawFn, topology: str) -> tuple[Job, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", [name for name in SURVIVABLE if name != "sharded"])
+@pytest.mark.parametrize("topology", SURVIVABLE)
 @cases(40)
 @given(st.data())
 def test_learners_join_and_leave_whoever_dies(topology: str, data: st.DataObject) -> None:
