@@ -248,7 +248,7 @@ class Plan:
 
     @cached_property
     def whole(self) -> "Plan":
-        """The plan in which all roles live and take part."""
+        """The plan with all roles, alive and taking part."""
         return replace(self, roles=self.drawn, gone=frozenset(), active=None, drawn=()) if self.drawn else self
 
     @cached_property
@@ -429,7 +429,7 @@ class Plan:
         return self.whole._present(gone, self.active)
 
     def with_active(self, learners: int | None) -> "Plan":
-        """Returns the plan in which a number of learners take part: the first ones that live.
+        """Returns the plan with a number of active learners: the first ones that live.
 
         Args:
             learners: Number of learners. None: all.

@@ -147,7 +147,7 @@ def make_executors(
             f"[protocol] correction = '{named(job.protocol.correction)}' is not supported with gradients in rows, as a "
             "sparse first layer has; use momentum > 0, or dense inputs"
         )
-    hooks = hooks_of(job, plan, roles, flat.layout)
+    hooks = hooks_of(job, plan.whole, roles, flat.layout)
     made: dict[int, Executor] = {}
     for role in roles:
         kind, part = plan.traits(role), owned.get(role)

@@ -667,7 +667,7 @@ def roles_of_hooks(part: JobPart) -> Iterator[str]:
     for place, hook in enumerate(part.job.hooks):
         if part.placed or hook.at != "end" or not str(hook.role).startswith(relays):
             try:
-                hook.roles(part.plan)
+                hook.roles(part.plan.whole)
             except ValueError as error:
                 yield f"[hooks] {place}.role {error}"
 

@@ -82,6 +82,8 @@ class Idleness:
 
     def _report(self, plan: Plan, waits: Mapping[int, str], waited: float, *, ends: bool) -> None:
         for role, what in waits.items():
+            if not what:  # it waits for no other role
+                continue
             line = f"has waited {waited:.0f} s for {what}"
             if ends:
                 stopped = named_ranks(stopped_neighbours(self._comm.size))

@@ -63,9 +63,8 @@ class DormantLearner(Machine):
 
     @property
     def waiting_for(self) -> str:
-        if self.state is DormantState.DORMANT:
-            return "a change of [cluster] active_learners, or the end of training"
-        return "the statistics server to finish"
+        # A dormant learner may wait as long as the training takes, so its wait is not reported.
+        return "the statistics server to finish" if self.state is DormantState.STOPPED else ""
 
     def _stop(self, event: Received[Stop], now: float) -> list[Action]:
         self.state = DormantState.STOPPED

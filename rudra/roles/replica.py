@@ -91,7 +91,7 @@ class Replica(Machine):
         WAITING    evaluation or checkpoint over -> UPDATING
         UPDATING   updated                       -> COMPUTING, or after the last epoch -> STOPPED
         STOPPED    everything is recorded        -> DONE
-        any        a learner died, or others are to take part
+        any        a learner died, or others take part next
                                                  -> REGROUPING until a checkpoint is made; all continue from it
 
     If the job changes, every replica continues with the next job immediately. All replicas have the same weights, and
@@ -367,7 +367,7 @@ class Replica(Machine):
         if event.error and not cycle.alone:  # it needed state that the dead roles held
             return actions + cycle.save(now, alone=True)
         if event.error:
-            why = "learners died" if self._dead else "other learners are to take part"
+            why = "learners died" if self._dead else "the active learners change"
             text = f"{why}, and no checkpoint could be made to continue from: {event.error}"
             return [*actions, Fail(text, lost=True)]
         if isinstance(event, Saved):

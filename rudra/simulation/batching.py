@@ -79,8 +79,8 @@ class BigBatchTensors(RealTensors):
         self._hold((role, action.gradient), self._held(of_gradient))
         return self._learner(role).computed(action, team.outcomes[role])
 
-    def regroup(self, role: int, owner: int) -> None:
-        super().regroup(role, owner)
+    def regroup(self, role: int, owner: int, keepers: Sequence[int] = ()) -> None:
+        super().regroup(role, owner, keepers)
         self._team_of[role].step = -1
 
     def perform(self, role: int, action: ExecutorAction, seconds: float) -> Event | None:
