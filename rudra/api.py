@@ -184,6 +184,10 @@ def _simulate(written: Job, asked: StartRequest, progress: dict[str, Any]) -> No
         device = virtual_kind(job.cluster.device, window=job.hogbatch.shares_weights)
     elif job.hooks:
         raise ConfigError("[hooks]: [simulation] tensors = false trains nothing, so no hook is called; valid: no hooks")
+    elif job.decisions.given:
+        raise ConfigError(
+            "[decisions] call is not supported with [simulation] tensors = false, which trains nothing; remove it"
+        )
     else:
         job, device = job.without_tests(), "cpu"
     resolved = resolve_virtual(job, device=device, cores=cores())

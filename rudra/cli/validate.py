@@ -38,6 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.core.buckets import refusal
     from rudra.core.rows import form_of_gradients
     from rudra.core.work import portion
+    from rudra.job.table import named
     from rudra.prepare.resolve import resolve
     from rudra.report.topology import message, roles
     from rudra.results.summary import correction_text
@@ -94,6 +95,9 @@ def execute(arguments: argparse.Namespace) -> int:
         lines[f"hook {place}"] = f"{hook.call} at {'the end' if hook.at == 'end' else often}, {role}"
     for change in job.changes:
         lines[f"at {change.boundary.text}"] = change.text
+    if job.decisions.call is not None:
+        when = {"epoch": "the end of an epoch", "update": "the next update"}[job.decisions.at]
+        lines["decisions"] = f"{named(job.decisions.call)} after each epoch; changes take effect with {when}"
     if job.training.target is not None:
         window = job.training.target_window
         few = "" if window <= job.training.epochs else f": never reached, as there are {job.training.epochs} epochs"

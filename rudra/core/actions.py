@@ -531,7 +531,7 @@ class FollowJob(Struct, frozen=True, gc=False):
 
 
 class Record(Struct, frozen=True, gc=False):
-    """Append rows to a table of the results.
+    """Append rows to a table of the results. `Decided` follows an epoch, if the job has `[decisions]`.
 
     Attributes:
         table: Name of the table.

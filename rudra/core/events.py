@@ -229,6 +229,22 @@ class Evaluated(Struct, frozen=True, gc=False):
     seconds: float
 
 
+class Decided(Struct, frozen=True, gc=False):
+    """Answer of the user's function that may decide a change of the job after an epoch.
+
+    Attributes:
+        epoch: Number of the epoch.
+        timestamp: Timestamp of the weights at its end.
+        time_s: Seconds of training at its end.
+        change: JSON of the change: table -> key -> value. Empty: no change.
+    """
+
+    epoch: int
+    timestamp: int
+    time_s: float
+    change: str
+
+
 class EvaluationPartComputed(Struct, frozen=True, gc=False):
     """Result of `ComputeEvaluationPart`.
 
@@ -299,6 +315,7 @@ Event = (
     | UpdatesFound
     | Reduced
     | Evaluated
+    | Decided
     | EvaluationPartComputed
     | Saved
     | Committed

@@ -6,6 +6,7 @@ come with Rudra, `csv` and `tensorboard` (`rudra.results.logging_hooks`).
 """
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rudra.core.actions import BackpropFirstStage, Compute, Finish, Record, Update
-from rudra.core.events import Computed
+from rudra.core.events import Computed, Decided
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
 from rudra.errors import ConfigError, HookError, Interrupted, RudraError
 from rudra.job.job import Job
+from rudra.job.table import Named, short
 from rudra.job.tables import Hook
 from rudra.plugins import choose, misfit
 from topologies import Plan
@@ -57,6 +59,7 @@ class Moment:
         metrics: Split (`"test"`, `"validation"`) -> metric -> value: results of the epoch's evaluation in addition to
             loss and error.
         output: Name of the result file without its directory and suffix.
+        history: Rows of `/epochs` of all recorded epochs, this one included, only for the function of `[decisions]`.
     """
 
     at: At
@@ -74,6 +77,7 @@ class Moment:
     row: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     output: str = ""
+    history: tuple[dict[str, Any], ...] = ()
     _layout: Sequence[Entry] | None = field(default=(), repr=False, compare=False)
     _source: ReadFloats | None = field(default=None, repr=False, compare=False)
 
@@ -122,13 +126,23 @@ class RoleHooks:
         layout: Layout of the flat weights. None: the role holds a part of them.
         replica: Whether the role is a learner that updates weights of its own, and so has one moment for mini-batch and
             update.
+        decide: Function of `[decisions]`, on the statistics server. None: there is none.
     """
 
     def __init__(
-        self, hooks: Sequence[Called], job: str, id_: int, role: Role, layout: Sequence[Entry] | None, *, replica: bool
+        self,
+        hooks: Sequence[Called],
+        job: str,
+        id_: int,
+        role: Role,
+        layout: Sequence[Entry] | None,
+        *,
+        replica: bool,
+        decide: Called | None = None,
     ) -> None:
         self._hooks, self._job, self._id, self._role, self._layout = hooks, job, id_, role, layout
-        self._replica = replica
+        self._replica, self._decide = replica, decide
+        self._history: list[dict[str, Any]] = []  # rows of recorded epochs
         self.output = ""
         self._minibatch: dict[str, Any] = {}  # of a replica, until it updates
         self._metrics: Rows | None = None  # of the epoch that is recorded next
@@ -152,16 +166,42 @@ class RoleHooks:
         about = self._last | minibatch | {"samples": found.samples}
         self._call("update", action.step + 1, f"mini-batch {action.step}", source, about)
 
-    def recorded(self, action: Record, weights: Callable[[int, str], Floats | None]) -> None:
-        """Calls the hooks of an epoch, for the statistics server. `weights` returns the floats of a role's buffer."""
+    def recall(self, epochs: Rows) -> None:
+        """Takes note of the rows of epochs from before the checkpoint that the run resumes from."""
+        if self._decide is not None:
+            self._history += map(_plain, epochs)
+
+    def recorded(self, action: Record, weights: Callable[[int, str], Floats | None]) -> Decided | None:
+        """Calls the hooks of an epoch, for the statistics server, and the function that decides changes of the job.
+
+        Args:
+            action: Record of rows.
+            weights: Function that returns the floats of a role's buffer.
+
+        Returns:
+            The answer of that function to an epoch, or None if there is no such function.
+        """
         if action.table == "metrics":
             self._metrics = action.rows
-        elif action.table == "epochs":
-            row = _plain(action.rows[0])
-            number = row["epoch"]
-            self._last = {name: row[name] for name in ("timestamp", "time_s", "epoch")}
-            about = {**self._last, "row": row, "metrics": _metrics(self._metrics, number)}
-            self._call("epoch", number, f"epoch {number}", self._floats(action.weights, weights), about)
+        if action.table != "epochs":
+            return None
+        row = _plain(action.rows[0])
+        number = row["epoch"]
+        self._last = {name: row[name] for name in ("timestamp", "time_s", "epoch")}
+        about = {**self._last, "row": row, "metrics": _metrics(self._metrics, number)}
+        source = self._floats(action.weights, weights)
+        self._call("epoch", number, f"epoch {number}", source, about)
+        if self._decide is None:
+            return None
+        self._history.append(row)
+        moment = self._moment("epoch", source, {**about, "history": tuple(self._history)})
+        answer = self._ask(self._decide, moment, f"epoch {number}")
+        try:
+            change = "" if answer is None else _as_json(answer)
+        except ValueError as error:
+            text = f"{self._role.title}: {self._decide.name} of [decisions] returned {error} at epoch {number}"
+            raise HookError(f"{text}; use None, or a table such as {{'optimizer': {{'learning_rate': 0.1}}}}") from None
+        return Decided(number, row["timestamp"], row["time_s"], change)
 
     def finished(self, action: Finish, weights: Callable[[int, str], Floats | None]) -> None:
         """Calls the hooks of the end, for the statistics server."""
@@ -189,28 +229,35 @@ class RoleHooks:
         for hook in self._hooks:
             if hook.at != at or number % hook.every:
                 continue
-            role = self._role
             floats = source if replica is None or not hook.named else replica
-            moment = Moment(
-                at,
-                role.name,
-                role.world_rank,
-                self._job,
-                **about,
-                output=self.output,
-                _layout=self._layout,
-                _source=floats,
-            )
-            try:
-                hook.function(moment)
-            except Interrupted:
-                raise
-            except BaseException as error:  # sys.exit too: all of it is the user's
-                who, what = role.title, f"{type(error).__name__}: {error}".rstrip(": ")
-                ours = hook.name in Hook.SHIPPED
-                whose = "" if ours else ", which is the user's own code,"
-                text = f"{who}: hook {hook.name}{whose} failed at {which}: {what}"
-                raise HookError(text) from (None if ours and isinstance(error, RudraError) else error)
+            self._ask(hook, self._moment(at, floats, about), which)
+
+    def _moment(self, at: At, source: ReadFloats | None, about: Mapping[str, Any]) -> Moment:
+        role = self._role
+        return Moment(
+            at,
+            role.name,
+            role.world_rank,
+            self._job,
+            **about,
+            output=self.output,
+            _layout=self._layout,
+            _source=source,
+        )
+
+    def _ask(self, hook: Called, moment: Moment, which: str) -> object:
+        """Calls a function of the user's, and returns what it returns."""
+        try:
+            return hook.function(moment)
+        except Interrupted:
+            raise
+        except BaseException as error:  # sys.exit too: all of it is the user's
+            who, what = self._role.title, f"{type(error).__name__}: {error}".rstrip(": ")
+            ours = hook.name in Hook.SHIPPED
+            whose = "" if ours else ", which is the user's own code,"
+            kind = "function" if hook is self._decide else "hook"
+            text = f"{who}: {kind} {hook.name}{whose} failed at {which}: {what}"
+            raise HookError(text) from (None if ours and isinstance(error, RudraError) else error)
 
 
 def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entry]) -> dict[int, RoleHooks]:
@@ -227,9 +274,14 @@ def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entr
     """
     found: dict[int, list[Called]] = {}
     here = set(roles)
+    decide = None
+    if job.decisions.given and plan.statistics in here:
+        name, function = _function("[decisions] call", job.decisions.call, job.decisions.options)
+        decide, found[plan.statistics] = Called(name, "epoch", 1, function), []
     for place, hook in enumerate(job.hooks):
         if mine := here.intersection(hook.roles(plan)):
-            called = _called(place, hook)
+            name, function = _function(f"[hooks] {place}.call", hook.call, hook.options, Hook.SHIPPED)
+            called = Called(name, hook.at, hook.every, function, hook.role is not None)
             for role in mine:
                 found.setdefault(role, []).append(called)
     made = {}
@@ -238,13 +290,16 @@ def hooks_of(job: Job, plan: Plan, roles: Collection[int], layout: Sequence[Entr
         replica = kind.trains and kind.updates
         partial_ = role in plan.owners or plan.stage is not None
         whole = None if plan.parted and partial_ and role != plan.statistics else layout
-        made[role] = RoleHooks(hooks, job.name, role, plan.roles[role], whole, replica=replica)
+        decides = decide if role == plan.statistics else None
+        made[role] = RoleHooks(hooks, job.name, role, plan.roles[role], whole, replica=replica, decide=decides)
     return made
 
 
-def _called(place: int, hook: Hook) -> Called:
-    where, named = f"[hooks] {place}.call", hook.call
-    found = choose(where, named, hook.SHIPPED)
+def _function(
+    where: str, named: Named | None, options: Mapping[str, Any], shipped: Mapping[str, str] = {}
+) -> tuple[str, Callable[[Moment], object]]:
+    """Returns the name and the function of a key of the job, which is called with a moment and these options."""
+    found = choose(where, named, shipped)
     name = named if isinstance(named, str) else getattr(named, "__qualname__", type(named).__qualname__)
     if not callable(found):
         raise ConfigError(f"{where}: {name} is a {type(found).__name__}, and cannot be called")
@@ -254,11 +309,33 @@ def _called(place: int, hook: Hook) -> Called:
     with suppress(ValueError):  # some built-in callables have no signature
         signature = inspect.signature(found)
         try:
-            signature.bind(None, **hook.options)
+            signature.bind(None, **options)
         except TypeError as error:
-            text = misfit(error, signature, hook.options, first=1)
-            raise ConfigError(f"{where}: {name} is called as hook(moment, **options): {text}") from None
-    return Called(name, hook.at, hook.every, partial(found, **hook.options), hook.role is not None)
+            text = misfit(error, signature, options, first=1)
+            kind = "hook" if shipped else "function"
+            raise ConfigError(f"{where}: {name} is called as {kind}(moment, **options): {text}") from None
+    return name, partial(found, **options)
+
+
+def _as_json(answer: object) -> str:
+    """Returns JSON of a table of tables.
+
+    Raises:
+        ValueError: The answer is something else. The text names it.
+    """
+    if not isinstance(answer, Mapping) or not all(isinstance(keys, Mapping) for keys in answer.values()):
+        raise ValueError(short(answer))
+    try:
+        return json.dumps(answer, default=_number, allow_nan=False) if any(answer.values()) else ""
+    except (TypeError, ValueError, RecursionError):
+        raise ValueError(f"{short(answer)}, which is not plain") from None
+
+
+def _number(value: object) -> object:
+    """Returns a number or an array of NumPy's or torch's as plain numbers."""
+    if callable(plain := getattr(value, "tolist", None)):
+        return plain()
+    raise TypeError
 
 
 def _plain(row: np.void) -> dict[str, Any]:

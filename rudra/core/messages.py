@@ -65,6 +65,7 @@ class MessageKind(IntEnum):
     STAGES = auto()
     EPOCH_EVALUATED = auto()
     LEARNERS_LEFT = auto()
+    CHANGE_DECIDED = auto()
 
 
 ROWS = {
@@ -84,6 +85,7 @@ ROWS = {
     MessageKind.EVENTS: records.EVENT,
     MessageKind.AVERAGES: records.AVERAGE,
     MessageKind.STAGES: records.STAGE,
+    MessageKind.CHANGE_DECIDED: records.TEXT,
 }
 """Dtype of the rows of each kind that has rows."""
 
@@ -502,6 +504,19 @@ class PlateauReached(Message, frozen=True, gc=False):
     times: int
 
 
+class ChangeDecided(Message, frozen=True, gc=False):
+    """Statistics server -> owner: a change of the job is decided.
+
+    Attributes:
+        number: Number of such messages, including this one.
+        rows: JSON of the change, `records.TEXT`.
+    """
+
+    kind = MessageKind.CHANGE_DECIDED
+    number: int
+    rows: Rows
+
+
 class SnapshotCredit(Message, frozen=True, gc=False):
     """Statistics server -> owner: one more snapshot may be sent."""
 
@@ -661,6 +676,7 @@ class GroupFlags(msgspec.Struct, frozen=True, gc=False):
         enough: Whether training ends with the current epoch.
         stopped: Whether training ends with the current update.
         saves: Whether a checkpoint follows that update.
+        decided: Number of decided changes of the job that it has received and does not follow yet, up to 255.
         distance: Distance of its replica from the weights, if it has a replica.
     """
 
@@ -669,4 +685,5 @@ class GroupFlags(msgspec.Struct, frozen=True, gc=False):
     enough: bool = False
     stopped: bool = False
     saves: bool = False
+    decided: int = 0
     distance: float = 0.0

@@ -179,6 +179,9 @@ SUM = np.dtype([("split", "S16"), ("name", "S64"), ("samples", "<i8"), ("value",
 FLOATS = np.dtype([("value", "<f4")])
 """Floats in a message."""
 
+TEXT = np.dtype([("text", "S512")])
+"""Pieces of a text in a message, ASCII (`rudra.core.decisions`)."""
+
 ROLE = table(
     (
         "kind",
@@ -234,7 +237,10 @@ EVENT_KINDS = {
     "target": "an evaluation reached `training.target`",
     "patience": "`training.patience` evaluations brought no improvement",
     "plateau": "schedule `plateau` lowered the learning rate",
-    "change": "a table `[[changes]]` took effect",
+    "change": "a table `[[changes]]`, or a decided change, took effect",
+    "decision": "the function of `[decisions]` decided a change: its keys as JSON",
+    "decided": "a decided change took effect: as JSON, the table `[[changes]]` that would do the same, and its place "
+    "among the changes",
     "branch": "the run began with the checkpoint of another run",
     "averaging": "all replicas restarted from the weights, because the learning rate dropped",
     "stages": "the stage server added its weights to a snapshot or checkpoint",

@@ -41,6 +41,8 @@ def dense_because(job: Job, plan: Plan) -> str:
         return f"weight_decay = {max(decays):g} changes every weight"
     if optimizer.clip_norm is not None:
         return f"clip_norm = {optimizer.clip_norm:g} needs the norm of all"
+    if job.decisions.given:
+        return "[decisions] may change what the optimiser needs"
     if job.training.microbatches > 1:
         return f"microbatches = {job.training.microbatches} adds whole vectors"
     if job.training.precision != "float32":

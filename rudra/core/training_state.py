@@ -1,8 +1,22 @@
 """Position of the training after an update: all that a resumed run needs in addition to weights and optimiser state."""
 
+from typing import NamedTuple
+
 from msgspec import Struct
 
 from topologies import Plan
+
+
+class DecidedChange(NamedTuple):
+    """Change of the job that was decided during the run.
+
+    Attributes:
+        change: JSON of the table `[[changes]]` that would do the same.
+        place: Number of changes that took effect before it, planned or decided. -1: it has not taken effect yet.
+    """
+
+    change: str
+    place: int = -1
 
 
 class TrainingState(Struct, frozen=True):
@@ -28,6 +42,7 @@ class TrainingState(Struct, frozen=True):
         protocol, protocol_state: Name of the protocol, and its state after the last update from `protocols.saved`.
             Empty: it has no state.
         lowered: Complete epochs after which the learning rate fell, or will fall, because evaluations did not improve.
+        decided: Changes of the job that were decided during the run, in the order of the decisions.
     """
 
     timestamp: int = 0
@@ -50,6 +65,12 @@ class TrainingState(Struct, frozen=True):
     averaged: int = 0
     protocol: str = ""
     protocol_state: str = ""
+    decided: tuple[DecidedChange, ...] = ()
+
+    @property
+    def in_effect(self) -> tuple[DecidedChange, ...]:
+        """Decided changes that have taken effect."""
+        return tuple(each for each in self.decided if each.place >= 0)
 
     def step(self, learner: int) -> int:
         """Returns the number of the next mini-batch of a learner."""

@@ -123,7 +123,7 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     return message
 
 
-_FLAGS = struct.Struct("<Qi???xd")
+_FLAGS = struct.Struct("<Qi???Bd")
 FLAGS_BYTES = _FLAGS.size
 
 

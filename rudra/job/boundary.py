@@ -19,6 +19,10 @@ class Boundary(NamedTuple):
         """Returns whether a run with these numbers of complete epochs and of updates has reached the boundary."""
         return epochs >= self.epochs or updates >= self.updates
 
+    def or_(self, other: "Boundary") -> "Boundary":
+        """Returns the boundary that a run reaches with the first of two."""
+        return Boundary(min(self.epochs, other.epochs), min(self.updates, other.updates))
+
     @property
     def key(self) -> str:
         """Key of `[[changes]]` that gives the boundary."""

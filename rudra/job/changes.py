@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
 
 from rudra.job.boundary import Boundary
 from rudra.job.jobfiles import flattened
-from rudra.job.table import Table, short
+from rudra.job.table import Table, checked, short
 
 MAY_CHANGE: dict[str, tuple[str, ...]] = {
     "protocol": ("name", "n", "modulation", "reference_batch_size", "options"),
@@ -111,6 +112,10 @@ class JobChange(Table):
         """The changed keys and their new values, as text."""
         return ", ".join(f"{key} = {short(value)}" for key, value in flattened(self.tables).items())
 
+    def followed_by(self, later: JobChange) -> JobChange:
+        """Returns the change that does the same as this one and a later one at the same place."""
+        return JobChange.model_validate({self.boundary.key: self.boundary.number, **later.applied(self.tables)})
+
     def applied(self, tables: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """Returns the tables of a job with the new values. Options that are not named keep their values.
 
@@ -133,3 +138,20 @@ def _merged(before: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]
         both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
         found[key] = _merged(found[key], value) if both else value
     return found
+
+
+def with_decided(changes: Sequence[JobChange], decided: Iterable[tuple[str, int]]) -> tuple[JobChange, ...]:
+    """Returns the changes of a job, with changes that were decided during the run in the places where they belong.
+
+    Args:
+        changes: Planned changes.
+        decided: JSON of each decided change, and the number of changes before it.
+    """
+    found = list(changes)
+    for text, place in decided:
+        change = checked(JobChange, json.loads(text), "decided change")
+        if place and place <= len(found) and found[place - 1].boundary == change.boundary:
+            found[place - 1] = found[place - 1].followed_by(change)
+        else:
+            found.insert(place, change)
+    return tuple(found)

@@ -13,6 +13,7 @@ from rudra.job.simulation import SimulationTable
 from rudra.job.table import Table
 from rudra.job.tables.averaging import AveragingTable
 from rudra.job.tables.cluster import ClusterTable, FaultToleranceTable, PlacementTable, TopologyTable
+from rudra.job.tables.decisions import DecisionsTable
 from rudra.job.tables.hogbatch import HogbatchTable
 from rudra.job.tables.optimizer import OptimizerTable
 from rudra.job.tables.protocol import ArgumentsTable, ProtocolTable
@@ -42,6 +43,7 @@ class JobFields(Table):
         results: Table `[results]`: contents of the result file, and checkpoints.
         hooks: Tables `[[hooks]]`: user code that roles call.
         changes: Tables `[[changes]]`: keys that get other values after an epoch, or at an update.
+        decisions: Table `[decisions]`: user code that decides such changes during the run.
         study: Table `[study]`: variants of the job that `rudra sweep` runs.
     """
 
@@ -63,6 +65,7 @@ class JobFields(Table):
     results: ResultsTable = ResultsTable()
     hooks: tuple[Hook, ...] = ()
     changes: tuple[JobChange, ...] = ()
+    decisions: DecisionsTable = DecisionsTable()
     study: StudyTable = StudyTable()
 
     @property
@@ -75,6 +78,11 @@ class JobFields(Table):
         if self.cluster.learners is None:
             raise ConfigError("[cluster] learners is not known yet; set it, or call job.resolved(learners=N) first")
         return self.cluster.learners
+
+    @property
+    def changing(self) -> str:
+        """Table that changes keys during the run. Empty: none does."""
+        return "[[changes]]" if self.changes else "[decisions]" if self.decisions.given else ""
 
     @property
     def protocol_factory(self) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -20,7 +20,7 @@ import topologies
 from rudra.errors import ConfigError
 from rudra.job import rules
 from rudra.job.boundary import START, Boundary
-from rudra.job.changes import MAY_CHANGE, JobChange
+from rudra.job.changes import MAY_CHANGE, JobChange, with_decided
 from rudra.job.fields import JobFields
 from rudra.job.jobfiles import Change, apply, parsed, read_job
 from rudra.job.renamed import answers
@@ -59,6 +59,8 @@ class Job(JobFields):
         first = None if self.cluster.learners is None else self._part(self.plan())
         if first is not None:
             rules.check(rules.PART_RULES, first)
+        if first is not None and self.decisions.given:
+            rules.check(rules.CHANGE_RULES, first, first)
         for number, change in enumerate(self.changes, 1):
             try:
                 later = self.after(number)
@@ -164,9 +166,13 @@ class Job(JobFields):
             merged[table] = {**_as_dict(merged[table]), **keys}
         return type(self)(**{k: _as_dict(v) if isinstance(v, Table) else v for k, v in merged.items()})
 
+    def without_decisions(self) -> Job:
+        """Returns the job without a function that decides changes."""
+        return self.with_(decisions={"call": None, "options": {}, "at": "epoch"})
+
     def without_tests(self) -> Job:
         """Returns the job without evaluations and the features that need them, for measurements of time."""
-        return self.with_(
+        return self.without_decisions().with_(
             training={
                 "evaluate": False,
                 "evaluate_training_set": False,
@@ -277,6 +283,17 @@ class Job(JobFields):
             places = zip(drawn.roles, plan.roles, strict=True)
             roles = (replace(role, world_rank=there.world_rank, node=there.node) for role, there in places)
             yield change.boundary, later, replace(drawn, roles=tuple(roles))
+
+    def with_decided(self, decided: Iterable[tuple[str, int]]) -> Job:
+        """Returns the job with changes that were decided during a run, as if they had been planned.
+
+        Args:
+            decided: JSON of each change, and the number of changes before it.
+
+        Raises:
+            ConfigError: a change does not fit the job.
+        """
+        return self.with_(changes=with_decided(self.changes, decided))
 
     def to_json(self) -> str:
         """Returns the job as one line of JSON without the table `[study]`. A callable appears as `module:name`."""

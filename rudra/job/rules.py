@@ -195,11 +195,24 @@ def shared_links(job: JobFields) -> Iterator[str]:
         "blocking_servers": job.simulation.blocking_servers,
         "faults": job.simulation.faults,
         "[fault_tolerance] straggler_timeout_s": job.fault_tolerance.straggler_timeout_s,
-        "[[changes]]": job.changes,
+        job.changing: job.changing,
         "[hogbatch] weights = 'shared'": job.hogbatch.shares_weights,
     }
     for key in (key for key, value in refused.items() if value):
         yield f"[simulation] sharing = 'equal' is not supported with {key}; use sharing = 'turns'"
+
+
+@job_rule
+def keys_without_a_function(job: JobFields) -> Iterator[str]:
+    if not job.decisions.given:
+        for key in job.decisions.non_defaults:
+            yield f"[decisions] {key} is not supported without call; set call, or remove {key}"
+
+
+@job_rule
+def decisions_with_rates_of_updates(job: JobFields) -> Iterator[str]:
+    if job.decisions.given and job.optimizer.schedule_every == "update":
+        yield "[decisions] is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'"
 
 
 @job_rule
@@ -410,10 +423,14 @@ def placed_layers(part: JobPart) -> Iterator[str]:
             f"{_PLACED} [optimizer] clip_norm on topology {named(job.topology.name)}; "
             "remove clip_norm, or use a topology with a parameter server"
         )
-    if job.changes and merged:
-        yield f"{_PLACED_CHANGES} rule = 'merged', whose layers are ahead of the others; use rule = 'synchronous'"
-    if job.changes and job.placement.servers > 1:
-        yield f"{_PLACED_CHANGES} servers = {job.placement.servers}; use servers = 1"
+    if job.changing and merged:
+        ahead = "rule = 'merged', whose layers are ahead of the others; use rule = 'synchronous'"
+        yield f"[placement] with {job.changing} is not supported with {ahead}"
+    if job.changing and job.placement.servers > 1:
+        servers = f"servers = {job.placement.servers}; use servers = 1"
+        yield f"[placement] with {job.changing} is not supported with {servers}"
+    if job.decisions.given and not part.plan.served:
+        yield f"{_PLACED} [decisions] on topology {named(job.topology.name)}; use a topology with a parameter server"
     if merged and job.optimizer.plateau:
         yield (
             "[placement] rule = 'merged' is not supported with [optimizer] schedule = 'plateau'; "
@@ -432,7 +449,6 @@ def placed_layers(part: JobPart) -> Iterator[str]:
         yield f"{_PLACED} {text}"
 
 
-_PLACED_CHANGES = "[placement] with [[changes]] is not supported with"
 _PLACED = "[placement] cut is not supported with"
 
 
@@ -572,6 +588,8 @@ def changes_in_windows(part: JobPart) -> Iterator[str]:
     for change in part.job.changes if part.plan.window else ():
         if change.at_update is not None:
             yield f"{_SHARED} [[changes]] at_update = {change.at_update}, as workers update alone; use at_epoch"
+    if part.plan.window and part.job.decisions.at == "update":
+        yield f"{_SHARED} [decisions] at = 'update', as workers update alone; use at = 'epoch'"
 
 
 _SHARED = "[hogbatch] weights = 'shared' is not supported with"
@@ -703,16 +721,16 @@ def same_replicas(first: JobPart, later: JobPart) -> Iterator[str]:
 
 @change_rule
 def same_roles(first: JobPart, later: JobPart) -> Iterator[str]:
-    yield from other_roles(first.plan, later.plan)
+    yield from other_roles(first.plan, later.plan, first.job.changing)
 
 
-def other_roles(before: topologies.Plan, after: topologies.Plan) -> Iterator[str]:
+def other_roles(before: topologies.Plan, after: topologies.Plan, changing: str = "[[changes]]") -> Iterator[str]:
     """Yields reasons why the ranks of a run cannot continue with another plan."""
     who = [[(role.kind, role.index, plan.traits(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
     if who[0] != who[1]:
         yield "[topology] options must not change roles or ranks; use options that keep them"
     if after.reduction == "mpi":
-        yield "[topology] options.reduction = 'mpi' is not supported with [[changes]]; use 'ordered' or 'nodes'"
+        yield f"[topology] options.reduction = 'mpi' is not supported with {changing}; use 'ordered' or 'nodes'"
 
 
 # Nodes of a simulation.

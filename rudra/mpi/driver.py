@@ -139,7 +139,7 @@ class Rank:
         recorder: Recorder | None,
         checkpoints: CheckpointWriter | None = None,
         make_machine: Make | None = None,
-        phases: Phases = (),
+        phases: Phases = Phases(),  # noqa: B008
         *,
         stall_warning_s: float = 60.0,
         stall_limit_s: float | None = None,
@@ -323,7 +323,7 @@ class Rank:
         self._control.poll()
         if self._losses.active:
             self._look_for_losses()
-        if self._losses.dead or len(self.phases) > 1:
+        if self._losses.dead or self.phases.may_change:
             self._regrouping.poll()
         if self._recorder is not None:
             raise_reported(self.comm)
@@ -350,7 +350,8 @@ class Rank:
                 self._perform(role, action)
             case Record():
                 assert self._recorder is not None
-                self._recorder.record(action)
+                if (decided := self._recorder.record(action)) is not None:
+                    self.announce(role, decided)
             case Reduce():
                 self._reductions.begin(role, action)
             case CancelReceive():

@@ -95,7 +95,7 @@ class RunFiles:
         why = {"replayable": False, "not_replayable": data.unrepeatable} if data.unrepeatable else {}
         found = {"hosts": hosts, **machines, **buckets, "data_fingerprints": json.dumps(data.plain_prints), **why}
         assert isinstance(statistics, StatisticsServer)
-        recall(self._start, statistics)
+        recall(self._start, statistics, executors[plan.statistics].hooks)
         with first_rows(self._start, written, plan) as before:
             self._create(resolved, executors[plan.statistics], info, before, digest, signature, found)
         self._before = None if before is None else before.learners

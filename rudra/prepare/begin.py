@@ -1,13 +1,18 @@
 """State that the roles of a run begin with: of its own checkpoint, or of another run's. For both drivers."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Protocol
 
+from msgspec import structs
+
 from rudra.compute.carried import carried_state
 from rudra.compute.executor import Executor
 from rudra.compute.owners import OwnerExecutor
+from rudra.core.decisions import from_events
+from rudra.core.hooks import RoleHooks
 from rudra.core.training_state import TrainingState
 from rudra.data.fingerprint import Fingerprint, from_plain
 from rudra.errors import CheckpointError
@@ -28,7 +33,9 @@ class Recalling(Protocol):
 
     @property
     def split(self) -> str: ...
-    def recall(self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int]) -> None: ...
+    def recall(
+        self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int], decisions: Sequence[str]
+    ) -> None: ...
 
 
 def first_position(start: StartDecision, job: Job, plan: Plan) -> TrainingState:
@@ -41,7 +48,8 @@ def first_position(start: StartDecision, job: Job, plan: Plan) -> TrainingState:
     """
     if not start.branched:
         return start.position
-    position = start.position
+    position = start.position if start.same_job else structs.replace(start.position, decided=())
+    job = job.with_decided(position.in_effect)
     begun = takewhile(lambda part: part[0].is_reached(position.epoch, position.timestamp), job.parts(plan))
     *_, (_, now, its_plan) = begun
     return position_for(position, now, its_plan)
@@ -131,17 +139,25 @@ def first_rows(start: StartDecision, job: Job, plan: Plan) -> Iterator[Carried |
         return
     with open_results(checkpoint.results_of(start.checkpoint)) as results:
         why = start.replanned or moved(results.plan(), job, plan)
-        yield carried(results, start.position, why, start.branched, lost, learners)
+        yield carried(results, start.position, why, start.branched, lost, learners, start.same_job)
 
 
-def recall(start: StartDecision, statistics: Recalling) -> None:
-    """Passes earlier evaluations to the statistics server, which decides by them about targets and the best epoch.
+def recall(start: StartDecision, statistics: Recalling, hooks: RoleHooks | None) -> None:
+    """Passes what is known of earlier epochs to the statistics server, and to the user's functions that it calls.
+
+    The statistics server decides by their evaluations about targets and the best epoch.
 
     Args:
         start: Beginning of the run.
         statistics: Machine of the statistics server.
+        hooks: Hooks of the statistics server.
     """
     if start.checkpoint is None or not start.rows:
         return
     with open_results(checkpoint.results_of(start.checkpoint)) as results:
-        statistics.recall(tests(results, statistics.split, start.position.epoch), results.kept_epochs)
+        events, epochs, position = results.events, results.epochs, start.position
+        earlier = events[events["timestamp"] <= position.timestamp]
+        decisions = map(json.dumps, from_events(earlier, b"decision") if start.same_job else ())
+        statistics.recall(tests(results, statistics.split, position.epoch), results.kept_epochs, [*decisions])
+        if hooks is not None:
+            hooks.recall(epochs[epochs["epoch"] <= position.epoch])

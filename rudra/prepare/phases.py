@@ -1,10 +1,12 @@
 """Phases of a run between the changes of its job, with the learning rates of each."""
 
 import math
+from dataclasses import replace
 
 from rudra.compute.schedule import expected_updates, planned
 from rudra.core.phases import Phase, Phases, phases_begun
 from rudra.core.training_state import TrainingState
+from rudra.errors import ConfigError
 from rudra.job.job import Job
 from topologies import Plan
 
@@ -22,11 +24,26 @@ def phases_of(job: Job, plan: Plan, training_samples: int) -> Phases:
             job does not lie between the previous change and the end of the run.
     """
     updates = expected_updates(job, plan, training_samples)
-    texts = ["", *(change.text for change in job.changes)]
-    return tuple(
-        Phase(start, part, its_plan, planned(part.optimizer, part.training.epochs, updates), text)
-        for (start, part, its_plan), text in zip(job.parts(plan), texts, strict=True)
-    )
+    room = next(job.parts(plan))[2].max_gradients_per_message
+
+    def made(of: Job) -> Phases:
+        """Makes the phases of a job. Their messages fit into the buffers of this run."""
+        if of is not job:
+            of.check_samples(training_samples)
+        texts = ["", *(change.text for change in of.changes)]
+        found = [
+            Phase(start, part, its_plan, planned(part.optimizer, part.training.epochs, updates), text)
+            for (start, part, its_plan), text in zip(of.parts(plan), texts, strict=True)
+        ]
+        if (most := found[0].plan.max_gradients_per_message) > room:
+            raise ConfigError(
+                f"[topology] messages of {most} gradients do not fit into buffers for {room}; plan this change in "
+                "[[changes]]"
+            )
+        roomy = (phase._replace(plan=replace(phase.plan, max_gradients_per_message=room)) for phase in found)
+        return Phases(roomy, of, made)
+
+    return made(job)
 
 
 def replanned(job: Job, plan: Plan, epochs: int, position: TrainingState, training_samples: int) -> str:

@@ -4,13 +4,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from rudra.core.decisions import recorded
 from rudra.errors import ConfigError
+from rudra.job.changes import JobChange, with_decided
 from rudra.job.job import Job
 from rudra.job.jobfiles import parsed
 from rudra.results.reader import Results
 from rudra.trust import admit
 
-UNUSED = ("model", "data", "task", "optimizer", "hooks", "study")
+UNUSED = ("model", "data", "task", "optimizer", "hooks", "decisions", "study")
 """Tables whose code a prediction with the sizes of the result file does not run."""
 
 
@@ -29,14 +31,18 @@ def recorded_job(results: Results, overrides: Sequence[str] = (), *, trust: bool
     """
     changes = [parsed(override) for override in overrides]
     touched = {change.key.partition(".")[0] for change in changes}
-    unused = {"hooks", "study"} if touched & {*UNUSED, "placement"} else {*UNUSED}
+    unused = {"hooks", "decisions", "study"} if touched & {*UNUSED, "placement"} else {*UNUSED}
     objects = str(results.attributes.get("python_objects") or "").split(", ")
     if given := ", ".join(name for name in objects if name and name.partition(".")[0] not in unused):
         raise ConfigError(
             f"{results.path}: {given} was given as a Python object, which a file cannot hold; predict its job with "
             f"simulation.costs = '{results.path}'"
         )
-    tables: dict[str, Any] = {table: keys for table, keys in results.job.items() if table not in ("hooks", "study")}
+    without = ("hooks", "decisions", "study")
+    tables: dict[str, Any] = {table: keys for table, keys in results.job.items() if table not in without}
+    planned = [JobChange.model_validate(change) for change in tables.get("changes", ())]
+    if decided := recorded(results.events):
+        tables["changes"] = [change.model_dump(exclude_unset=True) for change in with_decided(planned, decided)]
     tables["simulation"] = {"costs": str(results.path)}
     learners = next((change.value for change in reversed(changes) if change.key == "cluster.learners"), None)
     shares = tables.get("cluster", {}).get("shares")

@@ -46,7 +46,7 @@ def replayed_job(results: Results, given: Job | None, overrides: Sequence[str] =
     decided = {} if given is None else _decided(results, given)
     job = _restored(results, overrides, trust) if given is None else given
     training = {**decided.get("training", {}), "evaluate": False, "evaluate_training_set": False, "patience": None}
-    return job.with_(
+    return job.without_decisions().with_(
         hooks=(),
         cluster=decided.get("cluster", {}),
         placement=decided.get("placement", {}),
@@ -64,9 +64,9 @@ def replayed_job(results: Results, given: Job | None, overrides: Sequence[str] =
 
 
 def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
-    """Returns the job of a file without its hooks."""
+    """Returns the job of a file without its hooks and its function of decisions."""
     objects = results.attributes["python_objects"].split(", ")
-    if given := ", ".join(name for name in objects if not name.startswith("hooks.")):
+    if given := ", ".join(name for name in objects if not name.startswith(("hooks.", "decisions."))):
         raise ReplayError(
             f"{results.path}: {given} was given as a Python object, which a file cannot hold; "
             "use rudra.replay(file, job=job) with that job"

@@ -71,6 +71,7 @@ class StartDecision(NamedTuple):
         finished: Whether the run is already finished.
         replanned: Differences between the past learning rates and the schedule of this job. Empty: there are none.
         branched: Whether the checkpoint belongs to another run.
+        same_job: Whether this job is the job of the checkpoint. Else changes that its run decided do not apply.
         rows: Whether this run begins with the rows that were recorded up to the checkpoint.
         averages: Whether the checkpoint belongs to a run that averages replicas.
         cut: Layer where the model of the checkpoint's run was cut, or None.
@@ -90,6 +91,7 @@ class StartDecision(NamedTuple):
     finished: bool = False
     replanned: str = ""
     branched: bool = False
+    same_job: bool = True
     rows: bool = True
     averages: bool = False
     cut: Any = None
@@ -226,6 +228,7 @@ def _branched(begin: StartDecision, state: SavedState, found: JobComparison, job
         decided=decided,
         replanned=other,
         branched=True,
+        same_job=not other,
         averages=bool(state.attributes.get("averages", old)),  # missing in older checkpoints
         cut=tables["placement"]["cut"],
         names=state.names,
@@ -250,7 +253,8 @@ def _checked(begin: StartDecision, state: SavedState, job: Job) -> StartDecision
         CheckpointError: The protocol does not accept its state from the checkpoint.
     """
     begin, position = begin._replace(text=f"{job.name}: {begin.text}"), state.position
-    now, epochs = job.at(position.epoch, position.timestamp), decisive(state.job)["training"]["epochs"]
+    now = job.with_decided(position.in_effect if begin.same_job else ()).at(position.epoch, position.timestamp)
+    epochs = decisive(state.job)["training"]["epochs"]
     if position.protocol_state and position.protocol == named(now.protocol.name):
         try:
             restored(now.make_protocol(), position.protocol_state)

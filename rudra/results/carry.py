@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rudra.core.actions import TableName
+from rudra.core.decisions import in_events, taken_effect
 from rudra.core.messages import Rows
 from rudra.core.records import EVENT, LEARNER, TIMES
 from rudra.core.training_state import TrainingState
@@ -86,6 +87,7 @@ def carried(
     branched: bool = False,
     lost: str = "",
     learners: int | None = None,
+    same_job: bool = True,
 ) -> Carried:
     """Returns the rows of a run up to a checkpoint. They are read in pieces while the new file is written.
 
@@ -96,6 +98,7 @@ def carried(
         branched: Whether another run continues from the rows.
         lost: State of the checkpoint that the other run starts without, as text. Empty: none.
         learners: Number of learners of the run that continues, by default as many as before.
+        same_job: Whether the run that continues has the same job. Else changes that were decided do not apply.
 
     Raises:
         ResultsError: Rows are missing.
@@ -134,11 +137,16 @@ def carried(
             yield piece[(piece["step"] < steps[piece["learner"]]) & (piece["learner"] < count)]
 
     def events() -> Iterator[Rows]:
+        left_out = [b"decided"] if same_job else [b"decided", b"decision"]  # the position has what took effect
         lowered = 0  # rate drops, of which those after the checkpoint will be recorded again
         for piece in upto("events"):
+            piece = piece[~np.isin(piece["kind"], left_out)]
             plateau = piece["kind"] == b"plateau"
             yield piece[~plateau | (np.cumsum(plateau) + lowered <= len(position.lowered))]
             lowered += int(plateau.sum())
+        for decided in position.in_effect if same_job else ():
+            text = taken_effect(decided)
+            yield in_events(b"decided", text, position.timestamp, position.applied, position.time_s)
         state = results.state
         ended = {"running": "was killed", "finished": "was finished"}.get(state["status"], state["status"])
         ended += f": {state['reason']}" if state["reason"] else ""

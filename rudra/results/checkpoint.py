@@ -32,6 +32,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from rudra.core.decisions import is_possible
 from rudra.core.layout import NamedVectors
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError
@@ -255,6 +256,7 @@ def _possible(position: TrainingState, job: Mapping[str, Any]) -> bool:
     # Larger numbers could not be written to the result file.
     fits = all(0 <= count < 2**53 for count in counts) and 0 <= position.time_s < 1e12
     cluster = job["cluster"]
+    fits = fits and all(map(is_possible, position.decided))
     return tables and fits and len(position.steps) == cluster["learners"] and "threads_per_rank" in cluster
 
 

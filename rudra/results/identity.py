@@ -217,6 +217,8 @@ def _different_weights(state: SavedState, weights: NDArray[np.float32] | None, r
     if weights is None or not digest or digest == digest_of(weights[sample(update, len(weights))].tobytes()):
         return ""
     plan = results.plan()
-    if state.job.get("changes") or plan.parted or plan.window or plan.averaging:  # such runs have other digests
+    if (
+        state.job.get("changes") or state.position.decided or plan.parted or plan.window or plan.averaging
+    ):  # such runs have other digests
         return ""
     return f"the weights of update {update} differ"

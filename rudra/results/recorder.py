@@ -19,6 +19,7 @@ from rudra.compute.statedict import StateEntry
 from rudra.core.actions import Finish, Record, StoreEpochWeights
 from rudra.core.buckets import NetworkSpeed
 from rudra.core.digest import sha256
+from rudra.core.events import Decided
 from rudra.core.hooks import RoleHooks
 from rudra.core.layout import Entry
 from rudra.core.messages import Rows
@@ -121,7 +122,7 @@ class Recorder:
         self._wall_clock, self._before, self._hooks = wall_clock, before, hooks
 
     @probed
-    def record(self, action: Record) -> None:
+    def record(self, action: Record) -> Decided | None:
         rows = action.rows
         if action.table == "events" and self._wall_clock:
             rows = rows.copy()
@@ -131,8 +132,7 @@ class Recorder:
             self._progress.updates(action.rows)
         elif action.table == "epochs":
             self._progress.epochs(action.rows)
-        if self._hooks is not None:
-            self._hooks.recorded(action, self._weights)
+        return None if self._hooks is None else self._hooks.recorded(action, self._weights)
 
     def keep(self, role: int, action: StoreEpochWeights) -> None:
         weights = self._weights(role, action.buffer)
@@ -345,7 +345,7 @@ def about_checkpoint(
 def python_objects(job: Job) -> list[str]:
     """Returns keys of the job whose values cannot be found again by their names in its JSON."""
     found = []
-    with_names = ("model", "data", "augment", "task", "optimizer", "protocol", "topology")
+    with_names = ("model", "data", "augment", "task", "optimizer", "protocol", "topology", "decisions")
     tables: dict[str, Any] = {table: getattr(job, table) for table in with_names}
     tables |= {f"hooks.{place}": hook for place, hook in enumerate(job.hooks)}
     tables |= {f"changes.{place}.protocol": SimpleNamespace(**c.protocol) for place, c in enumerate(job.changes)}

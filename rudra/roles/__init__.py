@@ -89,7 +89,7 @@ def make(
     training_samples: int,
     schedule: Schedule,
     position: TrainingState = BEGINNING,
-    phases: Phases = (),
+    phases: Phases = Phases(),  # noqa: B008
 ) -> Machine:
     """Returns the state machine of one role of a plan.
 

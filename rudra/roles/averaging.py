@@ -245,14 +245,17 @@ class Averager(Replica):
         number, word = self._periods.number - 1, self._word(distance, now)
         return Reduce(DIFFERENCE, self._sharing.everybody, number, self._brings, True, word)
 
+    @property
+    def _ahead(self) -> int:
+        return 1 if self._quiet else 2
+
     def _word(self, distance: float, now: float) -> GroupFlags:
         ledger, saves = self.ledger, False
         if self._leads:
-            ahead = 1 if self._quiet else 2
-            epoch = self._periods.epoch_after(ledger.samples, ahead)
-            saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + ahead, epoch, now)
+            epoch = self._periods.epoch_after(ledger.samples, self._ahead)
+            saves = ledger.stopped or self.duties.cycle.wanted(ledger.timestamp + self._ahead, epoch, now)
         told = (self._lr_drops_requested, self._target_reached, ledger.stopped)
-        return GroupFlags(self._digest, *told, saves, distance)
+        return GroupFlags(self._digest, *told, saves, self._decisions.new, distance)
 
     def _go_on_computing(self, now: float) -> list[Action]:
         waited_s = self._held_s + now - self._stepped_at

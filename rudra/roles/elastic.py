@@ -85,7 +85,7 @@ class ElasticLearner(Learner):
     def __init__(self, role: int, setup: Setup) -> None:
         super().__init__(role, setup)
         self._steps = ReplicaSteps(setup)
-        self._settings = changed_settings(role, setup.all_phases, setup.job, setup.plan)
+        self._settings = changed_settings(role, setup.phases_in_effect, setup.job, setup.plan)
         self._period = self._steps.rule.period
         self._made: list[Gradient] = []  # one for each step since the last exchange
         self._exchanging = self._moved = False

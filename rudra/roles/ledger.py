@@ -6,7 +6,7 @@ server. Among these learners only the first one reports its records.
 
 import math
 from collections import deque
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,11 +16,12 @@ from protocols import Hogbatch
 from rudra.core import records
 from rudra.core.actions import Action, Fail, Reconfigure, Send, Update, Warn
 from rudra.core.buffer_names import AVERAGE, WEIGHTS
+from rudra.core.decisions import pieces, start_of, taken_effect
 from rudra.core.events import Committed, Event, Lost, Received, Saved, Sent, Stopped, Updated
 from rudra.core.messages import BETWEEN_OWNERS, EpochRows, MessageKind, Snapshot, TrainingStarted
-from rudra.core.phases import Phases
+from rudra.core.phases import Phase
 from rudra.core.records import EVENT_KINDS, TIMES, Gradient
-from rudra.core.training_state import TrainingState
+from rudra.core.training_state import DecidedChange, TrainingState
 from rudra.core.wire import PACK
 from rudra.roles.machine import Setup, listed
 from rudra.roles.outbox import NullOutbox, Outbox
@@ -148,6 +149,16 @@ class Ledger:
         for text in self.rules.lower(count, self.epoch):
             if self._reports:
                 self.tell("plateau", self.timestamp, now - self.clock.start_time, text)
+
+    def decide(self, number: int, text: str, ahead: int = 1) -> None:
+        """Takes in a change of the job that is decided during the run.
+
+        Args:
+            number: number of decided changes, including this one.
+            text: JSON of the change.
+            ahead: number of updates until the next one after which all roles can restart.
+        """
+        self.rules.decide(number, text, self.epoch, self.timestamp + ahead)
 
     # Updates.
 
@@ -331,18 +342,33 @@ class Ledger:
 
     def change(self, dead: Set[int], position: TrainingState, now: float) -> None:
         """Continues by the present job from a position, without the dead roles."""
-        begun = self.rules.change(dead, position)
+        known, begun = set(self.rules.decided), self.rules.change(dead, position)
         self._reset_counts(position)
-        self._tell_changes(begun, position)
+        self._tell_changes(known, begun, position)
 
     def follow(self, now: float) -> None:
         """Continues by the present job. No role restarts."""
-        position = self.position(now)
-        self._tell_changes(self.rules.change(frozenset(), position), position)
+        position, known = self.position(now), set(self.rules.decided)
+        self._tell_changes(known, self.rules.change(frozenset(), position), position)
 
-    def _tell_changes(self, begun: Phases, position: TrainingState) -> None:
-        for phase in begun if not self.over else ():
-            self.tell("change", self.timestamp, position.time_s, f"after {phase.start.text}: {phase.text}")
+    def _tell_changes(self, known: Set[DecidedChange], begun: Sequence[Phase], position: TrainingState) -> None:
+        """Reports the changes that take effect at a position.
+
+        Args:
+            known: decided changes before.
+            begun: phases that begin.
+            position: state of training.
+        """
+        if self.over:
+            return
+        decided = [each for each in position.in_effect if each not in known]
+        for text in map(taken_effect, decided):
+            for piece in pieces(text):
+                self.tell("decided", self.timestamp, position.time_s, piece)
+        starts = [start_of(each) for each in decided]
+        for phase in begun:
+            who = "decided " if phase.start in starts else ""
+            self.tell("change", self.timestamp, position.time_s, f"{who}after {phase.start.text}: {phase.text}")
 
     def regroup(self, dead: Set[int], position: TrainingState, now: float) -> list[Action]:
         """Restarts all remaining roles by the present job, with the weights of a position.
@@ -411,6 +437,8 @@ class Ledger:
         found = TrainingState(*books, time_s, *begun, *totals, *counts, self.rules.lr_drops, *dealt)
         if self._average is not None:
             found = structs.replace(found, averaged=self._average.count)
+        if self.rules.decided:
+            found = structs.replace(found, decided=self.rules.decided_at(found))
         name, state = self.rules.protocol_state
         return structs.replace(found, protocol=name, protocol_state=state) if state else found
 

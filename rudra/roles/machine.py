@@ -56,12 +56,17 @@ class Setup(NamedTuple):
     training_samples: int
     schedule: Schedule
     position: TrainingState = BEGINNING
-    phases: Phases = ()
+    phases: Phases = Phases()
 
     @property
     def all_phases(self) -> Phases:
         """All phases of the run, or a single one if the job does not change."""
-        return self.phases or (Phase(START, self.job, self.plan, self.schedule),)
+        return self.phases or Phases([Phase(START, self.job, self.plan, self.schedule)])
+
+    @property
+    def phases_in_effect(self) -> Phases:
+        """All phases of the run, with the decided changes that have taken effect."""
+        return self.all_phases.having(self.position.in_effect)
 
 
 class CoOwned(Protocol):

@@ -34,7 +34,7 @@ def changed_settings(role: int, phases: Phases, job: Job, plan: Plan) -> list[Se
 
     Args:
         role: id of the role.
-        phases: all phases of the run.
+        phases: all phases of the run, with decided changes that have taken effect.
         job: job of the present phase.
         plan: plan of the present phase, perhaps without dead roles.
     """

@@ -23,7 +23,11 @@ MAINTENANCE: Mapping[Any, str] = dict.fromkeys(
 )
 """Events of checkpoints and snapshots. A waiting update may proceed after them."""
 
-WISHES: Mapping[Any, str] = {MessageKind.TARGET_REACHED: "_end_with_epoch", MessageKind.PLATEAU: "_lower_rate"}
+WISHES: Mapping[Any, str] = {
+    MessageKind.TARGET_REACHED: "_end_with_epoch",
+    MessageKind.PLATEAU: "_lower_rate",
+    MessageKind.CHANGE_DECIDED: "_decide",
+}
 """Decisions of the statistics server."""
 
 

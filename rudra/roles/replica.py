@@ -27,6 +27,7 @@ from rudra.core.events import (
     Updated,
 )
 from rudra.core.messages import (
+    ChangeDecided,
     GroupFlags,
     MessageKind,
     OwnerStepped,
@@ -41,6 +42,7 @@ from rudra.core.messages import (
 from rudra.core.records import Gradient
 from rudra.core.training_state import TrainingState
 from rudra.roles.correcting import correct
+from rudra.roles.decisions import ReceivedDecisions
 from rudra.roles.gradient_requests import request_of
 from rudra.roles.learner import THROUGH_STAGE
 from rudra.roles.machine import Machine, Setup, States, Transition, halt, self_loops, short_digest
@@ -161,6 +163,7 @@ class Replica(Machine):
         self._request = request_of(role, setup.plan)
         self._ended_training = self._target_reached = False
         self._lr_drops_requested = len(setup.position.lowered)
+        self._decisions = ReceivedDecisions(self.ledger)
         self._ready_at = self._reduced_at = 0.0
         self._reset_for_plan(setup.plan)
 
@@ -177,6 +180,7 @@ class Replica(Machine):
 
     def inherit(self, before: "Replica") -> None:
         self.log.inherit(before.log)
+        self._decisions.inherit(before._decisions)
 
     @property
     def waiting_for(self) -> str:
@@ -240,7 +244,8 @@ class Replica(Machine):
         if fails:
             return actions
         gradient = self.log.describe(event, ledger.timestamp)
-        word = GroupFlags(self._digest, self._lr_drops_requested, self._target_reached, ledger.stopped)
+        told = (self._lr_drops_requested, self._target_reached, ledger.stopped)
+        word = GroupFlags(self._digest, *told, decided=self._decisions.new)
         batch = self.ledger.rules.job.training.minibatch_size * len(self.plan.learners)
         rate = ledger.predicted_rate(batch)
         return [Reduce(GRADIENT, 0, event.step, gradient, True, word, rate), *actions]
@@ -258,6 +263,16 @@ class Replica(Machine):
         self._lr_drops_requested = max(self._lr_drops_requested, event.message.times)
         return []
 
+    @property
+    def _ahead(self) -> int:
+        """Number of updates until the next one after which the learners are quiet."""
+        return 1
+
+    def _decide(self, event: Received[ChangeDecided], now: float) -> list[Action]:
+        """Notes a decided change of the job. All learners follow it once the flags show that all have received it."""
+        self._decisions.receive(event.message)
+        return []
+
     def _reduced(self, event: Reduced, now: float) -> list[Action]:
         self._reduced_at = now
         if fails := self._take_in(event, now):
@@ -270,6 +285,8 @@ class Replica(Machine):
         if any(word.enough for word in event.words):
             self.ledger.enough()
         self.ledger.lower(max(word.lowered for word in event.words), now)
+        if self._decisions.new:
+            self._decisions.agree(min(word.decided for word in event.words), self._ahead)
         for gradient, word in zip(event.gradients, event.words, strict=True):
             if word.digest != self._digest:
                 differ = f"differ from those of learner {gradient.learner}, although they must not"

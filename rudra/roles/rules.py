@@ -1,12 +1,16 @@
 """Rules of the training in a phase of the run: job, plan, protocol and learning rates."""
 
+import json
 from collections.abc import Iterator, Set
+
+from msgspec import structs
 
 import protocols
 from rudra.core.actions import SetOptimizer
-from rudra.core.phases import Phases, phase_at, phases_begun
+from rudra.core.decisions import start_of
+from rudra.core.phases import Phase, phase_at, phases_begun
 from rudra.core.schedule import Schedule
-from rudra.core.training_state import TrainingState
+from rudra.core.training_state import DecidedChange, TrainingState
 from rudra.errors import ProtocolError
 from rudra.job.boundary import NEVER
 from rudra.job.table import named
@@ -28,6 +32,7 @@ class TrainingRules:
         schedule: learning rates before modulation.
         until: place in the run at which the job changes next, or `NEVER`.
         lr_drops: numbers of completed epochs after which the rate drops because evaluations stopped improving.
+        decided: changes of the job that were decided during the run.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -36,8 +41,12 @@ class TrainingRules:
 
     def follow(self, plan: Plan, position: TrainingState) -> None:
         """Applies the rules of the phase at a position. All roles begin with this plan, and nothing is under way."""
-        phases, begun = self._phases, phases_begun(self._phases, position)
+        self.decided = position.decided
+        self._present = phases = self._phases.having(position.in_effect)
+        begun = phases_begun(self._phases, position)
         self._begun, self.until = len(begun), phases[len(begun)].start if begun != phases else NEVER
+        for each in self.decided:
+            self._await(each)
         self.plan, self.job, self.schedule = plan, begun[-1].job, begun[-1].schedule
         self.protocol = self.job.make_protocol(plan)
         self._protocol_name = str(named(self.job.protocol.name))
@@ -50,7 +59,7 @@ class TrainingRules:
 
     def settings(self, role: int) -> list[SetOptimizer]:
         """Returns actions that give the optimisers of a role their present settings, if a change of the job may."""
-        return changed_settings(role, self._phases, self.job, self.plan)
+        return changed_settings(role, self._present, self.job, self.plan)
 
     def keep_state(self) -> None:
         """Stores the present state of the protocol, so that the run can be resumed from it."""
@@ -88,12 +97,42 @@ class TrainingRules:
             text = f"evaluations got no better: the rate is multiplied by {self.job.optimizer.decay_factor:g}"
             yield f"{text} after epoch {self.lr_drops[-1]}"
 
-    def change(self, dead: Set[int], position: TrainingState) -> Phases:
+    def decide(self, number: int, text: str, epoch: int, update: int) -> None:
+        """Takes in a change that is decided during the run. It takes effect with an update or the end of the epoch.
+
+        Args:
+            number: number of decided changes, including this one. An earlier change has no effect.
+            text: JSON of the change: table -> key -> value.
+            epoch: number of complete epochs.
+            update: next update that can be the last one before the change.
+        """
+        if number != len(self.decided) + 1:
+            return
+        at_update = self.job.decisions.at == "update"
+        start = {"at_update": update} if at_update else {"at_epoch": epoch + 1}
+        self.decided = (*self.decided, DecidedChange(json.dumps(start | json.loads(text))))
+        self._await(self.decided[-1])
+
+    def _await(self, decided: DecidedChange) -> None:
+        """Expects the place in the run where a decided change takes effect, if it has not."""
+        if decided.place < 0:
+            self.until = self.until.or_(start_of(decided))
+
+    def decided_at(self, position: TrainingState) -> tuple[DecidedChange, ...]:
+        """Returns the decided changes at a position. Each that takes effect there has its place among all changes."""
+        found = list(self.decided)
+        for number, each in enumerate(found):
+            if each.place < 0 and start_of(each).is_reached(position.epoch, position.timestamp):
+                begun = phases_begun(self._phases, structs.replace(position, decided=tuple(found)))
+                found[number] = each._replace(place=len(begun) - 1)
+        return tuple(found)
+
+    def change(self, dead: Set[int], position: TrainingState) -> tuple[Phase, ...]:
         """Applies the rules at a position, without the dead roles. Returns the phases that begin by then."""
         before, gone = self._begun, self.plan.gone | dead
         plan = phase_at(self._phases, position).plan
         self.follow(plan.without(gone) if gone else plan, position)
-        return self._phases[before : self._begun]
+        return phases_begun(self._phases, position)[before:]
 
     def staleness_warning(self, epoch: int, mean_staleness: float) -> str:
         """Returns a warning if the gradients of an epoch were too stale for their learning rate, or an empty string.

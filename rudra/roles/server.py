@@ -29,6 +29,7 @@ from msgspec import Struct
 from protocols import Clock
 from rudra.core.actions import Action, DeclareLost, Fail, Hash, Send, Warn
 from rudra.core.buffer_names import WEIGHTS
+from rudra.core.decisions import text_of
 from rudra.core.events import (
     Committed,
     Hashed,
@@ -44,6 +45,7 @@ from rudra.core.events import (
     Updated,
 )
 from rudra.core.messages import (
+    ChangeDecided,
     ChildDone,
     EpochEvaluated,
     EvaluatePart,
@@ -401,6 +403,10 @@ class ParameterServer(Machine):
 
     def _lower_rate(self, event: Received[PlateauReached], now: float) -> list[Action]:
         self.ledger.lower(event.message.times, now)
+        return []
+
+    def _decide(self, event: Received[ChangeDecided], now: float) -> list[Action]:
+        self.ledger.decide(event.message.number, text_of(event.message.rows))
         return []
 
     def _updated(self, event: Updated | Received[OwnerStepped], now: float) -> list[Action]:

@@ -274,7 +274,7 @@ class Shard(Machine):
         self.state = FOLLOWING
         self._first = setup.plan.server
         self._follower = LogFollower(role, setup.plan, self._dead)
-        self._settings = changed_settings(role, setup.all_phases, setup.job, setup.plan)
+        self._settings = changed_settings(role, setup.phases_in_effect, setup.job, setup.plan)
         self._restarts = self._reported = 0  # number of restarts by the driver, and of those that the log has reported
 
     def inherit(self, before: "Shard") -> None:

@@ -114,7 +114,7 @@ class StageServer(Machine):
         self._clips = not self._merged and job.optimizer.clip_norm is not None
         self._norms = Norms()
         self._relay = SumRelay(role, plan)
-        self._phases, self._factor = setup.all_phases, job.placement.rate_factor(job.optimizer)
+        self._phases, self._factor = setup.phases_in_effect, job.placement.rate_factor(job.optimizer)
         self._settings = changed_settings(role, self._phases, job, plan)
         per_update = job.make_protocol(plan).gradients_per_update if self._merged else 1
         averaged = setup.position.averaged * per_update  # an estimate, as the timestamp below

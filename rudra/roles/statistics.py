@@ -13,7 +13,7 @@ rows of its epochs, are on the disk.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from enum import auto
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ import numpy as np
 
 from rudra.core import records
 from rudra.core.actions import Action, Evaluate, Fail, MergeEvaluation, Record, Send, StoreEpochWeights, Sync, TableName
-from rudra.core.events import Evaluated, Hashed, Lost, Received, Started
+from rudra.core.events import Decided, Evaluated, Hashed, Lost, Received, Started
 from rudra.core.messages import (
     AverageRows,
     CheckpointWritten,
@@ -45,6 +45,7 @@ from rudra.core.messages import (
     WeightsPart,
 )
 from rudra.roles.accounts import Accounts
+from rudra.roles.decisions import Decisions
 from rudra.roles.epoch_rows import BUFFERS, EpochTable, ReceivedSnapshots, WorkersEvaluations
 from rudra.roles.goals import Goals, KeptEpochs, scores_of
 from rudra.roles.machine import Machine, Setup, States, Transition, self_loops
@@ -89,9 +90,11 @@ class StatisticsServer(Machine):
                 MessageKind.EVENTS: "_events",
                 MessageKind.CHECKPOINT: "_checkpoint",
                 MessageKind.REPORTED: "_stage_reported",
+                Decided: "_decide",
                 Lost: "_lose",
             },
         ),
+        (StatisticsState.DONE, Decided): Transition("_ignore", StatisticsState.DONE),
         **{
             (GATHERING, trigger): Transition(method, GATHERING, StatisticsState.DONE)
             for trigger, method in {
@@ -113,6 +116,7 @@ class StatisticsServer(Machine):
         self._evaluates, self._sums_up = bool(job.training.evaluate), job.training.evaluate == "workers"
         self._stops_at_loss = job.fault_tolerance.on_learner_loss == "stop"
         self._goals = Goals(role, plan.server, job)
+        self._decisions = Decisions(role, setup)
         self._kept = KeptEpochs(job)
         self._accounts = Accounts(role, plan)
         self._epochs = EpochTable(setup.position.epoch, self._kept.last)
@@ -142,13 +146,20 @@ class StatisticsServer(Machine):
         """Name of the data split whose evaluations decide about goals and the best epoch."""
         return self._goals.split
 
-    def recall(self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int]) -> None:
+    def recall(
+        self,
+        tests: Mapping[int, Mapping[str, float | None]],
+        kept: Collection[int],
+        decisions: Sequence[str] = (),
+    ) -> None:
         """Records the epochs before the checkpoint. The caller does this before the role starts.
 
         Args:
             tests: epoch -> results of the evaluation of its weights on `split`.
             kept: epochs with weights in the results. Only one of these can be the best epoch.
+            decisions: JSON of the changes that were decided in these epochs.
         """
+        self._decisions.recall(decisions)
         for epoch, scores in tests.items():
             self._goals.recall(scores)
             if epoch in kept:
@@ -159,7 +170,7 @@ class StatisticsServer(Machine):
 
     def _begin(self, event: Received[TrainingStarted], now: float) -> list[Action]:
         self._began = event.message.began_ns * 1e-9
-        return self._goals.resume()
+        return self._goals.resume() + self._decisions.resume()
 
     def _record_rows(self, event: Received[Recorded], now: float) -> list[Action]:
         return [Record(TABLES[event.message.kind], event.message.rows)]
@@ -246,9 +257,13 @@ class StatisticsServer(Machine):
             if metrics:
                 actions.append(Record("metrics", np.array(metrics, records.METRIC)))
             actions.append(Record("epochs", rows, buffer if epoch == of else None))
+            self._decisions.expect()
             if rows[0]["evaluated"]:
                 actions += self._goals.judge(rows[0], scores_of(rows[0], metrics, self.split))
         return actions
+
+    def _decide(self, event: Decided, now: float) -> list[Action]:
+        return self._decisions.enter(event) + self._flush_rows()
 
     # Checkpoints.
 
@@ -257,9 +272,12 @@ class StatisticsServer(Machine):
         return self._flush_rows()
 
     def _flush_rows(self) -> list[Action]:
-        """Writes all rows to the disk if the rows of epochs and stage servers for a checkpoint have arrived."""
+        """Writes all rows to the disk if the rows of epochs and stage servers for a checkpoint have arrived.
+
+        The rows include decisions of the user's function about these epochs.
+        """
         wanted = self._checkpointed
-        if wanted is None or self._epochs.recorded < wanted.epochs:
+        if wanted is None or self._epochs.recorded < wanted.epochs or self._decisions.awaited:
             return []
         if any(reported < wanted.timestamp for reported in self._reported.values()):
             return []
@@ -295,5 +313,6 @@ class StatisticsServer(Machine):
         role, lost = event.role, self.plan.roles[event.role]
         if role in self.plan.owners or role in self.plan.stages:
             return [Fail(f"{lost.title} died, and the run cannot continue without it", lost=True)]
+        self._decisions.lose(role)
         self._accounts.gone.add(role)  # the owner of the weights reports the account of a lost learner
         return []

@@ -7,6 +7,7 @@ A queue of events (`rudra.simulation.queue`) drives the roles. Their messages go
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from heapq import heappush
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ from rudra.core.actions import (
     Update,
     Warn,
 )
-from rudra.core.events import Committed, Event, Received, Saved, Started, Stopped, Tick
+from rudra.core.events import Committed, Decided, Event, Received, Saved, Started, Stopped, Tick
 from rudra.core.training_state import TrainingState
 from rudra.errors import RunError
 from rudra.roles import Machine
@@ -54,7 +55,7 @@ Check = Callable[[Machine, States, Event], None]
 class RowSink(Protocol):
     """Receiver of the statistics server's rows."""
 
-    def record(self, action: Record) -> None: ...
+    def record(self, action: Record) -> Decided | None: ...
     def keep(self, role: int, action: StoreEpochWeights) -> None: ...
     def finish(self, role: int, action: Finish) -> None: ...
     def warn(self, name: str, text: str) -> None: ...
@@ -128,7 +129,7 @@ class Simulation:
             Save: self._save,
             Commit: lambda actor, action, time: self._soon(actor, Committed(action.timestamp)),
             Sync: lambda actor, action, time: None,
-            Record: lambda actor, action, time: recorder.record(action),
+            Record: partial(self._record, recorder),
             StoreEpochWeights: lambda actor, action, time: recorder.keep(actor.role, action),
             Finish: lambda actor, action, time: recorder.finish(actor.role, action),
             Warn: lambda actor, action, time: recorder.warn(actor.machine.name, action.text),
@@ -355,6 +356,10 @@ class Simulation:
             self._saver(actor.role, action)
         if actor.role == self.plan.server:  # the server writes the parts of all roles that store something
             self._soon(actor, Saved(action.position.timestamp))
+
+    def _record(self, recorder: RowSink, actor: Actor, action: Record, time: float) -> None:
+        if (decided := recorder.record(action)) is not None:
+            self._soon(actor, decided)
 
     def _soon(self, actor: Actor, event: Event) -> None:
         """Passes an event to a role as soon as the role is free."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from rudra.core.actions import Finish, Record, StoreEpochWeights
+from rudra.core.decisions import recorded
 from rudra.core.messages import Rows
 from rudra.results.reader import Results
 from topologies import Plan
@@ -36,6 +37,7 @@ class RecordedRun:
     Attributes:
         plan: Plan that a replay follows.
         losses: Events of roles that died. Roles are named as in `plan`.
+        decided: Changes of the job that were decided during the run.
         restarts: Numbers of applied gradients at each resume from a checkpoint.
     """
 
@@ -54,6 +56,7 @@ class RecordedRun:
         self.recorded = self.updates_count
         events = results.events
         self.changes = events[events["kind"] == b"change"]
+        self.decided = recorded(events)
         self.losses = events[np.isin(events["kind"], [b"lost", b"dropped"])]
         self.restarts = frozenset(events["gradients"][np.isin(events["kind"], [b"restart", b"branch"])].tolist())
         self.note = ""

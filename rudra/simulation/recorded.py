@@ -117,7 +117,7 @@ def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | Non
             )
             statistics = simulation.actors[plan.statistics].machine
             assert isinstance(statistics, StatisticsServer)
-            recall(start, statistics)
+            recall(start, statistics, hooks)
             saves, kept = saving.results.checkpoint_interval is not None, saving.results.kept_interval
             saver = None
             if saves or kept is not None:

@@ -168,7 +168,7 @@ def _repeat(job: Job, plan: Plan, record: RecordedRun, until: int | None, target
     for executor in executors.values():
         executor.prepare()
     tensors = RealTensors(executors, halves=job.cluster.gradient_format == "float16")
-    phases = phases_of(job, plan, info.training_samples)
+    phases = phases_of(job, plan, info.training_samples).having(record.decided)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     driver = ReplayDriver(record, phases, info.training_samples, tensors, Comparison(record, bar.update))
     difference: Difference | None = None

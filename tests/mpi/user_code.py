@@ -943,3 +943,15 @@ class TalkToMpi:
             if asked == b"end":
                 os._exit(0)
         return 0
+
+
+def calm_down(moment: rudra.Moment, after: int) -> dict[str, Any] | None:
+    """A function of `[decisions]`: from some epoch on it wants a smaller rate and momentum, and a larger batch."""
+    assert len(moment.history) == moment.epoch
+    if moment.history[-1]["epoch"] < after:
+        return None
+    return {"optimizer": {"learning_rate": 0.02, "momentum": 0.5}, "training": {"minibatch_size": 4}}
+
+
+def decide_badly(moment: rudra.Moment, after: int) -> dict[str, Any]:
+    return {"optimizer": {"speed": after}}

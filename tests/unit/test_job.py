@@ -23,7 +23,7 @@ TRAINING = (
 )
 TABLES = (
     "model, data, augment, task, training, optimizer, protocol, hogbatch, averaging, placement, topology, cluster, "
-    "simulation, fault_tolerance, results, hooks, changes, study"
+    "simulation, fault_tolerance, results, hooks, changes, decisions, study"
 )
 FOUR = {"learners": 4}
 

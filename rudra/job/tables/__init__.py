@@ -6,6 +6,7 @@ Unknown keys are refused with a list of the valid ones. `rudra.job.fields` has t
 
 from rudra.job.tables.averaging import AveragingTable
 from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable
+from rudra.job.tables.decisions import DecisionsTable
 from rudra.job.tables.hogbatch import HogbatchTable, kinds_of
 from rudra.job.tables.optimizer import OPTIMIZERS, WITH_MOMENTUM, OptimizerTable, ParameterGroup
 from rudra.job.tables.protocol import ArgumentsTable
@@ -21,6 +22,7 @@ __all__ = [
     "AveragingTable",
     "ClusterTable",
     "DataTable",
+    "DecisionsTable",
     "FaultToleranceTable",
     "HogbatchTable",
     "Hook",

@@ -1,0 +1,86 @@
+"""Changes of a job that are decided during the run: their text in messages, in checkpoints and in the result file.
+
+A decided change is JSON of a table `[[changes]]`. A table of events holds it in one row, or in several if it is long.
+"""
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from rudra.core import records
+from rudra.core.messages import Rows
+from rudra.core.training_state import DecidedChange
+from rudra.job.boundary import Boundary
+
+_PIECE = records.TEXT["text"].itemsize
+
+LONGEST = 6 * _PIECE
+"""Largest number of characters of a decided change, which one message holds."""
+
+
+def in_texts(text: str) -> Rows:
+    """Returns a text of ASCII characters as rows of a message, `records.TEXT`."""
+    return np.array([(piece.encode(),) for piece in pieces(text)], records.TEXT)
+
+
+def text_of(rows: Rows) -> str:
+    """Returns the text of `in_texts`."""
+    return b"".join(rows["text"].tolist()).decode()
+
+
+def pieces(text: str) -> list[str]:
+    """Returns the parts of a text that fit into a row each."""
+    return [text[start : start + _PIECE] for start in range(0, len(text), _PIECE)]
+
+
+def in_events(kind: bytes, text: str, timestamp: int, gradients: int, time_s: float) -> Rows:
+    """Returns events with a JSON text, `records.EVENT`."""
+    about = (kind, -1, 0, timestamp, gradients, time_s, 0.0)
+    return np.array([(*about, piece.encode()) for piece in pieces(text)], records.EVENT)
+
+
+def from_events(events: Rows, kind: bytes) -> list[Any]:
+    """Returns the JSON values in all complete events of a kind."""
+    text = b"".join(events["text"][events["kind"] == kind].tolist()).decode("ascii", "replace")
+    found, place, decoder = [], 0, json.JSONDecoder()
+    while place < len(text):
+        try:
+            value, place = decoder.raw_decode(text, place)
+        except ValueError:  # a run that was killed may have lost the last rows
+            break
+        found.append(value)
+    return found
+
+
+def start_of(decided: DecidedChange) -> Boundary:
+    """Returns the place in the run where a decided change takes effect."""
+    found = json.loads(decided.change)
+    return Boundary(*(found.get(key, math.inf) for key in ("at_epoch", "at_update")))
+
+
+def tables_of(decided: DecidedChange) -> str:
+    """Returns JSON of a decided change without its place in the run: table -> key -> value."""
+    found = json.loads(decided.change)
+    return json.dumps({table: keys for table, keys in found.items() if table not in ("at_epoch", "at_update")})
+
+
+def taken_effect(decided: DecidedChange) -> str:
+    """Returns the text that records a decided change that has taken effect."""
+    return json.dumps({"place": decided.place, **json.loads(decided.change)})
+
+
+def recorded(events: Rows) -> tuple[DecidedChange, ...]:
+    """Returns the decided changes of a run that have taken effect, from its table of events."""
+    found = [value for value in from_events(events, b"decided") if isinstance(value, dict)]
+    places = [place if isinstance(place := value.pop("place", None), int) else 0 for value in found]
+    return tuple(DecidedChange(json.dumps(value), place) for place, value in zip(places, found, strict=True))
+
+
+def is_possible(decided: DecidedChange) -> bool:
+    """Returns whether a decided change from a file may be what Rudra wrote."""
+    try:
+        return isinstance(json.loads(decided.change), dict) and -1 <= decided.place < 2**31
+    except (ValueError, RecursionError):
+        return False
