@@ -15,6 +15,7 @@ import h5py
 import pytest
 from pages import ROOT, blocks, files
 
+import rudra
 from rudra.job.job import Job
 from rudra.job.jobfiles import shipped_jobs
 from rudra.results.recorder import ATTRIBUTES
@@ -128,12 +129,14 @@ def test_the_examples_that_read_results(tmp_path: Path) -> None:
     assert '"epochs": 5' in example
     reading = blocks("python", text_of(DOCS / "results.md"))
     (tmp_path / "all.py").write_text("\n".join([example.replace('"epochs": 5', '"epochs": 2'), *reading]))
+    norms = {"results": {"gradient_norms": "every 1"}, "model": {"name": "mlp"}, "training": {"epochs": 1}}
+    rudra.simulate(rudra.Job.load("digits").with_(**norms), output=tmp_path / "norms.h5", progress="quiet").close()
     line, env = [sys.executable, "-W", "error", "all.py"], {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False, env=env)
     assert done.returncode == 0, done.stderr
     with h5py.File(tmp_path / "spirals.h5") as file:
         # runs on ranks, branches without the rows before, and runs with norms
-        of_others = {"mpi_library", "begins_at", NORMS_EVERY}
+        of_others = {"mpi_library", "cores_per_node", "begins_at", NORMS_EVERY}
         assert ATTRIBUTES.keys() - file.attrs.keys() == of_others
         assert file.attrs.keys() <= ATTRIBUTES.keys()
         assert {name for name in OBJECTS if name not in file} == set(NORMS)
