@@ -279,3 +279,22 @@ def test_a_function_that_does_not_exist_or_fit_is_refused(tmp_path: Path, call: 
 def test_without_tensors_there_is_nothing_to_decide(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^\[decisions\] call is not supported with \[simulation\] tensors = false"):
         simulated(job("hardsync", raise_error, simulation={"tensors": False}), tmp_path / "run.h5")
+
+
+@pytest.mark.parametrize("at", ["epoch", "update"])
+@pytest.mark.parametrize("family", ["hardsync", "allreduce", "sma", "sharded", "groups", "exchanged"])
+def test_learners_join_and_leave_by_decisions(tmp_path: Path, family: str, at: str) -> None:
+    """Also a change after learners have joined, which those must know, too."""
+    decider = Decider({1: {"cluster": {"active_learners": 4}}, 2: SLOWER, 3: {"cluster": {"active_learners": 3}}})
+    job_ = job(family, decider, at).with_(cluster={"active_learners": 2})
+    with simulated(job_, path := tmp_path / "run.h5") as results:
+        whole, gradients = results.summary(), results.gradients
+        assert [row["kind"] for row in results.events if row["kind"] == b"change"] == [b"change"] * 3
+        ends = [timestamp for _, timestamp in told(results, b"change")]
+    for begin, end, learners in zip([0, ends[0], ends[2]], [ends[0], ends[2], 10**9], [2, 4, 3], strict=True):
+        here = gradients[(gradients["update"] > begin) & (gradients["update"] <= end)]
+        assert {*here["learner"]} == {*range(learners)}
+    assert rudra.replay(path, quiet=True).identical
+    for epoch in (1, 2, 3) if family in FROZEN and at == "epoch" else ():
+        with simulated(job_, tmp_path / f"on-{epoch}.h5", tmp_path / f"run-{epoch}.ckpt") as results:
+            assert results.summary()["weights_sha256"] == whole["weights_sha256"]
