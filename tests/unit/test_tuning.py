@@ -260,7 +260,7 @@ def test_the_space_has_every_pair_that_the_job_allows_and_says_why_not() -> None
         ({"protocol.n": [3]}, lambda p: p.job.protocol.n in {3, None}),
         ({"cluster.learners": [2, 4]}, lambda p: p.job.learners in {2, 4}),
     ],
-    ids=str,
+    ids=["protocol", "mini-batch", "n", "learners"],
 )
 def test_values_of_the_user_replace_those_of_a_search(
     given: dict[str, Any], check: Callable[[Candidate], bool]
