@@ -55,6 +55,7 @@ WIDE = {
         ],
         "a learner that was dropped may hear of it only with the end of all; a simulated one is gone at once",
     ),
+    ("DormantLearner", "DORMANT", "DONE"): "the end of all follows a learner's account, unless a loss closed it",
     **dict.fromkeys(
         [("FirstShard", state, "INITIALISING") for state in ("TRAINING", "DRAINING")],
         "servers that share the weights never begin anew: a learner can be missed, and the job does not change",

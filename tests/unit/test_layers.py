@@ -44,7 +44,11 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
     "explain": ("ground job core results prepare simulation", OF_JOB),
     "report": ("ground job core results prepare explain", OF_JOB | {"matplotlib", "jinja2"}),
     "studies": ("ground job core data compute results prepare mpi simulation above report", WITH_TORCH),
-    "above": ("ground job core data compute roles results prepare mpi simulation cli", WITH_TORCH | {"mpi4py", "h5py"}),
+    "tuning": ("ground job core results prepare simulation above", OF_JOB),
+    "above": (
+        "ground job core data compute roles results prepare mpi simulation tuning cli",
+        WITH_TORCH | {"mpi4py", "h5py"},
+    ),
     "bench": (
         "ground job core data compute roles results prepare mpi simulation above studies",
         WITH_TORCH | {"mpi4py"},
@@ -54,7 +58,7 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
         WITH_TORCH | {"mpi4py", "h5py"},
     ),
     "cli": (
-        "ground job core data compute results prepare mpi simulation above explain report studies bench",
+        "ground job core data compute results prepare mpi simulation above explain report studies tuning bench",
         WITH_TORCH | {"h5py", "argcomplete"},
     ),
 }
