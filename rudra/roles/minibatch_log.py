@@ -39,6 +39,7 @@ class MinibatchLog:
         "_origin",
         "_reports",
         "_reports_minibatches",
+        "_reports_norms",
         "_samples",
         "_since",
         "_stream",
@@ -59,7 +60,8 @@ class MinibatchLog:
         self._non_finite_stops = setup.job.fault_tolerance.non_finite_loss == "stop"
         self._warned = False
         self._reports_minibatches = results.minibatches
-        self._reports = results.minibatches or results.norms_every is not None
+        self._reports_norms = results.norms_every is not None
+        self._reports = results.minibatches or self._reports_norms
         self.diary = Outbox(role, setup.plan.statistics, results.report_s)
         self._minibatch: tuple[float, ...] = ()
         self.began = self._since = 0.0  # of training, and of the present mini-batch
@@ -90,7 +92,9 @@ class MinibatchLog:
     def begin(self, weights: str, gradient: str, timestamp: int, now: float) -> Compute:
         """Begins the next mini-batch with the weights of a timestamp."""
         self._since = now
-        return Compute(*self.upcoming, weights, gradient, timestamp, now - self.began)
+        step, stride = self.step, self._stride  # as `upcoming`, without a call
+        work = Work(self._stream, self._origin + step * stride, self._count, stride)
+        return Compute(step, work, weights, gradient, timestamp, now - self.began)
 
     def enter(self, event: Computed, timestamp: int, now: float) -> tuple[list[Action], bool]:
         """Notes a computed mini-batch, and returns actions and whether the run fails with them."""
@@ -100,7 +104,7 @@ class MinibatchLog:
         if self._reports_minibatches:
             about = (self.learner, event.samples, step, timestamp, loss, event.errors, 0)
             self._minibatch = (*about, now - self.began, compute_s)
-        if not isnan(event.norm):
+        if self._reports_norms and not isnan(event.norm):
             self.diary.add(MessageKind.GRADIENT_NORMS, self.learner, event.samples, step, event.norm)
         self.step = step + 1
         if isfinite(loss):
