@@ -60,6 +60,11 @@ class Target:
             raise ConfigError(f"'{text}' is out of range: {metric} is a fraction of the samples; use 0 to 1{percent}")
         return cls((split or "test").lower(), metric, sign == ">=", value)
 
+    @property
+    def text(self) -> str:
+        """The target as `parse` reads it."""
+        return f"{self.split} {self.metric} {'>=' if self.at_least else '<='} {self.value}"
+
     def of(self, scores: Mapping[str, float | None]) -> float | None:
         """Returns the metric's value from the scores of one evaluation: "loss", "error" and metrics of the task."""
         named = {name.casefold(): value for name, value in scores.items()}

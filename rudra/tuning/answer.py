@@ -74,8 +74,7 @@ class Verdict(NamedTuple):
 
     def lines(self) -> Iterator[str]:
         """Yields the answer in words."""
-        sign = ">=" if self.target.at_least else "<="
-        goal = f"validation {self.target.metric} {sign} {self.target.value:g}"
+        goal = self.target.text
         if self.winner is None:
             yield f"{self.job.name}: no point reached {goal}; the nearest had {self.nearest:.4g}"
             return

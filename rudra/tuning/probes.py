@@ -97,7 +97,7 @@ def searched(job: Job, target: Target) -> Job:
         hooks=(),
         changes=(),
         data={"validation_split": split, "test_limit": 64},
-        training={"evaluate": True, "target": None},
+        training={"evaluate": True, "target": target.text, "target_window": 1, "stop_at_target": False},
         results={"keep_checkpoints": "1 epochs", "checkpoint_every": "never", "keep_every": None},
         optimizer={"schedule": "step", "milestones": (), "schedule_options": {}, "schedule_every": "epoch"},
     )

@@ -75,6 +75,7 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
         ({"strategy": "luck"}, "--strategy luck: unknown; valid: grid, guided, halving, omnivore"),
         ({"target": None}, "small: no target; give one, such as --target 'accuracy >= 0.9'"),
         ({"target": "accuracy > 1"}, "is no target"),
+        ({"target": "precision@3 >= 0.5"}, "target: no evaluation measures 'precision@3'; use loss, error, "),
         ({"given": {"topology.name": ["adv*"], "protocol.name": ["hardsync"]}}, "no point of the space is possible: "),
         ({"given": {"protocol.nome": [1, 2]}}, "unknown key"),
     ],
