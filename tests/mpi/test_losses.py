@@ -173,7 +173,8 @@ def test_a_run_that_loses_a_server_goes_on_from_its_last_checkpoint(tmp_path: Pa
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 0, err
-    assert f"(rank {rank}) died" in ours(err)[0]
+    said = [line for line in ours(err) if "no checkpoint at update " not in line]  # one was being written
+    assert f"(rank {rank}) died" in said[0]
     assert "rudra: restart 1 of 1: job: continues from" in err
     with rudra.open_results(output) as results:
         assert results.status == "finished"
