@@ -59,7 +59,7 @@ def locked(directory: Path, what: str) -> Iterator[None]:
 
     Args:
         directory: the directory.
-        what: what uses it, such as "sweep", for the error.
+        what: name of its user, such as "sweep", for the error.
 
     Raises:
         ResultsError: it cannot be made or written, or another process uses it.

@@ -1,7 +1,7 @@
 """Probes: short runs that a search trains to learn what a sample is worth under some settings.
 
 A probe is prolonged, never repeated: its checkpoint stays until the search ends. Its name is a digest of everything
-that decides its weights, so a later search of the same job finds it again.
+that decides its weights, so a search that continues finds it again.
 """
 
 import hashlib

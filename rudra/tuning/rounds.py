@@ -1,14 +1,19 @@
 """Rounds of probes that several strategies ask for: first the cold start and the reference run, last the finalists."""
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from rudra.job.table import named
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
 from rudra.tuning.space import Settings, by_steps
 from rudra.tuning.state import SearchState, key_of
+
+T = TypeVar("T")
+
+Stage = Callable[[SearchState], Iterable[Probe]]
+"""Returns probes that a search wants now. Empty: the stage is over."""
 
 STEPS = 6
 """Number of learning rates below and above the job's that the cold start may try, each √10 from the next."""
@@ -25,6 +30,27 @@ MOMENTA = (0.0, 0.3, 0.6, 0.9)
 """Values of momentum, in steps that make a difference (omnivore.txt, appendix E-C)."""
 
 RATE, MOMENTUM = "optimizer.learning_rate", "optimizer.momentum"
+
+
+def in_order(state: SearchState, *stages: tuple[Stage, float]) -> list[Probe]:
+    """Returns the next round of a strategy: of the cold start, the reference, the given stages, or the finalists.
+
+    Args:
+        state: The search.
+        stages: Stages of the strategy in order, each with the number of reference runs that it keeps for later.
+    """
+    if probes := cold_start(state):
+        return state.affordable(probes)
+    if state.cold is None:  # all learning rates diverge
+        return []
+    if probes := reference(state):
+        return state.affordable(probes)
+    if not math.isfinite(state.reference_samples):
+        return []
+    for stage, keep in (*stages, (fresh, 0.0)):
+        if probes := state.affordable([*stage(state)], keep):
+            return probes
+    return []
 
 
 def safest(state: SearchState) -> Price:
@@ -47,6 +73,12 @@ def rates(state: SearchState) -> list[float]:
     return by_steps(state.job.optimizer.learning_rate, math.sqrt(10), STEPS)
 
 
+def around(series: Sequence[T], value: T) -> list[T]:
+    """Returns a value of a series with its neighbours."""
+    place = series.index(value)
+    return [*series[max(0, place - 1) : place + 2]]
+
+
 def cold_start(state: SearchState) -> list[Probe]:
     """Returns one pass with each of several learning rates from the initial weights. Empty: the best one is known.
 
@@ -60,10 +92,9 @@ def cold_start(state: SearchState) -> list[Probe]:
     elif state.cold is None:  # all of them diverged
         wanted = [series[i - 1] for i in [series.index(min(tried))] if i]
     else:
-        place = series.index(state.cold.by_key[RATE])
-        around = series[max(0, place - 1) : place + 2]
         failed = [rate for rate, probe in tried.items() if state.outcomes[probe.name].failed]
-        wanted = [rate for rate in around if rate not in tried and not any(rate > bad for bad in failed)]
+        near = around(series, state.cold.by_key[RATE])
+        wanted = [rate for rate in near if rate not in tried and not any(rate > bad for bad in failed)]
     settings = safest(state).point.settings
     return [Probe.of({**settings, RATE: rate}, "", 1) for rate in wanted]
 
@@ -92,10 +123,10 @@ def until_target(state: SearchState, probe: Probe, most_s: float) -> list[Probe]
     return [probe._replace(epochs=min(2 * done, longest))]
 
 
-def from_common(state: SearchState, settings: Settings, epochs: int, seed: int = 0) -> Probe:
+def from_common(state: SearchState, settings: Settings, epochs: int) -> Probe:
     """Returns a probe from the common checkpoint."""
     assert state.cold is not None
-    return Probe.of(settings, state.cold.end, epochs, seed)
+    return Probe.of(settings, state.cold.end, epochs)
 
 
 def kind(settings: Settings) -> tuple[object, ...]:

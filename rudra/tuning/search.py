@@ -1,6 +1,5 @@
 """The search of `rudra tune`: prices, then rounds of probes that a strategy asks for, then an answer."""
 
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -34,9 +33,10 @@ def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train,
             if outcome is None:
                 say(probe)
                 outcome = train(probe, state.outcomes.get(probe.name))
-                settings = {key: json.loads(value) for key, value in probe.settings}
                 about = {"origin": probe.origin, "epochs": probe.epochs, "seed": probe.seed}
-                journal.add({"kind": "probe", "name": probe.name, **about, "settings": settings, **outcome._asdict()})
+                journal.add(
+                    {"kind": "probe", "name": probe.name, **about, "settings": probe.by_key, **outcome._asdict()}
+                )
             told.append((probe, outcome))
         for probe, outcome in told:
             state.tell(probe, outcome)

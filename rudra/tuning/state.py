@@ -19,9 +19,9 @@ class Estimate(NamedTuple):
     Attributes:
         settings: Settings of the candidate.
         time_s: From the common checkpoint to the target.
-        certain: Whether all its probes have reached the target. Otherwise the time is predicted.
+        certain: Whether its probe has reached the target. Otherwise the time is predicted.
         worth: Reference samples that a sample of the candidate is worth. NaN: unknown.
-        epochs: Number of epochs of its longest probe.
+        epochs: Number of epochs of its probe.
         low_s, high_s: Range of the time.
     """
 
@@ -47,11 +47,9 @@ class SearchState:
         longest: Number of epochs of the longest probe.
 
     Attributes:
-        given: Price of the job as given.
-        prices: Prices of the points.
+        prices: Prices of the points, without the job as given.
         probes: Probes at their present length, by name, in the order of asking.
         outcomes: Their outcomes, by name.
-        notes: Facts for the user, such as dropped points and why, in order.
     """
 
     def __init__(
@@ -66,12 +64,11 @@ class SearchState:
         longest: int,
     ) -> None:
         self.job, self.target = job, target
-        self.given, self.prices = prices[0], [price for price in prices if price.point.settings]
+        self.prices = [price for price in prices if price.point.settings]
         self._priced, self._untimed = {key_of(p.point.settings): p for p in prices}, frozenset(untimed)
         self.training_samples, self.budget, self.longest = training_samples, budget, longest
         self.probes: dict[str, Probe] = {}
         self.outcomes: dict[str, Outcome] = {}
-        self.notes: list[str] = []
 
     def tell(self, probe: Probe, outcome: Outcome) -> None:
         """Adds the outcome of a probe."""
@@ -156,25 +153,17 @@ class SearchState:
 
     def estimates(self) -> list[Estimate]:
         """Returns the estimates of all candidates with a probe from the common checkpoint, the best one first."""
-        found: dict[tuple[tuple[str, str], ...], list[Probe]] = {}
-        for probe in self.probes.values():
-            if probe.origin and self.outcomes[probe.name].marks:
-                found.setdefault(probe.settings, []).append(probe)
-        made = [self._estimate(probes) for probes in found.values()]
+        made = [self._estimate(p) for p in self.probes.values() if p.origin and self.outcomes[p.name].marks]
         return sorted(made, key=lambda e: (e.time_s, -e.epochs))
 
-    def _estimate(self, probes: Sequence[Probe]) -> Estimate:
-        """Returns the estimate of one candidate from its probes, one for each seed."""
-        settings, rate = probes[0].by_key, self.rate(probes[0].by_key)
-        epochs = max(len(self.outcomes[probe.name].marks) for probe in probes)
-        ends = [self.first_at_target(probe) for probe in probes]
-        times = [end.samples / rate for end in ends if end is not None]
-        if times and len(times) == len(probes):
-            middle = sorted(times)[len(times) // 2]
-            return Estimate(settings, middle, True, math.nan, epochs, min(times), max(times))
-        worth = self.worth(probes[0])
+    def _estimate(self, probe: Probe) -> Estimate:
+        """Returns the estimate of a candidate from its probe."""
+        settings, rate, epochs = probe.by_key, self.rate(probe.by_key), len(self.outcomes[probe.name].marks)
+        if (end := self.first_at_target(probe)) is not None:
+            time_s = end.samples / rate
+            return Estimate(settings, time_s, True, math.nan, epochs, time_s, time_s)
+        worth, spread = self.worth(probe), self._spread(probe)
         time_s = self.reference_samples / (worth * rate) if worth > 0 else math.inf
-        spread = self._spread(probes[0])
         return Estimate(settings, time_s, False, worth, epochs, time_s / spread, time_s * spread)
 
     def worth(self, probe: Probe) -> float:

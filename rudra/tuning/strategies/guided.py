@@ -25,14 +25,13 @@ from rudra.tuning.rounds import (
     MOMENTA,
     MOMENTUM,
     RATE,
-    cold_start,
-    fresh,
+    around,
     from_common,
+    in_order,
     kind,
     prolonged,
     promising,
     rates,
-    reference,
     started,
 )
 from rudra.tuning.space import Settings
@@ -42,17 +41,7 @@ MARGIN = 1.25
 
 
 def ask(state: SearchState) -> list[Probe]:
-    for first in (cold_start, reference):
-        if first is reference and state.cold is None:
-            return []
-        if probes := first(state):
-            return state.affordable(probes)
-    if not math.isfinite(state.reference_samples):
-        return []
-    for stage, keep in ((_kinds, 1.5 * KEPT), (_neighbours, 1.5 * KEPT), (prolonged, KEPT), (fresh, 0)):
-        if probes := state.affordable([*stage(state)], keep):
-            return probes
-    return []
+    return in_order(state, (_kinds, 1.5 * KEPT), (_neighbours, 1.5 * KEPT), (prolonged, KEPT))
 
 
 def _kinds(state: SearchState) -> Iterator[Probe]:
@@ -85,14 +74,11 @@ def _neighbours(state: SearchState) -> Iterator[Probe]:
 
 
 def _around(state: SearchState, settings: Settings) -> Iterator[Settings]:
-    series = rates(state)
-    place = series.index(settings[RATE])
-    for rate in series[max(0, place - 1) : place + 2]:
+    for rate in around(rates(state), settings[RATE]):
         if rate != settings[RATE]:
             yield {**settings, RATE: rate}
     if MOMENTUM in settings:
-        place = MOMENTA.index(settings[MOMENTUM])
-        for other in MOMENTA[max(0, place - 1) : place + 2]:
+        for other in around(MOMENTA, settings[MOMENTUM]):
             if other != settings[MOMENTUM]:
                 yield {**settings, MOMENTUM: other}
     for key in ("training.minibatch_size", "averaging.period"):
@@ -106,7 +92,6 @@ def _around(state: SearchState, settings: Settings) -> Iterator[Settings]:
             }
         )
         if key in settings and settings[key] in others:
-            place = others.index(settings[key])
-            for other in others[max(0, place - 1) : place + 2]:
+            for other in around(others, settings[key]):
                 if other != settings[key]:
                     yield {**settings, key: other}

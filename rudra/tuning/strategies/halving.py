@@ -4,47 +4,32 @@ Probes are prolonged, not repeated. Source of the idea: Jamieson and Talwalkar 2
 """
 
 import itertools
-import math
 
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
     FINALISTS,
     KEPT,
     RATE,
-    cold_start,
-    fresh,
+    around,
     from_common,
+    in_order,
     prolonged,
     promising,
     rates,
-    reference,
     started,
 )
 from rudra.tuning.state import SearchState
 
 
 def ask(state: SearchState) -> list[Probe]:
-    if probes := cold_start(state):
-        return state.affordable(probes)
-    if state.cold is None:
-        return []
-    if probes := reference(state):
-        return state.affordable(probes)
-    if not math.isfinite(state.reference_samples):
-        return []
-    for probes in (_round(state), [*prolonged(state)]):
-        if asked := state.affordable(probes, KEPT):
-            return asked
-    return state.affordable([*fresh(state)])
+    return in_order(state, (_round, KEPT), (prolonged, KEPT))
 
 
 def _round(state: SearchState) -> list[Probe]:
     """Returns the first round, or the better half of the latest one, twice as long."""
     assert state.cold is not None
-    series = rates(state)
-    place = series.index(state.cold.by_key[RATE])
-    around = series[max(0, place - 1) : place + 2]
-    firsts = [started(state, price) | {RATE: rate} for price, rate in itertools.product(promising(state), around)]
+    near = around(rates(state), state.cold.by_key[RATE])
+    firsts = [started(state, price) | {RATE: rate} for price, rate in itertools.product(promising(state), near)]
     first = [probe for settings in firsts if (probe := from_common(state, settings, 1)).name not in state.probes]
     if first:
         return first

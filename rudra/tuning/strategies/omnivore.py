@@ -18,12 +18,10 @@ from rudra.tuning.rounds import (
     MOMENTA,
     MOMENTUM,
     RATE,
-    cold_start,
-    fresh,
     from_common,
+    in_order,
     prolonged,
     rates,
-    reference,
 )
 from rudra.tuning.space import Settings
 from rudra.tuning.state import SearchState, key_of
@@ -32,18 +30,7 @@ FINE = (0.1, 0.2)
 
 
 def ask(state: SearchState) -> list[Probe]:
-    if probes := cold_start(state):
-        return state.affordable(probes)
-    if state.cold is None:
-        return []
-    if probes := reference(state):
-        return state.affordable(probes)
-    if not math.isfinite(state.reference_samples):
-        return []
-    for probes in (_steady(state), [*prolonged(state)]):
-        if asked := state.affordable(probes, KEPT):
-            return asked
-    return state.affordable([*fresh(state)])
+    return in_order(state, (_steady, KEPT), (prolonged, KEPT))
 
 
 def _steady(state: SearchState) -> list[Probe]:
