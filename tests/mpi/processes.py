@@ -175,11 +175,12 @@ def wait_for_deaths(process: subprocess.Popen[str], output: Path, count: int = 1
     if steps is not None:
         _hold(process, steps)
 
-    gate, since = _gate(process.args), [time.monotonic()]  # type: ignore[arg-type]
+    gate, since = _gate(process.args), time.monotonic()  # type: ignore[arg-type]
 
     def recorded() -> bool:
-        if time.monotonic() > since[0] + 1:
-            since[0] = time.monotonic()
+        nonlocal since
+        if time.monotonic() > since + 1:
+            since = time.monotonic()
             with suppress(OSError, ValueError):  # nobody holds the run
                 _hold(process, int(gate.read_text()) - AHEAD + 1)
         with suppress(RudraError), rudra.open_results(output) as results:

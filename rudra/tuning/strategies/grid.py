@@ -20,7 +20,7 @@ def ask(state: SearchState) -> list[Probe]:
 def _unfinished(state: SearchState) -> Iterator[Probe]:
     """All points that have neither reached the target nor taken too long."""
     assert state.cold is not None
-    most_s = LATEST * min(estimate.time_s for estimate in state.estimates())
+    most_s = LATEST * state.estimates()[0].time_s
     momenta = MOMENTA if state.job.optimizer.name == "sgd" else (None,)
     for price, rate, momentum in itertools.product(
         state.prices, around(rates(state), state.cold.by_key[RATE]), momenta

@@ -14,7 +14,8 @@ Source of the momentum rule: omnivore.txt §IV-C, theorem 1: g groups act like a
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
@@ -46,43 +47,37 @@ def ask(state: SearchState) -> list[Probe]:
 
 def _kinds(state: SearchState) -> Iterator[Probe]:
     """One epoch of the most promising point of each kind that has none."""
-    known = {kind(estimate.settings) for estimate in state.estimates()}
-    best = state.estimates()[0]
+    estimates = state.estimates()
+    known = {kind(estimate.settings) for estimate in estimates}
     for price in promising(state):
-        if kind(price.point.settings) not in known and _may_win(state, price, best):
+        if kind(price.point.settings) not in known and _may_win(state, price, estimates):
             yield from_common(state, started(state, price), 1)
 
 
-def _may_win(state: SearchState, price: Price, best: Estimate) -> bool:
+def _may_win(state: SearchState, price: Price, estimates: Sequence[Estimate]) -> bool:
     """Whether a point could be the soonest if its samples were worth more than the samples of any other."""
-    worths = [e.worth for e in state.estimates() if math.isfinite(e.worth)]
-    most = MARGIN * max([1.0, *worths])
-    return state.reference_samples / (most * price.samples_per_s) <= LATER * best.time_s
+    most = MARGIN * max([1.0, *(e.worth for e in estimates if math.isfinite(e.worth))])
+    return state.reference_samples / (most * price.samples_per_s) <= LATER * estimates[0].time_s
 
 
 def _neighbours(state: SearchState) -> Iterator[Probe]:
     """Points that differ from one of the best in one setting, as far as they have not been tried."""
     tried = {probe.settings for probe in state.probes.values() if probe.origin}
-    best = state.estimates()[0]
-    for estimate in state.estimates()[:FINALISTS]:
-        if estimate.certain or estimate.time_s > MARGIN * LATER * best.time_s:
+    estimates = state.estimates()
+    for estimate in estimates[:FINALISTS]:
+        if estimate.certain or estimate.time_s > MARGIN * LATER * estimates[0].time_s:
             continue
         for settings in _around(state, estimate.settings):
-            if key_of(settings) not in tried and _may_win(state, state.price(settings), best):
+            if key_of(settings) not in tried and _may_win(state, state.price(settings), estimates):
                 tried.add(key_of(settings))
                 yield from_common(state, settings, 1)
 
 
 def _around(state: SearchState, settings: Settings) -> Iterator[Settings]:
-    for rate in around(rates(state), settings[RATE]):
-        if rate != settings[RATE]:
-            yield {**settings, RATE: rate}
-    if MOMENTUM in settings:
-        for other in around(MOMENTA, settings[MOMENTUM]):
-            if other != settings[MOMENTUM]:
-                yield {**settings, MOMENTUM: other}
+    """Settings that differ from some settings by one step of one key."""
+    series: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: MOMENTA}
     for key in ("training.minibatch_size", "averaging.period"):
-        others = sorted(
+        series[key] = sorted(
             {
                 price.point.settings[key]
                 for price in state.prices
@@ -91,7 +86,8 @@ def _around(state: SearchState, settings: Settings) -> Iterator[Settings]:
                 and key in price.point.settings
             }
         )
-        if key in settings and settings[key] in others:
-            for other in around(others, settings[key]):
+    for key, values in series.items():
+        if settings.get(key) in values:
+            for other in around(values, settings[key]):
                 if other != settings[key]:
                     yield {**settings, key: other}
