@@ -13,6 +13,7 @@ import benchmarks
 from benchmarks import islands, overlap_10g, placed, reduction, tta, tta_runs, tta_search
 from rudra import bench, package_check
 from rudra.benchmark_report import Goal, Report, ratios, spread
+from rudra.cli import bench as command
 from rudra.cli.main import main
 from rudra.errors import ConfigError
 
@@ -23,6 +24,7 @@ def test_each_benchmark_is_listed_with_its_goal(capsys: pytest.CaptureFixture[st
     for name, (what, goal) in (bench.BENCHMARKS | benchmarks.BENCHMARKS).items():
         assert f"  {name:12}{what}\n" in listed
         assert f"goal: {goal}\n" in listed
+    assert listed.strip() in command.MORE, "made once, when the command is imported"
     with pytest.raises(SystemExit) as end:
         main(["bench", "--help"])
     assert end.value.code == 0
