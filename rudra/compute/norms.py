@@ -2,12 +2,12 @@
 
 A norm is measured in pieces, in one pass: torch's norm of each piece in float32, and the sum of their squares in
 float64. Pieces are short, so the error is near 1e-6 for any number of parameters, and the number of threads does not
-change the result. A recorded norm has the precision of float32, so it does not depend on the order of the sum.
+change the result. A recorded norm has the precision of float32, and its sum is exact, so its order does not matter.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 
@@ -57,6 +57,10 @@ class NormMeter:
         self._parameters = ends[-1]
         self._pieces = pieces_between(ends)
         self._sizes = [piece.stop - piece.start for piece in self._pieces]
+        runs = [(size, len(list(equal))) for size, equal in groupby(self._sizes)]
+        self._run_sizes = [size * count for size, count in runs]
+        self._singles = [number for number, (_, count) in enumerate(runs) if count == 1]
+        self._matrices = [(number, (count, size)) for number, (size, count) in enumerate(runs) if count > 1]
         self._multiplies = multiplies
         self._last: tuple[int, torch.Tensor] | None = None  # a kept gradient, and the timestamp of its update
         self._early: dict[int, float] = {}  # piece -> norm, of the gradient that is being computed
@@ -91,10 +95,18 @@ class NormMeter:
         if isinstance(gradient, RowGradient):
             return joint_norm(_norms(list(self._of_rows(gradient))), partial=self._partial)
         early, self._early = self._early, {}
-        pieces = self._split(gradient)
-        left = [number for number in range(len(pieces)) if number not in early]
-        early.update(zip(left, _norms([pieces[number] for number in left]), strict=True))
-        return joint_norm((early[number] for number in range(len(pieces))), partial=self._partial)
+        if not early:
+            return joint_norm(self._norms_of_runs(gradient), partial=self._partial)
+        left = [piece for number, piece in enumerate(self._split(gradient)) if number not in early]
+        return joint_norm([*early.values(), *_norms(left)], partial=self._partial)
+
+    def _norms_of_runs(self, gradient: torch.Tensor) -> list[float]:
+        """Returns the norms of all pieces. Neighbours of one size take one call, which does not change their norms."""
+        runs = torch.split(gradient[: self._parameters], self._run_sizes)
+        found = [torch.linalg.vector_norm(runs[number].view(shape), dim=1) for number, shape in self._matrices]
+        if self._singles:
+            found.append(torch.stack(torch._foreach_norm([runs[number] for number in self._singles])))
+        return torch.cat(found).tolist()
 
     def _split(self, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the pieces of a gradient's parameters."""

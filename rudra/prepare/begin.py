@@ -69,13 +69,15 @@ def takeover(start: StartDecision, job: Job, plan: Plan) -> Takeover:
         plan: Role assignment.
     """
     if not start.branched:
-        return Takeover(adapted=False, lost="")
+        return Takeover(adapted=False)
     position = start.position if start.same_job else structs.replace(start.position, decided=())
     about = _part_at(position, job, plan)
     same = {"same_cut": start.cut == job.placement.cut, "same_job": start.same_job}
     found = takeover_of(start.names, *about, averages=start.averages, **same)
-    protocol = "" if start.keeps_protocol else f"the state of protocol {start.position.protocol} is left out"
-    return Takeover(found.adapted, "; ".join(filter(None, (found.lost, protocol))))
+    if start.keeps_protocol:
+        return found
+    text = f"the state of protocol {start.position.protocol} is left out"
+    return found._replace(left_out=(*found.left_out, text))
 
 
 def say_lost(start: StartDecision, job: Job, plan: Plan) -> None:
@@ -111,7 +113,8 @@ def restore(executors: Iterable[Executor], start: StartDecision, job: Job, plan:
         plan: Role assignment.
 
     Raises:
-        CheckpointError: The checkpoint has changed since the decision, or belongs to another model or optimiser.
+        CheckpointError: The checkpoint has changed since the decision, belongs to another model or optimiser, or has
+            state that is to be carried but has no place in the run.
     """
     owners = [executor for executor in executors if isinstance(executor, OwnerExecutor)]
     if start.checkpoint is None or not owners:
@@ -121,9 +124,11 @@ def restore(executors: Iterable[Executor], start: StartDecision, job: Job, plan:
         raise CheckpointError(f"{state.path}: changed while this run started: is another run still writing it?")
     if start.branched and (other := first_difference(state.attributes.get("layout"), owners[0].layout)):
         raise CheckpointError(f"{state.path}: holds another model: {other}; use a checkpoint of this model")
-    adapted = takeover(start, job, plan).adapted
+    found = takeover(start, job, plan)
+    if start.rows and found.left_out:
+        raise CheckpointError(f"{state.path}: --carry all is not possible: {found.left_out[0]}; use --carry state")
     for owner in owners:
-        if adapted:
+        if found.adapted:
             owner.begin_with(carried_state(tensors, job.optimizer, owner.layout, averages=start.averages))
         else:
             owner.restore(tensors)

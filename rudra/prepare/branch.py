@@ -24,11 +24,18 @@ class Takeover(NamedTuple):
 
     Attributes:
         adapted: Whether the state must be distributed again, because the roles keep it in another form.
-        lost: State that the run starts without, as text for people. Empty: it takes over all.
+        new: Texts about state that the run begins anew, because the checkpoint has none that fits.
+        left_out: Texts about state of the checkpoint that has no place in the run.
     """
 
     adapted: bool
-    lost: str
+    new: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def lost(self) -> str:
+        """State that the run starts without, as text for people. Empty: it takes over all."""
+        return "; ".join((*self.new, *self.left_out))
 
 
 def takeover_of(
@@ -56,31 +63,31 @@ def takeover_of(
     has_outer = averages and any(name.startswith(OPTIMIZER + VELOCITY) for name in names)
     wanted, wants_outer = _momenta(job, plan)
     elastic = plan.averaging and plan.served
-    lost = []
+    new, left_out = [], []
     if elastic and (stepped or wanted or job.optimizer.scale_invariant):
-        lost.append("the optimiser state of the learners starts at zero")
+        new.append("the optimiser state of the learners starts at zero")
     elif wanted and not had:
-        lost.append("the momentum starts at zero, because the checkpoint has none")
+        new.append("the momentum starts at zero, because the checkpoint has none")
     elif job.optimizer.scale_invariant and not stepped:
-        lost.append("the state of the optimiser starts at zero, because the checkpoint has none")
+        new.append("the state of the optimiser starts at zero, because the checkpoint has none")
     elif had and not wanted:
-        lost.append("the momentum is left out, because this run has none")
+        left_out.append("the momentum is left out, because this run has none")
     if wants_outer and not has_outer:
-        lost.append("the outer momentum starts at zero")
+        new.append("the outer momentum starts at zero")
     elif has_outer and not wants_outer:
-        lost.append("the outer momentum is left out")
+        left_out.append("the outer momentum is left out")
     replicas, own = _replicas(of_replicas), _keepers(plan)
     if replicas and replicas != own and not same_job:
-        lost.append("all replicas start from the weights" if own else "the replicas are left out")
+        (new if own else left_out).append("all replicas start from the weights" if own else "the replicas are left out")
     momenta = (elastic or wanted == had) and wants_outer == has_outer
     alike = averages == plan.averaging and same_cut and momenta and replicas == own
     if corrected and not (alike and job.protocol.correction is not None):
-        lost.append("the state of the correction is left out")
+        left_out.append("the state of the correction is left out")
     if job.optimizer.average.given and AVERAGE not in names:
-        lost.append("the average over time starts from the weights")
+        new.append("the average over time starts from the weights")
     elif AVERAGE in names and not job.optimizer.average.given:
-        lost.append("the average over time is left out")
-    return Takeover(not (alike or same_job), "; ".join(lost))
+        left_out.append("the average over time is left out")
+    return Takeover(not (alike or same_job), tuple(new), tuple(left_out))
 
 
 def _momenta(job: Job, plan: Plan) -> tuple[bool, bool]:

@@ -135,7 +135,6 @@ def test_momentum_goes_to_both_sides_of_a_cut_and_back(tmp_path: Path) -> None:
     [
         ({"cluster": {"learners": 2}}, ""),
         ({"cluster": {"learners": 6}}, ""),
-        ({"optimizer": {"momentum": 0.0}}, "the momentum is left out, because this run has none"),
         ({"topology": {"name": "sharded"}}, ""),
         ({"topology": {"name": "adv"}, "protocol": {"name": "async"}}, ""),
         ({"protocol": {"name": "sma"}, "cluster": {"learners": 6}}, "the outer momentum starts at zero"),
@@ -173,6 +172,13 @@ def test_what_a_simulation_cannot_begin_with_is_one_line(tmp_path: Path) -> None
             simulated(job.with_(**more), tmp_path / "branch.h5", origin=origin, carry="state")
         assert caught.value.exit_code == 2
         assert "\n" not in str(caught.value)
+    still = job.with_(optimizer={"momentum": 0.0})
+    said = "--carry all is not possible: the momentum is left out, because this run has none; use --carry state"
+    with pytest.raises(RudraError, match=said) as caught:
+        simulated(still, tmp_path / "branch.h5", origin=origin)
+    assert caught.value.exit_code == 2
+    with simulated(still, tmp_path / "still.h5", origin=origin, carry="state") as results:
+        assert branch_text(results).endswith("the momentum is left out, because this run has none")
     state, tensors = checkpoint.read(origin)
     other = CheckpointWriter(origin, state.job, {**state.attributes, "layout": [["w", [3]]]})
     other.save(state.position, tensors)

@@ -16,7 +16,7 @@ from rudra.core.layout import Entry
 from rudra.core.training_state import TrainingState
 from rudra.errors import CheckpointError, ConfigError, ResultsError, RudraError
 from rudra.job.job import Job
-from rudra.prepare.branch import Takeover, position_for, takeover_of
+from rudra.prepare.branch import position_for, takeover_of
 from rudra.prepare.resume import resumable
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results import checkpoint
@@ -177,7 +177,9 @@ def test_what_roles_take_over_from_a_checkpoint(
 ) -> None:
     moving = {"optimizer": {"momentum": 0.9, **tables.get("optimizer", {})}}
     job = Job(cluster={"learners": 2}, **{**tables, **moving})
-    assert takeover_of(names, job, job.plan(), averages=averages, same_cut=True) == Takeover(adapted, lost)
+    found = takeover_of(names, job, job.plan(), averages=averages, same_cut=True)
+    assert (found.adapted, found.lost) == (adapted, lost)
+    assert "; ".join(found.left_out) == (lost if "left out" in lost else "")
 
 
 ASYNC = TrainingState(timestamp=9, samples=72, applied=9, steps=(4, 5), learned=(32, 40), drawn=(32, 40))
