@@ -1,9 +1,11 @@
 """`rudra tune`."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from rudra.cli.options import job_argument, numbers, overrides_of, set_option, start_plainly, trust_option
+from rudra.errors import ConfigError
 
 SUMMARY = "find the synchronisation that reaches a target soonest"
 
@@ -21,6 +23,7 @@ EXAMPLES = {
     "rudra tune digits --target 'accuracy >= 0.95' --plan": "predict all points and train nothing",
     "rudra tune digits --target 'accuracy >= 0.95' --set model.name=mlp": "search, and write digits-tune/best.toml",
     "rudra tune my-job.toml --learners 2,4,8 --space protocol.name=hardsync,async": "choose λ too, of two protocols",
+    "rudra tune my-job.toml --cluster lab.toml p775": "search for two clusters; synchronous probes train once",
 }
 
 
@@ -39,6 +42,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="values of a key, in place of those that the search would try; repeatable",
     )
     set_option(parser)
+    parser.add_argument(
+        "--cluster",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="COSTS",
+        help="search for each of these clusters: files of `rudra calibrate`, presets or result files. Weights that do "
+        "not depend on time are trained once for all of them",
+    )
+    parser.add_argument(
+        "--store",
+        type=Path,
+        metavar="DIR",
+        help="directory of what probes measured, for other searches of the job too. Default: probes, in the answer's",
+    )
     parser.add_argument("--strategy", metavar="NAME", help="how to choose probes. Default: guided")
     parser.add_argument("--plan", action="store_true", help="predict the points and train nothing")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="directory of the answer. Default: NAME-tune")
@@ -50,11 +68,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     import sys
 
-    from rudra.errors import ConfigError
     from rudra.job.job import Job
     from rudra.job.jobfiles import parsed
     from rudra.studies.sweep import parse_grid
     from rudra.tuning import space, tune
+    from rudra.tuning.store import ProbeStore
 
     start_plainly("tune")
     overrides = overrides_of(arguments)
@@ -71,28 +89,48 @@ def execute(arguments: argparse.Namespace) -> int:
         "given": {key: values for key, values in given.items() if key in dimensions or len(values) > 1},
         "quiet": arguments.quiet or not sys.stderr.isatty(),
     }
-    if arguments.plan:
-        print("\n".join(tune.plan(job, **about).lines()))
-        return 0
-    budget = _runs(arguments.budget)
-    strategy = arguments.strategy or tune.DEFAULT
+    clusters = _clusters(arguments.cluster)
+    jobs = {name: job.with_(simulation={"costs": costs}) for name, costs in clusters.items()} or {"": job}
     directory = arguments.output or Path(f"{job.name}-tune")
-    try:
-        answer = tune.tune(job, budget=budget, strategy=strategy, output=directory, **about)
-    except KeyboardInterrupt:
-        print(f"rudra: {job.name}: stopped; the same command continues from {directory}", file=sys.stderr)
-        return 3
-    print("\n".join(answer.lines()))
-    if answer.winner is None:
-        return 1
-    print(f"wrote {directory}/best.toml and {directory}/tried.csv; rudra run {directory}/best.toml trains it")
-    return 0
+    if not arguments.plan:
+        about |= {"budget": _runs(arguments.budget), "strategy": arguments.strategy or tune.DEFAULT}
+        about |= {"store": arguments.store or (directory / "probes" if clusters else None)}
+    reached = True
+    for name, its in jobs.items():
+        if name:
+            print(f"cluster {name}:", flush=True)
+        if arguments.plan:
+            print("\n".join(tune.plan(its, **about).lines()), flush=True)
+            continue
+        output = directory / name
+        try:
+            answer = tune.tune(its, output=output, **about)
+        except KeyboardInterrupt:
+            print(f"rudra: {job.name}: stopped; the same command continues from {directory}", file=sys.stderr)
+            return 3
+        print("\n".join(answer.lines()), flush=True)
+        reached &= answer.winner is not None
+        if answer.winner is not None:
+            wrote = f"wrote {output}/best.toml and {output}/tried.csv"
+            print(f"{wrote}; rudra run {output}/best.toml trains it", flush=True)
+    if clusters and not arguments.plan and arguments.store is None:
+        ProbeStore(directory / "probes").clear()
+    return 0 if reached else 1
+
+
+def _clusters(costs: Sequence[str]) -> dict[str, str]:
+    """Returns name -> file or preset of every cluster."""
+    found: dict[str, str] = {}
+    for each in costs:
+        name = Path(each).stem
+        if name in found:
+            raise ConfigError(f"--cluster {each}: another one is also called '{name}'; use files with other names")
+        found[name] = each
+    return found
 
 
 def _runs(text: str) -> float:
     """Returns a number of reference runs, such as 8x."""
-    from rudra.errors import ConfigError
-
     try:
         return float(text.removesuffix("x"))
     except ValueError:

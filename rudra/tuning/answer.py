@@ -13,7 +13,7 @@ from rudra.job.template import toml
 from rudra.results.progress import duration
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import latest_s, until_target
-from rudra.tuning.space import Settings, said
+from rudra.tuning.space import Settings, in_words
 from rudra.tuning.state import SearchState
 
 ALIKE = 1.05
@@ -49,7 +49,9 @@ class Verdict(NamedTuple):
         finalists: Candidates with fresh seeds, the soonest one first. The job as given is not among them.
         given: The job as given.
         nearest: Best value of the target's metric that any probe reached.
-        spent: Reference runs whose samples the search has trained.
+        spent: Reference runs whose samples the search has used.
+        costs: Origin of the times.
+        notes: Remarks about the answer, one line each.
     """
 
     job: Job
@@ -58,6 +60,8 @@ class Verdict(NamedTuple):
     given: Finalist | None
     nearest: float
     spent: float
+    costs: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def winner(self) -> Finalist | None:
@@ -77,6 +81,7 @@ class Verdict(NamedTuple):
         goal = self.target.text
         if self.winner is None:
             yield f"{self.job.name}: no point reached {goal}; the nearest had {self.nearest:.4g}"
+            yield from self._remarks()
             return
         first, *others = self.finalists
         yield f"{self.job.name}: the soonest to {goal} is {named(first.settings)}"
@@ -94,17 +99,18 @@ class Verdict(NamedTuple):
                 yield f"  runner-up: {named(other.settings)}: {_times(other)}: equal within the spread of seeds"
             else:
                 yield f"  runner-up: {named(other.settings)}: {_times(other)}: {100 * (later - 1):.0f} % later"
+        yield from self._remarks()
+
+    def _remarks(self) -> Iterator[str]:
         yield f"  searched with the samples of {self.spent:.1f} reference runs"
+        if self.costs:
+            yield f"  times: {self.costs}"
+        yield from (f"  note: {note}" for note in self.notes)
 
-    def best(self, costs: str) -> str:
-        """Returns the winner as the text of a job file.
-
-        Args:
-            costs: Origin of the times.
-        """
+    def best(self) -> str:
+        """Returns the winner as the text of a job file."""
         assert self.winner is not None
-        comments = [*self.lines(), f"times: {costs}"]
-        lines = [*(f"# {line.strip()}" for line in comments), ""]
+        lines = [*(f"# {line.strip()}" for line in self.lines()), ""]
         lines += _tables(self.job)
         return "\n".join(lines) + "\n"
 
@@ -135,8 +141,7 @@ def _plain(value: Any) -> Any:
 
 def named(settings: Settings) -> str:
     """Returns a candidate in words."""
-    found = [said(key, value) for key, value in settings.items() if value not in (None, {}, ())]
-    return ", ".join(found) or "the job as given"
+    return in_words(settings) or "the job as given"
 
 
 _SIMPLER = ("hardsync", "average", "sma", "softsync", "async", "easgd", "diloco")

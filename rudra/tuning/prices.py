@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.job.table import named
 from rudra.log import only_errors
 from rudra.simulation.predict import Outline, outline, predict
-from rudra.tuning.space import Candidate, Refused
+from rudra.tuning.space import Candidate, Refused, trajectory
 
 SEVERAL = 64
 """Least number of points that are worth more processes."""
@@ -80,26 +79,13 @@ def _price(about: tuple[Job, Outline]) -> tuple[float, float, str] | str:
 
 
 def dominated(prices: Sequence[Price]) -> list[Price]:
-    """Marks each point whose weights a faster one also makes.
-
-    The weights of a synchronous protocol that averages gradients depend neither on time nor on the topology, except
-    for rounding (`Protocol.ordered`).
-    """
-    best: dict[object, Price] = {}
-    for price in prices:
-        alike = _trajectory(price.point)
-        if alike not in best or price.samples_per_s > best[alike].samples_per_s:
-            best[alike] = price
-    fastest = (best[_trajectory(price.point)] for price in prices)
+    """Marks each point whose weights a faster one also makes: see `trajectory`."""
+    alike = [trajectory(price.point.job) for price in prices]
+    best: dict[str, Price] = {}
+    for key, price in zip(alike, prices, strict=True):
+        if key not in best or price.samples_per_s > best[key].samples_per_s:
+            best[key] = price
     return [
-        price if first is price else price._replace(dominated=first.point)
-        for price, first in zip(prices, fastest, strict=True)
+        price if best[key] is price else price._replace(dominated=best[key].point)
+        for key, price in zip(alike, prices, strict=True)
     ]
-
-
-def _trajectory(point: Candidate) -> object:
-    """Returns a key that is equal for points with the same weights after the same samples."""
-    if not point.job.make_protocol().ordered:
-        return point.name
-    left = {key: value for key, value in point.settings.items() if not key.startswith("topology.")}
-    return named(point.job.protocol.name), tuple(sorted((key, str(value)) for key, value in left.items()))

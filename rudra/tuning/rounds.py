@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rudra.job.table import named
+from rudra.results.progress import duration
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
-from rudra.tuning.space import Settings, by_steps
+from rudra.tuning.space import Settings, by_steps, with_settings
 from rudra.tuning.state import SearchState, key_of
 
 T = TypeVar("T")
@@ -20,6 +21,9 @@ STEPS = 6
 
 LATER = 1.15
 """Largest ratio of two predicted times at which the later one is also trained further."""
+
+MARGIN = 1.25
+"""Largest assumed ratio of the worth of an untried point to the best known worth."""
 
 FINALISTS, SEEDS = 3, (1, 2, 3)
 
@@ -121,6 +125,70 @@ def until_target(state: SearchState, probe: Probe, most_s: float) -> list[Probe]
     if outcome.failed or done >= longest or late or state.first_at_target(probe) is not None:
         return []
     return [probe._replace(epochs=min(2 * done, longest))]
+
+
+class Bound(NamedTuple):
+    """Bound that drops points, from what is known now.
+
+    Attributes:
+        reference_samples: Samples of the reference from the common checkpoint to the target.
+        worth: The most that a sample of a point may be worth: `MARGIN` times the best known worth.
+        soonest_s: Best known time to the target, certain or predicted.
+    """
+
+    reference_samples: float
+    worth: float
+    soonest_s: float
+
+    @classmethod
+    def of(cls, state: SearchState) -> "Bound":
+        """Returns the bound of a search whose reference is known."""
+        estimates = state.estimates()
+        worth = max([1.0, *(e.worth for e in estimates if math.isfinite(e.worth))])
+        return cls(state.reference_samples, MARGIN * worth, estimates[0].time_s if estimates else math.inf)
+
+    def least_s(self, price: Price) -> float:
+        """Returns the time to the target that a point takes at least."""
+        return self.reference_samples / (self.worth * price.samples_per_s)
+
+    def excludes(self, price: Price) -> bool:
+        """Returns whether a point cannot be the soonest."""
+        return self.least_s(price) > LATER * self.soonest_s
+
+
+def dropped(state: SearchState) -> Iterator[tuple[Price, str]]:
+    """Yields the points that have no probe and cannot be the soonest, each with the reason.
+
+    A point comes back if samples prove to be worth more.
+    """
+    if not math.isfinite(state.reference_samples):
+        return
+    bound = Bound.of(state)
+    tried = {state.point_of(probe.by_key) for probe in state.probes.values() if probe.origin}
+    for price in state.prices:
+        if price.dominated is None and bound.excludes(price) and key_of(price.point.settings) not in tried:
+            yield (
+                price,
+                f"takes {duration(bound.least_s(price))} at least, even if its samples are worth {bound.worth:.2f} of "
+                f"the reference's; the best takes {duration(bound.soonest_s)}",
+            )
+
+
+def diverges(state: SearchState, settings: Settings) -> bool:
+    """Returns whether a probe diverged that had no larger rate, momentum, staleness and mini-batch."""
+    staleness, rate, momentum, size = _hardness(state, settings)
+    for probe in state.probes.values():
+        if state.outcomes[probe.name].failed:
+            its = _hardness(state, probe.by_key)
+            if its[0] <= staleness and its[1] <= rate and its[2] <= momentum and its[3] == size:
+                return True
+    return False
+
+
+def _hardness(state: SearchState, settings: Settings) -> tuple[float, float, float, int]:
+    job = with_settings(state.job, settings)
+    optimizer = job.optimizer
+    return state.price(settings).staleness, optimizer.learning_rate, optimizer.momentum, job.training.minibatch_size
 
 
 def from_common(state: SearchState, settings: Settings, epochs: int) -> Probe:

@@ -5,15 +5,16 @@ from typing import Any
 
 from rudra.tuning.journal import Journal
 from rudra.tuning.probes import Outcome, Probe, Train
+from rudra.tuning.rounds import dropped
 from rudra.tuning.ruler import Mark
-from rudra.tuning.state import SearchState, Strategy
+from rudra.tuning.state import SearchState, Strategy, key_of
 
 
 def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train, say: Callable[[Probe], Any]) -> None:
     """Trains probes until the strategy asks for none.
 
     The strategy gets outcomes round by round, in the order of asking. So a search that continues from its
-    journal ends as if it had not been stopped.
+    journal ends as if it had not been stopped. The journal also gets every point that is dropped, with the reason.
 
     Args:
         state: State of the search, without outcomes.
@@ -26,6 +27,7 @@ def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train,
     for entry in journal.of("probe"):
         marks = tuple(Mark(*mark) for mark in entry["marks"])
         known[entry["name"], entry["epochs"]] = Outcome(marks, entry["failed"])
+    drops = {key_of(entry["point"]) for entry in journal.of("drop")}
     while asked := strategy(state):
         told = []
         for probe in asked:
@@ -40,3 +42,7 @@ def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train,
             told.append((probe, outcome))
         for probe, outcome in told:
             state.tell(probe, outcome)
+        for price, reason in dropped(state):
+            if (key := key_of(price.point.settings)) not in drops:
+                drops.add(key)
+                journal.add({"kind": "drop", "point": price.point.settings, "reason": reason})

@@ -4,6 +4,7 @@ A point is a job with settings of its own. A combination that the job does not a
 """
 
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ class Candidate(NamedTuple):
     @property
     def name(self) -> str:
         """Short name for people, and for sorting."""
-        return ", ".join(said(key, value) for key, value in self.settings.items() if value not in (None, {}))
+        return in_words(self.settings)
 
 
 _SHORT = {
@@ -79,6 +80,13 @@ def said(key: str, value: Any) -> str:
     """Returns a setting as people read it."""
     form = _SHORT.get(key, key.rpartition(".")[2] + " {}")
     return form.format(value) if isinstance(value, int | float) or ":" not in form else form.partition("{")[0]
+
+
+def in_words(settings: Settings) -> str:
+    """Returns settings as people read them, the protocol first."""
+    order = [*_SHORT]
+    keys = sorted(settings, key=lambda key: order.index(key) if key in order else len(order))
+    return ", ".join(said(key, settings[key]) for key in keys if settings[key] not in (None, {}, (), []))
 
 
 def powers(most: int, least: int = 1) -> list[int]:
@@ -239,6 +247,31 @@ def with_settings(job: Job, settings: Settings) -> Job:
             into = into.setdefault(inner, dict(before))
         into[last] = value
     return job.with_(**tables)
+
+
+_UNTRAINED = {"training": ("epochs", "target", "target_window", "stop_at_target", "patience"), "simulation": ("costs",)}
+"""Keys of tables that do not decide the weights."""
+
+
+def trajectory(job: Job) -> str:
+    """Returns everything of a job that decides its weights after a number of samples, except its code and data.
+
+    The weights of a protocol that waits for all learners do not depend on time. If it averages gradients
+    (`Protocol.ordered`), they do not depend on the topology either, except for rounding.
+    """
+    tables = json.loads(job.to_json())
+    for name in ("name", "results", "hooks"):
+        del tables[name]
+    for name, keys in _UNTRAINED.items():
+        for key in keys:
+            del tables[name][key]
+    rule = job.make_protocol()
+    waits = rule.ordered or (rule.averages and not job.plan().served)
+    if waits and not job.simulation.faults and job.cluster.shares != "auto":
+        tables["simulation"] = {"batching": job.simulation.batching}
+    if rule.ordered:
+        del tables["topology"]
+    return json.dumps(tables, sort_keys=True)
 
 
 def points(job: Job, dimensions: Sequence[Dimension], refused: list[Refused]) -> list[Candidate]:

@@ -149,7 +149,11 @@ class SearchState:
 
     def price(self, settings: Settings) -> Price:
         """Returns the price of a candidate."""
-        return self._priced[key_of({key: value for key, value in settings.items() if key not in self._untimed})]
+        return self._priced[self.point_of(settings)]
+
+    def point_of(self, settings: Settings) -> tuple[tuple[str, str], ...]:
+        """Returns the key of a candidate's point: its settings that change the time of a sample."""
+        return key_of({key: value for key, value in settings.items() if key not in self._untimed})
 
     def estimates(self) -> list[Estimate]:
         """Returns the estimates of all candidates with a probe from the common checkpoint, the best one first."""

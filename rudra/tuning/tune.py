@@ -21,10 +21,13 @@ from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.prices import Price
 from rudra.tuning.space import Candidate, Refused, Settings, with_settings
 from rudra.tuning.state import SearchState
+from rudra.tuning.store import ProbeStore
 from rudra.tuning.strategies import shipped
+from rudra.tuning.trainer import Trainer, code_digest
 
 DEFAULT = "guided"
 BUDGET = 8.0
+ANOTHER = "two equal runs of this job end with different weights; small differences between probes may be luck"
 
 
 class Outlook(NamedTuple):
@@ -113,6 +116,7 @@ def tune(
     given: Mapping[str, Sequence[Any]] | None = None,
     strategy: str = DEFAULT,
     output: str | Path | None = None,
+    store: str | Path | None = None,
     quiet: bool = False,
 ) -> answer.Verdict:
     """Searches for the settings that let a job reach its target soonest. Probes train in virtual time.
@@ -127,6 +131,9 @@ def tune(
         strategy: Name of a strategy, see `rudra.tuning.strategies`.
         output: Directory of the journal and the answer. None: `NAME-tune`. The same call continues a search that was
             stopped.
+        store: Directory of what probes measured, which searches of the job with other costs, targets or budgets may
+            share. It also has the checkpoints of probes, which may be removed after a search. None: `probes` in
+            `output`, without checkpoints at the end.
         quiet: Whether to show no progress.
 
     Raises:
@@ -138,11 +145,14 @@ def tune(
     if budget < 1:
         raise ConfigError(f"--budget {budget:g}x: is less than one reference run; use 1x or more")
     directory = Path(output or f"{job.name}-tune")
-    with locked(directory, "search"):
+    place = Path(store or directory / "probes")
+    with locked(directory, "search"), locked(place, "search"):
         found = plan(job, target=target, learners=learners, given=given, quiet=quiet)
+        kept = ProbeStore(place)
+        code = code_digest(found.job, kept)
         head: dict[str, Any] = {"rudra": version("rudra"), "job": found.job.to_json(), "target": repr(found.target)}
         head |= {"strategy": strategy, "budget": budget, "learners": [*learners], "space": dict(given or {})}
-        journal = Journal(directory / NAME, head)
+        journal = Journal(directory / NAME, {**head, "code and data": code})
         state = SearchState(
             found.job,
             found.target,
@@ -152,7 +162,7 @@ def tune(
             budget=budget,
             longest=job.training.epochs,
         )
-        trainer = probes.Trainer(found.job, found.target, directory, found.training_samples)
+        trainer = Trainer(found.job, found.target, kept, code or f"any in {directory.resolve()}", state)
         with Bar(
             total=1.0, desc=f"{job.name}: searching", disable=quiet, bar_format="{desc} {percentage:3.0f}%|{bar}|"
         ) as bar:
@@ -163,15 +173,16 @@ def tune(
                 bar.set_description_str(f"{job.name}: {answer.named(probe.by_key)}, {time.monotonic() - began:.0f} s")
 
             search.lead(state, valid[strategy], journal, trainer.train, say)
-        said = answer.answer_of(state, job)
+        said = answer.answer_of(state, job)._replace(costs=found.costs, notes=() if code else (ANOTHER,))
         if said.winner is not None:
             settings = said.winner.settings
             said = said._replace(job=_complete(job, settings, trainer.job_of(settings)))
             with written(directory / "best.toml") as file:
-                file.write(said.best(found.costs).encode())
+                file.write(said.best().encode())
         with written(directory / "tried.csv") as file:
             file.write(answer.tried(state).encode())
-        trainer.clear()
+        if store is None:
+            kept.clear()
     return said
 
 

@@ -11,7 +11,9 @@ from rudra.cli.main import main
 from rudra.errors import RudraError
 from rudra.job.job import Job
 from rudra.tuning.journal import NAME
-from rudra.tuning.probes import Outcome, Probe, Trainer
+from rudra.tuning.probes import Outcome, Probe
+from rudra.tuning.space import trajectory
+from rudra.tuning.trainer import Trainer
 
 JOB = Job(
     name="small",
@@ -54,7 +56,9 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     assert [*found.lines()] == [*whole.lines()]
     for name in ("best.toml", "tried.csv", NAME):
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == [".lock", "best.toml", NAME, "tried.csv"]
+    left = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert left == [".lock", "best.toml", NAME, "probes", "tried.csv"]
+    assert not [*(tmp_path / "whole" / "probes").glob("*.ckpt")]
     assert whole.winner is not None
     assert whole.winner.settings["protocol.name"] == "async", "a learner is four times slower"
     assert whole.saving > 1
@@ -66,6 +70,34 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     with (tmp_path / "whole" / "tried.csv").open() as file:
         rows = [*csv.DictReader(file)]
     assert {row["protocol.name"] for row in rows} == {"hardsync", "async", ""}
+
+
+def test_another_cluster_trains_only_what_depends_on_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of another search changes nothing but the time."""
+    trained: list[tuple[str, str, int]] = []
+    simulate = rudra.simulate
+
+    def counting(job: Job, **about: Any) -> Any:
+        if job.data.train_limit == JOB.data.train_limit:  # not the short runs that identify code and data
+            trained.append((str(job.protocol.name), trajectory(job), job.training.epochs))
+        return simulate(job, **about)
+
+    monkeypatch.setattr("rudra.tuning.trainer.api.simulate", counting)
+    even = JOB.with_(simulation={"slowdown": {}, "compute_s": 0.01})
+    alone = rudra.tune(even, output=tmp_path / "alone", **ABOUT)
+    trained.clear()
+    rudra.tune(JOB, output=tmp_path / "first", store=tmp_path / "probes", **ABOUT)
+    first = {*trained}
+    trained.clear()
+    second = rudra.tune(even, output=tmp_path / "second", store=tmp_path / "probes", **ABOUT)
+    assert [*second.lines()] == [*alone.lines()]
+    for name in (NAME, "best.toml", "tried.csv"):
+        assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    assert "async" in {name for name, _, _ in trained}
+    assert not [its[0] for its in first & {*trained}]
+    trained.clear()
+    rudra.tune(even, output=tmp_path / "third", store=tmp_path / "probes", **ABOUT)
+    assert not trained
 
 
 @pytest.mark.parametrize(

@@ -8,25 +8,26 @@
 5. Winner, runner-up and the job as given are trained from the initial weights to the target, with fresh seeds.
 
 A point is dropped if it would be later than the best prediction even with samples that are worth 1.25 times the best
-known worth.
+known worth, or if a probe diverged that was no harder in any respect.
 
 Source of the momentum rule: omnivore.txt §IV-C, theorem 1: g groups act like a momentum of 1 - 1/g.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
     FINALISTS,
     KEPT,
     LATER,
+    MARGIN,
     MOMENTA,
     MOMENTUM,
     RATE,
+    Bound,
     around,
+    diverges,
     from_common,
     in_order,
     kind,
@@ -36,9 +37,7 @@ from rudra.tuning.rounds import (
     started,
 )
 from rudra.tuning.space import Settings
-from rudra.tuning.state import Estimate, SearchState, key_of
-
-MARGIN = 1.25
+from rudra.tuning.state import SearchState, key_of
 
 
 def ask(state: SearchState) -> list[Probe]:
@@ -47,28 +46,23 @@ def ask(state: SearchState) -> list[Probe]:
 
 def _kinds(state: SearchState) -> Iterator[Probe]:
     """One epoch of the most promising point of each kind that has none."""
-    estimates = state.estimates()
-    known = {kind(estimate.settings) for estimate in estimates}
+    known = {kind(estimate.settings) for estimate in state.estimates()}
+    bound = Bound.of(state)
     for price in promising(state):
-        if kind(price.point.settings) not in known and _may_win(state, price, estimates):
+        if kind(price.point.settings) not in known and not bound.excludes(price):
             yield from_common(state, started(state, price), 1)
-
-
-def _may_win(state: SearchState, price: Price, estimates: Sequence[Estimate]) -> bool:
-    """Whether a point could be the soonest if its samples were worth more than the samples of any other."""
-    most = MARGIN * max([1.0, *(e.worth for e in estimates if math.isfinite(e.worth))])
-    return state.reference_samples / (most * price.samples_per_s) <= LATER * estimates[0].time_s
 
 
 def _neighbours(state: SearchState) -> Iterator[Probe]:
     """Points that differ from one of the best in one setting, as far as they have not been tried."""
     tried = {probe.settings for probe in state.probes.values() if probe.origin}
-    estimates = state.estimates()
-    for estimate in estimates[:FINALISTS]:
-        if estimate.certain or estimate.time_s > MARGIN * LATER * estimates[0].time_s:
+    bound = Bound.of(state)
+    for estimate in state.estimates()[:FINALISTS]:
+        if estimate.certain or estimate.time_s > MARGIN * LATER * bound.soonest_s:
             continue
         for settings in _around(state, estimate.settings):
-            if key_of(settings) not in tried and _may_win(state, state.price(settings), estimates):
+            late = bound.excludes(state.price(settings))
+            if key_of(settings) not in tried and not late and not diverges(state, settings):
                 tried.add(key_of(settings))
                 yield from_common(state, settings, 1)
 
