@@ -79,8 +79,8 @@ def _price(about: tuple[Job, Outline]) -> tuple[float, float, str] | str:
 
 
 def dominated(prices: Sequence[Price]) -> list[Price]:
-    """Marks each point whose weights a faster one also makes: see `trajectory`."""
-    alike = [trajectory(price.point.job) for price in prices]
+    """Marks each point whose weights a faster one also makes: see `trajectory`. The job as given is no point."""
+    alike = [trajectory(price.point.job) if price.point.settings else "" for price in prices]
     best: dict[str, Price] = {}
     for key, price in zip(alike, prices, strict=True):
         if key not in best or price.samples_per_s > best[key].samples_per_s:

@@ -235,6 +235,7 @@ def with_settings(job: Job, settings: Settings) -> Job:
     if settings.get("protocol.name", named(job.protocol.name)) != named(job.protocol.name):
         tables["protocol"] = {"n": None, "options": {}}
         tables["averaging"] = dict.fromkeys(_OF_PROTOCOL) | {"outer": {}}
+        tables["simulation"] = {"batching": "none"}
     if settings.get("topology.name", job.topology.name) != job.topology.name:
         tables["topology"] = {"options": {}}
     for key, value in settings.items():
