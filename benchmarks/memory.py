@@ -13,8 +13,8 @@ from torch.utils.data import TensorDataset
 from rudra.bench.ranks import LEARNER, SERVER, STATISTICS, PlainLoop, on_ranks, train
 from rudra.benchmark_report import Goal, Report
 from rudra.job.job import Job
+from rudra.memory import memory_bytes
 from rudra.mpi.agreement import rest
-from rudra.simulation.dry_run import memory_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -13,7 +13,7 @@ import torch
 from rudra.bench.ranks import step_s
 from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.mpi.malloc import keep_freed_memory
+from rudra.memory import keep_freed_memory
 from rudra.results.reader import Results
 
 T = TypeVar("T")

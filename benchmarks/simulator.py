@@ -21,8 +21,8 @@ from rudra.data.load import load
 from rudra.data.noise import noise
 from rudra.job.job import Job
 from rudra.machine import cores
+from rudra.memory import memory_bytes
 from rudra.results.reader import Results, open_results
-from rudra.simulation.dry_run import memory_bytes
 
 
 def run(*, quick: bool) -> Report:

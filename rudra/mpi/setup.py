@@ -29,9 +29,9 @@ from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
 from rudra.errors import ConfigError
 from rudra.log import log
+from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
 from rudra.mpi.job_ranks import JobRanks
-from rudra.mpi.malloc import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.mpi.node_data import NodeData
 from rudra.mpi.run_files import RunFiles

@@ -41,6 +41,7 @@ from rudra.data.fingerprint import fingerprints, unrepeatable
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.memory import memory_bytes
 from rudra.prepare.resolve import settle
 from rudra.results.warm_start import final_weights
 from rudra.simulation.assembly import assemble
@@ -309,11 +310,3 @@ class _Counted(TimingOnly):
     def reduce(self, actions: Mapping[int, Reduce], sums: Sequence[Sequence[int]]) -> None:
         for role, action in actions.items():
             self.names[role].add(action.buffer)
-
-
-def memory_bytes(name: str) -> int:
-    """Returns a memory counter of Linux for this process, "VmRSS" (current) or "VmHWM" (peak), or 0 if unavailable."""
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024
-    return 0

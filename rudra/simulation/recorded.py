@@ -21,6 +21,7 @@ from rudra.errors import Interrupted
 from rudra.job.job import Job
 from rudra.job.simulation import DEFAULTS
 from rudra.log import log
+from rudra.memory import free_earlier_runs
 from rudra.prepare.begin import check_data, first_position, first_rows, recall, restore, say_lost
 from rudra.prepare.nodes import network_of
 from rudra.prepare.resolve import ResolvedJob, settle
@@ -51,6 +52,7 @@ def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | Non
     Raises:
         RudraError: The data or the model is missing or does not fit, or the simulation failed.
     """
+    free_earlier_runs()
     job, plan, path = resolved.job, resolved.plan, start.output
     shares = expected_shares(job, plan) if job.cluster.shares == "auto" else None
     with torch_as_in(job.cluster):

@@ -68,6 +68,8 @@ _SHORT = {
     "training.minibatch_size": "μ = {}",
     "averaging.period": "τ = {}",
     "cluster.learners": "λ = {}",
+    "cluster.learners_per_rank": "m = {}",
+    "placement.cut": "cut {}",
     "cluster.shares": "shares {}",
     "optimizer.learning_rate": "α0 = {:.3g}",
     "optimizer.momentum": "momentum {:g}",
@@ -142,10 +144,25 @@ def _shares(job: Job) -> Iterator[tuple[Any]]:
         yield from (((),), ("auto",))
 
 
+def _per_rank(job: Job) -> Iterator[tuple[int, int]]:
+    """m and λ: learners of averages on the same ranks, as many as the job has and twice as many."""
+    if job.make_protocol().averages and not job.simulation.slowdown:
+        each = job.cluster.learners_per_rank
+        yield from ((each * times, job.learners * times) for times in (1, 2))
+
+
+def _cuts(job: Job) -> Iterator[tuple[Any]]:
+    """Whole models, or the best cut of `rudra place`, if the times of the layers are known."""
+    if job.simulation.layers and not job.placement.given and not job.scheduled:
+        yield from ((None,), ("auto",))
+
+
 def by_steps(middle: float, factor: float, steps: int) -> list[float]:
     """Returns a geometric series around a value, rounded to three digits."""
     return [float(f"{middle * factor**i:.3g}") for i in range(-steps, steps + 1)]
 
+
+PER_RANK = ("cluster.learners_per_rank", "cluster.learners")
 
 DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("protocol and topology", ("protocol.name", "topology.name"), _pairs),
@@ -154,6 +171,8 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("mini-batch", ("training.minibatch_size",), _sizes),
     Dimension("period", ("averaging.period",), _periods),
     Dimension("shares", ("cluster.shares",), _shares),
+    Dimension("learners per rank", PER_RANK, _per_rank),
+    Dimension("cut", ("placement.cut",), _cuts),
     Dimension(
         "learning rate",
         ("optimizer.learning_rate",),
@@ -187,10 +206,12 @@ def chosen(given: Mapping[str, Sequence[Any]]) -> list[Dimension]:
 
     Args:
         given: Values of keys, in place of the values in `DIMENSIONS`, wherever the dimension applies. A single value
-            fixes the key. A key without a dimension gets one.
+            fixes the key. A key without a dimension gets one. With λ, learners per rank are only those given.
     """
     found, own = [], dict(given)
     for dimension in DIMENSIONS:
+        if dimension.keys == PER_RANK and not own.keys().isdisjoint(PER_RANK):
+            continue  # the user chooses λ
         mine = {key: own.pop(key) for key in dimension.keys if key in own}
         found.append(dimension._replace(values=_Limited(dimension, mine)) if mine else dimension)
     others = (Dimension(key, (key,), _Values(values)) for key, values in own.items())

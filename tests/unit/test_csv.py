@@ -231,7 +231,7 @@ def test_what_is_not_installed_is_one_line(
 LOADING = """
 import sys, time
 from rudra.data.load import load
-from rudra.simulation.dry_run import memory_bytes
+from rudra.memory import memory_bytes
 from rudra.job.tables import DataTable
 before = time.process_time()
 info = load(DataTable(name="csv", path=sys.argv[1], test_split=0.2, standardise=True, options={"header": False})).info

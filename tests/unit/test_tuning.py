@@ -270,6 +270,35 @@ def test_values_of_the_user_replace_those_of_a_search(
     assert all(map(check, points))
 
 
+LAYER = {"name": "0", "parameters_bytes": 8, "output_bytes": 8, "forward_s": {8: 1e-3}, "backward_s": {8: 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tables", "given", "key", "values"),
+    [
+        ("sma", {}, {}, "cluster.learners_per_rank", {1, 2}),
+        ("sma", {}, {}, "cluster.learners", {JOB.learners, 2 * JOB.learners}),
+        ("sma", {}, {"cluster.learners": [3]}, "cluster.learners_per_rank", {None}),
+        ("hardsync", {}, {}, "cluster.learners_per_rank", {None}),
+        ("hardsync", {}, {}, "placement.cut", {None}),
+        (
+            "hardsync",
+            {"layers": [LAYER]},
+            {},
+            "placement.cut",
+            {"auto", None},
+        ),
+    ],
+    ids=["m", "its learners", "λ is given", "m of gradients", "cut", "cut with known layers"],
+)
+def test_a_row_of_the_space_applies_under_its_condition(
+    protocol: str, tables: dict[str, Any], given: dict[str, Any], key: str, values: set[Any]
+) -> None:
+    job = JOB.with_(simulation=tables)
+    points = space.points(job, [d for d in space.chosen(given) if d.timed], [])
+    assert {p.settings.get(key) for p in points if p.settings["protocol.name"] == protocol} == values
+
+
 def test_another_protocol_leaves_nothing_of_the_first() -> None:
     job = JOB.with_(protocol={"name": "diloco"}, averaging={"period": 7, "outer": {"momentum": 0.5}})
     plain = space.with_settings(job, {"protocol.name": "hardsync", "topology.name": "base"})
