@@ -12,7 +12,7 @@ from rudra.job.target import Target
 from rudra.job.template import toml
 from rudra.results.progress import duration
 from rudra.tuning.probes import Probe
-from rudra.tuning.rounds import latest_s, until_target
+from rudra.tuning.rounds import RATE, latest_s, until_target
 from rudra.tuning.space import Settings, in_words
 from rudra.tuning.state import SearchState
 
@@ -80,7 +80,8 @@ class Verdict(NamedTuple):
         """Yields the answer in words."""
         goal = self.target.text
         if self.winner is None:
-            yield f"{self.job.name}: no point reached {goal}; the nearest had {self.nearest:.4g}"
+            near = "" if math.isnan(self.nearest) else f"; the nearest had {self.nearest:.4g}"
+            yield f"{self.job.name}: no point reached {goal}{near}"
             yield from self._remarks()
             return
         first, *others = self.finalists
@@ -192,7 +193,14 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
         mark.metric for outcome in state.outcomes.values() for mark in outcome.marks if not math.isnan(mark.metric)
     ]
     nearest = (max if state.target.at_least else min)(values, default=math.nan)
-    return Verdict(job, state.target, tuple(ranked), given, nearest, state.spent / state.one_run)
+    notes = () if state.cold is not None else (f"the loss diverged with every learning rate: {_rates(state)}",)
+    return Verdict(job, state.target, tuple(ranked), given, nearest, state.spent / state.one_run, notes=notes)
+
+
+def _rates(state: SearchState) -> str:
+    """Returns the learning rates of the cold start."""
+    tried = sorted({float(probe.by_key[RATE]) for probe in state.probes.values()})
+    return ", ".join(f"{rate:g}" for rate in tried) or "none was tried"
 
 
 def tried(state: SearchState) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from rudra.errors import ConfigError
 from rudra.tuning.journal import Journal
 from rudra.tuning.probes import Outcome, Probe, Train
 from rudra.tuning.rounds import dropped
@@ -22,6 +23,9 @@ def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train,
         journal: Earlier measurements. It is extended.
         train: Trains a probe.
         say: Is called with every probe before it is trained.
+
+    Raises:
+        ConfigError: The first evaluation meets the target, so that there is nothing to compare.
     """
     known: dict[tuple[str, int], Outcome] = {}
     for entry in journal.of("probe"):
@@ -42,6 +46,10 @@ def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train,
             told.append((probe, outcome))
         for probe, outcome in told:
             state.tell(probe, outcome)
+        if state.cold is not None and state.first_at_target(state.cold) is not None:
+            raise ConfigError(
+                f"{state.job.name}: --target: the first evaluation already meets {state.target.text}; use a tighter one"
+            )
         for price, reason in dropped(state):
             if (key := key_of(price.point.settings)) not in drops:
                 drops.add(key)

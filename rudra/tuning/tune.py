@@ -173,7 +173,8 @@ def tune(
                 bar.set_description_str(f"{job.name}: {answer.named(probe.by_key)}, {time.monotonic() - began:.0f} s")
 
             search.lead(state, valid[strategy], journal, trainer.train, say)
-        said = answer.answer_of(state, job)._replace(costs=found.costs, notes=() if code else (ANOTHER,))
+        said = answer.answer_of(state, job)
+        said = said._replace(costs=found.costs, notes=said.notes if code else (*said.notes, ANOTHER))
         if said.winner is not None:
             settings = said.winner.settings
             said = said._replace(job=_complete(job, settings, trainer.job_of(settings)))

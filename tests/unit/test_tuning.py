@@ -189,8 +189,18 @@ def test_nothing_diverges_forever(tmp_path: Path) -> None:
     state, surface = searched(tmp_path, "guided", priced(lambda job, settings: 1.0, stale), lambda settings: 0.0)
     assert state.cold is None
     assert min(probe.by_key["optimizer.learning_rate"] for probe in state.probes.values()) == 1e-5
-    assert answer_of(state, JOB).winner is None
+    answer = answer_of(state, JOB)
+    assert answer.winner is None
+    first, *_, last = answer.lines()
+    assert first == f"{JOB.name}: no point reached validation accuracy >= 0.9"
+    assert last.startswith("  note: the loss diverged with every learning rate: 1e-05, 3.16e-05, ")
     assert surface.trained <= 9
+
+
+def test_a_target_that_the_first_evaluation_meets_compares_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the first evaluation already meets .*; use a tighter one") as caught:
+        searched(tmp_path, "guided", priced(lambda job, settings: 1.0, stale), lambda settings: 40.0)
+    assert caught.value.exit_code == 2
 
 
 def marks(*losses: float) -> Iterator[Mark]:
