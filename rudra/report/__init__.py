@@ -41,12 +41,17 @@ def report(
         raise ConfigError(f"{output}: a report is an .html file, not '{output.suffix}'")
     check_output(output, force)
     studies = collect([Path(file) for file in files])
-    for library in ("matplotlib", "jinja2"):
-        if find_spec(library) is None:
-            raise ConfigError(f"reports need {library}: pip install 'rudra[plot]'")
+    check_libraries()
     made = sections_of(studies, log=log)
     page = render(made)
     pictures = [] if figures is None else save(made, Path(figures), force=force)
     with written(output) as file:
         file.write(page.encode())
     return [output, *pictures]
+
+
+def check_libraries() -> None:
+    """Raises ConfigError if a library that reports need is missing."""
+    for library in ("matplotlib", "jinja2"):
+        if find_spec(library) is None:
+            raise ConfigError(f"reports need {library}: pip install 'rudra[plot]'")

@@ -34,6 +34,7 @@ class Figure:
         left_out: reason -> names of the runs that the figure cannot show.
         own_legends: whether a look has a different meaning in each panel.
         notes: lines of text below the panels.
+        tooltips: id of a drawn part -> text that a reader sees while pointing at it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Figure:
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     own_legends: bool = False
     notes: Sequence[str] = ()
+    tooltips: Mapping[str, str] = field(default_factory=dict)
 
 
 class Line(NamedTuple):

@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Sequence
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,8 @@ def inline(figure: Figure, prefix: str, *, narrow: bool) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
+    for part, tooltip in figure.tooltips.items():
+        text = text.replace(start := f'<g id="{prefix}-{part}">', f"{start}<title>{escape(tooltip)}</title>")
     text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text)
     for name, colour in _INKS.items():
         text = text.replace(colour.lower(), f"var(--{name})")

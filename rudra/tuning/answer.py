@@ -11,6 +11,7 @@ from rudra.job.job import Job
 from rudra.job.target import Target
 from rudra.job.template import toml
 from rudra.results.progress import duration
+from rudra.tuning.final_scores import Score
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import RATE, latest_s, until_target
 from rudra.tuning.space import Settings, in_words
@@ -52,6 +53,7 @@ class Verdict(NamedTuple):
         spent: Reference runs whose samples the search has used.
         costs: Origin of the times.
         notes: Remarks about the answer, one line each.
+        scores: Scores of the finalists on the test set. Empty: it was not read.
     """
 
     job: Job
@@ -62,6 +64,7 @@ class Verdict(NamedTuple):
     spent: float
     costs: str = ""
     notes: tuple[str, ...] = ()
+    scores: tuple[Score, ...] = ()
 
     @property
     def winner(self) -> Finalist | None:
@@ -75,6 +78,18 @@ class Verdict(NamedTuple):
         if self.winner is None or self.given is None:
             return math.nan
         return self.given.time_s / self.winner.time_s
+
+    @property
+    def roles(self) -> dict[str, Finalist]:
+        """The finalists that are compared: "winner", "runner-up" and "job as given", as far as there are any."""
+        if self.winner is None:
+            return {}
+        named = zip(("winner", "runner-up"), self.finalists, strict=False)
+        return {**dict(named), **({} if self.given is None else {"job as given": self.given})}
+
+    def tested(self, finalist: Finalist) -> list[Score]:
+        """Returns the scores of a finalist on the test set, by seed."""
+        return [score for score in self.scores if score.settings == finalist.settings]
 
     def lines(self) -> Iterator[str]:
         """Yields the answer in words."""
@@ -100,7 +115,17 @@ class Verdict(NamedTuple):
                 yield f"  runner-up: {named(other.settings)}: {_times(other)}: equal within the spread of seeds"
             else:
                 yield f"  runner-up: {named(other.settings)}: {_times(other)}: {100 * (later - 1):.0f} % later"
+        yield f"  on the test set: {self._on_test_set()}"
         yield from self._remarks()
+
+    def _on_test_set(self) -> str:
+        """Returns the scores of the finalists on the test set, or why there are none."""
+        found = {role: scores for role, finalist in self.roles.items() if (scores := self.tested(finalist))}
+        if not found:
+            return "not read, since the checkpoints of the finalists are gone"
+        shown = ", ".join(f"{role} {_score(scores)}" for role, scores in found.items())
+        several = any(len(scores) > 1 for scores in found.values())
+        return f"{shown} ({self.target.metric}{', medians' if several else ''})"
 
     def _remarks(self) -> Iterator[str]:
         yield f"  searched with the samples of {self.spent:.1f} reference runs"
@@ -153,6 +178,12 @@ def _simplicity(finalist: Finalist) -> tuple[int, int, str]:
     name = finalist.settings.get("protocol.name", "")
     place = _SIMPLER.index(name) if name in _SIMPLER else len(_SIMPLER)
     return place, len(finalist.settings), named(finalist.settings)
+
+
+def _score(scores: Sequence[Score]) -> str:
+    """Returns the median score of a finalist."""
+    short = "" if all(score.reached for score in scores) else " short of the target"
+    return f"{median(score.value for score in scores):.4g}{short}"
 
 
 def _times(finalist: Finalist) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rudra.log import only_errors
 from rudra.results import checkpoint
 from rudra.results.reader import open_results
 from rudra.tuning.probes import Outcome, Probe
-from rudra.tuning.ruler import Mark
+from rudra.tuning.ruler import Mark, reached
 from rudra.tuning.space import trajectory, with_settings
 from rudra.tuning.state import SearchState
 from rudra.tuning.store import Evaluation, Measured, ProbeStore
@@ -53,12 +53,31 @@ class Trainer:
         if len(found.evaluations) < probe.epochs and not found.failed:
             found = self._trained(probe, digest, found)
             self._store.keep(digest, found)
+        marks = self._marks(probe, found.evaluations[: probe.epochs])
+        return Outcome(marks, found.failed if len(marks) < probe.epochs else "")
+
+    def _marks(self, probe: Probe, evaluations: Sequence[Evaluation]) -> tuple[Mark, ...]:
         rate, marks = self._state.rate(probe.by_key), []
-        for samples, scores in found.evaluations[: probe.epochs]:
+        for samples, scores in evaluations:
             value = self._target.of(scores)
             metric = math.nan if value is None else value
             marks.append(Mark(samples, scores["loss"], metric, samples / rate))
-        return Outcome(tuple(marks), found.failed if len(marks) < probe.epochs else "")
+        return tuple(marks)
+
+    def checkpoint(self, probe: Probe, epochs: int) -> tuple[int, Path] | None:
+        """Returns the checkpoint of a probe after a number of epochs. If it is gone, returns the latest one, if any.
+
+        Args:
+            probe: Probe at its present length.
+            epochs: Number of epochs of the probe.
+
+        Returns:
+            Number of epochs, and the path.
+        """
+        digest = self._digest(probe)
+        there = self._store.checkpoint(digest, epochs).is_file()
+        found = epochs if there else self._store.latest(digest, probe.epochs)
+        return (found, self._store.checkpoint(digest, found)) if found else None
 
     def _trained(self, probe: Probe, digest: str, found: Measured) -> Measured:
         """Trains a probe from its latest checkpoint to its length."""
@@ -78,7 +97,9 @@ class Trainer:
         evaluations = [*known, *_evaluations(output, first)]
         for kept in output.parent.glob(f"{output.stem}-*.ckpt"):
             kept.rename(self._store.checkpoint(digest, int(kept.stem.rpartition("-")[2]) - probe.begins_at))
-        self._store.forget(digest, but=(len(evaluations),))
+        marks = self._marks(probe, evaluations)
+        end = reached(marks, self._target.value, at_least=self._target.at_least)
+        self._store.forget(digest, but=(len(marks), 0 if end is None else marks.index(end) + 1))
         output.unlink(missing_ok=True)
         return Measured(tuple(evaluations), failed)
 

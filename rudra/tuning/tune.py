@@ -17,6 +17,7 @@ from rudra.prepare import cost_files
 from rudra.results.progress import Bar
 from rudra.simulation.predict import outline
 from rudra.tuning import answer, prices, probes, search, space
+from rudra.tuning.final_scores import ends_of, evaluator, final_scores
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.prices import Price
 from rudra.tuning.space import Candidate, Refused, Settings, with_settings
@@ -175,6 +176,9 @@ def tune(
             search.lead(state, valid[strategy], journal, trainer.train, say)
         said = answer.answer_of(state, job)
         said = said._replace(costs=found.costs, notes=said.notes if code else (*said.notes, ANOTHER))
+        ends = [end for f in said.roles.values() for end in ends_of(state, f.settings, fresh=not f.predicted)]
+        reads = evaluator(found.job, found.target, job.data.test_limit)
+        said = said._replace(scores=final_scores(state, ends, journal, trainer.checkpoint, reads))
         if said.winner is not None:
             settings = said.winner.settings
             said = said._replace(job=_complete(job, settings, trainer.job_of(settings)))

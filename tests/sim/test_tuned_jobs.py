@@ -1,6 +1,7 @@
 """Whole searches with real gradients in virtual time."""
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import rudra
 from rudra.cli.main import main
 from rudra.errors import RudraError
 from rudra.job.job import Job
+from rudra.results.scores import on_test_set
 from rudra.tuning.journal import NAME
 from rudra.tuning.probes import Outcome, Probe
 from rudra.tuning.space import trajectory
@@ -37,6 +39,14 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, trained = Trainer.train, []
+    evaluated: list[tuple[int, Sequence[Path]]] = []
+
+    def counted(job: Job, paths: Sequence[Path]) -> list[dict[str, float]]:
+        evaluated.append((job.training.seed, paths))
+        assert job.data.test_limit is None
+        return on_test_set(job, paths)
+
+    monkeypatch.setattr("rudra.tuning.final_scores.on_test_set", counted)
 
     def stopping(trainer: Trainer, probe: Probe, before: Outcome | None) -> Outcome:
         trained.append(probe)
@@ -51,6 +61,10 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
             break
         except KeyboardInterrupt:
             continue
+    assert [seed for seed, _ in evaluated] == [1, 2, 3], "the test set is read once for each seed"
+    again = rudra.tune(JOB, output=tmp_path / "stopped", **ABOUT)
+    assert [*again.lines()] == [*found.lines()]
+    assert len(evaluated) == 3, "the scores are in the journal"
     monkeypatch.setattr(Trainer, "train", plain)
     whole = rudra.tune(JOB, output=tmp_path / "whole", **ABOUT)
     assert [*found.lines()] == [*whole.lines()]
@@ -62,6 +76,11 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     assert whole.winner is not None
     assert whole.winner.settings["protocol.name"] == "async", "a learner is four times slower"
     assert whole.saving > 1
+    ends = {score.seed: score for score in whole.tested(whole.winner)}
+    assert ends.keys() == {1, 2, 3}
+    assert all(score.reached and score.value > 0.7 for score in ends.values())
+    values = sorted(score.value for score in ends.values())
+    assert f"  on the test set: winner {values[1]:.4g}, runner-up " in "\n".join(whole.lines())
     best = Job.load(tmp_path / "whole" / "best.toml")
     assert best.protocol.name == "async"
     assert best.optimizer.average.given
@@ -98,6 +117,25 @@ def test_another_cluster_trains_only_what_depends_on_time(tmp_path: Path, monkey
     trained.clear()
     rudra.tune(even, output=tmp_path / "third", store=tmp_path / "probes", **ABOUT)
     assert not trained
+
+
+@pytest.mark.parametrize(
+    ("protocol", "topology"), [("hardsync", "base"), ("async", "sharded"), ("sma", "replicas"), ("average", "replicas")]
+)
+def test_a_checkpoint_has_the_scores_that_its_run_recorded(tmp_path: Path, protocol: str, topology: str) -> None:
+    job = JOB.with_(
+        protocol={"name": protocol},
+        topology={"name": topology},
+        cluster={"learners": 4},
+        training={"epochs": 1, "evaluation_batch_size": 100},
+        optimizer={"average": {"rate": 0.05}},
+        results={"keep_checkpoints": "1 epochs"},
+    )
+    with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        recorded = results.epochs[-1]
+    (scores,) = on_test_set(job, [tmp_path / "run-1.ckpt"])
+    assert scores["loss"] == recorded["test_loss"]
+    assert scores["error"] == recorded["test_error"]
 
 
 @pytest.mark.parametrize(
