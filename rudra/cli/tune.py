@@ -13,8 +13,8 @@ MORE = """\
 Predicts the time of every protocol, topology, mini-batch size and period that the job allows. Then trains short runs,
 called probes, with real gradients in virtual time, and measures what their samples are worth against a reference run.
 The best ones are trained until they reach the target. The answer names the soonest, the next one, and what it saves
-against the job as given. DIR receives best.toml, a job with the winner's settings; tried.csv, everything that was
-tried; and the journal, from which the same command continues after a stop.
+against the job as given. DIR receives best.toml, a job with the winner's settings; report.html, a page with reasons and
+pictures; tried.csv, everything that was tried; and the journal, from which the same command continues after a stop.
 
 The target is measured on a validation split: the job's, or else a tenth of the training set. Weights are averaged over
 time for every measurement."""
@@ -110,9 +110,10 @@ def execute(arguments: argparse.Namespace) -> int:
             return 3
         print("\n".join(answer.lines()), flush=True)
         reached &= answer.winner is not None
-        if answer.winner is not None:
-            wrote = f"wrote {output}/best.toml and {output}/tried.csv"
-            print(f"{wrote}; rudra run {output}/best.toml trains it", flush=True)
+        made = ("best.toml", "tried.csv", "report.html")
+        wrote = f"wrote {', '.join(f'{output}/{file}' for file in made if (output / file).is_file())}"
+        trains = f"; rudra run {output}/best.toml trains it" if answer.winner is not None else ""
+        print(f"{wrote}{trains}", flush=True)
     if clusters and not arguments.plan and arguments.store is None:
         ProbeStore(directory / "probes").clear()
     return 0 if reached else 1

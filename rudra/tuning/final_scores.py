@@ -1,7 +1,7 @@
 """Scores of the finalists on the test set.
 
-The test set decides nothing: it is read once, after the last decision of a search, and the journal keeps the scores. So
-a search that continues does not read it again.
+The test set decides nothing. The finalists are evaluated on it once, after the last decision of a search. The journal
+keeps the scores, so a search that continues does not read the test set again.
 """
 
 from collections.abc import Callable, Sequence

@@ -19,6 +19,7 @@ from rudra.simulation.predict import outline
 from rudra.tuning import answer, prices, probes, search, space
 from rudra.tuning.final_scores import ends_of, evaluator, final_scores
 from rudra.tuning.journal import NAME, Journal
+from rudra.tuning.page import write_page
 from rudra.tuning.prices import Price
 from rudra.tuning.space import Candidate, Refused, Settings, with_settings
 from rudra.tuning.state import SearchState
@@ -186,6 +187,7 @@ def tune(
                 file.write(said.best().encode())
         with written(directory / "tried.csv") as file:
             file.write(answer.tried(state).encode())
+        write_page(directory, state, said, found.refused)
         if store is None:
             kept.clear()
     return said

@@ -1,12 +1,15 @@
 """The search of `rudra tune` on invented surfaces: what strategies ask for, and what the answer says."""
 
+import csv
 import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -15,8 +18,10 @@ from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.target import Target
 from rudra.tuning import space
-from rudra.tuning.answer import answer_of
+from rudra.tuning.answer import Verdict, answer_of
+from rudra.tuning.final_scores import Score, ends_of, final_scores
 from rudra.tuning.journal import NAME, Journal
+from rudra.tuning.page import write_page
 from rudra.tuning.prices import Price, dominated
 from rudra.tuning.probes import Outcome, Probe
 from rudra.tuning.ruler import Mark, Ruler, reached
@@ -24,6 +29,11 @@ from rudra.tuning.search import lead
 from rudra.tuning.space import Candidate, Settings
 from rudra.tuning.state import SearchState, key_of
 from rudra.tuning.strategies import shipped
+from tests.unit.html_pages import HtmlPage
+
+needs_plots = pytest.mark.skipif(
+    not all(map(find_spec, ("matplotlib", "jinja2"))), reason="no pages: pip install 'rudra[plot]'"
+)
 
 EPOCH = 1000
 TARGET = Target("validation", "accuracy", True, 0.9)
@@ -336,3 +346,147 @@ def test_a_probe_keeps_its_name_when_it_is_prolonged() -> None:
     assert probe.by_key == json.loads(json.dumps({"a.b": None, "b.c": 1}))
     assert Probe.of({"a.b": None, "b.c": 1}, "x-3", 1) == probe
     assert probe.name not in {probe._replace(seed=1).name, probe._replace(origin="y-3").name}
+
+
+def page_of(path: Path, state: SearchState) -> tuple[HtmlPage, Verdict]:
+    """The report page of a search that has ended."""
+    verdict = answer_of(state, JOB)
+    write_page(path, state, verdict, [space.Refused({"protocol.name": "hardsync"}, "a <reason>")])
+    return HtmlPage((path / "report.html").read_text(encoding="utf-8")), verdict
+
+
+def columns_of(page: HtmlPage, table: str) -> dict[str, list[str]]:
+    """Head -> cells of a table."""
+    head, *rows = csv.reader(page.download(table).splitlines())
+    return dict(zip(head, map(list, zip(*rows, strict=True)), strict=True))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> SearchState:
+    """A search that has ended with a winner."""
+    prices = priced(SURFACES["waiting costs"][0], stale)
+    return searched(tmp_path_factory.mktemp("finished"), "guided", prices, budget=20)[0]
+
+
+@pytest.fixture(scope="module")
+def winning_page(finished: SearchState, tmp_path_factory: pytest.TempPathFactory) -> tuple[HtmlPage, Verdict]:
+    return page_of(tmp_path_factory.mktemp("page"), finished)
+
+
+@needs_plots
+def test_the_page_tells_why_the_winner_won(finished: SearchState, winning_page: tuple[HtmlPage, Verdict]) -> None:
+    state, (page, verdict) = finished, winning_page
+    assert [part.text for part in page.of("h2")] == [
+        *("The answer", "Why the winner won", "The surface", "The curves", "Everything", "The test set")
+    ]
+    assert len(page.ids()) == len(set(page.ids()))
+    answer = page.section("the-answer")
+    assert all(line.strip() in answer for line in verdict.lines())
+    assert verdict.winner is not None
+    reasons = columns_of(page, "reasons")
+    assert reasons["candidate"] == ["winner", "reference", "runner-up", "job as given"]
+    for speed, worth, gain in zip(*(map(float, reasons[head]) for head in ("speed", "× worth", "= gain")), strict=True):
+        assert gain == pytest.approx(speed * worth)
+    assert float(reasons["= gain"][3]) == pytest.approx(verdict.saving)
+    assert f"{verdict.saving:.2f}" in page.section("why-the-winner-won")
+    assert float(reasons["samples/s"][0]) == state.rate(verdict.winner.settings)
+
+
+@needs_plots
+def test_the_surface_of_the_page_shows_what_was_tried_and_why_not(
+    finished: SearchState, winning_page: tuple[HtmlPage, Verdict]
+) -> None:
+    state, (page, _) = finished, winning_page
+    cells = columns_of(page, "surface")
+    ratios = [float(each) for each in cells["times the best"] if each]
+    assert min(ratios) == 1
+    titles = [part.text for part in page.of("title") if "svg" in part.parents]
+    assert len(titles) == 2 * len(cells["kind"]), "each cell has its text, in the wide and in the narrow picture"
+    why = [
+        text
+        for text, ratio in zip(cells["candidate, or why there is none"], cells["times the best"], strict=True)
+        if not ratio
+    ]
+    assert any("dropped: takes " in text or "not tried: " in text for text in why)
+    stales = [float(kind.partition("σ ")[2].rstrip(")")) for kind in dict.fromkeys(cells["kind"])]
+    assert stales == sorted(stales)
+    shown = {*columns_of(page, "curves")["probe"]}
+    assert 2 < len(shown) <= 12
+    assert {name.partition(":")[0] for name in shown} >= {"reference", "runner-up"} | {"winner"}
+    tried = columns_of(page, "tried")
+    assert len(tried["probe"]) == len(state.probes)
+    missing = columns_of(page, "not-tried")
+    assert "refused: a <reason>" in missing["why"]
+    points = {state.point_of(probe.by_key) for probe in state.probes.values() if probe.origin}
+    assert len(missing["why"]) == len(state.prices) - len(points) + 1
+
+
+@needs_plots
+@pytest.mark.parametrize(
+    ("worth", "said"),
+    [
+        (lambda settings: 0.0, "The loss diverged with every learning rate of the cold start."),
+        (lambda settings: 0.001, "The reference came to accuracy 0.75"),
+        (lambda settings: 0.05, "The reference came to accuracy 0.8"),
+    ],
+    ids=["all diverge", "no progress", "too slow"],
+)
+def test_a_search_without_a_winner_has_a_page_too(tmp_path: Path, worth: Worth, said: str) -> None:
+    state, _ = searched(tmp_path, "guided", priced(SURFACES["waiting costs"][0], stale), worth)
+    page, verdict = page_of(tmp_path, state)
+    assert verdict.winner is None
+    assert said in page.section("why-no-point-won")
+    assert "no point reached validation accuracy >= 0.9" in page.section("the-answer")
+    assert "No finalist was evaluated" in page.section("the-test-set")
+    assert "surface" not in page.ids()
+
+
+def test_a_search_without_matplotlib_has_no_page_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, _ = searched(tmp_path, "guided", priced(lambda job, settings: 1.0, stale), lambda settings: 0.0)
+    monkeypatch.setattr("rudra.report.find_spec", lambda name: None)
+    write_page(tmp_path, state, answer_of(state, JOB), [])
+    assert not (tmp_path / "report.html").exists()
+    assert "report.html: not written: reports need matplotlib: pip install 'rudra[plot]'" in capsys.readouterr().err
+
+
+def test_the_finalists_are_evaluated_once_at_the_target(finished: SearchState, tmp_path: Path) -> None:
+    winner = answer_of(finished, JOB).winner
+    assert winner is not None
+    assert not winner.predicted
+    *there, gone = ends_of(finished, winner.settings, fresh=True)
+    asked: list[tuple[int, list[str]]] = []
+
+    def evaluate(seed: int, paths: Sequence[Path]) -> list[float]:
+        asked.append((seed, [path.name for path in paths]))
+        return [0.5 + seed / 100 for _ in paths]
+
+    def find(probe: Probe, epochs: int) -> tuple[int, Path] | None:
+        return None if probe == gone else (epochs, tmp_path / f"{probe.name}-{epochs}")
+
+    def read() -> tuple[Score, ...]:
+        return final_scores(finished, [*there, gone], Journal(tmp_path / NAME, {}), find, evaluate)
+
+    scores = read()
+    assert there
+    assert [(score.seed, score.value) for score in scores] == [(end.seed, 0.5 + end.seed / 100) for end in there]
+    assert asked == [(end.seed, [f"{end.name}-{s.epochs}"]) for end, s in zip(there, scores, strict=True)]
+    for score, end in zip(scores, there, strict=True):
+        assert score.reached
+        assert score.held_out >= TARGET.value
+        assert all(mark.metric < TARGET.value for mark in finished.outcomes[end.name].marks[: score.epochs - 1])
+    assert read() == scores
+    assert len(asked) == len(there), "the journal has the scores"
+    middle = median(score.value for score in scores)
+    said = "\n".join(answer_of(finished, JOB)._replace(scores=scores).lines())
+    assert f"  on the test set: winner {middle:.4g} (accuracy" in said
+
+
+def test_a_finalist_that_did_not_reach_the_target_is_said_to_be_short_of_it(finished: SearchState) -> None:
+    verdict = answer_of(finished, JOB)
+    assert verdict.winner is not None
+    assert verdict.given is not None
+    scores = (Score(verdict.winner.settings, 1, 3, True, 0.9, 0.91), Score({}, 1, 9, False, 0.7, 0.69))
+    said = [*verdict._replace(scores=scores).lines()]
+    assert "  on the test set: winner 0.91, job as given 0.69 short of the target (accuracy)" in said
