@@ -158,7 +158,9 @@ def _cell(
     if (reason := next(filter(None, failed), None)) is not None:
         return Cell(math.inf, f"failed: {reason}")
     if key == RATE and (others := [estimate.settings for estimate in estimates if _kind(estimate.settings) == column]):
-        return Cell(None, DIVERGES if diverges(state, {**others[0], RATE: row}) else LEFT)
+        rates = [p.by_key[RATE] for p in state.probes.values() if state.outcomes[p.name].failed]
+        late = any(rate <= row for rate in rates) and diverges(state, {**others[0], RATE: row})
+        return Cell(None, DIVERGES if late else LEFT)
     return Cell(None, next((each.reason for each in left if here(each.settings)), "not in the space"))
 
 

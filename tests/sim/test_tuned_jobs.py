@@ -12,10 +12,12 @@ from rudra.cli.main import main
 from rudra.errors import RudraError
 from rudra.job.job import Job
 from rudra.results.scores import on_test_set
+from rudra.tuning.answer import Verdict
 from rudra.tuning.journal import NAME
 from rudra.tuning.probes import Outcome, Probe
 from rudra.tuning.space import trajectory
 from rudra.tuning.trainer import Trainer
+from tests.unit.html_pages import HtmlPage
 
 JOB = Job(
     name="small",
@@ -68,10 +70,10 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     monkeypatch.setattr(Trainer, "train", plain)
     whole = rudra.tune(JOB, output=tmp_path / "whole", **ABOUT)
     assert [*found.lines()] == [*whole.lines()]
-    for name in ("best.toml", "tried.csv", NAME):
+    for name in ("best.toml", "tried.csv", "report.html", NAME):
         assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     left = sorted(path.name for path in (tmp_path / "whole").iterdir())
-    assert left == [".lock", "best.toml", NAME, "probes", "tried.csv"]
+    assert left == [".lock", "best.toml", NAME, "probes", "report.html", "tried.csv"]
     assert not [*(tmp_path / "whole" / "probes").glob("*.ckpt")]
     assert whole.winner is not None
     assert whole.winner.settings["protocol.name"] == "async", "a learner is four times slower"
@@ -81,6 +83,7 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     assert all(score.reached and score.value > 0.7 for score in ends.values())
     values = sorted(score.value for score in ends.values())
     assert f"  on the test set: winner {values[1]:.4g}, runner-up " in "\n".join(whole.lines())
+    check_page(HtmlPage((tmp_path / "whole" / "report.html").read_text()), whole)
     best = Job.load(tmp_path / "whole" / "best.toml")
     assert best.protocol.name == "async"
     assert best.optimizer.average.given
@@ -89,6 +92,29 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     with (tmp_path / "whole" / "tried.csv").open() as file:
         rows = [*csv.DictReader(file)]
     assert {row["protocol.name"] for row in rows} == {"hardsync", "async", ""}
+
+
+def check_page(page: HtmlPage, verdict: Verdict) -> None:
+    """The figures of the page are those of the verdict, and it needs no other file."""
+    assert all(line.strip() in page.section("the-answer") for line in verdict.lines())
+    assert f"{verdict.saving:.2f}" in page.section("why-the-winner-won")
+    _, *rows = csv.reader(page.download("test-set").splitlines())
+    scores = {(row[0], int(row[2])): float(row[6]) for row in rows}
+    for role, finalist in verdict.roles.items():
+        for score in verdict.tested(finalist):
+            assert scores.pop((role, score.seed)) == score.value
+            assert f"{score.value:.4f}" in page.section("the-test-set")
+    assert not scores
+    *_, last = page.of("table")
+    assert "test accuracy" in last.text
+    links = [str(part.attributes[name]) for part in page.parts for name in ("src", "href") if name in part.attributes]
+    assert links
+    assert all(link.startswith(("data:", "#")) for link in links)
+    for picture in page.of("svg"):
+        assert picture.attributes["aria-label"]
+    texts = {part.text for part in page.of("text")}
+    assert {"samples since the common checkpoint", "held-out loss (mean per sample)"} <= texts
+    assert {"protocol, by staleness σ (updates)", "mini-batch μ (samples)"} <= texts
 
 
 def test_another_cluster_trains_only_what_depends_on_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
