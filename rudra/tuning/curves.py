@@ -19,8 +19,8 @@ WIDE = 10.0
 """Least ratio of losses that needs a logarithmic scale."""
 
 
-class Curve(NamedTuple):
-    """Curve of a probe.
+class ProbeCurve(NamedTuple):
+    """ProbeCurve of a probe.
 
     Attributes:
         name: Its settings, and its part in the answer.
@@ -45,7 +45,7 @@ def curves(state: SearchState, verdict: Verdict) -> list[Figure]:
     losses = [mark.loss for curve in drawn for mark in curve.marks if math.isfinite(mark.loss)]
     log = bool(losses) and min(losses) > 0 and max(losses) > WIDE * min(losses)
 
-    def panel(title: str, x_title: str, x_of: Callable[[Curve, Mark], float]) -> Panel:
+    def panel(title: str, x_title: str, x_of: Callable[[ProbeCurve, Mark], float]) -> Panel:
         def draw(axis: Any) -> None:
             for curve in drawn:
                 x = [x_of(curve, mark) for mark in curve.marks]
@@ -85,20 +85,20 @@ def curves(state: SearchState, verdict: Verdict) -> list[Figure]:
     ]
 
 
-def _drawn(state: SearchState, verdict: Verdict) -> list[Curve]:
+def _drawn(state: SearchState, verdict: Verdict) -> list[ProbeCurve]:
     """Returns the curves: the reference, the winner, the runner-up, and the best others. Before there is a reference,
     the runs of the cold start."""
     if state.reference is None:
         probes = [probe for probe in state.probes.values() if state.outcomes[probe.name].marks]
         return [
-            Curve(named(probe.by_key), state.rate(probe.by_key), state.marks(probe), look(i))
+            ProbeCurve(named(probe.by_key), state.rate(probe.by_key), state.marks(probe), look(i))
             for i, probe in enumerate(probes[:MOST])
         ]
     by_settings = {probe.settings: probe for probe in state.probes.values() if probe.origin}
     roles = {key_of(f.settings): role for role, f in verdict.roles.items()}
     reference = state.reference.settings
     order = [reference, *roles, *(key_of(estimate.settings) for estimate in state.estimates())]
-    found: list[Curve] = []
+    found: list[ProbeCurve] = []
     for key in dict.fromkeys(order):
         probe = by_settings.get(key)
         if probe is not None and len(found) < MOST and state.outcomes[probe.name].marks:
@@ -107,7 +107,7 @@ def _drawn(state: SearchState, verdict: Verdict) -> list[Curve]:
     return found
 
 
-def _curve(state: SearchState, probe: Probe, told: Sequence[str], place: int) -> Curve:
+def _curve(state: SearchState, probe: Probe, told: Sequence[str], place: int) -> ProbeCurve:
     """Returns the curve of a probe with its parts in the answer."""
     style = look(place)
     if "winner" in told:
@@ -118,4 +118,4 @@ def _curve(state: SearchState, probe: Probe, told: Sequence[str], place: int) ->
         others = [colour for i, colour in enumerate(COLOURS) if i not in (4, 6)]
         style |= {"color": others[place % len(others)], "linewidth": 1.3}
     name = f"{' and '.join(told)}: {named(probe.by_key)}" if told else named(probe.by_key)
-    return Curve(name, state.rate(probe.by_key), state.marks(probe), style)
+    return ProbeCurve(name, state.rate(probe.by_key), state.marks(probe), style)

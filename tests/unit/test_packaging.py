@@ -77,6 +77,9 @@ def test_the_wheel_holds_every_module_job_and_type_marker(wheel: Path) -> None:
     assert modules - held == set(), "list the package in setup.cfg"
     assert {f"{p}/py.typed" for p in PACKAGES} <= held
     assert "rudra/job/schema.json" in held
+    pages = {str(f.relative_to(ROOT)) for f in (ROOT / "rudra" / "report").glob("*.html")}
+    assert pages
+    assert pages <= held
     presets = {str(f.relative_to(ROOT)) for f in (ROOT / "rudra" / "prepare" / "presets").glob("*.toml")}
     assert presets
     assert presets <= held
