@@ -19,6 +19,9 @@ WIDE = 10.0
 """Least ratio of losses that needs a logarithmic scale."""
 
 
+LOOKS = "The thick line is the reference, the red one the winner. "
+
+
 class ProbeCurve(NamedTuple):
     """ProbeCurve of a probe.
 
@@ -63,14 +66,14 @@ def curves(state: SearchState, verdict: Verdict) -> list[Figure]:
         for mark in curve.marks
     ]
     total = sum(1 for probe in state.probes.values() if bool(probe.origin) == (state.reference is not None))
+    looks = "" if verdict.winner is None else LOOKS
     which = f"The best {len(drawn)} of {total} probes are drawn. " if total > len(drawn) else ""
     return [
         Figure(
             "curves",
             "Loss of the probes",
-            f"Loss of the averaged weights on the validation split, since {begin}. {which}The thick black line is the "
-            "reference, the red one the winner. A sample is worth more if its curve falls faster on the left; the "
-            "right one decides.",
+            f"Loss of the averaged weights on the validation split, since {begin}. {which}{looks}"
+            "A sample is worth more if its curve falls faster on the left; the right one decides.",
             [
                 panel("Over samples", f"samples since {begin}", lambda curve, mark: mark.samples),
                 panel(

@@ -40,7 +40,6 @@ def write_page(directory: Path, state: SearchState, verdict: Verdict, refused: S
     try:
         check_libraries()
     except ConfigError as error:
-        path.unlink(missing_ok=True)  # a page of an earlier search would be misleading
         log.warning(f"{path}: not written: {error}; the same command then writes it")
         return
     title = f"{verdict.job.name}: the soonest to {verdict.target.text}"
@@ -61,7 +60,8 @@ def _chapters(state: SearchState, verdict: Verdict, refused: Sequence[Refused]) 
         yield Chapter("The surface", figures=[Surface.of(state, left).figure()])
     yield Chapter("The curves", figures=curves(state, verdict))
     lost = ReportTable("not-tried", ("point", "why"), [(named(each.settings), each.reason) for each in left], {})
-    yield Chapter("Everything", [_ALL], tables=[_everything(state), lost], collapsed=True)
+    about = [_TRIED, _LEFT] if left else [_TRIED]
+    yield Chapter("Everything", about, tables=[_everything(state), lost], collapsed=True)
     yield Chapter("The test set", [*_about_test(verdict)], tables=[_tested(verdict)])
 
 
@@ -70,7 +70,9 @@ _REASON = (
     "fewer. The last three columns compare the winner with each candidate: speed × worth = gain."
 )
 
-_ALL = "The first table has the rows of tried.csv. The second one has the points without a probe, and why."
+_TRIED = "The first table has all probes, as in tried.csv."
+
+_LEFT = "The second table has the points without a probe, each with the reason."
 
 
 def _reasons(state: SearchState, verdict: Verdict) -> ReportTable:

@@ -103,7 +103,7 @@ class Surface(NamedTuple):
             "candidate, or why none was tried.",
             [draw],
             ReportTable("surface", shown, rows, {"times the best": "{:.2f}".format}),
-            2.2 + 0.36 * len(self.rows),
+            2.2 + 0.36 * max(4, len(self.rows)),
             tooltips={ids[at]: self._tooltip(at) for at in places},
         )
 
