@@ -197,12 +197,12 @@ def from_common(state: SearchState, settings: Settings, epochs: int) -> Probe:
     return Probe.of(settings, state.cold.end, epochs)
 
 
-_OF_KIND = ("protocol.name", "topology.options.groups", "protocol.n", "cluster.learners", "placement.cut")
+OF_KIND = ("protocol.name", "topology.options.groups", "protocol.n", "cluster.learners", "placement.cut")
 
 
 def kind(settings: Settings) -> tuple[object, ...]:
     """Returns protocol, splitting, number of learners, and cut: points of a kind are much alike."""
-    return tuple(settings.get(key) for key in _OF_KIND)
+    return tuple(settings.get(key) for key in OF_KIND)
 
 
 def promising(state: SearchState) -> list[Price]:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from rudra.report.panels import AfterLayout, Figure
 from rudra.report.tables import ReportTable
 from rudra.results.progress import duration
-from rudra.tuning.rounds import RATE, diverges, kind
+from rudra.tuning.rounds import OF_KIND, RATE, diverges, kind
 from rudra.tuning.space import Settings, in_words, said
 from rudra.tuning.state import Estimate, SearchState
 from rudra.tuning.untried import LEFT, Untried
 
-SIZE = "training.minibatch_size"
+SIZE, GROUPS = "training.minibatch_size", "topology.options.groups"
 
 ROWS = {SIZE: "mini-batch μ (samples)", RATE: "learning rate α0"}
 """Keys that may be the vertical axis -> title of the axis with its unit."""
@@ -98,7 +98,7 @@ class Surface(NamedTuple):
         return Figure(
             "surface",
             "Predicted time to the target",
-            "Each cell is the best candidate of a protocol with its groups g or splitting n. Its number is the time "
+            "Each cell is the best candidate of a protocol with its splitting. Its number is the time "
             "from the common checkpoint to the target, as a multiple of the best time. Point at a cell to see the "
             "candidate, or why none was tried.",
             [draw],
@@ -134,15 +134,12 @@ def _columns(state: SearchState) -> dict[Kind, str]:
 
 
 def _kind(settings: Settings) -> Kind:
-    """Returns protocol, number of groups, and n. One group is as good as none."""
-    protocol, groups, n = kind(settings)
-    return protocol, None if groups == 1 else groups, n
+    """Returns the kind of a point. One group is as good as none."""
+    return kind({key: value for key, value in settings.items() if (key, value) != (GROUPS, 1)})
 
 
 def _name(its: Kind) -> str:
-    protocol, groups, n = its
-    about = {"protocol.name": protocol or "the job's", "topology.options.groups": groups, "protocol.n": n}
-    return in_words(about)
+    return in_words(dict(zip(OF_KIND, its, strict=True))) or "the job's protocol"
 
 
 def _cell(

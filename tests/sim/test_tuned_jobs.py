@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -22,9 +23,9 @@ from tests.unit.html_pages import HtmlPage
 JOB = Job(
     name="small",
     model={"name": "mlp"},
-    data={"train_limit": 320},
+    data={"train_limit": 640},
     training={"epochs": 12, "minibatch_size": 8},
-    optimizer={"learning_rate": 0.1, "momentum": 0.9},
+    optimizer={"learning_rate": 0.01, "momentum": 0.9},
     cluster={"learners": 2, "threads_per_rank": 1},
     simulation={"slowdown": {1: 4.0}},
 )
@@ -34,7 +35,7 @@ GIVEN: dict[str, list[Any]] = {
     "training.minibatch_size": [8],
     "cluster.shares": [()],
 }
-ABOUT: dict[str, Any] = {"target": "accuracy >= 0.8", "given": GIVEN, "quiet": True}
+ABOUT: dict[str, Any] = {"target": "accuracy >= 0.95", "budget": 12, "given": GIVEN, "quiet": True}
 
 
 def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
@@ -63,10 +64,12 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
             break
         except KeyboardInterrupt:
             continue
-    assert [seed for seed, _ in evaluated] == [1, 2, 3], "the test set is read once for each seed"
+    seeds = [seed for seed, _ in evaluated]
+    assert seeds[0] == 1, "a finalist has a fresh seed"
+    assert len(seeds) == len(set(seeds)), "the test set is read once for each seed"
     again = rudra.tune(JOB, output=tmp_path / "stopped", **ABOUT)
     assert [*again.lines()] == [*found.lines()]
-    assert len(evaluated) == 3, "the scores are in the journal"
+    assert len(evaluated) == len(seeds), "the scores are in the journal"
     monkeypatch.setattr(Trainer, "train", plain)
     whole = rudra.tune(JOB, output=tmp_path / "whole", **ABOUT)
     assert [*found.lines()] == [*whole.lines()]
@@ -78,11 +81,10 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     assert whole.winner is not None
     assert whole.winner.settings["protocol.name"] == "async", "a learner is four times slower"
     assert whole.saving > 1
-    ends = {score.seed: score for score in whole.tested(whole.winner)}
-    assert ends.keys() == {1, 2, 3}
-    assert all(score.reached and score.value > 0.7 for score in ends.values())
-    values = sorted(score.value for score in ends.values())
-    assert f"  on the test set: winner {values[1]:.4g}, runner-up " in "\n".join(whole.lines())
+    scores = whole.tested(whole.winner)
+    assert all(score.reached and score.value > 0.7 for score in scores)
+    middle = median(score.value for score in scores)
+    assert f"  on the test set: winner {middle:.4g}" in "\n".join(whole.lines())
     check_page(HtmlPage((tmp_path / "whole" / "report.html").read_text()), whole)
     best = Job.load(tmp_path / "whole" / "best.toml")
     assert best.protocol.name == "async"

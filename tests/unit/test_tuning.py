@@ -364,8 +364,8 @@ def columns_of(page: HtmlPage, table: str) -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> SearchState:
     """A search that has ended with a winner."""
-    prices = priced(SURFACES["waiting costs"][0], stale)
-    return searched(tmp_path_factory.mktemp("finished"), "guided", prices, budget=20)[0]
+    prices = [p for p in priced(SURFACES["waiting costs"][0], stale) if not p.point.job.make_protocol().averages]
+    return searched(tmp_path_factory.mktemp("finished"), "guided", prices, budget=30)[0]
 
 
 @pytest.fixture(scope="module")
