@@ -1,6 +1,7 @@
 """Whole searches with real gradients in virtual time."""
 
 import csv
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -85,6 +86,12 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     assert all(score.reached and score.value > 0.7 for score in scores)
     middle = median(score.value for score in scores)
     assert f"  on the test set: winner {middle:.4g}" in "\n".join(whole.lines())
+    entries = [json.loads(line) for line in (tmp_path / "whole" / NAME).read_text().splitlines()]
+    marks = {entry["name"]: entry["marks"] for entry in entries if entry.get("kind") == "probe"}
+    ((*ends,),) = (entry["scores"] for entry in entries if entry.get("kind") == "test")
+    first = {name: next(i for i, mark in enumerate(marks[name], 1) if mark[2] >= 0.95) for name, _, _ in ends}
+    assert {name: epochs for name, epochs, _ in ends} == first, "each at the target"
+    assert any(epochs < len(marks[name]) for name, epochs in first.items()), "some ran beyond the target"
     check_page(HtmlPage((tmp_path / "whole" / "report.html").read_text()), whole)
     best = Job.load(tmp_path / "whole" / "best.toml")
     assert best.protocol.name == "async"
