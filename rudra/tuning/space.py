@@ -214,18 +214,20 @@ def chosen(given: Mapping[str, Sequence[Any]]) -> list[Dimension]:
             continue  # the user chooses λ
         mine = {key: own.pop(key) for key in dimension.keys if key in own}
         found.append(dimension._replace(values=_Limited(dimension, mine)) if mine else dimension)
-    others = (Dimension(key, (key,), _Values(values)) for key, values in own.items())
+    others = (Dimension(key, (key,), _Values(key, values)) for key, values in own.items())
     return [*others, *found]
 
 
 class _Values:
-    """The same values for every job."""
+    """The same values for every job. A single one that the job has already does not vary."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._values = values
+    def __init__(self, key: str, values: Sequence[Any]) -> None:
+        self._key, self._values = key, values
 
     def __call__(self, job: Job) -> Iterator[tuple[Any, ...]]:
-        return ((value,) for value in self._values)
+        table, _, name = self._key.partition(".")
+        if [getattr(getattr(job, table, None), name, None)] != [*self._values]:
+            yield from ((value,) for value in self._values)
 
 
 class _Limited:
