@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
     Attributes:
         job: The user's job.
         target: Target on the validation split.
-        finalists: Candidates with fresh seeds, the soonest one first. The job as given is not among them.
+        finalists: Candidates with fresh seeds, the soonest one first. The job as given is among them if it is the first.
         given: The job as given.
         nearest: Best value of the target's metric that any probe reached.
         spent: Reference runs whose samples the search has used.
@@ -103,7 +103,7 @@ class Verdict(NamedTuple):
         first, *others = self.finalists
         yield f"{self.job.name}: the soonest to {goal} is {named(first.settings)}"
         yield f"  time to target: {_times(first)}"
-        if self.given is not None:
+        if self.given is not None and first.settings:
             if _alike(first, self.given):
                 yield f"  the job as given: {_times(self.given)}: no difference, so it may stay as it is"
             elif math.isfinite(self.given.time_s):
@@ -216,6 +216,8 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
     ranked = sorted((f for f in made if f.settings), key=lambda f: (f.time_s, named(f.settings)))
     alike = [f for f in ranked if _alike(f, ranked[0])]
     ranked = sorted(alike, key=lambda finalist: simplicity(finalist.settings)) + [f for f in ranked if f not in alike]
+    if given is not None and ranked and given.time_s < ranked[0].time_s and not _alike(given, ranked[0]):
+        ranked.insert(0, given)
     if not any(math.isfinite(finalist.time_s) for finalist in ranked) and math.isfinite(state.reference_samples):
         estimates = [estimate for estimate in state.estimates() if math.isfinite(estimate.time_s)]
         ranked = [Finalist(e.settings, (e.low_s, e.time_s, e.high_s), predicted=True) for e in estimates]

@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     """Batch of an update.
 
     Attributes:
-        kind: Key that is equal for points which are much alike: those with the same λ, cut and averaging protocol, or
+        family: Key that is equal for points which are much alike: those with the same λ, cut and averaging protocol, or
             if gradients are averaged, with equally many in an update. n-softsync and n asynchronous compute groups are
             alike.
         samples: b, samples of an update. If weights are averaged, the samples of one mini-batch of all learners.
@@ -29,7 +29,7 @@ class Batch(NamedTuple):
         staleness: Expected mean staleness.
     """
 
-    kind: tuple[object, ...]
+    family: tuple[object, ...]
     samples: int
     factor: float
     staleness: float
@@ -41,14 +41,14 @@ def batch_of(job: Job) -> Batch:
     protocol = job.make_protocol(plan)
     common = (job.learners, job.placement.cut)
     if protocol.averages:
-        kind: tuple[object, ...] = (*common, named(job.protocol.name))
+        family: tuple[object, ...] = (*common, named(job.protocol.name))
         gradients, staleness = job.learners, 0.0
     else:
         gradients = job.gradients_per_update(plan)
-        kind = (*common, protocol.ordered, gradients)
+        family = (*common, protocol.ordered, gradients)
         staleness = 0.0 if protocol.ordered else protocol.expected_staleness
     factor = protocol.modulation.rate_factor(staleness)
-    return Batch(kind, gradients * job.training.minibatch_size, factor, staleness)
+    return Batch(family, gradients * job.training.minibatch_size, factor, staleness)
 
 
 def rescaled(rate: float, noise_scale: float, before: Batch, after: Batch) -> float:

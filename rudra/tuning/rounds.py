@@ -227,11 +227,11 @@ def kind(settings: Settings) -> tuple[object, ...]:
 
 @lru_cache(maxsize=1)
 def promising(state: SearchState) -> tuple[Price, ...]:
-    """Returns the fastest point of each kind with the job's mini-batch size, the fastest kind first."""
+    """Returns the fastest point of each family with the job's mini-batch size, the fastest family first."""
     size, periods = state.job.training.minibatch_size, _own_periods(state)
     found: dict[object, Price] = {}
     for price in sorted(state.prices, key=lambda p: -p.samples_per_s):
-        its = state.batch(price.point.settings).kind
+        its = state.batch(price.point.settings).family
         usual = price.point.settings.get("averaging.period") in periods[its]
         if usual and price.point.job.training.minibatch_size == size and price.dominated is None:
             found.setdefault(its, price)
@@ -239,14 +239,14 @@ def promising(state: SearchState) -> tuple[Price, ...]:
 
 
 def _own_periods(state: SearchState) -> dict[object, set[Any]]:
-    """Returns the period of each kind that is in the middle of those in the space."""
+    """Returns the period of each family that is in the middle of those in the space."""
     found: dict[object, list[Any]] = {}
     for price in state.prices:
-        found.setdefault(state.batch(price.point.settings).kind, []).append(
+        found.setdefault(state.batch(price.point.settings).family, []).append(
             price.point.settings.get("averaging.period")
         )
-    middles = {kind: sorted({*periods} - {None}) for kind, periods in found.items()}
-    return {kind: {periods[(len(periods) - 1) // 2]} if periods else {None} for kind, periods in middles.items()}
+    middles = {its: sorted({*periods} - {None}) for its, periods in found.items()}
+    return {its: {periods[(len(periods) - 1) // 2]} if periods else {None} for its, periods in middles.items()}
 
 
 def started(state: SearchState, price: Price) -> dict[str, Any]:

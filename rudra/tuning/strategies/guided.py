@@ -1,14 +1,17 @@
-"""Guided by prices and by the momentum that asynchrony adds: the default.
+"""Guided by prices, by the momentum that asynchrony adds, and by the noise of gradients: the default.
 
 1. Cold start and reference run.
-2. One epoch of the fastest point of every kind: protocol, and number of groups or gradients per
-   update. Each has the rate of the reference, and as much less momentum as its staleness adds.
-3. Neighbours of the best: other rates, momenta, mini-batch sizes and periods, until none is better.
+2. One epoch of the fastest point of every protocol, and of families that are faster than the best point. A family has
+   the same number of gradients in an update. Each point has a learning rate for the noise of its batch, and as much
+   less momentum as its staleness adds.
+3. Neighbours of the best point: other learning rates, momenta, mini-batch sizes and periods, until none is better. Then
+   the other families, and neighbours of the next points.
 4. The best three are prolonged, each by as much as it has, until one has reached the target and no other can be sooner.
 5. Winner, runner-up and the job as given are trained from the initial weights to the target, with fresh seeds.
 
-A point is dropped if it would be later than the best prediction even with samples that are worth 1.25 times the best
-known worth.
+Steps 2 and 3 ask for one probe at a time, because each one drops others. A point is dropped if it would be later than
+the best prediction even with samples that are worth 1.25 times the best known worth, or if a probe diverged that was no
+harder in any respect.
 
 Source of the momentum rule: omnivore.txt §IV-C, theorem 1: g groups act like a momentum of 1 - 1/g.
 """
@@ -50,25 +53,25 @@ def ask(state: SearchState) -> list[Probe]:
 
 def _next(state: SearchState) -> list[Probe]:
     """Returns the most promising probe that has not been tried: one at a time, because each one prunes others."""
-    first, others = _kinds(state)
+    first, others = _families(state)
     near = _neighbours(state)
     wanted = itertools.chain(first, next(near, ()), others, *near)
     return [from_common(state, settings, 1) for settings in itertools.islice(wanted, 1)]
 
 
-def _kinds(state: SearchState) -> tuple[list[Settings], list[Settings]]:
-    """Returns the first settings of the kinds without a probe that may win, and first of all the obvious ones.
+def _families(state: SearchState) -> tuple[list[Settings], list[Settings]]:
+    """Returns the first settings of the families without a probe that may win, and first of all the obvious ones.
 
     Those belong to a protocol without a probe, or would be sooner than the best one with samples of the same worth.
     """
     bound, estimates = Bound.of(state), state.estimates()
-    kinds = {state.batch(estimate.settings).kind for estimate in estimates}
+    families = {state.batch(estimate.settings).family for estimate in estimates}
     protocols = {estimate.settings["protocol.name"] for estimate in estimates}
     least = LATER * state.rate(estimates[0].settings)
     found: tuple[list[Settings], list[Settings]] = ([], [])
     for price in promising(state):
         settings = price.point.settings
-        if state.batch(settings).kind not in kinds and not bound.excludes(price):
+        if state.batch(settings).family not in families and not bound.excludes(price):
             obvious = price.samples_per_s > least or settings["protocol.name"] not in protocols
             found[not obvious].append(started(state, price))
     return found
