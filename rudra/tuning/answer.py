@@ -11,14 +11,15 @@ from rudra.job.job import Job
 from rudra.job.target import Target
 from rudra.job.template import toml
 from rudra.results.progress import duration
+from rudra.tuning.batches import APART
 from rudra.tuning.final_scores import Score
 from rudra.tuning.probes import Probe
-from rudra.tuning.rounds import RATE, latest_s, until_target
+from rudra.tuning.rounds import LATER, RATE, latest_s, simplicity, until_target
 from rudra.tuning.space import Settings, in_words
 from rudra.tuning.state import SearchState
 
 ALIKE = 1.05
-"""Ratio of two times that are no difference if their ranges overlap."""
+"""Ratio of two times that are no difference. If their ranges over seeds overlap, `LATER` is none either."""
 
 
 class Finalist(NamedTuple):
@@ -47,7 +48,7 @@ class Verdict(NamedTuple):
     Attributes:
         job: The user's job.
         target: Target on the validation split.
-        finalists: Candidates with fresh seeds, the soonest one first. The job as given is not among them.
+        finalists: Candidates with fresh seeds, the soonest one first. The job as given is among them if it is the first.
         given: The job as given.
         nearest: Best value of the target's metric that any probe reached.
         spent: Reference runs whose samples the search has used.
@@ -102,8 +103,10 @@ class Verdict(NamedTuple):
         first, *others = self.finalists
         yield f"{self.job.name}: the soonest to {goal} is {named(first.settings)}"
         yield f"  time to target: {_times(first)}"
-        if self.given is not None:
-            if math.isfinite(self.given.time_s):
+        if self.given is not None and first.settings:
+            if _alike(first, self.given):
+                yield f"  the job as given: {_times(self.given)}: no difference, so it may stay as it is"
+            elif math.isfinite(self.given.time_s):
                 yield f"  the job as given: {_times(self.given)}: the winner is {self.saving:.2f} times as fast"
             else:
                 yield "  the job as given did not reach it in twice the time of a reference run"
@@ -111,8 +114,8 @@ class Verdict(NamedTuple):
             later = other.time_s / first.time_s
             if not math.isfinite(later):
                 yield f"  runner-up: {named(other.settings)}: did not reach it with every seed"
-            elif later < ALIKE or min(other.times_s) <= max(first.times_s):
-                yield f"  runner-up: {named(other.settings)}: {_times(other)}: equal within the spread of seeds"
+            elif _alike(first, other):
+                yield f"  runner-up: {named(other.settings)}: {_times(other)}: no difference, so the simpler one wins"
             else:
                 yield f"  runner-up: {named(other.settings)}: {_times(other)}: {100 * (later - 1):.0f} % later"
         yield f"  on the test set: {self._on_test_set()}"
@@ -139,6 +142,13 @@ class Verdict(NamedTuple):
         lines = [*(f"# {line.strip()}" for line in self.lines()), ""]
         lines += _tables(self.job)
         return "\n".join(lines) + "\n"
+
+
+def _alike(a: Finalist, b: Finalist) -> bool:
+    """Whether there is no difference between two finalists."""
+    sooner, later = sorted((a, b), key=lambda finalist: finalist.time_s)
+    overlap = len(later.times_s) > 1 and min(later.times_s) <= max(sooner.times_s)
+    return later.time_s <= (LATER if overlap else ALIKE) * sooner.time_s < math.inf
 
 
 def _tables(job: Job) -> Iterator[str]:
@@ -168,16 +178,6 @@ def _plain(value: Any) -> Any:
 def named(settings: Settings) -> str:
     """Returns a candidate in words."""
     return in_words(settings) or "the job as given"
-
-
-_SIMPLER = ("hardsync", "average", "sma", "softsync", "async", "easgd", "diloco")
-"""Protocols from the simplest on: of two that are equally soon, the simpler one is the answer."""
-
-
-def _simplicity(finalist: Finalist) -> tuple[int, int, str]:
-    name = finalist.settings.get("protocol.name", "")
-    place = _SIMPLER.index(name) if name in _SIMPLER else len(_SIMPLER)
-    return place, len(finalist.settings), named(finalist.settings)
 
 
 def _score(scores: Sequence[Score]) -> str:
@@ -214,8 +214,10 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
     made = [Finalist(Probe(key, "", 0).by_key, tuple(times)) for key, times in found.items()]
     given = next((finalist for finalist in made if not finalist.settings), None)
     ranked = sorted((f for f in made if f.settings), key=lambda f: (f.time_s, named(f.settings)))
-    alike = [f for f in ranked if f.time_s <= ALIKE * ranked[0].time_s < math.inf]
-    ranked = sorted(alike, key=_simplicity) + [f for f in ranked if f not in alike]
+    alike = [f for f in ranked if _alike(f, ranked[0])]
+    ranked = sorted(alike, key=lambda finalist: simplicity(finalist.settings)) + [f for f in ranked if f not in alike]
+    if given is not None and ranked and given.time_s < ranked[0].time_s and not _alike(given, ranked[0]):
+        ranked.insert(0, given)
     if not any(math.isfinite(finalist.time_s) for finalist in ranked) and math.isfinite(state.reference_samples):
         estimates = [estimate for estimate in state.estimates() if math.isfinite(estimate.time_s)]
         ranked = [Finalist(e.settings, (e.low_s, e.time_s, e.high_s), predicted=True) for e in estimates]
@@ -224,8 +226,21 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
         mark.metric for outcome in state.outcomes.values() for mark in outcome.marks if not math.isnan(mark.metric)
     ]
     nearest = (max if state.target.at_least else min)(values, default=math.nan)
-    notes = () if state.cold is not None else (f"the loss diverged with every learning rate: {_rates(state)}",)
+    notes = tuple(_notes(state, ranked))
     return Verdict(job, state.target, tuple(ranked), given, nearest, state.spent / state.one_run, notes=notes)
+
+
+def _notes(state: SearchState, ranked: Sequence[Finalist]) -> Iterator[str]:
+    """Yields remarks about what was measured: no rate was usable, or the winner's batch is far from the noise scale."""
+    if state.cold is None:
+        yield f"the loss diverged with every learning rate: {_rates(state)}"
+    if state.noise is not None and ranked:
+        samples, noise = state.batch(ranked[0].settings).samples, state.noise
+        if not 1 / APART <= samples / noise.samples <= APART:
+            yield (
+                f"an update of the winner has {samples} samples; the gradient noise of the cold start suggests "
+                f"{noise.samples:.0f} ± {noise.error:.0f}"
+            )
 
 
 def _rates(state: SearchState) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from rudra.errors import ConfigError, ResultsError
 
 NAME = "journal.jsonl"
-FORMAT = 1
+FORMAT = 2
 
 
 class Journal:

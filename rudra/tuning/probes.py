@@ -60,16 +60,30 @@ class Probe(NamedTuple):
         return f"{self.name}-{self.begins_at + self.epochs}"
 
 
+class Noise(NamedTuple):
+    """Gradient noise scale that a probe has measured.
+
+    Attributes:
+        samples: B, in samples.
+        error: Its standard error.
+    """
+
+    samples: float
+    error: float
+
+
 class Outcome(NamedTuple):
     """Result of a probe.
 
     Attributes:
         marks: Its evaluations, by epoch, without the one at its beginning.
         failed: Why it ended early, such as a loss that is not finite. Empty: it did not.
+        noise: Gradient noise scale, which the cold start measures. None: it is not known.
     """
 
     marks: tuple[Mark, ...]
     failed: str = ""
+    noise: Noise | None = None
 
 
 Train = Callable[[Probe, Outcome | None], Outcome]

@@ -1,14 +1,17 @@
 """Rounds of probes that several strategies ask for: first the cold start and the reference run, last the finalists."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from rudra.job.table import named
 from rudra.results.progress import duration
+from rudra.tuning.batches import nearest, rescaled
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
-from rudra.tuning.space import Settings, by_steps, with_settings
+from rudra.tuning.space import Settings, by_steps
 from rudra.tuning.state import SearchState, key_of
 
 T = TypeVar("T")
@@ -27,21 +30,23 @@ MARGIN = 1.25
 
 FINALISTS, SEEDS = 3, (1, 2, 3)
 
-KEPT = 3.0
-"""Reference runs that are kept for the last rounds."""
+TO_PROLONG, TO_END = 3, 2
+"""Runs of the best point that are kept for `prolonged` and the finalists, and for the finalists. The reference is one
+more, for the job as given."""
 
 MOMENTA = (0.0, 0.3, 0.6, 0.9)
 """Values of momentum, in steps that make a difference (omnivore.txt, appendix E-C)."""
 
-RATE, MOMENTUM = "optimizer.learning_rate", "optimizer.momentum"
+RATE, MOMENTUM, SIZE = "optimizer.learning_rate", "optimizer.momentum", "training.minibatch_size"
 
 
-def in_order(state: SearchState, *stages: tuple[Stage, float]) -> list[Probe]:
+def in_order(state: SearchState, *stages: tuple[Stage, int]) -> list[Probe]:
     """Returns the next round of a strategy: of the cold start, the reference, the given stages, or the finalists.
 
     Args:
         state: The search.
-        stages: Stages of the strategy in order, each with the number of reference runs that it keeps for later.
+        stages: Stages of the strategy in order, each with the number of runs of the best point that it keeps for later,
+            see `kept`.
     """
     if probes := cold_start(state):
         return state.affordable(probes)
@@ -51,10 +56,23 @@ def in_order(state: SearchState, *stages: tuple[Stage, float]) -> list[Probe]:
         return state.affordable(probes)
     if not math.isfinite(state.reference_samples):
         return []
-    for stage, keep in (*stages, (fresh, 0.0)):
-        if probes := state.affordable([*stage(state)], keep):
+    for stage, runs in (*stages, (fresh, 0)):
+        if probes := state.affordable(stage(state), kept(state, runs)):
             return probes
     return []
+
+
+def kept(state: SearchState, runs: int) -> float:
+    """Returns the number of reference runs that are kept for one reference run and some of the best point.
+
+    A run of the best point counts at most as a reference run. It has an epoch before the common checkpoint. Runs end
+    with an epoch, so each may take one more.
+    """
+    if not runs:
+        return 0.0
+    best = state.estimates()[0]
+    samples = min(state.reference_samples, best.time_s * state.rate(best.settings))
+    return 1 + (runs * samples + (1 + 2 * runs) * state.training_samples) / state.one_run
 
 
 def safest(state: SearchState) -> Price:
@@ -104,7 +122,7 @@ def cold_start(state: SearchState) -> list[Probe]:
 
 
 def reference(state: SearchState) -> list[Probe]:
-    """Returns the reference run, twice as long each time until it reaches the target. Empty: it has, or cannot."""
+    """Returns the reference run, longer each time until it reaches the target. Empty: it has, or cannot."""
     assert state.cold is not None
     return until_target(state, state.reference or Probe(state.cold.settings, state.cold.end, 1), math.inf)
 
@@ -124,7 +142,8 @@ def until_target(state: SearchState, probe: Probe, most_s: float) -> list[Probe]
     late = bool(outcome.marks) and outcome.marks[-1].samples / state.rate(probe.by_key) > most_s
     if outcome.failed or done >= longest or late or state.first_at_target(probe) is not None:
         return []
-    return [probe._replace(epochs=min(2 * done, longest))]
+    step = min(done // 3, int(state.left()) // FINALISTS)  # short steps miss the target by little
+    return [probe._replace(epochs=min(done + max(1, step), longest))]
 
 
 class Bound(NamedTuple):
@@ -186,9 +205,10 @@ def diverges(state: SearchState, settings: Settings) -> bool:
 
 
 def _hardness(state: SearchState, settings: Settings) -> tuple[float, float, float, int]:
-    job = with_settings(state.job, settings)
-    optimizer = job.optimizer
-    return state.price(settings).staleness, optimizer.learning_rate, optimizer.momentum, job.training.minibatch_size
+    price = state.price(settings)
+    own = price.point.job.optimizer
+    rate, momentum = settings.get(RATE, own.learning_rate), settings.get(MOMENTUM, own.momentum)
+    return price.staleness, rate, momentum, price.point.job.training.minibatch_size
 
 
 def from_common(state: SearchState, settings: Settings, epochs: int) -> Probe:
@@ -205,36 +225,66 @@ def kind(settings: Settings) -> tuple[object, ...]:
     return tuple(settings.get(key) for key in OF_KIND)
 
 
-def promising(state: SearchState) -> list[Price]:
-    """Returns the fastest point of each kind with the job's mini-batch size, the fastest kind first."""
+@lru_cache(maxsize=1)
+def promising(state: SearchState) -> tuple[Price, ...]:
+    """Returns the fastest point of each family with the job's mini-batch size, the fastest family first."""
     size, periods = state.job.training.minibatch_size, _own_periods(state)
     found: dict[object, Price] = {}
     for price in sorted(state.prices, key=lambda p: -p.samples_per_s):
-        its = kind(price.point.settings)
+        its = state.batch(price.point.settings).family
         usual = price.point.settings.get("averaging.period") in periods[its]
         if usual and price.point.job.training.minibatch_size == size and price.dominated is None:
             found.setdefault(its, price)
-    return [*found.values()]
+    return tuple(found.values())
 
 
 def _own_periods(state: SearchState) -> dict[object, set[Any]]:
-    """Returns the period of each kind that is in the middle of those in the space."""
+    """Returns the period of each family that is in the middle of those in the space."""
     found: dict[object, list[Any]] = {}
     for price in state.prices:
-        found.setdefault(kind(price.point.settings), []).append(price.point.settings.get("averaging.period"))
-    middles = {kind: sorted({*periods} - {None}) for kind, periods in found.items()}
-    return {kind: {periods[(len(periods) - 1) // 2]} if periods else {None} for kind, periods in middles.items()}
+        found.setdefault(state.batch(price.point.settings).family, []).append(
+            price.point.settings.get("averaging.period")
+        )
+    middles = {its: sorted({*periods} - {None}) for its, periods in found.items()}
+    return {its: {periods[(len(periods) - 1) // 2]} if periods else {None} for its, periods in middles.items()}
 
 
 def started(state: SearchState, price: Price) -> dict[str, Any]:
-    """Returns the first settings for a point."""
+    """Returns the first settings for a point: the rate of the cold start, as the noise of its gradients has it."""
     assert state.cold is not None
-    rate = state.cold.by_key[RATE]
+    cold = state.cold.by_key
+    rate = suited(state, cold, price.point.settings)
     implicit = 1 - 1 / (1 + price.staleness)
     momentum = max(0.0, state.job.optimizer.momentum - implicit)
     nearest = max(m for m in MOMENTA if m <= momentum + 1e-9)
     free = MOMENTUM not in price.point.settings and price.staleness > 0.5
     return {**price.point.settings, RATE: rate, **({MOMENTUM: nearest} if free else {})}
+
+
+def spread(state: SearchState) -> Iterator[Settings]:
+    """Promising points and points near them, the most promising first.
+
+    A step changes the mini-batch size to the next one, or the learning rate by √10. A point that is a step away comes
+    as late as one with half the speed.
+    """
+    sizes, series = sorted({price.point.job.training.minibatch_size for price in state.prices}), rates(state)
+    found: list[tuple[float, Settings]] = []
+    for price, by_size in itertools.product(promising(state), (0, -1, 1, -2, 2)):
+        size = sizes.index(price.point.job.training.minibatch_size) + by_size
+        changed = {**price.point.settings, SIZE: sizes[size]} if 0 <= size < len(sizes) and by_size else None
+        settings = price.point.settings if by_size == 0 else changed
+        if settings is not None and state.has(settings):
+            first = started(state, state.price(settings))
+            away = abs(by_size) - math.log2(state.rate(settings))
+            near = around(series, first[RATE])
+            found += [(away + (rate != first[RATE]), {**first, RATE: rate}) for rate in near]
+    return (settings for _, settings in sorted(found, key=lambda each: each[0]))
+
+
+def suited(state: SearchState, settings: Settings, other: Settings) -> float:
+    """Returns the learning rate of some settings for a point with another batch, as one that a search may try."""
+    noise = state.noise.samples if state.noise else math.nan
+    return nearest(rates(state), rescaled(settings[RATE], noise, state.batch(settings), state.batch(other)))
 
 
 def prolonged(state: SearchState) -> Iterator[Probe]:
@@ -250,6 +300,17 @@ def prolonged(state: SearchState) -> Iterator[Probe]:
             yield probe._replace(epochs=min(2 * done, state.longest))
 
 
+_SIMPLER = ("hardsync", "average", "sma", "softsync", "async", "easgd", "diloco")
+"""Protocols from the simplest on: of two that are equally soon, the simpler one is the answer."""
+
+
+def simplicity(settings: Settings) -> tuple[int, int, str]:
+    """Returns the place of settings in the order from the simplest on."""
+    name = settings.get("protocol.name", "")
+    place = _SIMPLER.index(name) if name in _SIMPLER else len(_SIMPLER)
+    return place, len(settings), str(key_of(settings))
+
+
 def latest_s(state: SearchState) -> float:
     """Returns the time after which a run from the initial weights is too late: twice the time of the reference."""
     assert state.reference is not None
@@ -257,12 +318,18 @@ def latest_s(state: SearchState) -> float:
 
 
 def fresh(state: SearchState) -> Iterator[Probe]:
-    """Winner, runner-up and the job as given, from the initial weights to the target, with fresh seeds."""
-    ranked = [estimate.settings for estimate in state.estimates() if math.isfinite(estimate.time_s)]
+    """Winner, runner-up and the job as given, from the initial weights to the target, with fresh seeds.
+
+    The runner-up is the simplest point that is hardly later than the winner, because it wins if there is no difference.
+    """
+    ranked = [estimate for estimate in state.estimates() if math.isfinite(estimate.time_s)]
+    near = [estimate for estimate in ranked[1:] if estimate.time_s <= LATER * ranked[0].time_s]
+    second = min(near, key=lambda estimate: simplicity(estimate.settings)) if near else None
+    finalists = [ranked[0].settings, second.settings] if second else [estimate.settings for estimate in ranked[:2]]
     most_s = latest_s(state)
     for seed in SEEDS:
         asked: list[Probe] = []
-        for settings in [*ranked[:2], {}]:
+        for settings in [*finalists, {}]:
             asked += until_target(state, Probe.of(settings, "", 1, seed), most_s)
         if asked:
             yield from asked

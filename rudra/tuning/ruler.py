@@ -76,3 +76,18 @@ class Ruler:
 def reached(marks: Sequence[Mark], target: float, *, at_least: bool) -> Mark | None:
     """Returns the first evaluation that reaches a target, or None."""
     return next((mark for mark in marks if (mark.metric >= target if at_least else mark.metric <= target)), None)
+
+
+def crossed(marks: Sequence[Mark], target: float, *, at_least: bool) -> float:
+    """Returns the samples after which a target is reached. Between two evaluations the metric is linear in them.
+
+    Returns:
+        The samples. Infinity: no evaluation reaches the target.
+    """
+    end = reached(marks, target, at_least=at_least)
+    if end is None:
+        return math.inf
+    before = marks[max(0, marks.index(end) - 1)]
+    rise = end.metric - before.metric
+    share = (target - before.metric) / rise if rise else 1.0
+    return before.samples + share * (end.samples - before.samples)

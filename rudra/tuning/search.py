@@ -1,21 +1,32 @@
 """The search of `rudra tune`: prices, then rounds of probes that a strategy asks for, then an answer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rudra.errors import ConfigError
 from rudra.tuning.journal import Journal
-from rudra.tuning.probes import Outcome, Probe, Train
+from rudra.tuning.probes import Noise, Outcome, Probe, Train
 from rudra.tuning.rounds import dropped
 from rudra.tuning.ruler import Mark
 from rudra.tuning.state import SearchState, Strategy, key_of
 
+Order = Callable[[Sequence[Probe]], Iterable[Probe]]
+"""Returns the probes of a round in the order in which they are trained."""
 
-def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train, say: Callable[[Probe], Any]) -> None:
+
+def lead(
+    state: SearchState,
+    strategy: Strategy,
+    journal: Journal,
+    train: Train,
+    say: Callable[[Probe], Any],
+    order: Order = iter,
+) -> None:
     """Trains probes until the strategy asks for none.
 
-    The strategy gets outcomes round by round, in the order of asking. So a search that continues from its
-    journal ends as if it had not been stopped. The journal also gets every point that is dropped, with the reason.
+    The strategy gets outcomes round by round, in the order of asking, whatever finished first. So a search that
+    continues from its journal ends as if it had not been stopped. The journal also gets every point that is dropped,
+    with the reason.
 
     Args:
         state: State of the search, without outcomes.
@@ -23,6 +34,7 @@ def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train,
         journal: Earlier measurements. It is extended.
         train: Trains a probe.
         say: Is called with every probe before it is trained.
+        order: Order of training within a round. Default: the order of asking.
 
     Raises:
         ConfigError: The first evaluation meets the target, so that there is nothing to compare.
@@ -30,22 +42,21 @@ def lead(state: SearchState, strategy: Strategy, journal: Journal, train: Train,
     known: dict[tuple[str, int], Outcome] = {}
     for entry in journal.of("probe"):
         marks = tuple(Mark(*mark) for mark in entry["marks"])
-        known[entry["name"], entry["epochs"]] = Outcome(marks, entry["failed"])
+        noise = Noise(*entry["noise"]) if entry["noise"] else None
+        known[entry["name"], entry["epochs"]] = Outcome(marks, entry["failed"], noise)
     drops = {key_of(entry["point"]) for entry in journal.of("drop")}
     while asked := strategy(state):
-        told = []
-        for probe in asked:
-            outcome = known.get((probe.name, probe.epochs))
-            if outcome is None:
+        for probe in order(asked):
+            if (probe.name, probe.epochs) not in known:
                 say(probe)
                 outcome = train(probe, state.outcomes.get(probe.name))
                 about = {"origin": probe.origin, "epochs": probe.epochs, "seed": probe.seed}
                 journal.add(
                     {"kind": "probe", "name": probe.name, **about, "settings": probe.by_key, **outcome._asdict()}
                 )
-            told.append((probe, outcome))
-        for probe, outcome in told:
-            state.tell(probe, outcome)
+                known[probe.name, probe.epochs] = outcome
+        for probe in asked:
+            state.tell(probe, known[probe.name, probe.epochs])
         if state.cold is not None and state.first_at_target(state.cold) is not None:
             raise ConfigError(
                 f"{state.job.name}: --target: the first evaluation already meets {state.target.text}; use a tighter one"

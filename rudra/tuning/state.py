@@ -1,15 +1,16 @@
 """State of a search for its strategy: prices, outcomes of probes, and estimates from them."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from rudra.job.job import Job
 from rudra.job.target import Target
+from rudra.tuning.batches import Batch, batch_of
 from rudra.tuning.prices import Price
-from rudra.tuning.probes import Outcome, Probe
-from rudra.tuning.ruler import Mark, Ruler, reached
+from rudra.tuning.probes import Noise, Outcome, Probe
+from rudra.tuning.ruler import Mark, Ruler, crossed, reached
 from rudra.tuning.space import Settings
 
 
@@ -67,6 +68,7 @@ class SearchState:
         self.prices = [price for price in prices if price.point.settings]
         self._priced, self._untimed = {key_of(p.point.settings): p for p in prices}, frozenset(untimed)
         self.training_samples, self.budget, self.longest = training_samples, budget, longest
+        self._batches: dict[tuple[tuple[str, str], ...], Batch] = {}
         self.probes: dict[str, Probe] = {}
         self.outcomes: dict[str, Outcome] = {}
 
@@ -74,7 +76,8 @@ class SearchState:
         """Adds the outcome of a probe."""
         self.probes[probe.name] = probe
         self.outcomes[probe.name] = outcome
-        self.__dict__.pop("ruler", None)
+        for name in ("ruler", "_ranked"):
+            self.__dict__.pop(name, None)
 
     @property
     def one_run(self) -> float:
@@ -88,17 +91,21 @@ class SearchState:
         """Samples that probes have trained."""
         return sum(outcome.marks[-1].samples for outcome in self.outcomes.values() if outcome.marks)
 
-    def affordable(self, probes: Sequence[Probe], keep: float = 0.0) -> list[Probe]:
+    def left(self, keep: float = 0.0) -> float:
+        """Returns the number of epochs that are left of the budget, without the reference runs to keep."""
+        return ((self.budget - keep) * self.one_run - self.spent) / self.training_samples
+
+    def affordable(self, probes: Iterable[Probe], keep: float = 0.0) -> list[Probe]:
         """Returns the first of the probes that fit into what is left of the budget.
 
         Args:
             probes: Probes that a strategy wants.
             keep: Number of reference runs that are kept for later.
         """
-        left, found = (self.budget - keep) * self.one_run - self.spent, []
+        left, found = self.left(keep), []
         for probe in probes:
             done = self.outcomes.get(probe.name)
-            left -= (probe.epochs - (len(done.marks) if done else 0)) * self.training_samples
+            left -= probe.epochs - (len(done.marks) if done else 0)
             if left < 0:
                 break
             found.append(probe)
@@ -134,12 +141,15 @@ class SearchState:
     @property
     def reference_samples(self) -> float:
         """Samples of the reference from the common checkpoint to the target. Infinity: it did not reach it."""
-        found = None if self.reference is None else self.first_at_target(self.reference)
-        return math.inf if found is None else found.samples
+        return math.inf if self.reference is None else self._to_target(self.reference)
 
     def first_at_target(self, probe: Probe) -> Mark | None:
         """Returns the first evaluation of a probe that reaches the target, or None."""
         return reached(self.outcomes[probe.name].marks, self.target.value, at_least=self.target.at_least)
+
+    def _to_target(self, probe: Probe) -> float:
+        """Returns the samples from the beginning of a probe to the target. Infinity: it did not reach it."""
+        return crossed(self.marks(probe), self.target.value, at_least=self.target.at_least)
 
     # Candidates.
 
@@ -155,16 +165,36 @@ class SearchState:
         """Returns the key of a candidate's point: its settings that change the time of a sample."""
         return key_of({key: value for key, value in settings.items() if key not in self._untimed})
 
+    def has(self, settings: Settings) -> bool:
+        """Whether the space has a point with these settings."""
+        return self.point_of(settings) in self._priced
+
+    def batch(self, settings: Settings) -> Batch:
+        """Returns the batch of an update of a candidate."""
+        key = self.point_of(settings)
+        if key not in self._batches:
+            self._batches[key] = batch_of(self._priced[key].point.job)
+        return self._batches[key]
+
+    @property
+    def noise(self) -> Noise | None:
+        """Gradient noise scale in the cold start. None: unknown."""
+        return None if self.cold is None else self.outcomes[self.cold.name].noise
+
     def estimates(self) -> list[Estimate]:
         """Returns the estimates of all candidates with a probe from the common checkpoint, the best one first."""
+        return self._ranked
+
+    @cached_property
+    def _ranked(self) -> list[Estimate]:
         made = [self._estimate(p) for p in self.probes.values() if p.origin and self.outcomes[p.name].marks]
         return sorted(made, key=lambda e: (e.time_s, -e.epochs))
 
     def _estimate(self, probe: Probe) -> Estimate:
         """Returns the estimate of a candidate from its probe."""
         settings, rate, epochs = probe.by_key, self.rate(probe.by_key), len(self.outcomes[probe.name].marks)
-        if (end := self.first_at_target(probe)) is not None:
-            time_s = end.samples / rate
+        if math.isfinite(samples := self._to_target(probe)):
+            time_s = samples / rate
             return Estimate(settings, time_s, True, math.nan, epochs, time_s, time_s)
         worth, spread = self.worth(probe), self._spread(probe)
         time_s = self.reference_samples / (worth * rate) if worth > 0 else math.inf

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from rudra.errors import ResultsError
 from rudra.files import written
+from rudra.tuning.probes import Noise
 
 
 class Evaluation(NamedTuple):
@@ -32,10 +33,12 @@ class Measured(NamedTuple):
     Attributes:
         evaluations: Its evaluations, one for each epoch.
         failed: Why it ended early, such as a loss that is not finite. Empty: it did not.
+        noise: Gradient noise scale, if the probe measures it. None: it is not known.
     """
 
     evaluations: tuple[Evaluation, ...] = ()
     failed: str = ""
+    noise: Noise | None = None
 
 
 class ProbeStore:
@@ -56,7 +59,8 @@ class ProbeStore:
         """Returns what is known of a probe. A damaged file counts as none."""
         try:
             found = json.loads(self._file(digest).read_text())
-            return Measured(tuple(Evaluation(*each) for each in found["evaluations"]), found["failed"])
+            noise = Noise(*found["noise"]) if found["noise"] else None
+            return Measured(tuple(Evaluation(*each) for each in found["evaluations"]), found["failed"], noise)
         except (OSError, ValueError, TypeError, KeyError):
             return Measured()
 

@@ -15,7 +15,8 @@ from rudra.job.target import Target
 from rudra.log import only_errors
 from rudra.results import checkpoint
 from rudra.results.reader import open_results
-from rudra.tuning.probes import Outcome, Probe
+from rudra.results.run_noise import noise_of
+from rudra.tuning.probes import Noise, Outcome, Probe
 from rudra.tuning.ruler import Mark, reached
 from rudra.tuning.space import trajectory, with_settings
 from rudra.tuning.state import SearchState
@@ -54,7 +55,7 @@ class Trainer:
             found = self._trained(probe, digest, found)
             self._store.keep(digest, found)
         marks = self._marks(probe, found.evaluations[: probe.epochs])
-        return Outcome(marks, found.failed if len(marks) < probe.epochs else "")
+        return Outcome(marks, found.failed if len(marks) < probe.epochs else "", found.noise)
 
     def _marks(self, probe: Probe, evaluations: Sequence[Evaluation]) -> tuple[Mark, ...]:
         rate, marks = self._state.rate(probe.by_key), []
@@ -85,6 +86,8 @@ class Trainer:
         begin = self._store.checkpoint(digest, done) if done else self._origin(probe)
         job, total = self.job_of(probe.by_key), probe.begins_at + probe.epochs
         job = job.with_(training={"epochs": total, "seed": job.training.seed + probe.seed})
+        if measures := not (begin or probe.seed):
+            job = _with_norms(job)
         output, failed = self._store.scratch(f"part-{digest}.h5"), ""
         try:
             with only_errors():
@@ -100,8 +103,9 @@ class Trainer:
         marks = self._marks(probe, evaluations)
         end = reached(marks, self._target.value, at_least=self._target.at_least)
         self._store.forget(digest, but=(len(marks), 0 if end is None else marks.index(end) + 1))
+        noise = _noise(output) if measures and not failed else found.noise
         output.unlink(missing_ok=True)
-        return Measured(tuple(evaluations), failed)
+        return Measured(tuple(evaluations), failed, noise)
 
     def _origin(self, probe: Probe) -> Path | None:
         """Returns the checkpoint that a probe begins with. None: it begins with the initial weights."""
@@ -140,6 +144,21 @@ def _evaluations(output: Path, first: int) -> Iterator[Evaluation]:
             scores = {name: float(row[f"validation_{name}"]) for name in ("loss", "error")}
             scores |= {metric["name"].decode(): float(metric["value"]) for metric in mine}
             yield Evaluation(int(row["samples"]) - first, scores)
+
+
+def _with_norms(job: Job) -> Job:
+    """Returns a job that records the norms of its gradients, if it can."""
+    with suppress(ConfigError):
+        return job.with_(results={"gradient_norms": "every 1"})
+    return job
+
+
+def _noise(output: Path) -> Noise | None:
+    """Returns the gradient noise scale of a run. None: the run has no norms, or too few updates."""
+    with open_results(output) as results:
+        found = noise_of(results)
+    scale = found.scale if found else None
+    return Noise(scale.samples, scale.error) if scale and scale.samples > 0 and math.isfinite(scale.error) else None
 
 
 def _samples_at(path: Path) -> int:

@@ -177,7 +177,7 @@ def test_a_checkpoint_has_the_scores_that_its_run_recorded(tmp_path: Path, proto
     ("more", "said"),
     [
         ({"budget": 0.5}, "--budget 0.5x: is less than one reference run; use 1x or more"),
-        ({"strategy": "luck"}, "--strategy luck: unknown; valid: grid, guided, halving, omnivore"),
+        ({"strategy": "luck"}, "--strategy luck: unknown; valid: bayes, first-epoch, grid, guided, halving, omnivore"),
         ({"target": None}, "small: no target; give one, such as --target 'accuracy >= 0.9'"),
         ({"target": "accuracy > 1"}, "is no target"),
         ({"target": "precision@3 >= 0.5"}, "target: no evaluation measures 'precision@3'; use loss, error, "),

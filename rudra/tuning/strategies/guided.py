@@ -1,76 +1,115 @@
-"""Guided by prices and by the momentum that asynchrony adds: the default.
+"""Guided by prices, by the momentum that asynchrony adds, and by the noise of gradients: the default.
 
 1. Cold start and reference run.
-2. One epoch of the fastest point of every kind: protocol, and number of groups or gradients per
-   update. Each has the rate of the reference, and as much less momentum as its staleness adds.
-3. Neighbours of the best: other rates, momenta, mini-batch sizes and periods, until none is better.
+2. One epoch of the fastest point of every protocol, and of families that are faster than the best point. A family has
+   the same number of gradients in an update. Each point has a learning rate for the noise of its batch, and as much
+   less momentum as its staleness adds.
+3. Neighbours of the best point: other learning rates, momenta, mini-batch sizes and periods, until none is better. Then
+   the other families, and neighbours of the next points.
 4. The best three are prolonged, each by as much as it has, until one has reached the target and no other can be sooner.
 5. Winner, runner-up and the job as given are trained from the initial weights to the target, with fresh seeds.
 
-A point is dropped if it would be later than the best prediction even with samples that are worth 1.25 times the best
-known worth, or if a probe diverged that was no harder in any respect.
+Steps 2 and 3 ask for one probe at a time, because each one drops others. A point is dropped if it would be later than
+the best prediction even with samples that are worth 1.25 times the best known worth, or if a probe diverged that was no
+harder in any respect.
 
 Source of the momentum rule: omnivore.txt §IV-C, theorem 1: g groups act like a momentum of 1 - 1/g.
 """
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
     FINALISTS,
-    KEPT,
     LATER,
     MARGIN,
     MOMENTA,
     MOMENTUM,
     RATE,
+    SIZE,
+    TO_END,
+    TO_PROLONG,
     Bound,
     around,
     diverges,
     from_common,
     in_order,
-    kind,
     prolonged,
     promising,
     rates,
     started,
+    suited,
 )
 from rudra.tuning.space import Settings
 from rudra.tuning.state import SearchState, key_of
 
 
 def ask(state: SearchState) -> list[Probe]:
-    return in_order(state, (_kinds, 1.5 * KEPT), (_neighbours, 1.5 * KEPT), (prolonged, KEPT))
+    return in_order(state, (_next, TO_PROLONG), (prolonged, TO_END))
 
 
-def _kinds(state: SearchState) -> Iterator[Probe]:
-    """One epoch of the most promising point of each kind that has none."""
-    known = {kind(estimate.settings) for estimate in state.estimates()}
-    bound = Bound.of(state)
+def _next(state: SearchState) -> list[Probe]:
+    """Returns the most promising probe that has not been tried: one at a time, because each one prunes others."""
+    first, others = _families(state)
+    near = _neighbours(state)
+    wanted = itertools.chain(first, next(near, ()), others, *near)
+    return [from_common(state, settings, 1) for settings in itertools.islice(wanted, 1)]
+
+
+def _families(state: SearchState) -> tuple[list[Settings], list[Settings]]:
+    """Returns the first settings of the families without a probe that may win, and first of all the obvious ones.
+
+    Those belong to a protocol without a probe, or would be sooner than the best one with samples of the same worth.
+    """
+    bound, estimates = Bound.of(state), state.estimates()
+    families = {state.batch(estimate.settings).family for estimate in estimates}
+    protocols = {estimate.settings["protocol.name"] for estimate in estimates}
+    least = LATER * state.rate(estimates[0].settings)
+    found: tuple[list[Settings], list[Settings]] = ([], [])
     for price in promising(state):
-        if kind(price.point.settings) not in known and not bound.excludes(price):
-            yield from_common(state, started(state, price), 1)
+        settings = price.point.settings
+        if state.batch(settings).family not in families and not bound.excludes(price):
+            obvious = price.samples_per_s > least or settings["protocol.name"] not in protocols
+            found[not obvious].append(started(state, price))
+    return found
 
 
-def _neighbours(state: SearchState) -> Iterator[Probe]:
-    """Points that differ from one of the best in one setting, as far as they have not been tried."""
-    tried = {probe.settings for probe in state.probes.values() if probe.origin}
+def _neighbours(state: SearchState) -> Iterator[list[Settings]]:
+    """Neighbours of the best, then of the next ones, as far as they have not been tried and may win.
+
+    The first of them go on in a direction in which the last step was worth it. If the noise scale is known, batches
+    nearer to it come first.
+    """
     bound = Bound.of(state)
+    tried = {probe.settings for probe in state.probes.values() if probe.origin}
     for estimate in state.estimates()[:FINALISTS]:
-        if estimate.certain or estimate.time_s > MARGIN * LATER * bound.soonest_s:
-            continue
-        for settings in _around(state, estimate.settings):
-            late = bound.excludes(state.price(settings))
-            if key_of(settings) not in tried and not late and not diverges(state, settings):
-                tried.add(key_of(settings))
-                yield from_common(state, settings, 1)
+        if estimate.time_s <= MARGIN * LATER * bound.soonest_s:
+            near = [*_around(state, estimate.settings)]
+            known = {key for key, settings in near if key_of(settings) in tried}
+            new = [
+                (key, settings)
+                for key, settings in near
+                if key_of(settings) not in tried
+                and not bound.excludes(state.price(settings))
+                and not diverges(state, settings)
+            ]
+            new.sort(key=lambda each: (each[0] not in known, _off(state, each[1]), -state.rate(each[1])))
+            yield [settings for _, settings in new]
 
 
-def _around(state: SearchState, settings: Settings) -> Iterator[Settings]:
-    """Settings that differ from some settings by one step of one key."""
-    series: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: MOMENTA}
-    for key in ("training.minibatch_size", "averaging.period"):
+def _off(state: SearchState, settings: Settings) -> float:
+    """Returns how far a batch is from the noise scale, as the logarithm of their ratio. Zero: unknown."""
+    return abs(math.log(state.batch(settings).samples / state.noise.samples)) if state.noise else 0.0
+
+
+def _around(state: SearchState, settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """Settings that differ from some settings by one step of one key, with this key."""
+    untimed: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: MOMENTA}
+    series = dict(untimed)
+    for key in (SIZE, "averaging.period"):
         series[key] = sorted(
             {
                 price.point.settings[key]
@@ -84,4 +123,5 @@ def _around(state: SearchState, settings: Settings) -> Iterator[Settings]:
         if settings.get(key) in values:
             for other in around(values, settings[key]):
                 if other != settings[key]:
-                    yield {**settings, key: other}
+                    changed = {**settings, key: other}
+                    yield key, changed if key in untimed else {**changed, RATE: suited(state, settings, changed)}

@@ -14,10 +14,11 @@ from rudra.job.table import named
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
-    KEPT,
     MOMENTA,
     MOMENTUM,
     RATE,
+    TO_END,
+    TO_PROLONG,
     from_common,
     in_order,
     prolonged,
@@ -30,7 +31,7 @@ FINE = (0.1, 0.2)
 
 
 def ask(state: SearchState) -> list[Probe]:
-    return in_order(state, (_steady, KEPT), (prolonged, KEPT))
+    return in_order(state, (_steady, TO_PROLONG), (prolonged, TO_END))
 
 
 def _steady(state: SearchState) -> list[Probe]:

@@ -1,0 +1,151 @@
+"""Strategies of `rudra tune` on invented surfaces: what they find, at which cost, and that nothing disturbs them."""
+
+import random
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+from surfaces import JOB, SURFACES, Search, Surface
+
+from rudra.errors import ConfigError
+from rudra.tuning.answer import answer_of
+from rudra.tuning.search import Order
+from rudra.tuning.space import with_settings
+from rudra.tuning.state import SearchState
+
+NOISE = 0.05
+"""Standard deviation of the progress of a probe, in epochs of the best settings."""
+
+
+def shuffled(seed: int) -> Order:
+    chance = random.Random(seed)
+    return lambda probes: chance.sample(probes, len(probes))
+
+
+def best_toml(state: SearchState) -> str:
+    answer = answer_of(state, JOB)
+    assert answer.winner is not None
+    return answer._replace(job=with_settings(JOB, answer.winner.settings)).best()
+
+
+Searches = dict[str, tuple[Search, SearchState]]
+"""Name of the surface -> search and its end."""
+
+
+@pytest.fixture(scope="module")
+def guided(tmp_path_factory: pytest.TempPathFactory) -> Searches:
+    searches = {
+        name: Search(tmp_path_factory.mktemp("guided"), "guided", surface, noise=NOISE)
+        for name, surface in SURFACES.items()
+    }
+    return {name: (search, search.run()) for name, search in searches.items()}
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_the_default_finds_a_point_that_is_nearly_as_soon_as_the_best(guided: Searches, name: str) -> None:
+    search, state = guided[name]
+    assert search.lateness(state) <= 1.5
+    assert state.spent <= 8 * state.one_run
+    winner = answer_of(state, JOB).winner
+    assert winner is not None
+    assert not winner.predicted
+
+
+def test_the_default_finds_it_with_the_samples_of_few_reference_runs(guided: Searches) -> None:
+    assert median(search.within for search, _ in guided.values()) <= 3
+
+
+@pytest.mark.parametrize("name", SURFACES)
+def test_halving_finds_it_with_a_larger_budget(tmp_path: Path, name: str) -> None:
+    search = Search(tmp_path, "halving", SURFACES[name], 20, noise=NOISE)
+    assert search.lateness(search.run()) <= 1.5
+
+
+def test_first_epoch_prolongs_only_the_best(tmp_path: Path) -> None:
+    search = Search(tmp_path, "first-epoch", SURFACES["cliff"])
+    state = search.run()
+    longer = [p for p in state.probes.values() if p.origin and p != state.reference and p.epochs > 1]
+    assert 0 < len(longer) <= 5
+    firsts = [p for p in state.probes.values() if p.origin and p != state.reference]
+    assert len(firsts) > 15
+    assert search.lateness(state) <= 1.5
+
+
+def test_bayes_finds_it(tmp_path: Path) -> None:
+    search = Search(tmp_path, "bayes", SURFACES["valley in g"]._replace(only=("hardsync", "async")))
+    state = search.run()
+    assert search.lateness(state) <= 1.5
+    text = search.path.read_bytes()
+    search.path.write_bytes(b"".join(text.splitlines(keepends=True)[:-8]))
+    search.run()
+    assert search.path.read_bytes() == text, "a study that is made again suggests the same"
+
+
+def test_bayes_without_optuna_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ConfigError, match=r"^--strategy bayes needs optuna: pip install 'rudra\[tune\]'$") as caught:
+        Search(tmp_path, "bayes", SURFACES["flat"]).run()
+    assert caught.value.exit_code == 2
+
+
+def test_without_a_difference_the_answer_says_so_and_is_simple(guided: Searches) -> None:
+    answer = answer_of(guided["flat"][1], JOB)
+    assert answer.winner is not None
+    said = "\n".join(answer.lines())
+    assert "no difference, so the simpler one wins" in said
+    assert "no difference, so it may stay as it is" in said
+    assert answer.winner.settings["protocol.name"] == "hardsync"
+    said = "\n".join(answer_of(guided["monotone"][1], JOB).lines())
+    assert "no difference, so it may" not in said
+
+
+@pytest.mark.parametrize("strategy", ["guided", "halving", "first-epoch", "omnivore"])
+def test_a_search_that_is_killed_20_times_writes_the_same(tmp_path: Path, strategy: str) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = Search(tmp_path / "whole", strategy, SURFACES["ridge of rate and momentum"], 6)
+    killed = Search(tmp_path / "killed", strategy, SURFACES["ridge of rate and momentum"], 6)
+    text = best_toml(whole.run())
+    chance = random.Random(5)
+    for _ in range(20):
+        try:
+            killed.run(dies_after=chance.choice([0, 1, 1, 1, 2, 2, 3]))
+        except KeyboardInterrupt:
+            with killed.path.open("ab") as file:
+                file.write(b'{"kind": "probe", "na')  # a line that was being written
+    assert best_toml(killed.run()) == text
+    assert killed.path.read_bytes() == whole.path.read_bytes()
+
+
+@pytest.mark.parametrize("strategy", ["guided", "halving", "first-epoch", "omnivore"])
+def test_probes_of_a_round_may_finish_in_any_order(tmp_path: Path, strategy: str) -> None:
+    search = Search(tmp_path, strategy, SURFACES["cliff"])
+    told = [*search.run().outcomes.items()]
+    text = search.path.read_text().splitlines()
+    for seed in range(5):
+        search.path.unlink()
+        assert [*search.run(order=shuffled(seed)).outcomes.items()] == told
+        lines = search.path.read_text().splitlines()
+        assert lines != text
+        assert sorted(lines) == sorted(text)
+
+
+def test_nothing_diverges_forever(tmp_path: Path) -> None:
+    search = Search(tmp_path, "guided", Surface(lambda point, sigma: 1.0, cliff=0.0))
+    state = search.run()
+    assert state.cold is None
+    assert min(probe.by_key["optimizer.learning_rate"] for probe in state.probes.values()) == 1e-5
+    answer = answer_of(state, JOB)
+    assert answer.winner is None
+    first, *_, last = answer.lines()
+    assert first == f"{JOB.name}: no point reached validation accuracy >= 0.9"
+    assert last.startswith("  note: the loss diverged with every learning rate: 1e-05, 3.16e-05, ")
+    assert len(state.probes) <= 9
+
+
+def test_a_target_that_the_first_evaluation_meets_compares_nothing(tmp_path: Path) -> None:
+    search = Search(tmp_path, "guided", Surface(lambda point, sigma: 1.0, lambda point, sigma: 40.0))
+    with pytest.raises(ConfigError, match=r"the first evaluation already meets .*; use a tighter one") as caught:
+        search.run()
+    assert caught.value.exit_code == 2
