@@ -48,8 +48,9 @@ class Verdict(NamedTuple):
     Attributes:
         job: The user's job.
         target: Target on the validation split.
-        finalists: Candidates with fresh seeds, the soonest one first. The job as given is among them if it is the first.
-        given: The job as given.
+        finalists: Candidates with fresh seeds, the soonest one first. The job as given is one only if it is the first.
+        given: The job as given. None: its run did not end within the budget.
+        given_least_s: Time that the run of the job as given had trained at least, without reaching the target.
         nearest: Best value of the target's metric that any probe reached.
         spent: Reference runs whose samples the search has used.
         costs: Origin of the times.
@@ -66,6 +67,7 @@ class Verdict(NamedTuple):
     costs: str = ""
     notes: tuple[str, ...] = ()
     scores: tuple[Score, ...] = ()
+    given_least_s: float = 0.0
 
     @property
     def winner(self) -> Finalist | None:
@@ -75,10 +77,11 @@ class Verdict(NamedTuple):
 
     @property
     def saving(self) -> float:
-        """How many times sooner the winner reaches the target than the job as given. NaN: unknown."""
-        if self.winner is None or self.given is None:
+        """How many times sooner the winner reaches the target than the job as given, at least. NaN: unknown."""
+        least_s = self.given_least_s if self.given is None else self.given.time_s
+        if self.winner is None or (self.given is None and least_s <= self.winner.time_s):
             return math.nan
-        return self.given.time_s / self.winner.time_s
+        return least_s / self.winner.time_s
 
     @property
     def roles(self) -> dict[str, Finalist]:
@@ -110,6 +113,11 @@ class Verdict(NamedTuple):
                 yield f"  the job as given: {_times(self.given)}: the winner is {self.saving:.2f} times as fast"
             else:
                 yield "  the job as given did not reach it in twice the time of a reference run"
+        elif first.settings and not math.isnan(self.saving):
+            least = f"more than {duration(self.given_least_s)}, when the budget ended"
+            yield f"  the job as given: {least}: the winner is at least {self.saving:.2f} times as fast"
+        elif first.settings:
+            yield "  the job as given: its run did not end within the budget; a larger --budget shows the saving"
         for other in others[:1]:
             later = other.time_s / first.time_s
             if not math.isfinite(later):
@@ -203,10 +211,13 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
         job: The user's job.
     """
     found: dict[tuple[tuple[str, str], ...], list[float]] = {}
+    least_s = 0.0
     for probe in state.probes.values():
         if probe.seed and not probe.origin:
             end = state.first_at_target(probe)
             if until_target(state, probe, latest_s(state)):  # the budget was too small to end it
+                if not probe.settings and (marks := state.outcomes[probe.name].marks):
+                    least_s = max(least_s, marks[-1].samples / state.rate(probe.by_key))
                 continue
             found.setdefault(probe.settings, []).append(
                 math.inf if end is None else end.samples / state.rate(probe.by_key)
@@ -227,7 +238,16 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
     ]
     nearest = (max if state.target.at_least else min)(values, default=math.nan)
     notes = tuple(_notes(state, ranked))
-    return Verdict(job, state.target, tuple(ranked), given, nearest, state.spent / state.one_run, notes=notes)
+    return Verdict(
+        job,
+        state.target,
+        tuple(ranked),
+        given,
+        nearest,
+        state.spent / state.one_run,
+        notes=notes,
+        given_least_s=least_s,
+    )
 
 
 def _notes(state: SearchState, ranked: Sequence[Finalist]) -> Iterator[str]:
