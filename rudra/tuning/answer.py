@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
     Attributes:
         job: The user's job.
         target: Target on the validation split.
-        finalists: Candidates with fresh seeds, the soonest one first. The job as given is among them if it is the first.
+        finalists: Candidates with fresh seeds, the soonest one first. If it is the job as given, it is among them.
         given: The job as given.
         nearest: Best value of the target's metric that any probe reached.
         spent: Reference runs whose samples the search has used.
