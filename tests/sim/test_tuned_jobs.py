@@ -91,7 +91,6 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     ((*ends,),) = (entry["scores"] for entry in entries if entry.get("kind") == "test")
     first = {name: next(i for i, mark in enumerate(marks[name], 1) if mark[2] >= 0.95) for name, _, _ in ends}
     assert {name: epochs for name, epochs, _ in ends} == first, "each at the target"
-    assert any(epochs < len(marks[name]) for name, epochs in first.items()), "some ran beyond the target"
     check_page(HtmlPage((tmp_path / "whole" / "report.html").read_text()), whole)
     best = Job.load(tmp_path / "whole" / "best.toml")
     assert best.protocol.name == "async"
