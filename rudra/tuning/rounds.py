@@ -63,16 +63,18 @@ def in_order(state: SearchState, *stages: tuple[Stage, int]) -> list[Probe]:
 
 
 def kept(state: SearchState, runs: int) -> float:
-    """Returns the number of reference runs that are kept for one reference run and some of the best point.
+    """Returns the number of reference runs that are kept for the job as given and for some runs of the best point.
 
-    A run of the best point counts at most as a reference run. It has an epoch before the common checkpoint. Runs end
-    with an epoch, so each may take one more.
+    A run of the best point counts at most as a reference run. It has an epoch before the common checkpoint, and may end
+    an epoch late. The job as given is allowed two reference runs. It needs them only if its learning rate is worse.
     """
     if not runs:
         return 0.0
+    assert state.cold is not None
     best = state.estimates()[0]
     samples = min(state.reference_samples, best.time_s * state.rate(best.settings))
-    return 1 + (runs * samples + (1 + 2 * runs) * state.training_samples) / state.one_run
+    given = 1 if state.cold.by_key[RATE] == state.job.optimizer.learning_rate else 2
+    return given + runs * (samples + 2 * state.training_samples) / state.one_run
 
 
 def safest(state: SearchState) -> Price:

@@ -83,8 +83,8 @@ class SearchState:
     def one_run(self) -> float:
         """Samples of a reference run from the initial weights. As long as it has not ended, the most it may have."""
         epoch = self.training_samples
-        known = math.isfinite(self.reference_samples)
-        return self.reference_samples + epoch if known else self.longest * epoch
+        end = None if self.reference is None else self.first_at_target(self.reference)
+        return self.longest * epoch if end is None else end.samples + epoch
 
     @property
     def spent(self) -> int:

@@ -14,7 +14,7 @@ from rudra.tuning import space
 from rudra.tuning.answer import answer_of
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.prices import Price, dominated
-from rudra.tuning.probes import Outcome, Probe
+from rudra.tuning.probes import Noise, Outcome, Probe
 from rudra.tuning.rounds import MOMENTA, MOMENTUM, RATE, rates
 from rudra.tuning.ruler import Mark
 from rudra.tuning.search import Order, lead
@@ -133,8 +133,10 @@ SURFACES = {
 class Trained:
     """Trains probes of a surface: the loss falls by worth, with noise that probe, epoch and seed decide."""
 
-    def __init__(self, state: SearchState, surface: Surface, noise: float = 0.03, seed: int = 0) -> None:
-        self._state, self._surface, self._noise, self._seed = state, surface, noise, seed
+    def __init__(
+        self, state: SearchState, surface: Surface, noise: float = 0.03, seed: int = 0, measured: Noise | None = None
+    ) -> None:
+        self._state, self._surface, self._noise, self._seed, self._measured = state, surface, noise, seed, measured
         self.trained = 0
 
     def _progress(self, probe: Probe, epochs: int) -> float:
@@ -151,7 +153,7 @@ class Trained:
             luck = random.Random(f"{self._seed} {probe.name} {epoch}").gauss(0, self._noise)
             loss = math.exp(-max(0.0, self._progress(probe, epoch) + luck) / LENGTH)
             marks.append(Mark(epoch * EPOCH, loss, 1 - loss / 4, epoch * EPOCH / self._state.rate(probe.by_key)))
-        return Outcome(tuple(marks))
+        return Outcome(tuple(marks), noise=None if probe.origin or probe.seed else self._measured)
 
 
 @cache
@@ -184,11 +186,20 @@ class Search:
         budget: Reference runs whose samples may be trained.
         noise: Standard deviation of a probe's progress, in epochs of the best settings.
         seed: Seed of the noise.
+        measured: Gradient noise scale of the cold start.
     """
 
     def __init__(
-        self, path: Path, strategy: str, surface: Surface, budget: float = 8.0, noise: float = 0.03, seed: int = 0
+        self,
+        path: Path,
+        strategy: str,
+        surface: Surface,
+        budget: float = 8.0,
+        noise: float = 0.03,
+        seed: int = 0,
+        measured: Noise | None = None,
     ) -> None:
+        self._measured = measured
         self.path, self._strategy = path / NAME, shipped()[strategy]
         self.surface, self._budget, self._noise, self._seed = surface, budget, noise, seed
         self.within: float = math.inf
@@ -201,7 +212,7 @@ class Search:
             order: Order of training within a round.
         """
         state = new_state(self.surface, self._budget)
-        trained = Trained(state, self.surface, self._noise, self._seed)
+        trained = Trained(state, self.surface, self._noise, self._seed, self._measured)
 
         def train(probe: Probe, before: Outcome | None) -> Outcome:
             if trained.trained == dies_after:

@@ -1,5 +1,6 @@
 """Strategies of `rudra tune` on invented surfaces: what they find, at which cost, and that nothing disturbs them."""
 
+import math
 import random
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from surfaces import JOB, SURFACES, Search, Surface
 
 from rudra.errors import ConfigError
 from rudra.tuning.answer import answer_of
+from rudra.tuning.batches import Batch, nearest, rescaled
+from rudra.tuning.probes import Noise, Outcome
 from rudra.tuning.search import Order
 from rudra.tuning.space import with_settings
 from rudra.tuning.state import SearchState
@@ -149,3 +152,56 @@ def test_a_target_that_the_first_evaluation_meets_compares_nothing(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"the first evaluation already meets .*; use a tighter one") as caught:
         search.run()
     assert caught.value.exit_code == 2
+
+
+def test_the_job_as_given_wins_if_it_is_the_soonest(guided: Searches) -> None:
+    state = guided["monotone"][1]
+    answer = answer_of(state, JOB)
+    assert answer.winner is not None
+    assert answer.given is not None
+    given = next(p for p in state.probes.values() if p.seed and not p.origin and not p.settings)
+    marks = state.outcomes[given.name].marks
+    early = Outcome((marks[0]._replace(samples=1, metric=1.0),))
+    before = state.outcomes.copy()
+    state.tell(given._replace(epochs=1), early)
+    first, *rest = answer_of(state, JOB).lines()
+    for name, outcome in before.items():
+        state.tell(state.probes[name]._replace(epochs=max(1, len(outcome.marks))), outcome)
+    assert first.endswith("is the job as given")
+    assert not any("the job as given" in line for line in rest)
+
+
+def batch(samples: int, factor: float = 1.0, staleness: float = 0.0) -> Batch:
+    return Batch((), samples, factor, staleness)
+
+
+@pytest.mark.parametrize(
+    ("noise_scale", "before", "after", "rate"),
+    [
+        (64, batch(64), batch(64), 1.0),
+        (1e9, batch(64), batch(16), 0.25),  # far below B the rate is proportional to the batch
+        (1e-9, batch(64), batch(16), 1.0),  # far above B it is constant
+        (64, batch(64), batch(32), 2 / 3),
+        (1e9, batch(64, 0.5), batch(16, 0.25), 0.5),  # the modulation has done half of it
+        (1e-9, batch(64), batch(8, 1 / 8, 7.0), 1.0),  # a staler point gets no higher rate
+        (1e-9, batch(64), batch(8, 1 / 8), 8.0),
+        (math.nan, batch(64), batch(8, 1 / 8), 1.0),
+    ],
+)
+def test_the_noise_of_gradients_centres_the_learning_rate(
+    noise_scale: float, before: Batch, after: Batch, rate: float
+) -> None:
+    assert rescaled(1.0, noise_scale, before, after) == pytest.approx(rate)
+    assert nearest([0.1, 0.316, 1.0], 0.5) == 0.316
+
+
+@pytest.mark.parametrize(("measured", "first"), [(None, 4), (Noise(2.0, 1.0), 4), (Noise(500.0, 9.0), 16)])
+def test_batches_near_the_noise_scale_are_tried_first(tmp_path: Path, measured: Noise | None, first: int) -> None:
+    search = Search(tmp_path, "guided", SURFACES["flat"]._replace(only=("hardsync",)), measured=measured)
+    state = search.run()
+    sizes = [probe.by_key["training.minibatch_size"] for probe in state.probes.values() if probe.origin]
+    assert next(size for size in sizes if size != 8) == first
+    noted = [note for note in answer_of(state, JOB).notes if "the gradient noise of the cold start suggests" in note]
+    assert len(noted) == (measured is not None)
+    again = search.run()  # from the journal
+    assert again.noise == state.noise == measured
