@@ -85,11 +85,13 @@ class Verdict(NamedTuple):
 
     @property
     def roles(self) -> dict[str, Finalist]:
-        """The finalists that are compared: "winner", "runner-up" and "job as given", as far as there are any."""
+        """The finalists that are compared: "winner", "runner-up" and "job as given", unless that is one of them."""
         if self.winner is None:
             return {}
-        named = zip(("winner", "runner-up"), self.finalists, strict=False)
-        return {**dict(named), **({} if self.given is None else {"job as given": self.given})}
+        found = dict(zip(("winner", "runner-up"), self.finalists, strict=False))
+        if self.given is not None and self.given not in found.values():
+            found["job as given"] = self.given
+        return found
 
     def tested(self, finalist: Finalist) -> list[Score]:
         """Returns the scores of a finalist on the test set, by seed."""

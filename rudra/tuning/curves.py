@@ -66,7 +66,7 @@ def curves(state: SearchState, verdict: Verdict) -> list[Figure]:
         for mark in curve.marks
     ]
     total = sum(1 for probe in state.probes.values() if bool(probe.origin) == (state.reference is not None))
-    looks = "" if verdict.winner is None else LOOKS
+    looks = LOOKS if any("winner" in curve.name.partition(":")[0] for curve in drawn) else ""
     which = f"The best {len(drawn)} of {total} probes are drawn. " if total > len(drawn) else ""
     return [
         Figure(
@@ -113,12 +113,12 @@ def _drawn(state: SearchState, verdict: Verdict) -> list[ProbeCurve]:
 def _curve(state: SearchState, probe: Probe, told: Sequence[str], place: int) -> ProbeCurve:
     """Returns the curve of a probe with its parts in the answer."""
     style = look(place)
-    if "winner" in told:
-        style |= {"color": COLOURS[4], "linestyle": "-", "linewidth": 3.2, "zorder": 5}
-    elif "reference" in told:
-        style |= {"color": COLOURS[6], "linestyle": "-", "linewidth": 4.5, "zorder": 1.5}
-    else:
+    if not {"reference", "winner"} & {*told}:
         others = [colour for i, colour in enumerate(COLOURS) if i not in (4, 6)]
         style |= {"color": others[place % len(others)], "linewidth": 1.3}
+    if "reference" in told:
+        style |= {"color": COLOURS[6], "linestyle": "-", "linewidth": 4.5, "zorder": 1.5}
+    if "winner" in told:
+        style = {"linewidth": 3.2, **style, "color": COLOURS[4], "linestyle": "-", "zorder": 5}
     name = f"{' and '.join(told)}: {named(probe.by_key)}" if told else named(probe.by_key)
     return ProbeCurve(name, state.rate(probe.by_key), state.marks(probe), style)

@@ -174,3 +174,15 @@ def test_a_finalist_that_did_not_reach_the_target_is_said_to_be_short_of_it(fini
     scores = (Score(verdict.winner.settings, 1, 3, True, 0.9, 0.91), Score({}, 1, 9, False, 0.7, 0.69))
     said = [*verdict._replace(scores=scores).lines()]
     assert "  on the test set: winner 0.91, job as given 0.69 short of the target (accuracy)" in said
+
+
+@needs_plots
+def test_a_job_that_wins_as_given_is_compared_once(finished: SearchState, tmp_path: Path) -> None:
+    verdict = answer_of(finished, JOB)
+    assert verdict.given is not None
+    won = verdict._replace(finalists=(verdict.given, *verdict.finalists))
+    assert [*won.roles] == ["winner", "runner-up"]
+    write_page(tmp_path, finished, won, [])
+    page = HtmlPage((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert columns_of(page, "reasons")["candidate"] == ["winner", "reference", "runner-up"]
+    assert "the red one the winner" not in page.section("the-curves"), "the job as given has no probe"
