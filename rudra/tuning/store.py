@@ -20,10 +20,12 @@ class Evaluation(NamedTuple):
     Attributes:
         samples: Samples that the probe has applied since its beginning.
         scores: Name of a metric -> value: "loss", "error", and the metrics of the task.
+        time_s: Training time since its beginning: of the clock on real ranks, else virtual.
     """
 
     samples: int
     scores: dict[str, float]
+    time_s: float = 0.0
 
 
 class Measured(NamedTuple):
@@ -32,10 +34,12 @@ class Measured(NamedTuple):
     Attributes:
         evaluations: Its evaluations, one for each epoch.
         failed: Why it ended early, such as a loss that is not finite. Empty: it did not.
+        wall_s: Wall time of its training, with the start of ranks.
     """
 
     evaluations: tuple[Evaluation, ...] = ()
     failed: str = ""
+    wall_s: float = 0.0
 
 
 class ProbeStore:
@@ -56,7 +60,7 @@ class ProbeStore:
         """Returns what is known of a probe. A damaged file counts as none."""
         try:
             found = json.loads(self._file(digest).read_text())
-            return Measured(tuple(Evaluation(*each) for each in found["evaluations"]), found["failed"])
+            return Measured(tuple(Evaluation(*each) for each in found["evaluations"]), found["failed"], found["wall_s"])
         except (OSError, ValueError, TypeError, KeyError):
             return Measured()
 
