@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rudra.cli.options import job_argument, numbers, overrides_of, set_option, start_plainly, trust_option
-from rudra.errors import ConfigError
+from rudra.errors import EXIT_STOPPED, ConfigError
 
 SUMMARY = "find the synchronisation that reaches a target soonest"
 
@@ -17,12 +17,15 @@ against the job as given. DIR receives best.toml, a job with the winner's settin
 pictures; tried.csv, everything that was tried; and the journal, from which the same command continues after a stop.
 
 The target is measured on a validation split: the job's, or else a tenth of the training set. Weights are averaged over
-time for every measurement."""
+time for every measurement.
+
+With --mpi probes train on real ranks: each starts its ranks, or all train in the launch of mpirun or srun."""
 
 EXAMPLES = {
     "rudra tune digits --target 'accuracy >= 0.95' --plan": "predict all points and train nothing",
     "rudra tune digits --target 'accuracy >= 0.95' --set model.name=mlp": "search, and write digits-tune/best.toml",
     "rudra tune my-job.toml --learners 2,4,8 --space protocol.name=hardsync,async": "choose λ too, of two protocols",
+    "rudra tune my-job.toml --mpi --budget 15m": "train probes on real ranks of this machine, for 15 minutes",
     "rudra tune my-job.toml --cluster lab.toml p775": "search for two clusters; synchronous probes train once",
 }
 
@@ -30,7 +33,12 @@ EXAMPLES = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     job_argument(parser)
     parser.add_argument("--target", metavar="'METRIC >= X'", help="what to reach. Default: the job's training.target")
-    parser.add_argument("--budget", default="8x", metavar="Nx", help="samples to train, in reference runs. Default: 8x")
+    parser.add_argument(
+        "--budget",
+        default="8x",
+        metavar="Nx|Nm|Nh",
+        help="samples to train, in reference runs (8x) or as minutes or hours (15m, 2h). Default: 8x",
+    )
     parser.add_argument(
         "--learners", dest="counts", metavar="N,N,…", help="numbers of learners to choose from. Default: the job's"
     )
@@ -57,6 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="directory of what probes measured, for other searches of the job too. Default: probes, in the answer's",
     )
+    parser.add_argument("--mpi", action="store_true", help="train probes on real ranks, in place of virtual time")
     parser.add_argument("--strategy", metavar="NAME", help="how to choose probes. Default: guided")
     parser.add_argument("--plan", action="store_true", help="predict the points and train nothing")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="directory of the answer. Default: NAME-tune")
@@ -70,11 +79,15 @@ def execute(arguments: argparse.Namespace) -> int:
 
     from rudra.job.job import Job
     from rudra.job.jobfiles import parsed
+    from rudra.mpi.launch import world_rank
     from rudra.studies.sweep import parse_grid
     from rudra.tuning import space, tune
     from rudra.tuning.store import ProbeStore
 
-    start_plainly("tune")
+    if not arguments.mpi or arguments.plan:
+        start_plainly("tune")
+    elif arguments.cluster:
+        raise ConfigError("--cluster: real ranks are one cluster; leave out --cluster or --mpi")
     overrides = overrides_of(arguments)
     job = Job.load(arguments.job, overrides)
     given = {change.key: [change.value] for change in map(parsed, overrides)}
@@ -93,9 +106,9 @@ def execute(arguments: argparse.Namespace) -> int:
     jobs = {name: job.with_(simulation={"costs": costs}) for name, costs in clusters.items()} or {"": job}
     directory = arguments.output or Path(f"{job.name}-tune")
     if not arguments.plan:
-        about |= {"budget": _runs(arguments.budget), "strategy": arguments.strategy or tune.DEFAULT}
+        about |= {"mpi": arguments.mpi, "budget": arguments.budget, "strategy": arguments.strategy or tune.DEFAULT}
         about |= {"store": arguments.store or (directory / "probes" if clusters else None)}
-    reached = True
+    reached, leads = True, world_rank() == 0
     for name, its in jobs.items():
         if name:
             print(f"cluster {name}:", flush=True)
@@ -106,14 +119,16 @@ def execute(arguments: argparse.Namespace) -> int:
         try:
             answer = tune.tune(its, output=output, **about)
         except KeyboardInterrupt:
-            print(f"rudra: {job.name}: stopped; the same command continues from {directory}", file=sys.stderr)
-            return 3
-        print("\n".join(answer.lines()), flush=True)
+            if leads:
+                print(f"rudra: {job.name}: stopped; the same command continues from {directory}", file=sys.stderr)
+            return EXIT_STOPPED
         reached &= answer.winner is not None
-        made = ("best.toml", "tried.csv", "report.html")
-        wrote = f"wrote {', '.join(f'{output}/{file}' for file in made if (output / file).is_file())}"
-        trains = f"; rudra run {output}/best.toml trains it" if answer.winner is not None else ""
-        print(f"{wrote}{trains}", flush=True)
+        if leads:
+            print("\n".join(answer.lines()), flush=True)
+            made = ("best.toml", "tried.csv", "report.html")
+            wrote = f"wrote {', '.join(f'{output}/{file}' for file in made if (output / file).is_file())}"
+            trains = f"; rudra run {output}/best.toml trains it" if answer.winner is not None else ""
+            print(f"{wrote}{trains}", flush=True)
     if clusters and not arguments.plan and arguments.store is None:
         ProbeStore(directory / "probes").clear()
     return 0 if reached else 1
@@ -128,11 +143,3 @@ def _clusters(costs: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"--cluster {each}: another one is also called '{name}'; use files with other names")
         found[name] = each
     return found
-
-
-def _runs(text: str) -> float:
-    """Returns a number of reference runs, such as 8x."""
-    try:
-        return float(text.removesuffix("x"))
-    except ValueError:
-        raise ConfigError(f"--budget {text}: is no number of reference runs; use one such as 8x") from None

@@ -355,11 +355,14 @@ def stopped_neighbours(ranks: int) -> set[int]:
 
 
 @contextmanager
-def abort_on_dead_rank() -> Iterator[None]:
+def abort_on_dead_rank(how: str = DIED) -> Iterator[None]:
     """Ends all ranks, with one line, if a rank dies during common set-up or at the end.
 
     A collective call with a dying rank may raise no error and return an incomplete object, which can then cause any
     exception.
+
+    Args:
+        how: end of the line, after the names of the ranks.
     """
     from mpi4py import MPI
 
@@ -375,8 +378,9 @@ def abort_on_dead_rank() -> Iterator[None]:
             raise
         place = sorted(set(range(MPI.COMM_WORLD.size)) - dead).index(MPI.COMM_WORLD.rank)
         time.sleep(SPEAKS_S * min(place, 3))  # the first rank reports it and ends the others; it may be busy elsewhere
-        log.error(f"{named_ranks(dead)} {DIED}")
-        end_everybody(MPI.COMM_WORLD, 1)
+        if not place or code_if_lost is None:
+            log.error(f"{named_ranks(dead)} {how}")
+        end_everybody(MPI.COMM_WORLD, 1, lost=True)
 
 
 def failed_classes() -> set[int]:
@@ -427,11 +431,19 @@ def leave(code: int) -> int:
     return code
 
 
-def end_everybody(comm: "MPI.Comm", code: int) -> NoReturn:
-    """Ends all ranks, including this one. Under ULFM an abort ends only the caller, so the launcher must end them."""
+def end_everybody(comm: "MPI.Comm", code: int, *, lost: bool = False) -> NoReturn:
+    """Ends all ranks, including this one. Under ULFM an abort ends only the caller, so the launcher must end them.
+
+    Args:
+        comm: communicator of the ranks.
+        code: exit code.
+        lost: whether the death of a rank is the reason.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     heard()
+    if lost and code_if_lost is not None and survivable():
+        os._exit(code_if_lost)  # then mpirun ends the other ranks, and exits with this code
     if survivable() and launcher_lives(launched_by := launcher()):
         with suppress(OSError):  # it is ending
             os.kill(launched_by, signal.SIGTERM)
@@ -453,6 +465,9 @@ def heard() -> None:
 
 roles: Sequence[str] = ()
 """Role names of each world rank of this process's run, for messages, or empty if not known yet."""
+
+code_if_lost: int | None = None
+"""Exit code of ranks that end because another one died. None: the code of a failure. `rudra.mpi.followers` sets it."""
 
 outlived = False
 """Whether this rank has outlived another one, so that MPI must not be finalised."""

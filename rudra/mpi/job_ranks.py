@@ -120,7 +120,7 @@ class JobRanks:
             remove_if_empty(self._start.output)
         if self.launched:  # mpirun does not pass the code on to its parent
             os.write(2, exit_line(code, lost=lost))
-        end_everybody(self.comm, code)
+        end_everybody(self.comm, code, lost=lost)
 
     def _title(self, rank: int) -> str:
         return f"{self._roles[rank] or 'a rank without a role'} (rank {rank})"

@@ -100,6 +100,8 @@ def run_all(runs: Sequence[tuple[Job, StartRequest]]) -> int:
         code = 0
         if comm != MPI.COMM_NULL:
             code = run_ranks(job, start, progress={"mode": "quiet"}, comm=comm)[0]
+            if failures.outlived:  # no collective call works any more
+                return code
             comm.Free()
         rest(world)
         if code := int(world.allreduce(code, MPI.MAX)):

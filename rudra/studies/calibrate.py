@@ -43,6 +43,12 @@ if TYPE_CHECKING:
     from rudra.compute.executor import Executor
     from rudra.compute.learners import LearnerExecutor
 
+Runs = Sequence[tuple[Job, StartRequest]]
+"""Jobs, each with its beginning."""
+
+Execute = Callable[[Runs], int]
+"""Runs several jobs, and returns the exit code."""
+
 LEARNERS = 2
 SECONDS = 2.0
 """Computing time of each run. The whole run takes two or three times as long."""
@@ -131,6 +137,7 @@ def calibrate(
     sizes: Sequence[int] | None = None,
     seconds: float | None = None,
     show: bool = True,
+    execute: Execute | None = None,
 ) -> str:
     """Measures the costs of a job's model.
 
@@ -140,6 +147,7 @@ def calibrate(
         sizes: values of μ to measure, by default a quarter of the job's, the job's, and four times the job's.
         seconds: computing time of each run, by default `SECONDS`.
         show: show a progress bar.
+        execute: runs the timed jobs on ranks that exist. None: ranks are started.
 
     Returns:
         Text of the cost file.
@@ -161,7 +169,7 @@ def calibrate(
         layers += f"\n{needed_toml(*needed_at(job, seconds=seconds))}"
         bar.update()
         plain = job.with_(protocol={"correction": None, "correction_options": {}})  # which is timed by itself
-        probes = _probe(plain, cases, alone, seconds or SECONDS, bar)
+        probes = _probe(plain, cases, alone, seconds or SECONDS, bar, execute)
     return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers)
 
 
@@ -184,7 +192,9 @@ def _timed(job: Job) -> Job:
     )
 
 
-def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: float, bar: Any) -> list[TimedRun]:
+def _probe(
+    job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: float, bar: Any, execute: Execute | None
+) -> list[TimedRun]:
     """Runs all pairs (μ, λ), one after the other on the same ranks."""
     with tempfile.TemporaryDirectory(prefix="rudra-") as name:
         directory, runs = Path(name), []
@@ -194,12 +204,8 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
             about = {"minibatch_size": size, "epochs": epochs}
             own = job.with_(cluster={"learners": learners}, training=about, data={"train_limit": wanted // epochs})
             runs.append((own, StartRequest(directory / f"{place}.h5")))
-        most = max(learners for _, learners in cases)
-        roles = [role.name for role in base.plan([0] * most).roles]
-        from rudra.mpi.session import run_all
-
         with _followed(directory, cases, bar):
-            code = launch(job, directory / "runs", roles=roles, payload=partial(run_all, runs)).code
+            code = _launched(job, cases, directory, runs) if execute is None else execute(runs)
         if code:
             raise RunError(f"{job.name}: a timed run ended with exit code {code}; stderr says why")
         found = []
@@ -208,6 +214,14 @@ def _probe(job: Job, cases: Sequence[tuple[int, int]], alone: Alone, seconds: fl
             with open_results(start.output) as results:
                 found.append(TimedRun(size, learners, results.minibatches, results.updates))
         return found
+
+
+def _launched(job: Job, cases: Sequence[tuple[int, int]], directory: Path, runs: Runs) -> int:
+    """Starts ranks for all runs, and returns the exit code."""
+    from rudra.mpi.session import run_all
+
+    roles = [role.name for role in base.plan([0] * max(learners for _, learners in cases)).roles]
+    return launch(job, directory / "runs", roles=roles, payload=partial(run_all, runs)).code
 
 
 @contextmanager

@@ -199,7 +199,8 @@ def _score(scores: Sequence[Score]) -> str:
 def _times(finalist: Finalist) -> str:
     """Returns the times of a finalist: the median, and the range of several seeds."""
     times = finalist.times_s
-    span = f"{duration(min(times))} to {duration(max(times))}"
+    longest = duration(max(times)) if math.isfinite(max(times)) else "never"
+    span = f"{duration(min(times))} to {longest}"
     if finalist.predicted:
         return f"{duration(finalist.time_s)} (predicted, {span})"
     return duration(finalist.time_s) + (f" ({span}, {len(times)} seeds)" if len(times) > 1 else " (one seed)")

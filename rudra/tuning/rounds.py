@@ -155,22 +155,25 @@ class Bound(NamedTuple):
         reference_samples: Samples of the reference from the common checkpoint to the target.
         worth: The most that a sample of a point may be worth: `MARGIN` times the best known worth.
         soonest_s: Best known time to the target, certain or predicted.
+        pace: Measured samples per second over predicted ones.
     """
 
     reference_samples: float
     worth: float
     soonest_s: float
+    pace: float = 1.0
 
     @classmethod
     def of(cls, state: SearchState) -> "Bound":
         """Returns the bound of a search whose reference is known."""
         estimates = state.estimates()
         worth = max([1.0, *(e.worth for e in estimates if math.isfinite(e.worth))])
-        return cls(state.reference_samples, MARGIN * worth, estimates[0].time_s if estimates else math.inf)
+        soonest_s = estimates[0].time_s if estimates else math.inf
+        return cls(state.reference_samples, MARGIN * worth, soonest_s, state.pace)
 
     def least_s(self, price: Price) -> float:
         """Returns the time to the target that a point takes at least."""
-        return self.reference_samples / (self.worth * price.samples_per_s)
+        return self.reference_samples / (self.worth * self.pace * price.samples_per_s)
 
     def excludes(self, price: Price) -> bool:
         """Returns whether a point cannot be the soonest."""

@@ -1,8 +1,9 @@
 """State of a search for its strategy: prices, outcomes of probes, and estimates from them."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from statistics import median
 from typing import Any, NamedTuple
 
 from rudra.job.job import Job
@@ -46,8 +47,10 @@ class SearchState:
         training_samples: Samples in an epoch.
         budget: Number of reference runs whose samples all probes may train together.
         longest: Number of epochs of the longest probe.
+        real: Whether probes are trained on real ranks, so that their times are measured.
 
     Attributes:
+        limit: Most samples that all probes may train together, as soon as it is known: a budget in minutes.
         prices: Prices of the points, without the job as given.
         probes: Probes at their present length, by name, in the order of asking.
         outcomes: Their outcomes, by name.
@@ -63,11 +66,14 @@ class SearchState:
         training_samples: int,
         budget: float,
         longest: int,
+        real: bool = False,
     ) -> None:
         self.job, self.target = job, target
         self.prices = [price for price in prices if price.point.settings]
         self._priced, self._untimed = {key_of(p.point.settings): p for p in prices}, frozenset(untimed)
-        self.training_samples, self.budget, self.longest = training_samples, budget, longest
+        self.training_samples, self.budget, self.longest, self.real = training_samples, budget, longest, real
+        self.limit = math.inf
+        self._measured: dict[tuple[tuple[str, str], ...], float] = {}
         self._batches: dict[tuple[tuple[str, str], ...], Batch] = {}
         self.probes: dict[str, Probe] = {}
         self.outcomes: dict[str, Outcome] = {}
@@ -78,6 +84,17 @@ class SearchState:
         self.outcomes[probe.name] = outcome
         for name in ("ruler", "_ranked"):
             self.__dict__.pop(name, None)
+        if self.real and outcome.marks:
+            point = self.point_of(probe.by_key)
+            self._measured[point] = median(self._rates(point))
+
+    def _rates(self, point: tuple[tuple[str, str], ...]) -> Iterator[float]:
+        """Yields the measured samples per second of every epoch of a point's probes."""
+        for probe in self.probes.values():
+            if self.point_of(probe.by_key) == point:
+                marks = self.outcomes[probe.name].marks
+                for before, mark in zip((Mark(0, 0.0, 0.0, 0.0), *marks[:-1]), marks, strict=True):
+                    yield (mark.samples - before.samples) / max(mark.time_s - before.time_s, 1e-9)
 
     @property
     def one_run(self) -> float:
@@ -91,9 +108,15 @@ class SearchState:
         """Samples that probes have trained."""
         return sum(outcome.marks[-1].samples for outcome in self.outcomes.values() if outcome.marks)
 
+    @property
+    def allowed(self) -> float:
+        """Samples that probes may train."""
+        limit = self.limit if self.outcomes else math.inf  # as in a search whose first probe has yet to be timed
+        return min(self.budget * self.one_run, limit)
+
     def left(self, keep: float = 0.0) -> float:
         """Returns the number of epochs that are left of the budget, without the reference runs to keep."""
-        return ((self.budget - keep) * self.one_run - self.spent) / self.training_samples
+        return (self.allowed - keep * self.one_run - self.spent) / self.training_samples
 
     def affordable(self, probes: Iterable[Probe], keep: float = 0.0) -> list[Probe]:
         """Returns the first of the probes that fit into what is left of the budget.
@@ -154,8 +177,14 @@ class SearchState:
     # Candidates.
 
     def rate(self, settings: Settings) -> float:
-        """Returns the predicted samples per second with settings."""
-        return self.price(settings).samples_per_s
+        """Returns the samples per second with settings: measured by probes on real ranks, or else predicted."""
+        return self._measured.get(self.point_of(settings)) or self.pace * self.price(settings).samples_per_s
+
+    @property
+    def pace(self) -> float:
+        """Measured samples per second over predicted ones, the median of all measured points. 1: none is measured."""
+        ratios = [rate / self._priced[point].samples_per_s for point, rate in self._measured.items()]
+        return median(ratios) if ratios else 1.0
 
     def price(self, settings: Settings) -> Price:
         """Returns the price of a candidate."""

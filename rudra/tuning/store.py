@@ -21,10 +21,12 @@ class Evaluation(NamedTuple):
     Attributes:
         samples: Samples that the probe has applied since its beginning.
         scores: Name of a metric -> value: "loss", "error", and the metrics of the task.
+        time_s: Training time since its beginning: of the clock on real ranks, else virtual.
     """
 
     samples: int
     scores: dict[str, float]
+    time_s: float = 0.0
 
 
 class Measured(NamedTuple):
@@ -34,11 +36,13 @@ class Measured(NamedTuple):
         evaluations: Its evaluations, one for each epoch.
         failed: Why it ended early, such as a loss that is not finite. Empty: it did not.
         noise: Gradient noise scale, if the probe measures it. None: it is not known.
+        wall_s: Wall time of its training, with the start of ranks.
     """
 
     evaluations: tuple[Evaluation, ...] = ()
     failed: str = ""
     noise: Noise | None = None
+    wall_s: float = 0.0
 
 
 class ProbeStore:
@@ -60,7 +64,8 @@ class ProbeStore:
         try:
             found = json.loads(self._file(digest).read_text())
             noise = Noise(*found["noise"]) if found["noise"] else None
-            return Measured(tuple(Evaluation(*each) for each in found["evaluations"]), found["failed"], noise)
+            evaluations = tuple(Evaluation(*each) for each in found["evaluations"])
+            return Measured(evaluations, found["failed"], noise, found["wall_s"])
         except (OSError, ValueError, TypeError, KeyError):
             return Measured()
 

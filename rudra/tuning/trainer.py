@@ -1,9 +1,10 @@
-"""Trains probes in virtual time, as far as a store does not know them."""
+"""Trains probes in virtual time or on real ranks, as far as a store does not know them."""
 
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rudra.job.job import Job
 from rudra.job.target import Target
 from rudra.log import only_errors
 from rudra.results import checkpoint
-from rudra.results.reader import open_results
+from rudra.results.reader import Results, open_results
 from rudra.results.run_noise import noise_of
 from rudra.tuning.probes import Noise, Outcome, Probe
 from rudra.tuning.ruler import Mark, reached
@@ -25,12 +26,26 @@ from rudra.tuning.store import Evaluation, Measured, ProbeStore
 SHORT = 8
 """Mini-batches of each learner in the runs that show whether code and data are the same."""
 
+HARDLY = 1e-12
+"""Learning rate of a run whose time counts, so that it does not diverge."""
+
 HORIZON = 0.25
 """Epochs over which the average of the weights that judges a probe reaches back."""
 
 
+Execute = Callable[[Job, Path, Path | None], Results]
+"""Trains a job from a checkpoint, or from the initial weights, and returns its results. Arguments: job, result file,
+checkpoint. It raises RunError if the loss is not finite."""
+
+
+def simulated(job: Job, output: Path, begin: Path | None) -> Results:
+    """Trains in virtual time. See `Execute`."""
+    carry: api.Carry = "state" if begin else "weights"
+    return api.simulate(job, output=output, force=True, from_=begin, carry=carry, progress="quiet")
+
+
 class Trainer:
-    """Trains probes in virtual time.
+    """Trains probes.
 
     Args:
         job: Job as `searched` returns it, with its costs.
@@ -38,10 +53,20 @@ class Trainer:
         store: What probes measured, also in other searches.
         code: Digest of the user's code and data, see `code_digest`.
         state: State of the search.
+        execute: Trains the job of a probe.
     """
 
-    def __init__(self, job: Job, target: Target, store: ProbeStore, code: str, state: SearchState) -> None:
+    def __init__(
+        self,
+        job: Job,
+        target: Target,
+        store: ProbeStore,
+        code: str,
+        state: SearchState,
+        execute: Execute = simulated,
+    ) -> None:
         self._job, self._target, self._store, self._code, self._state = job, target, store, code, state
+        self._execute = execute
 
     def job_of(self, settings: Mapping[str, Any]) -> Job:
         """Returns the job of a probe."""
@@ -59,10 +84,10 @@ class Trainer:
 
     def _marks(self, probe: Probe, evaluations: Sequence[Evaluation]) -> tuple[Mark, ...]:
         rate, marks = self._state.rate(probe.by_key), []
-        for samples, scores in evaluations:
+        for samples, scores, time_s in evaluations:
             value = self._target.of(scores)
             metric = math.nan if value is None else value
-            marks.append(Mark(samples, scores["loss"], metric, samples / rate))
+            marks.append(Mark(samples, scores["loss"], metric, time_s if self._state.real else samples / rate))
         return tuple(marks)
 
     def checkpoint(self, probe: Probe, epochs: int) -> tuple[int, Path] | None:
@@ -80,6 +105,22 @@ class Trainer:
         found = epochs if there else self._store.latest(digest, probe.epochs)
         return (found, self._store.checkpoint(digest, found)) if found else None
 
+    def wall_s(self, probe: Probe) -> float:
+        """Returns the wall time of a probe's training."""
+        return self._store.read(self._digest(probe)).wall_s
+
+    def time_s(self, settings: Mapping[str, Any], samples: int) -> float:
+        """Trains a number of samples from the initial weights, and returns the training time."""
+        limit = min(samples, self._state.training_samples)
+        about = {"epochs": math.ceil(samples / limit), "evaluate": False, "target": None}
+        job = self.job_of(settings).with_(data={"train_limit": limit}, training=about)
+        job = job.with_(results={"keep_checkpoints": "never"}, optimizer={"learning_rate": HARDLY})
+        output = self._store.scratch("timed.h5")
+        with only_errors(), self._execute(job, output, None) as results:
+            taken = float(results.epochs["time_s"][-1])
+        output.unlink()
+        return taken
+
     def _trained(self, probe: Probe, digest: str, found: Measured) -> Measured:
         """Trains a probe from its latest checkpoint to its length."""
         done = self._store.latest(digest, len(found.evaluations))
@@ -88,16 +129,19 @@ class Trainer:
         job = job.with_(training={"epochs": total, "seed": job.training.seed + probe.seed})
         if measures := not (begin or probe.seed):
             job = _with_norms(job)
-        output, failed = self._store.scratch(f"part-{digest}.h5"), ""
+        output, failed, began = self._store.scratch(f"part-{digest}.h5"), "", time.monotonic()
         try:
             with only_errors():
-                carry: api.Carry = "state" if begin else "weights"
-                api.simulate(job, output=output, force=True, from_=begin, carry=carry, progress="quiet").close()
+                self._execute(job, output, begin).close()
         except RunError as error:
             failed = str(error)
-        known = found.evaluations[:done]
-        first = (_samples_at(begin) if begin else 0) - (known[-1].samples if known else 0)
-        evaluations = [*known, *_evaluations(output, first)]
+        known, wall_s = found.evaluations[:done], found.wall_s + time.monotonic() - began
+        samples, time_s = _position(begin) if begin else (0, 0.0)
+        if known:
+            samples, time_s = samples - known[-1].samples, time_s - known[-1].time_s
+        evaluations = [*known, *_evaluations(output, samples, time_s)]
+        if failed:
+            evaluations = [each for each in evaluations if math.isfinite(each.scores["loss"])]
         for kept in output.parent.glob(f"{output.stem}-*.ckpt"):
             kept.rename(self._store.checkpoint(digest, int(kept.stem.rpartition("-")[2]) - probe.begins_at))
         marks = self._marks(probe, evaluations)
@@ -105,7 +149,7 @@ class Trainer:
         self._store.forget(digest, but=(len(marks), 0 if end is None else marks.index(end) + 1))
         noise = _noise(output) if measures and not failed else found.noise
         output.unlink(missing_ok=True)
-        return Measured(tuple(evaluations), failed, noise)
+        return Measured(tuple(evaluations), failed, noise, wall_s)
 
     def _origin(self, probe: Probe) -> Path | None:
         """Returns the checkpoint that a probe begins with. None: it begins with the initial weights."""
@@ -129,12 +173,13 @@ class Trainer:
         seeded = job.with_(training={"seed": job.training.seed + probe.seed})
         before = self._before(probe) if probe.origin else None
         origin = [self._digest(before), before.epochs] if before else []
-        text = json.dumps([self._code, trajectory(seeded), *origin])
+        about = ["real", seeded.to_json()] if self._state.real else [trajectory(seeded)]  # its time is also measured
+        text = json.dumps([self._code, *about, *origin])
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def _evaluations(output: Path, first: int) -> Iterator[Evaluation]:
-    """Yields the evaluations of a result file, with samples after the first ones."""
+def _evaluations(output: Path, samples: int, time_s: float) -> Iterator[Evaluation]:
+    """Yields the evaluations of a result file, counted from a number of samples and a time."""
     if not output.is_file():  # the run failed before its first update
         return
     with open_results(output) as results:
@@ -143,7 +188,7 @@ def _evaluations(output: Path, first: int) -> Iterator[Evaluation]:
             mine = metrics[(metrics["epoch"] == row["epoch"]) & (metrics["split"] == b"validation")]
             scores = {name: float(row[f"validation_{name}"]) for name in ("loss", "error")}
             scores |= {metric["name"].decode(): float(metric["value"]) for metric in mine}
-            yield Evaluation(int(row["samples"]) - first, scores)
+            yield Evaluation(int(row["samples"]) - samples, scores, float(row["time_s"]) - time_s)
 
 
 def _with_norms(job: Job) -> Job:
@@ -161,9 +206,10 @@ def _noise(output: Path) -> Noise | None:
     return Noise(scale.samples, scale.error) if scale and scale.samples > 0 and math.isfinite(scale.error) else None
 
 
-def _samples_at(path: Path) -> int:
-    """Returns the number of samples before a checkpoint."""
-    return checkpoint.read(path)[0].position.samples
+def _position(path: Path) -> tuple[int, float]:
+    """Returns the number of samples and the training time before a checkpoint."""
+    position = checkpoint.read(path)[0].position
+    return position.samples, position.time_s
 
 
 def averaged(job: Job, training_samples: int) -> Job:
@@ -174,8 +220,10 @@ def averaged(job: Job, training_samples: int) -> Job:
     return job.with_(optimizer={"average": {"rate": min(1.0, share)}})
 
 
-def code_digest(job: Job, store: ProbeStore) -> str:
-    """Returns a digest of the user's code and data: the weights of a short run. Empty: two short runs differ.
+def code_digest(job: Job, store: ProbeStore) -> tuple[str, float]:
+    """Trains a short run twice, and returns a digest of the user's code and data: the final weights.
+
+    The digest is empty if the two runs differ. The second value is the relative difference of their losses.
 
     If the job allows hardsync, the digest does not depend on its cluster.
 
@@ -188,10 +236,11 @@ def code_digest(job: Job, store: ProbeStore) -> str:
     update = job.training.minibatch_size * job.learners
     samples = min(job.data.train_limit or SHORT * update, SHORT * update)
     short = job.with_(data={"train_limit": samples}, training={"epochs": 1}, results={"keep_checkpoints": "never"})
-    found = set()
+    found, losses = set(), list[float]()
     for turn in (1, 2):
         output = store.scratch(f"repeat-{turn}.h5")
         with only_errors(), api.simulate(short, output=output, force=True, progress="quiet") as results:
             found.add(str(results.summary()["weights_sha256"]))
+            losses.append(float(results.epochs["train_loss"][-1]))
         output.unlink()
-    return found.pop() if len(found) == 1 else ""
+    return found.pop() if len(found) == 1 else "", abs(losses[0] / losses[1] - 1) if losses[1] else math.inf

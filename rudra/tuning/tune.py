@@ -5,31 +5,40 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rudra.errors import ConfigError
 from rudra.files import locked, written
 from rudra.job.job import Job
 from rudra.job.simulation import UNMEASURED
 from rudra.job.target import Target
+from rudra.log import log
 from rudra.machine import cores
 from rudra.prepare import cost_files
 from rudra.results.progress import Bar
 from rudra.simulation.predict import outline
-from rudra.tuning import answer, prices, probes, search, space
+from rudra.tuning import answer, prices, probes, search, space, steady
+from rudra.tuning.budgets import Budget, check_reference, metered
 from rudra.tuning.final_scores import ends_of, evaluator, final_scores
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.page import write_page
 from rudra.tuning.prices import Price
+from rudra.tuning.rounds import safest
 from rudra.tuning.space import Candidate, Refused, Settings, with_settings
 from rudra.tuning.state import SearchState
 from rudra.tuning.store import ProbeStore
 from rudra.tuning.strategies import shipped
-from rudra.tuning.trainer import Trainer, code_digest
+from rudra.tuning.trainer import Trainer, code_digest, simulated
+
+if TYPE_CHECKING:
+    from rudra.tuning.ranks import Ranks
 
 DEFAULT = "guided"
-BUDGET = 8.0
-ANOTHER = "two equal runs of this job end with different weights; small differences between probes may be luck"
+BUDGET = "8x"
+ANOTHER = (
+    "your code is not deterministic: two equal runs of this job end with different weights, and their losses differ by "
+    "{:.2g} %; differences below cannot be trusted"
+)
 
 
 class Outlook(NamedTuple):
@@ -77,6 +86,7 @@ def plan(
     learners: Sequence[int] = (),
     given: Mapping[str, Sequence[Any]] | None = None,
     quiet: bool = False,
+    ranks: int | None = None,
 ) -> Outlook:
     """Finds the points of a job, and predicts their times. It trains nothing.
 
@@ -86,6 +96,7 @@ def plan(
         learners: Values of λ to choose from. Empty: the job's.
         given: Key -> values, in place of the values of a search.
         quiet: Whether to show no progress.
+        ranks: Most ranks that a point may need. None: any number.
 
     Raises:
         ConfigError: There is no target, or no point is possible.
@@ -99,6 +110,8 @@ def plan(
     values = {**({"cluster.learners": [*learners]} if learners else {}), **(given or {})}
     dimensions = [d for d in space.chosen(values) if d.timed]
     points = space.points(varied, dimensions, refused)
+    if ranks is not None:
+        points = within(points, ranks, refused)
     if not points:
         reasons = "; ".join(dict.fromkeys(each.reason for each in refused[:3]))
         raise ConfigError(f"{job.name}: no point of the space is possible: {reasons}")
@@ -109,25 +122,38 @@ def plan(
     return Outlook(varied, goal, found, refused, outline(varied).training_samples, costs)
 
 
+def within(points: Sequence[Candidate], ranks: int, refused: list[Refused]) -> list[Candidate]:
+    """Returns the points that need no more ranks than there are. The others are added to `refused`."""
+    found = []
+    for point in points:
+        if (needed := point.job.plan().ranks) <= ranks:
+            found.append(point)
+        else:
+            refused.append(Refused(point.settings, f"needs {needed} ranks, but the launcher started {ranks}"))
+    return found
+
+
 def tune(
     job: Job,
     *,
     target: str | None = None,
-    budget: float = BUDGET,
+    budget: float | str = BUDGET,
     learners: Sequence[int] = (),
     given: Mapping[str, Sequence[Any]] | None = None,
     strategy: str = DEFAULT,
     output: str | Path | None = None,
     store: str | Path | None = None,
+    mpi: bool = False,
     quiet: bool = False,
 ) -> answer.Verdict:
-    """Searches for the settings that let a job reach its target soonest. Probes train in virtual time.
+    """Searches for the settings that let a job reach its target soonest. Probes train in virtual time or on real ranks.
 
     Args:
         job: The job.
         target: Target, such as "accuracy >= 0.9". None: `training.target`. It is measured on the
             validation split, so that the test set decides nothing.
-        budget: Number of reference runs whose samples the search may train.
+        budget: Limit of training: a number of reference runs, such as 8 or "8x", or a time, such as "15m" or
+            "2h". The first probe turns a time into a number of samples.
         learners: Values of λ to choose from. Empty: the job's.
         given: Key -> values, in place of the values of a search.
         strategy: Name of a strategy, see `rudra.tuning.strategies`.
@@ -136,47 +162,90 @@ def tune(
         store: Directory of what probes measured, which searches of the job with other costs, targets or budgets may
             share. It also has the checkpoints of probes, which may be removed after a search. None: `probes` in
             `output`, without checkpoints at the end.
+        mpi: Whether probes train on real MPI ranks, one probe at a time. Without a launcher, each probe starts its
+            ranks. Under mpirun or srun every rank makes this call, and gets the same answer.
         quiet: Whether to show no progress.
 
     Raises:
         ConfigError: The job or an argument is not usable.
         ResultsError: The directory cannot be written, or another search uses it.
+        RudraError: With `mpi`: a rank died, so that the same call continues (`exit_code` 3), or a probe failed.
     """
+    about: dict[str, Any] = {"target": target, "learners": learners, "given": given, "quiet": quiet}
+    about |= {"budget": Budget.parse(budget), "strategy": strategy, "output": output, "store": store}
+    if not mpi:
+        return _tuned(job, None, **about)
+    from rudra.tuning.ranks import with_ranks
+
+    return with_ranks(lambda ranks: _tuned(job, ranks, **about))
+
+
+def _tuned(
+    job: Job,
+    ranks: "Ranks | None",
+    *,
+    target: str | None,
+    budget: Budget,
+    learners: Sequence[int],
+    given: Mapping[str, Sequence[Any]] | None,
+    strategy: str,
+    output: str | Path | None,
+    store: str | Path | None,
+    quiet: bool,
+) -> answer.Verdict:
+    """Searches in virtual time, or with real ranks. See `tune`."""
     if strategy not in (valid := shipped()):
         raise ConfigError(f"--strategy {strategy}: unknown; valid: {', '.join(valid)}")
-    if budget < 1:
-        raise ConfigError(f"--budget {budget:g}x: is less than one reference run; use 1x or more")
     directory = Path(output or f"{job.name}-tune")
     place = Path(store or directory / "probes")
     with locked(directory, "search"), locked(place, "search"):
-        found = plan(job, target=target, learners=learners, given=given, quiet=quiet)
+        job, priced, most = (job, job, None) if ranks is None else ranks.prepared(job, directory)
+        found = plan(priced, target=target, learners=learners, given=given, quiet=quiet, ranks=most)
         kept = ProbeStore(place)
-        code = code_digest(found.job, kept)
+        code, apart = code_digest(found.job, kept)
         head: dict[str, Any] = {"rudra": version("rudra"), "job": found.job.to_json(), "target": repr(found.target)}
-        head |= {"strategy": strategy, "budget": budget, "learners": [*learners], "space": dict(given or {})}
+        head |= {
+            "mpi": ranks is not None,
+            "strategy": strategy,
+            "budget": budget.text,
+            "learners": [*learners],
+            "space": dict(given or {}),
+        }
         journal = Journal(directory / NAME, {**head, "code and data": code})
+        if not code and next(journal.of("repeat"), None) is None:
+            journal.add({"kind": "repeat", "percent": 100 * apart})
+        luck = [ANOTHER.format(entry["percent"]) for entry in journal.of("repeat")]
+        for text in luck:
+            log.warning(f"{job.name}: {text}")
         state = SearchState(
             found.job,
             found.target,
             found.prices,
             untimed={key for dimension in space.chosen(given or {}) if not dimension.timed for key in dimension.keys},
             training_samples=found.training_samples,
-            budget=budget,
+            budget=budget.runs,
             longest=job.training.epochs,
+            real=ranks is not None,
         )
-        trainer = Trainer(found.job, found.target, kept, code or f"any in {directory.resolve()}", state)
+        execute = simulated if ranks is None else ranks.execute
+        trainer = Trainer(found.job, found.target, kept, code or f"any in {directory.resolve()}", state, execute)
+        train = metered(trainer.train, budget, state, journal, trainer.wall_s)
+        if ranks is not None:
+            train = steady.watched(train, lambda: _few(state, trainer), journal, job.name)
         with Bar(
             total=1.0, desc=f"{job.name}: searching", disable=quiet, bar_format="{desc} {percentage:3.0f}%|{bar}|"
         ) as bar:
             began = time.monotonic()
 
             def say(probe: probes.Probe) -> None:
-                bar.n = min(1.0, state.spent / (state.budget * state.one_run))
+                bar.n = min(1.0, state.spent / state.allowed)
                 bar.set_description_str(f"{job.name}: {answer.named(probe.by_key)}, {time.monotonic() - began:.0f} s")
 
-            search.lead(state, valid[strategy], journal, trainer.train, say)
+            search.lead(state, valid[strategy], journal, train, say)
+        check_reference(budget, state, journal)
         said = answer.answer_of(state, job)
-        said = said._replace(costs=found.costs, notes=said.notes if code else (*said.notes, ANOTHER))
+        notes = (*said.notes, *luck, *steady.notes(journal))
+        said = said._replace(costs=found.costs, notes=notes)
         ends = [end for f in said.roles.values() for end in ends_of(state, f.settings, fresh=not f.predicted)]
         reads = evaluator(found.job, found.target, job.data.test_limit)
         said = said._replace(scores=final_scores(state, ends, journal, trainer.checkpoint, reads))
@@ -191,6 +260,17 @@ def tune(
         if store is None:
             kept.clear()
     return said
+
+
+FEW_S = 1.0
+"""Predicted time of the training that measures whether the machine is steady."""
+
+
+def _few(state: SearchState, trainer: Trainer) -> float:
+    """Trains a few samples as the reference does, and returns the training time in seconds."""
+    price = safest(state)
+    update = price.point.job.learners * price.point.job.training.minibatch_size
+    return trainer.time_s(price.point.settings, max(20 * update, round(FEW_S * price.samples_per_s)))
 
 
 def _goal(job: Job, target: str | None) -> Target:

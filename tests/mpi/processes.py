@@ -63,10 +63,12 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 400) -> tuple[int,
     return process.returncode, out, err
 
 
-def mpirun(ranks: int, *arguments: str, anew: bool = False, before: str = "pass") -> tuple[int, str, str]:
+def mpirun(
+    ranks: int, *arguments: str, anew: bool = False, before: str = "pass", options: Sequence[str] = ()
+) -> tuple[int, str, str]:
     """The command under a launcher that the user started: forks that execute a line, or processes that import anew."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-    launcher = [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", "-n", str(ranks)]
+    launcher = [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", *options, "-n", str(ranks)]
     process = subprocess.Popen(
         [*launcher, *([sys.executable, "-m", "rudra"] if anew else forks.rudra(before)), *arguments],
         stdout=subprocess.PIPE,
