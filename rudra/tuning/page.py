@@ -84,6 +84,8 @@ def _reasons(state: SearchState, verdict: Verdict) -> ReportTable:
     rate = state.rate(state.reference.by_key)
     candidates = [(role, f.settings, f.time_s, state.rate(f.settings)) for role, f in verdict.roles.items()]
     candidates.insert(1, ("reference", state.reference.by_key, samples / rate, rate))
+    if verdict.given is None and not math.isnan(verdict.saving):  # the budget ended before its run
+        candidates.append(("job as given, at least", {}, verdict.given_least_s, state.rate({})))
     won_rate = state.rate(winner.settings)
     rows = [
         (

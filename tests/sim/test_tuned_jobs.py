@@ -18,6 +18,7 @@ from rudra.tuning.answer import Verdict
 from rudra.tuning.journal import NAME
 from rudra.tuning.probes import Outcome, Probe
 from rudra.tuning.space import trajectory
+from rudra.tuning.surface import ROWS
 from rudra.tuning.trainer import Trainer
 from tests.unit.html_pages import HtmlPage
 
@@ -123,7 +124,7 @@ def check_page(page: HtmlPage, verdict: Verdict) -> None:
     texts = {part.text for part in page.of("text")}
     assert {"samples since the common checkpoint", "held-out loss (mean per sample)"} <= texts
     assert "protocol, by staleness σ (updates)" in texts
-    assert {"mini-batch μ (samples)", "learning rate α0"} & texts
+    assert {*ROWS.values()} & texts
 
 
 def test_another_cluster_trains_only_what_depends_on_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,3 +186,13 @@ def test_a_job_that_wins_as_given_is_compared_once(finished: SearchState, tmp_pa
     page = HtmlPage((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert columns_of(page, "reasons")["candidate"] == ["winner", "reference", "runner-up"]
     assert "the red one the winner" not in page.section("the-curves"), "the job as given has no probe"
+
+
+@needs_plots
+def test_a_job_as_given_that_outlasts_the_budget_bounds_the_gain(finished: SearchState, tmp_path: Path) -> None:
+    verdict = answer_of(finished, JOB)
+    assert verdict.winner is not None
+    late = verdict._replace(given=None, given_least_s=3 * verdict.winner.time_s)
+    write_page(tmp_path, finished, late, [])
+    reasons = columns_of(HtmlPage((tmp_path / "report.html").read_text(encoding="utf-8")), "reasons")
+    assert (reasons["candidate"][-1], float(reasons["= gain"][-1])) == ("job as given, at least", pytest.approx(3))
