@@ -31,8 +31,7 @@ MARGIN = 1.25
 FINALISTS, SEEDS = 3, (1, 2, 3)
 
 TO_PROLONG, TO_END = 3, 2
-"""Runs of the best point that are kept for `prolonged` and the finalists, and for the finalists. The reference is one
-more, for the job as given."""
+"""Runs of the best point that are kept for later stages: for `prolonged` and two finalists, or for two finalists."""
 
 MOMENTA = (0.0, 0.3, 0.6, 0.9)
 """Values of momentum, in steps that make a difference (omnivore.txt, appendix E-C)."""
@@ -258,9 +257,9 @@ def started(state: SearchState, price: Price) -> dict[str, Any]:
     rate = suited(state, cold, price.point.settings)
     implicit = 1 - 1 / (1 + price.staleness)
     momentum = max(0.0, state.job.optimizer.momentum - implicit)
-    nearest = max(m for m in MOMENTA if m <= momentum + 1e-9)
+    lower = max(m for m in MOMENTA if m <= momentum + 1e-9)
     free = MOMENTUM not in price.point.settings and price.staleness > 0.5
-    return {**price.point.settings, RATE: rate, **({MOMENTUM: nearest} if free else {})}
+    return {**price.point.settings, RATE: rate, **({MOMENTUM: lower} if free else {})}
 
 
 def spread(state: SearchState) -> Iterator[Settings]:
