@@ -318,20 +318,17 @@ def latest_s(state: SearchState) -> float:
     return 2 * state.one_run / state.rate(state.reference.by_key)
 
 
-def fresh(state: SearchState) -> Iterator[Probe]:
-    """Winner, runner-up and the job as given, from the initial weights to the target, with fresh seeds.
+def fresh(state: SearchState) -> list[Probe]:
+    """Returns the next run from the initial weights to the target: of winner, job as given, or runner-up, by seed.
 
-    The runner-up is the simplest point that is hardly later than the winner, because it wins if there is no difference.
+    They train one after the other, so that a small budget ends one of them. The runner-up is the simplest point that is
+    hardly later than the winner, because it wins if there is no difference.
     """
     ranked = [estimate for estimate in state.estimates() if math.isfinite(estimate.time_s)]
     near = [estimate for estimate in ranked[1:] if estimate.time_s <= LATER * ranked[0].time_s]
-    second = min(near, key=lambda estimate: simplicity(estimate.settings)) if near else None
-    finalists = [ranked[0].settings, second.settings] if second else [estimate.settings for estimate in ranked[:2]]
-    most_s = latest_s(state)
-    for seed in SEEDS:
-        asked: list[Probe] = []
-        for settings in [*finalists, {}]:
-            asked += until_target(state, Probe.of(settings, "", 1, seed), most_s)
-        if asked:
-            yield from asked
-            return
+    second = [min(near, key=lambda estimate: simplicity(estimate.settings))] if near else ranked[1:2]
+    finalists = [*(e.settings for e in ranked[:1]), {}, *(e.settings for e in second)]
+    for seed, settings in itertools.product(SEEDS, finalists):
+        if probes := until_target(state, Probe.of(settings, "", 1, seed), latest_s(state)):
+            return probes
+    return []
