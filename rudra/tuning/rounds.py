@@ -31,8 +31,7 @@ MARGIN = 1.25
 FINALISTS, SEEDS = 3, (1, 2, 3)
 
 TO_PROLONG, TO_END = 3, 2
-"""Runs of the best point that are kept for `prolonged` and the finalists, and for the finalists. The reference is one
-more, for the job as given."""
+"""Runs of the best point that are kept for later stages: for `prolonged` and two finalists, or for two finalists."""
 
 MOMENTA = (0.0, 0.3, 0.6, 0.9)
 """Values of momentum, in steps that make a difference (omnivore.txt, appendix E-C)."""
@@ -261,9 +260,9 @@ def started(state: SearchState, price: Price) -> dict[str, Any]:
     rate = suited(state, cold, price.point.settings)
     implicit = 1 - 1 / (1 + price.staleness)
     momentum = max(0.0, state.job.optimizer.momentum - implicit)
-    nearest = max(m for m in MOMENTA if m <= momentum + 1e-9)
+    lower = max(m for m in MOMENTA if m <= momentum + 1e-9)
     free = MOMENTUM not in price.point.settings and price.staleness > 0.5
-    return {**price.point.settings, RATE: rate, **({MOMENTUM: nearest} if free else {})}
+    return {**price.point.settings, RATE: rate, **({MOMENTUM: lower} if free else {})}
 
 
 def spread(state: SearchState) -> Iterator[Settings]:
@@ -322,20 +321,17 @@ def latest_s(state: SearchState) -> float:
     return 2 * state.one_run / state.rate(state.reference.by_key)
 
 
-def fresh(state: SearchState) -> Iterator[Probe]:
-    """Winner, runner-up and the job as given, from the initial weights to the target, with fresh seeds.
+def fresh(state: SearchState) -> list[Probe]:
+    """Returns the next run from the initial weights to the target: of winner, job as given, or runner-up, by seed.
 
-    The runner-up is the simplest point that is hardly later than the winner, because it wins if there is no difference.
+    They train one after the other, so that a small budget ends one of them. The runner-up is the simplest point that is
+    hardly later than the winner, because it wins if there is no difference.
     """
     ranked = [estimate for estimate in state.estimates() if math.isfinite(estimate.time_s)]
     near = [estimate for estimate in ranked[1:] if estimate.time_s <= LATER * ranked[0].time_s]
-    second = min(near, key=lambda estimate: simplicity(estimate.settings)) if near else None
-    finalists = [ranked[0].settings, second.settings] if second else [estimate.settings for estimate in ranked[:2]]
-    most_s = latest_s(state)
-    for seed in SEEDS:
-        asked: list[Probe] = []
-        for settings in [*finalists, {}]:
-            asked += until_target(state, Probe.of(settings, "", 1, seed), most_s)
-        if asked:
-            yield from asked
-            return
+    second = [min(near, key=lambda estimate: simplicity(estimate.settings))] if near else ranked[1:2]
+    finalists = [*(e.settings for e in ranked[:1]), {}, *(e.settings for e in second)]
+    for seed, settings in itertools.product(SEEDS, finalists):
+        if probes := until_target(state, Probe.of(settings, "", 1, seed), latest_s(state)):
+            return probes
+    return []

@@ -32,7 +32,7 @@ from rudra.tuning.space import Settings
 from rudra.tuning.state import SearchState, key_of
 
 APART = 1.5
-"""Ratio of times to the best protocol from which on a protocol gets no more probes."""
+"""Largest ratio of the time of a protocol to the time of the best one. Beyond it, a protocol gets no more probes."""
 
 DIVERGED = math.log(4)
 """Distance of points that diverge, which have no time, from the latest time, in logarithms of seconds."""

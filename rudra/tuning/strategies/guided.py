@@ -80,8 +80,8 @@ def _families(state: SearchState) -> tuple[list[Settings], list[Settings]]:
 def _neighbours(state: SearchState) -> Iterator[list[Settings]]:
     """Neighbours of the best, then of the next ones, as far as they have not been tried and may win.
 
-    The first of them go on in a direction in which the last step was worth it. If the noise scale is known, batches
-    nearer to it come first.
+    A key whose neighbour on the other side was tried comes first: the best point is better than that neighbour, so the
+    next step has a good direction. If the noise scale is known, batches near it come first.
     """
     bound = Bound.of(state)
     tried = {probe.settings for probe in state.probes.values() if probe.origin}
