@@ -236,8 +236,8 @@ def _checked(job: Job, path: Path, outcome: LaunchOutcome) -> Results:
     if outcome.code:
         raise ProbeFailed(f"{job.name}: a probe ended with exit code {outcome.code}; the lines before say why")
     results = open_results(path)
-    losses = results.epochs["train_loss"]
-    if not all(map(math.isfinite, losses)):
-        results.close()
-        raise RunError("the loss of a mini-batch is not finite: a smaller learning_rate may help")
+    for row in results.epochs:
+        if not math.isfinite(loss := row["train_loss"]):
+            results.close()
+            raise RunError(f"the training loss of epoch {row['epoch']} is {loss}: a smaller learning_rate may help")
     return results
