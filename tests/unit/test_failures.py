@@ -43,7 +43,7 @@ def dead(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     for name in ("SPEAKS_S", "LEARNS_S", "AGAIN_S"):
         monkeypatch.setattr(failures, name, 0.0)
 
-    def end(_: Any, code: int) -> None:
+    def end(_: Any, code: int, *, lost: bool) -> None:
         raise SystemExit(code)
 
     monkeypatch.setattr(failures, "end_everybody", end)
