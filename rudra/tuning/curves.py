@@ -105,20 +105,20 @@ def _drawn(state: SearchState, verdict: Verdict) -> list[ProbeCurve]:
     for key in dict.fromkeys(order):
         probe = by_settings.get(key)
         if probe is not None and len(found) < MOST and state.outcomes[probe.name].marks:
-            told = [role for role, its in (("reference", reference), *((r, k) for k, r in roles.items())) if its == key]
-            found.append(_curve(state, probe, told, len(found)))
+            parts = [role for role, its in (("reference", reference), *((r, k) for k, r in roles.items())) if its == key]
+            found.append(_curve(state, probe, parts, len(found)))
     return found
 
 
-def _curve(state: SearchState, probe: Probe, told: Sequence[str], place: int) -> ProbeCurve:
+def _curve(state: SearchState, probe: Probe, parts: Sequence[str], place: int) -> ProbeCurve:
     """Returns the curve of a probe with its parts in the answer."""
     style = look(place)
-    if not {"reference", "winner"} & {*told}:
+    if not {"reference", "winner"} & {*parts}:
         others = [colour for i, colour in enumerate(COLOURS) if i not in (4, 6)]
         style |= {"color": others[place % len(others)], "linewidth": 1.3}
-    if "reference" in told:
+    if "reference" in parts:
         style |= {"color": COLOURS[6], "linestyle": "-", "linewidth": 4.5, "zorder": 1.5}
-    if "winner" in told:
+    if "winner" in parts:
         style = {"linewidth": 3.2, **style, "color": COLOURS[4], "linestyle": "-", "zorder": 5}
-    name = f"{' and '.join(told)}: {named(probe.by_key)}" if told else named(probe.by_key)
+    name = f"{' and '.join(parts)}: {named(probe.by_key)}" if parts else named(probe.by_key)
     return ProbeCurve(name, state.rate(probe.by_key), state.marks(probe), style)

@@ -115,7 +115,7 @@ def _failure(state: SearchState) -> Iterator[str]:
         metric, epochs = state.target.metric, len(state.outcomes[state.reference.name].marks)
         values = [mark.metric for mark in state.marks(state.reference) if not math.isnan(mark.metric)]
         best = (max if state.target.at_least else min)(values, default=math.nan)
-        yield f"The reference came to {metric} {best:.4g} in {epochs} epochs after the cold start."
+        yield f"The reference reached {metric} {best:.4g} in {epochs} epochs after the cold start."
         yield "Without a reference that reaches the target, nothing else is tried."
     else:
         yield "The reference reached the target, but no finalist did from the initial weights."

@@ -108,8 +108,8 @@ def test_the_surface_of_the_page_shows_what_was_tried_and_why_not(
     ("worth", "said"),
     [
         (0.0, "The loss diverged with every learning rate of the cold start."),
-        (0.001, "The reference came to accuracy 0.75"),
-        (0.05, "The reference came to accuracy 0.8"),
+        (0.001, "The reference reached accuracy 0.75"),
+        (0.05, "The reference reached accuracy 0.8"),
     ],
     ids=["all diverge", "no progress", "too slow"],
 )
