@@ -98,14 +98,14 @@ def _drawn(state: SearchState, verdict: Verdict) -> list[ProbeCurve]:
             for i, probe in enumerate(probes[:MOST])
         ]
     by_settings = {probe.settings: probe for probe in state.probes.values() if probe.origin}
-    roles = {key_of(f.settings): role for role, f in verdict.roles.items()}
-    reference = state.reference.settings
-    order = [reference, *roles, *(key_of(estimate.settings) for estimate in state.estimates())]
+    roles = {"reference": state.reference.settings}
+    roles |= {role: key_of(finalist.settings) for role, finalist in verdict.roles.items()}
+    order = [*roles.values(), *(key_of(estimate.settings) for estimate in state.estimates())]
     found: list[ProbeCurve] = []
     for key in dict.fromkeys(order):
         probe = by_settings.get(key)
         if probe is not None and len(found) < MOST and state.outcomes[probe.name].marks:
-            parts = [role for role, its in (("reference", reference), *((r, k) for k, r in roles.items())) if its == key]
+            parts = [role for role, its in roles.items() if its == key]
             found.append(_curve(state, probe, parts, len(found)))
     return found
 
