@@ -224,7 +224,6 @@ def code_digest(job: Job, store: ProbeStore) -> tuple[str, float]:
     """Trains a short run twice, and returns a digest of the user's code and data: the final weights.
 
     The digest is empty if the two runs differ. The second value is the relative difference of their losses.
-
     If the job allows hardsync, the digest does not depend on its cluster.
 
     Args:
@@ -239,8 +238,12 @@ def code_digest(job: Job, store: ProbeStore) -> tuple[str, float]:
     found, losses = set(), list[float]()
     for turn in (1, 2):
         output = store.scratch(f"repeat-{turn}.h5")
-        with only_errors(), api.simulate(short, output=output, force=True, progress="quiet") as results:
-            found.add(str(results.summary()["weights_sha256"]))
-            losses.append(float(results.epochs["train_loss"][-1]))
-        output.unlink()
+        try:
+            with only_errors(), api.simulate(short, output=output, force=True, progress="quiet") as results:
+                found.add(str(results.summary()["weights_sha256"]))
+                losses.append(float(results.epochs["train_loss"][-1]))
+        except RunError as error:  # it diverges, at the same mini-batch each time
+            found.add(str(error))
+            losses.append(math.nan)
+        output.unlink(missing_ok=True)
     return found.pop() if len(found) == 1 else "", abs(losses[0] / losses[1] - 1) if losses[1] else math.inf

@@ -81,3 +81,10 @@ def test_code_that_is_not_deterministic_is_found_before_the_search(
     assert len(said) == 1, "a search that continues has no other opinion"
     (entry,) = entries(tmp_path, "repeat")
     assert entry["percent"] > 0
+
+
+def test_a_job_that_diverges_at_once_is_no_mistake(tmp_path: Path) -> None:
+    """Neither for the runs that identify code and data, nor for the search."""
+    found = rudra.tune(JOB.with_(optimizer={"learning_rate": 1e12}), output=tmp_path, budget=1, **ABOUT)
+    assert found.winner is None
+    assert not any("deterministic" in note for note in found.notes)
