@@ -11,7 +11,7 @@ from rudra.tuning.ruler import Mark
 from rudra.tuning.state import SearchState, Strategy, key_of
 
 Order = Callable[[Sequence[Probe]], Iterable[Probe]]
-"""Returns the probes of a round in the order in which they are trained."""
+"""Returns the probes of a round in the order of their training."""
 
 
 def lead(
@@ -24,9 +24,8 @@ def lead(
 ) -> None:
     """Trains probes until the strategy asks for none.
 
-    The strategy gets outcomes round by round, in the order of asking, whatever finished first. So a search that
-    continues from its journal ends as if it had not been stopped. The journal also gets every point that is dropped,
-    with the reason.
+    The strategy gets outcomes round by round, in the order of asking. So a search that continues from its journal ends
+    as if it had not been stopped. The journal also gets every point that is dropped, with the reason.
 
     Args:
         state: State of the search, without outcomes.
@@ -37,7 +36,7 @@ def lead(
         order: Order of training within a round. Default: the order of asking.
 
     Raises:
-        ConfigError: The first evaluation meets the target, so that there is nothing to compare.
+        ConfigError: The first evaluation meets the target, and nothing is left to compare.
     """
     known: dict[tuple[str, int], Outcome] = {}
     for entry in journal.of("probe"):

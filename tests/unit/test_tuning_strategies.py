@@ -126,12 +126,13 @@ def test_probes_of_a_round_may_finish_in_any_order(tmp_path: Path, strategy: str
     search = Search(tmp_path, strategy, SURFACES["cliff"])
     told = [*search.run().outcomes.items()]
     text = search.path.read_text().splitlines()
+    found = []
     for seed in range(5):
         search.path.unlink()
         assert [*search.run(order=shuffled(seed)).outcomes.items()] == told
-        lines = search.path.read_text().splitlines()
-        assert lines != text
-        assert sorted(lines) == sorted(text)
+        found.append(search.path.read_text().splitlines())
+        assert sorted(found[-1]) == sorted(text)
+    assert any(lines != text for lines in found), "in another order"
 
 
 def test_nothing_diverges_forever(tmp_path: Path) -> None:
