@@ -9,6 +9,10 @@ BENCHMARKS = {  # name -> comparison and goal
         "time to accuracy of two learners, by protocol, against torch DDP; needs Fashion-MNIST or CIFAR-10",
         "the best of ours >= 1.5 times as fast as the best DDP",
     ),
+    "tune": (
+        "rudra tune against all settings trained to the target, on simulated clusters; needs Fashion-MNIST, CIFAR-10",
+        "guided <= 1.15 times as late as the oracle, in all cases but one",
+    ),
     "averaging": (
         "averages of replicas with every mini-batch (sma), of 18 MB and 289 MB, against what memory allows",
         ">= 0.9 of the bound",

@@ -39,7 +39,7 @@ class Budget(NamedTuple):
         Raises:
             ConfigError: It is no budget, or less than one reference run.
         """
-        text = text if isinstance(text, str) else f"{text:g}x"
+        text = text if isinstance(text, str) else f"{text:.15g}x"
         found = re.fullmatch(r"(\d+(?:\.\d+)?)([xmh])", text)
         if found is None or not float(found[1]):
             raise ConfigError(

@@ -6,11 +6,13 @@ search. A journal of another search is refused.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rudra.errors import ConfigError, ResultsError
+from rudra.tuning.probes import Noise, Outcome, Probe
+from rudra.tuning.ruler import Mark
 
 NAME = "journal.jsonl"
 FORMAT = 2
@@ -30,10 +32,9 @@ class Journal:
 
     def __init__(self, path: Path, head: Mapping[str, Any]) -> None:
         self.path = path
-        self.entries: list[dict[str, Any]] = []
         head = json.loads(json.dumps({"format": FORMAT, **head}, default=str))
         try:
-            complete = self._read()
+            self.entries, complete = read(path)
             with path.open("r+b" if path.exists() else "wb") as file:
                 file.truncate(complete)  # a line that was being written when the search was killed
         except OSError as error:
@@ -48,25 +49,6 @@ class Journal:
                     f"{path} is of another search: its {key} is {_short(found.get(key))}, not {_short(head.get(key))}; "
                     "give another --output"
                 )
-
-    def _read(self) -> int:
-        """Reads all complete lines, and returns their length in bytes."""
-        if not self.path.exists():
-            return 0
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        length = 0
-        for place, line in enumerate(lines):
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                entry = None
-            if not isinstance(entry, dict) or not line.endswith(b"\n"):
-                if place + 1 < len(lines):
-                    raise ConfigError(f"{self.path}: line {place + 1} is damaged; give another --output")
-                break
-            self.entries.append(entry)
-            length += len(line)
-        return length
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Writes an entry to the disk.
@@ -87,6 +69,37 @@ class Journal:
     def of(self, kind: str) -> Iterator[dict[str, Any]]:
         """Yields the entries of a kind, in order."""
         return (entry for entry in self.entries if entry.get("kind") == kind)
+
+
+def read(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Reads all complete lines of a journal, if it exists. Also returns their length in bytes.
+
+    Raises:
+        ConfigError: A line before the last one is damaged.
+        OSError: The file cannot be read.
+    """
+    entries: list[dict[str, Any]] = []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for place, line in enumerate(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            entry = None
+        if not isinstance(entry, dict) or not line.endswith(b"\n"):
+            if place + 1 < len(lines):
+                raise ConfigError(f"{path}: line {place + 1} is damaged; give another --output")
+            break
+        entries.append(entry)
+    return entries, sum(map(len, lines[: len(entries)]))
+
+
+def outcomes(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[Probe, Outcome]]:
+    """Yields the probes of a journal with their outcomes, in the order of training."""
+    for entry in entries:
+        if entry.get("kind") == "probe":
+            probe = Probe.of(entry["settings"], entry["origin"], entry["epochs"], entry["seed"])
+            noise = Noise(*entry["noise"]) if entry["noise"] else None
+            yield probe, Outcome(tuple(Mark(*mark) for mark in entry["marks"]), entry["failed"], noise)
 
 
 def _short(value: Any) -> str:

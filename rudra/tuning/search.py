@@ -4,10 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rudra.errors import ConfigError
-from rudra.tuning.journal import Journal
-from rudra.tuning.probes import Noise, Outcome, Probe, Train
+from rudra.tuning.journal import Journal, outcomes
+from rudra.tuning.probes import Probe, Train
 from rudra.tuning.rounds import dropped
-from rudra.tuning.ruler import Mark
 from rudra.tuning.state import SearchState, Strategy, key_of
 
 Order = Callable[[Sequence[Probe]], Iterable[Probe]]
@@ -38,11 +37,7 @@ def lead(
     Raises:
         ConfigError: The first evaluation meets the target, and nothing is left to compare.
     """
-    known: dict[tuple[str, int], Outcome] = {}
-    for entry in journal.of("probe"):
-        marks = tuple(Mark(*mark) for mark in entry["marks"])
-        noise = Noise(*entry["noise"]) if entry["noise"] else None
-        known[entry["name"], entry["epochs"]] = Outcome(marks, entry["failed"], noise)
+    known = {(probe.name, probe.epochs): outcome for probe, outcome in outcomes(journal.entries)}
     drops = {key_of(entry["point"]) for entry in journal.of("drop")}
     while asked := strategy(state):
         for probe in order(asked):

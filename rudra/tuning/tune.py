@@ -78,6 +78,25 @@ class Outlook(NamedTuple):
             reasons.setdefault(refused.reason, []).append(answer.named(refused.settings))
         return found + [f"  refused: {names[0]}: {reason}" for reason, names in reasons.items()]
 
+    def begun(self, budget: float, given: Mapping[str, Sequence[Any]], *, real: bool = False) -> SearchState:
+        """Returns the state of a search that begins.
+
+        Args:
+            budget: Number of reference runs whose samples it may train.
+            given: Key -> values, as for `tune`.
+            real: Whether probes train on real ranks.
+        """
+        return SearchState(
+            self.job,
+            self.target,
+            self.prices,
+            untimed={key for dimension in space.chosen(given) if not dimension.timed for key in dimension.keys},
+            training_samples=self.training_samples,
+            budget=budget,
+            longest=self.job.training.epochs,
+            real=real,
+        )
+
 
 def plan(
     job: Job,
@@ -217,16 +236,7 @@ def _tuned(
         luck = [ANOTHER.format(entry["percent"]) for entry in journal.of("repeat")]
         for text in luck:
             log.warning(f"{job.name}: {text}")
-        state = SearchState(
-            found.job,
-            found.target,
-            found.prices,
-            untimed={key for dimension in space.chosen(given or {}) if not dimension.timed for key in dimension.keys},
-            training_samples=found.training_samples,
-            budget=budget.runs,
-            longest=job.training.epochs,
-            real=ranks is not None,
-        )
+        state = found.begun(budget.runs, given or {}, real=ranks is not None)
         execute = simulated if ranks is None else ranks.execute
         trainer = Trainer(found.job, found.target, kept, code or f"any in {directory.resolve()}", state, execute)
         train = metered(trainer.train, budget, state, journal, trainer.wall_s)
