@@ -170,6 +170,8 @@ class _Case:
                 worth = self._state.ruler.worth(marks[: EARLY + 1])
                 predicted = self._state.reference_samples / (max(worth, 1e-9) * self._state.rate(probe.by_key))
                 pairs.append((predicted, time_s))
+        if len(pairs) < 2:
+            return math.nan
         predicted_s, true_s = (np.argsort(np.argsort(values)) for values in zip(*pairs, strict=True))
         return float(np.corrcoef(predicted_s, true_s)[0, 1])
 

@@ -42,13 +42,11 @@ class Journal:
         if not self.entries:
             self.add(head)
             return
-        found = self.entries[0]
-        for key in {**found, **head}:
-            if found.get(key) != head.get(key):
-                raise ConfigError(
-                    f"{path} is of another search: its {key} is {_short(found.get(key))}, not {_short(head.get(key))}; "
-                    "give another --output"
-                )
+        if other := _difference(self.entries[0], head):
+            key, then, now = other
+            raise ConfigError(
+                f"{path} is of another search: its {key} is {_short(then)}, not {_short(now)}; give another --output"
+            )
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Writes an entry to the disk.
@@ -100,6 +98,18 @@ def outcomes(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[Probe, Outcome
             probe = Probe.of(entry["settings"], entry["origin"], entry["epochs"], entry["seed"])
             noise = Noise(*entry["noise"]) if entry["noise"] else None
             yield probe, Outcome(tuple(Mark(*mark) for mark in entry["marks"]), entry["failed"], noise)
+
+
+def _difference(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+    """Returns the first key that differs, such as job.training.seed, and its values. None: all are equal."""
+    for key in {**then, **now}:
+        one, other = then.get(key), now.get(key)
+        if isinstance(one, dict) and isinstance(other, dict):
+            if inner := _difference(one, other):
+                return f"{key}.{inner[0]}", *inner[1:]
+        elif one != other:
+            return key, one, other
+    return None
 
 
 def _short(value: Any) -> str:

@@ -1,5 +1,6 @@
 """`rudra.tune`: prepares a search, leads it, and writes the answer."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -222,7 +223,11 @@ def _tuned(
         found = plan(priced, target=target, learners=learners, given=given, quiet=quiet, ranks=most)
         kept = ProbeStore(place)
         code, apart = code_digest(found.job, kept)
-        head: dict[str, Any] = {"rudra": version("rudra"), "job": found.job.to_json(), "target": repr(found.target)}
+        head: dict[str, Any] = {
+            "rudra": version("rudra"),
+            "job": json.loads(found.job.to_json()),
+            "target": repr(found.target),
+        }
         head |= {
             "mpi": ranks is not None,
             "strategy": strategy,
