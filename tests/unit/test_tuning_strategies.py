@@ -21,6 +21,10 @@ NOISE = 0.05
 """Standard deviation of the progress of a probe, in epochs of the best settings."""
 
 
+FEW = {name: surface._replace(only=("hardsync", "softsync", "async")) for name, surface in SURFACES.items()}
+"""Surfaces with fewer points."""
+
+
 def shuffled(seed: int) -> Order:
     chance = random.Random(seed)
     return lambda probes: chance.sample(probes, len(probes))
@@ -107,8 +111,8 @@ def test_without_a_difference_the_answer_says_so_and_is_simple(guided: Searches)
 def test_a_search_that_is_killed_20_times_writes_the_same(tmp_path: Path, strategy: str) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole = Search(tmp_path / "whole", strategy, SURFACES["ridge of rate and momentum"], 6)
-    killed = Search(tmp_path / "killed", strategy, SURFACES["ridge of rate and momentum"], 6)
+    whole = Search(tmp_path / "whole", strategy, FEW["ridge of rate and momentum"], 6)
+    killed = Search(tmp_path / "killed", strategy, FEW["ridge of rate and momentum"], 6)
     text = best_toml(whole.run())
     chance = random.Random(5)
     for _ in range(20):
@@ -121,18 +125,19 @@ def test_a_search_that_is_killed_20_times_writes_the_same(tmp_path: Path, strate
     assert killed.path.read_bytes() == whole.path.read_bytes()
 
 
-@pytest.mark.parametrize("strategy", ["guided", "halving", "first-epoch", "omnivore"])
-def test_probes_of_a_round_may_finish_in_any_order(tmp_path: Path, strategy: str) -> None:
-    search = Search(tmp_path, strategy, SURFACES["cliff"])
+@pytest.mark.parametrize(("strategy", "orders"), [("guided", 3), ("halving", 20), ("first-epoch", 3), ("omnivore", 3)])
+def test_probes_of_a_round_may_finish_in_any_order(tmp_path: Path, strategy: str, orders: int) -> None:
+    search = Search(tmp_path, strategy, FEW["cliff"], 6)
     told = [*search.run().outcomes.items()]
     text = search.path.read_text().splitlines()
-    found = []
-    for seed in range(5):
+    written = set()
+    for seed in range(orders):
         search.path.unlink()
         assert [*search.run(order=shuffled(seed)).outcomes.items()] == told
-        found.append(search.path.read_text().splitlines())
-        assert sorted(found[-1]) == sorted(text)
-    assert any(lines != text for lines in found), "in another order"
+        lines = search.path.read_text().splitlines()
+        assert sorted(lines) == sorted(text)
+        written.add(tuple(lines))
+    assert len(written) > 1
 
 
 def test_nothing_diverges_forever(tmp_path: Path) -> None:
