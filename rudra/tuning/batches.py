@@ -17,7 +17,7 @@ APART = 2.0
 """Largest ratio of two batches that agree."""
 
 
-class Batch(NamedTuple):
+class UpdateBatch(NamedTuple):
     """Batch of an update.
 
     Attributes:
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
     staleness: float
 
 
-def batch_of(job: Job) -> Batch:
+def batch_of(job: Job) -> UpdateBatch:
     """Returns the batch of an update of a job."""
     plan = job.plan()
     protocol = job.make_protocol(plan)
@@ -48,10 +48,10 @@ def batch_of(job: Job) -> Batch:
         family = (*common, protocol.ordered, gradients)
         staleness = 0.0 if protocol.ordered else protocol.expected_staleness
     factor = protocol.modulation.rate_factor(staleness)
-    return Batch(family, gradients * job.training.minibatch_size, factor, staleness)
+    return UpdateBatch(family, gradients * job.training.minibatch_size, factor, staleness)
 
 
-def rescaled(rate: float, noise_scale: float, before: Batch, after: Batch) -> float:
+def rescaled(rate: float, noise_scale: float, before: UpdateBatch, after: UpdateBatch) -> float:
     """Returns a learning rate for another batch: proportional to 1 / (1 + B/b), together with the modulation.
 
     A staler point gets no higher rate, because what diverges without staleness diverges with it.

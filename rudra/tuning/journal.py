@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rudra.errors import ConfigError, ResultsError
-from rudra.tuning.probes import Noise, Outcome, Probe
+from rudra.tuning.probes import ProbeNoise, Outcome, Probe
 from rudra.tuning.ruler import Mark
 
 NAME = "journal.jsonl"
@@ -96,7 +96,7 @@ def outcomes(entries: Iterable[dict[str, Any]]) -> Iterator[tuple[Probe, Outcome
     for entry in entries:
         if entry.get("kind") == "probe":
             probe = Probe.of(entry["settings"], entry["origin"], entry["epochs"], entry["seed"])
-            noise = Noise(*entry["noise"]) if entry["noise"] else None
+            noise = ProbeNoise(*entry["noise"]) if entry["noise"] else None
             yield probe, Outcome(tuple(Mark(*mark) for mark in entry["marks"]), entry["failed"], noise)
 
 

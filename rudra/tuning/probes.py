@@ -60,7 +60,7 @@ class Probe(NamedTuple):
         return f"{self.name}-{self.begins_at + self.epochs}"
 
 
-class Noise(NamedTuple):
+class ProbeNoise(NamedTuple):
     """Gradient noise scale that a probe has measured.
 
     Attributes:
@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
 
     marks: tuple[Mark, ...]
     failed: str = ""
-    noise: Noise | None = None
+    noise: ProbeNoise | None = None
 
 
 Train = Callable[[Probe, Outcome | None], Outcome]

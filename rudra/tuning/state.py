@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from rudra.job.job import Job
 from rudra.job.target import Target
-from rudra.tuning.batches import Batch, batch_of
+from rudra.tuning.batches import UpdateBatch, batch_of
 from rudra.tuning.prices import Price
-from rudra.tuning.probes import Noise, Outcome, Probe
+from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.ruler import Mark, Ruler, crossed, reached
 from rudra.tuning.space import Settings
 
@@ -74,7 +74,7 @@ class SearchState:
         self.training_samples, self.budget, self.longest, self.real = training_samples, budget, longest, real
         self.limit = math.inf
         self._measured: dict[tuple[tuple[str, str], ...], float] = {}
-        self._batches: dict[tuple[tuple[str, str], ...], Batch] = {}
+        self._batches: dict[tuple[tuple[str, str], ...], UpdateBatch] = {}
         self.probes: dict[str, Probe] = {}
         self.outcomes: dict[str, Outcome] = {}
 
@@ -198,7 +198,7 @@ class SearchState:
         """Whether the space has a point with these settings."""
         return self.point_of(settings) in self._priced
 
-    def batch(self, settings: Settings) -> Batch:
+    def batch(self, settings: Settings) -> UpdateBatch:
         """Returns the batch of an update of a candidate."""
         key = self.point_of(settings)
         if key not in self._batches:
@@ -206,7 +206,7 @@ class SearchState:
         return self._batches[key]
 
     @property
-    def noise(self) -> Noise | None:
+    def noise(self) -> ProbeNoise | None:
         """Gradient noise scale in the cold start. None: unknown."""
         return None if self.cold is None else self.outcomes[self.cold.name].noise
 

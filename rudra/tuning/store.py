@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rudra.errors import ResultsError
 from rudra.files import written
-from rudra.tuning.probes import Noise
+from rudra.tuning.probes import ProbeNoise
 
 
 class Evaluation(NamedTuple):
@@ -41,7 +41,7 @@ class Measured(NamedTuple):
 
     evaluations: tuple[Evaluation, ...] = ()
     failed: str = ""
-    noise: Noise | None = None
+    noise: ProbeNoise | None = None
     wall_s: float = 0.0
 
 
@@ -63,7 +63,7 @@ class ProbeStore:
         """Returns what is known of a probe. A damaged file counts as none."""
         try:
             found = json.loads(self._file(digest).read_text())
-            noise = Noise(*found["noise"]) if found["noise"] else None
+            noise = ProbeNoise(*found["noise"]) if found["noise"] else None
             evaluations = tuple(Evaluation(*each) for each in found["evaluations"])
             return Measured(evaluations, found["failed"], noise, found["wall_s"])
         except (OSError, ValueError, TypeError, KeyError):

@@ -17,7 +17,7 @@ from rudra.log import only_errors
 from rudra.results import checkpoint
 from rudra.results.reader import Results, open_results
 from rudra.results.run_noise import noise_of
-from rudra.tuning.probes import Noise, Outcome, Probe
+from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.ruler import Mark, reached
 from rudra.tuning.space import trajectory, with_settings
 from rudra.tuning.state import SearchState
@@ -198,12 +198,14 @@ def _with_norms(job: Job) -> Job:
     return job
 
 
-def _noise(output: Path) -> Noise | None:
+def _noise(output: Path) -> ProbeNoise | None:
     """Returns the gradient noise scale of a run. None: the run has no norms, or too few updates."""
     with open_results(output) as results:
         found = noise_of(results)
     scale = found.scale if found else None
-    return Noise(scale.samples, scale.error) if scale and scale.samples > 0 and math.isfinite(scale.error) else None
+    return (
+        ProbeNoise(scale.samples, scale.error) if scale and scale.samples > 0 and math.isfinite(scale.error) else None
+    )
 
 
 def _position(path: Path) -> tuple[int, float]:

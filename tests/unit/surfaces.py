@@ -14,7 +14,7 @@ from rudra.tuning import space
 from rudra.tuning.answer import answer_of
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.prices import Price, dominated
-from rudra.tuning.probes import Noise, Outcome, Probe
+from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.rounds import MOMENTA, MOMENTUM, RATE, rates
 from rudra.tuning.ruler import Mark
 from rudra.tuning.search import Order, lead
@@ -134,7 +134,12 @@ class Trained:
     """Trains probes of a surface: the loss falls by worth, with noise that probe, epoch and seed decide."""
 
     def __init__(
-        self, state: SearchState, surface: Surface, noise: float = 0.03, seed: int = 0, measured: Noise | None = None
+        self,
+        state: SearchState,
+        surface: Surface,
+        noise: float = 0.03,
+        seed: int = 0,
+        measured: ProbeNoise | None = None,
     ) -> None:
         self._state, self._surface, self._noise, self._seed, self._measured = state, surface, noise, seed, measured
         self.trained = 0
@@ -197,7 +202,7 @@ class Search:
         budget: float = 8.0,
         noise: float = 0.03,
         seed: int = 0,
-        measured: Noise | None = None,
+        measured: ProbeNoise | None = None,
     ) -> None:
         self._measured = measured
         self.path, self._strategy = path / NAME, shipped()[strategy]

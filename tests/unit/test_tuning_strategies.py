@@ -11,8 +11,8 @@ from surfaces import JOB, SURFACES, Search, Surface
 
 from rudra.errors import ConfigError
 from rudra.tuning.answer import answer_of
-from rudra.tuning.batches import Batch, nearest, rescaled
-from rudra.tuning.probes import Noise, Outcome
+from rudra.tuning.batches import UpdateBatch, nearest, rescaled
+from rudra.tuning.probes import Outcome, ProbeNoise
 from rudra.tuning.search import Order
 from rudra.tuning.space import with_settings
 from rudra.tuning.state import SearchState
@@ -177,8 +177,8 @@ def test_the_job_as_given_wins_if_it_is_the_soonest(guided: Searches) -> None:
     assert not any("the job as given" in line for line in rest)
 
 
-def batch(samples: int, factor: float = 1.0, staleness: float = 0.0) -> Batch:
-    return Batch((), samples, factor, staleness)
+def batch(samples: int, factor: float = 1.0, staleness: float = 0.0) -> UpdateBatch:
+    return UpdateBatch((), samples, factor, staleness)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,14 @@ def batch(samples: int, factor: float = 1.0, staleness: float = 0.0) -> Batch:
     ],
 )
 def test_the_noise_of_gradients_centres_the_learning_rate(
-    noise_scale: float, before: Batch, after: Batch, rate: float
+    noise_scale: float, before: UpdateBatch, after: UpdateBatch, rate: float
 ) -> None:
     assert rescaled(1.0, noise_scale, before, after) == pytest.approx(rate)
     assert nearest([0.1, 0.316, 1.0], 0.5) == 0.316
 
 
-@pytest.mark.parametrize(("measured", "first"), [(None, 4), (Noise(2.0, 1.0), 4), (Noise(500.0, 9.0), 16)])
-def test_batches_near_the_noise_scale_are_tried_first(tmp_path: Path, measured: Noise | None, first: int) -> None:
+@pytest.mark.parametrize(("measured", "first"), [(None, 4), (ProbeNoise(2.0, 1.0), 4), (ProbeNoise(500.0, 9.0), 16)])
+def test_batches_near_the_noise_scale_are_tried_first(tmp_path: Path, measured: ProbeNoise | None, first: int) -> None:
     search = Search(tmp_path, "guided", SURFACES["flat"]._replace(only=("hardsync",)), measured=measured)
     state = search.run()
     sizes = [probe.by_key["training.minibatch_size"] for probe in state.probes.values() if probe.origin]
