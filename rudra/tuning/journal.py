@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rudra.errors import ConfigError, ResultsError
-from rudra.tuning.probes import ProbeNoise, Outcome, Probe
+from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.ruler import Mark
 
 NAME = "journal.jsonl"
