@@ -7,13 +7,16 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import protocols
 import topologies
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
 from rudra.job.table import named
+from rudra.log import only_errors
+from rudra.prepare.cut import choose_cut
 
 Settings = Mapping[str, Any]
 """Key of the job, such as `protocol.name` -> value."""
@@ -151,10 +154,13 @@ def _per_rank(job: Job) -> Iterator[tuple[int, int]]:
         yield from ((each * times, job.learners * times) for times in (1, 2))
 
 
-def _cuts(job: Job) -> Iterator[tuple[Any]]:
+def _cuts(job: Job) -> Iterator[tuple[str | None]]:
     """Whole models, or the best cut of `rudra place`, if the times of the layers are known."""
     if job.simulation.layers and not job.placement.given and not job.scheduled:
-        yield from ((None,), ("auto",))
+        yield (None,)
+        with suppress(RudraError), only_errors():
+            if (cut := choose_cut(job.with_(placement={"cut": "auto"}))) is not None:
+                yield (cut,)
 
 
 def by_steps(middle: float, factor: float, steps: int) -> list[float]:

@@ -113,19 +113,19 @@ LAYER = {"name": "0", "parameters_bytes": 8, "output_bytes": 8, "forward_s": {8:
         ("sma", {}, {"cluster.learners": [3]}, "cluster.learners_per_rank", {None}),
         ("hardsync", {}, {}, "cluster.learners_per_rank", {None}),
         ("hardsync", {}, {}, "placement.cut", {None}),
-        (
-            "hardsync",
-            {"layers": [LAYER]},
-            {},
-            "placement.cut",
-            {"auto", None},
-        ),
+        ("hardsync", {"layers": [LAYER]}, {}, "placement.cut", {None, "2"}),
     ],
     ids=["m", "its learners", "λ is given", "m of gradients", "cut", "cut with known layers"],
 )
 def test_a_row_of_the_space_applies_under_its_condition(
-    protocol: str, tables: dict[str, Any], given: dict[str, Any], key: str, values: set[Any]
+    monkeypatch: pytest.MonkeyPatch,
+    protocol: str,
+    tables: dict[str, Any],
+    given: dict[str, Any],
+    key: str,
+    values: set[Any],
 ) -> None:
+    monkeypatch.setattr(space, "choose_cut", lambda job: "2")
     job = JOB.with_(simulation=tables)
     points = space.points(job, [d for d in space.chosen(given) if d.timed], [])
     assert {p.settings.get(key) for p in points if p.settings["protocol.name"] == protocol} == values
