@@ -44,7 +44,7 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
     "explain": ("ground job core results prepare simulation", OF_JOB),
     "report": ("ground job core results prepare explain", OF_JOB | {"matplotlib", "jinja2"}),
     "studies": ("ground job core data compute results prepare mpi simulation above report", WITH_TORCH),
-    "tuning": ("ground job core results prepare simulation above report", OF_JOB),
+    "tuning": ("ground job core results prepare mpi simulation above report studies", OF_JOB),
     "above": (
         "ground job core data compute roles results prepare mpi simulation tuning cli",
         WITH_TORCH | {"mpi4py", "h5py"},
@@ -54,7 +54,7 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
         WITH_TORCH | {"mpi4py"},
     ),
     "benchmarks": (
-        "ground job core data compute roles results prepare mpi simulation above explain report studies bench",
+        "ground job core data compute roles results prepare mpi simulation above explain report studies tuning bench",
         WITH_TORCH | {"mpi4py", "h5py"},
     ),
     "cli": (
