@@ -5,6 +5,7 @@ Rates and momenta do not change the time of a sample, so a search has a few hund
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -63,8 +64,13 @@ def _predicted(points: Sequence[Candidate], cores: int) -> Iterator[tuple[float,
     if cores == 1 or len(points) < SEVERAL:
         yield from map(_price, arguments)
         return
-    with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
-        yield from pool.map(_price, arguments, chunksize=8)
+    try:
+        with ProcessPoolExecutor(cores, get_context("spawn")) as pool:
+            yield from pool.map(_price, arguments, chunksize=8)
+    except BrokenProcessPool:
+        raise ConfigError(
+            "predictions start processes, which import your script; put its calls under if __name__ == '__main__'"
+        ) from None
 
 
 def _price(about: tuple[Job, Outline]) -> tuple[float, float, str] | str:
