@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -92,8 +93,7 @@ class SearchState:
         """Yields the measured samples per second of every epoch of a point's probes."""
         for probe in self.probes.values():
             if self.point_of(probe.by_key) == point:
-                marks = self.outcomes[probe.name].marks
-                for before, mark in zip((Mark(0, 0.0, 0.0, 0.0), *marks[:-1]), marks, strict=True):
+                for before, mark in pairwise((Mark(0, 0.0, 0.0, 0.0), *self.outcomes[probe.name].marks)):
                     yield (mark.samples - before.samples) / max(mark.time_s - before.time_s, 1e-9)
 
     @property
