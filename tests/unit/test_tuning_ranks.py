@@ -127,7 +127,7 @@ def test_measured_rates_replace_predictions_and_set_the_pace_of_others() -> None
     assert state.rate({**HARD, "optimizer.learning_rate": 0.5}) == 100, "the slow first epoch is not typical"
     assert state.rate(ASYNC) == 100
     state.tell(Probe.of({**HARD, "optimizer.learning_rate": 9.0}, "", 1), Outcome((), "the loss is nan"))
-    state.tell(Probe.of({**HARD, "optimizer.learning_rate": 0.2}, "", 1), trained(10.0))
+    state.tell(Probe.of({**HARD, "optimizer.learning_rate": 0.2}, "", 1), trained(1.0))
     assert state.rate(HARD) == 100
     virtual = state_of(Budget.parse("8x"), is_real=False)
     virtual.tell(Probe.of(HARD, "", 1), trained(1.0))
