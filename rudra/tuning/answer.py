@@ -107,7 +107,7 @@ class Verdict(NamedTuple):
             return
         first, *others = self.finalists
         yield f"{self.job.name}: the soonest to {goal} is {named(first.settings)}"
-        yield f"  time to target: {_times(first)}"
+        yield f"  time to target: {_times(first)}{self._machine_time(first)}"
         if self.given is not None and first.settings:
             if _alike(first, self.given):
                 yield f"  the job as given: {_times(self.given)}: no difference, so it may stay as it is"
@@ -127,9 +127,19 @@ class Verdict(NamedTuple):
             elif _alike(first, other):
                 yield f"  runner-up: {named(other.settings)}: {_times(other)}: no difference, so the simpler one wins"
             else:
-                yield f"  runner-up: {named(other.settings)}: {_times(other)}: {100 * (later - 1):.0f} % later"
+                slower = f"{_times(other)}: {100 * (later - 1):.0f} % later"
+                yield f"  runner-up: {named(other.settings)}: {slower}{self._machine_time(other)}"
         yield f"  on the test set: {self._on_test_set()}"
         yield from self._remarks()
+
+    def _machine_time(self, finalist: Finalist) -> str:
+        """Returns the time of all ranks with learners together, if the finalists have different numbers of learners."""
+        if not any("cluster.learners" in each.settings for each in self.finalists):
+            return ""
+        table = self.job.cluster
+        learners = finalist.settings.get("cluster.learners", table.learners or 1)
+        ranks = -(-learners // finalist.settings.get("cluster.learners_per_rank", table.learners_per_rank))
+        return f"; machine time {duration(finalist.time_s * ranks)} on {ranks} ranks"
 
     def _on_test_set(self) -> str:
         """Returns the scores of the finalists on the test set, or why there are none."""

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from surfaces import EPOCH, JOB, Surface, prices_of
+from surfaces import EPOCH, JOB, TARGET, Surface, prices_of
 
 from rudra.errors import ConfigError
 from rudra.tuning import space
+from rudra.tuning.answer import Finalist, Verdict
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.probes import Probe
 from rudra.tuning.ruler import Mark, Ruler, crossed, reached
@@ -158,3 +159,15 @@ def test_a_probe_keeps_its_name_when_it_is_prolonged() -> None:
     assert probe.by_key == json.loads(json.dumps({"a.b": None, "b.c": 1}))
     assert Probe.of({"a.b": None, "b.c": 1}, "x-3", 1) == probe
     assert probe.name not in {probe._replace(seed=1).name, probe._replace(origin="y-3").name}
+
+
+def test_an_answer_about_numbers_of_learners_has_the_time_of_all_ranks() -> None:
+    def finalist(time_s: float, **cluster: int) -> Finalist:
+        return Finalist({"protocol.name": "sma", **{f"cluster.{key}": n for key, n in cluster.items()}}, (time_s,))
+
+    eight, two = finalist(60.0, learners=8, learners_per_rank=2), finalist(90.0, learners=2)
+    lines = [*Verdict(JOB, TARGET, (eight, two), None, math.nan, 3.0).lines()]
+    assert lines[1] == "  time to target: 1:00 min (one seed); machine time 4:00 min on 4 ranks"
+    assert lines[3].endswith("50 % later; machine time 3:00 min on 2 ranks")
+    same = [*Verdict(JOB, TARGET, (finalist(60.0), finalist(90.0)), None, math.nan, 3.0).lines()]
+    assert not any("machine time" in line for line in same)
