@@ -92,8 +92,20 @@ def safest(state: SearchState) -> Price:
 
 
 def rates(state: SearchState) -> list[float]:
-    """Returns the learning rates that a search may try, each √10 from the next."""
-    return by_steps(state.job.optimizer.learning_rate, math.sqrt(10), STEPS)
+    """Returns the learning rates that a search may try: the user's, or a series around the job's with steps of √10."""
+    own = state.given.get(RATE)
+    return sorted(map(float, own)) if own else by_steps(state.job.optimizer.learning_rate, math.sqrt(10), STEPS)
+
+
+def lower(state: SearchState, rate: float, steps: int) -> float:
+    """Returns a learning rate some steps below another one."""
+    series = rates(state)
+    return series[max(0, series.index(rate) - steps)]
+
+
+def momenta(state: SearchState) -> list[float]:
+    """Returns the values of momentum that a search may try: the user's, or `MOMENTA`."""
+    return sorted(map(float, state.given.get(MOMENTUM, MOMENTA)))
 
 
 def around(series: Sequence[T], value: T) -> list[T]:
@@ -111,7 +123,7 @@ def cold_start(state: SearchState) -> list[Probe]:
     tried = {probe.by_key[RATE]: probe for probe in state.probes.values() if not (probe.origin or probe.seed)}
     series = rates(state)
     if not tried:
-        wanted = series[STEPS - 1 : STEPS + 2]
+        wanted = around(series, nearest(series, state.job.optimizer.learning_rate))
     elif state.cold is None:  # all of them diverged
         wanted = [series[i - 1] for i in [series.index(min(tried))] if i]
     else:
@@ -260,9 +272,9 @@ def started(state: SearchState, price: Price) -> dict[str, Any]:
     rate = suited(state, cold, price.point.settings)
     implicit = 1 - 1 / (1 + price.staleness)
     momentum = max(0.0, state.job.optimizer.momentum - implicit)
-    lower = max(m for m in MOMENTA if m <= momentum + 1e-9)
+    nearby = max((m for m in momenta(state) if m <= momentum + 1e-9), default=momenta(state)[0])
     free = MOMENTUM not in price.point.settings and price.staleness > 0.5
-    return {**price.point.settings, RATE: rate, **({MOMENTUM: lower} if free else {})}
+    return {**price.point.settings, RATE: rate, **({MOMENTUM: nearby} if free else {})}
 
 
 def spread(state: SearchState) -> Iterator[Settings]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, RunError
 from rudra.tuning.journal import Journal, outcomes
 from rudra.tuning.probes import Probe, Train
 from rudra.tuning.rounds import dropped
@@ -36,10 +36,13 @@ def lead(
 
     Raises:
         ConfigError: The first evaluation meets the target, and nothing is left to compare.
+        RunError: The strategy asks again for probes that have ended.
     """
     known = {(probe.name, probe.epochs): outcome for probe, outcome in outcomes(journal.entries)}
     drops = {key_of(entry["point"]) for entry in journal.of("drop")}
     while asked := strategy(state):
+        if all(state.probes.get(probe.name) == probe for probe in asked):
+            raise RunError(f"{state.job.name}: the strategy asks again for probes that have ended, and would never end")
         for probe in order(asked):
             if (probe.name, probe.epochs) not in known:
                 say(probe)

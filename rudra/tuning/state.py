@@ -48,11 +48,13 @@ class SearchState:
         training_samples: Samples in an epoch.
         budget: Number of reference runs whose samples all probes may train together.
         longest: Number of epochs of the longest probe.
+        given: Key -> values, in place of the values that a strategy would try.
         real: Whether probes are trained on real ranks, so that their times are measured.
 
     Attributes:
         limit: Most samples that all probes may train together, as soon as it is known: a budget in minutes.
         prices: Prices of the points, without the job as given.
+        given: Key -> values, in place of the values that a strategy would try.
         probes: Probes at their present length, by name, in the order of asking.
         outcomes: Their outcomes, by name.
     """
@@ -67,9 +69,10 @@ class SearchState:
         training_samples: int,
         budget: float,
         longest: int,
+        given: Mapping[str, Sequence[Any]] | None = None,
         real: bool = False,
     ) -> None:
-        self.job, self.target = job, target
+        self.job, self.target, self.given = job, target, given or {}
         self.prices = [price for price in prices if price.point.settings]
         self._priced, self._untimed = {key_of(p.point.settings): p for p in prices}, frozenset(untimed)
         self.training_samples, self.budget, self.longest, self.real = training_samples, budget, longest, real

@@ -95,6 +95,7 @@ class Outlook(NamedTuple):
             training_samples=self.training_samples,
             budget=budget,
             longest=self.job.training.epochs,
+            given=given,
             real=real,
         )
 

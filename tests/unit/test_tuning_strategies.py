@@ -3,19 +3,23 @@
 import math
 import random
 import sys
+from collections import Counter
 from pathlib import Path
 from statistics import median
 
 import pytest
-from surfaces import JOB, SURFACES, Search, Surface
+from surfaces import JOB, SURFACES, Search, Surface, Trained, new_state
 
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, RunError
 from rudra.tuning.answer import answer_of
 from rudra.tuning.batches import UpdateBatch, nearest, rescaled
-from rudra.tuning.probes import Outcome, ProbeNoise
-from rudra.tuning.search import Order
-from rudra.tuning.space import with_settings
+from rudra.tuning.journal import NAME, Journal
+from rudra.tuning.probes import Outcome, Probe, ProbeNoise
+from rudra.tuning.rounds import RATE
+from rudra.tuning.search import Order, lead
+from rudra.tuning.space import Candidate, with_settings
 from rudra.tuning.state import SearchState
+from rudra.tuning.strategies import shipped
 
 NOISE = 0.05
 """Standard deviation of the progress of a probe, in epochs of the best settings."""
@@ -138,6 +142,33 @@ def test_probes_of_a_round_may_finish_in_any_order(tmp_path: Path, strategy: str
         assert sorted(lines) == sorted(text)
         written.add(tuple(lines))
     assert len(written) > 1
+
+
+@pytest.mark.parametrize("strategy", [name for name in shipped() if name not in ("bayes", "grid")])
+def test_a_protocol_that_diverges_at_once_is_not_tried_forever(tmp_path: Path, strategy: str) -> None:
+    """Its samples are fast, so every strategy wants it."""
+
+    def value(point: Candidate, sigma: float) -> float:
+        return 0.0 if point.job.make_protocol().averages else 1.0
+
+    surface = Surface(lambda point, sigma: 400 if point.job.make_protocol().averages else 100, value)
+    state = Search(tmp_path, strategy, surface).run()
+    winner = answer_of(state, JOB).winner
+    assert winner is not None
+    assert state.outcomes
+    failed = [probe for probe in state.probes.values() if state.outcomes[probe.name].failed]
+    assert len({probe.name for probe in failed}) == len(failed)
+    if strategy == "guided":
+        families = Counter(state.batch(probe.by_key).family for probe in failed if probe.origin)
+        assert max(families.values()) <= 2
+
+
+def test_a_strategy_that_asks_again_for_the_same_probe_ends(tmp_path: Path) -> None:
+    state = new_state(SURFACES["flat"])
+    probe = Probe.of({RATE: 0.1}, "", 1)
+    train = Trained(state, SURFACES["flat"])
+    with pytest.raises(RunError, match="asks again for probes that have ended"):
+        lead(state, lambda state: [probe], Journal(tmp_path / NAME, {}), train, lambda probe: None)
 
 
 def test_nothing_diverges_forever(tmp_path: Path) -> None:

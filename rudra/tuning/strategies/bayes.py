@@ -16,13 +16,13 @@ from typing import Any
 from rudra.errors import ConfigError
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
-    MOMENTA,
     MOMENTUM,
     RATE,
     TO_END,
     TO_PROLONG,
     from_common,
     in_order,
+    momenta,
     prolonged,
     promising,
     rates,
@@ -99,11 +99,11 @@ def _candidates(state: SearchState, protocol: str) -> dict[Coordinates, Settings
     series = rates(state)
     place = series.index(state.cold.by_key[RATE])
     near = series[max(0, place - NEAR) : place + NEAR + 1]
-    momenta = MOMENTA if state.job.optimizer.name == "sgd" else (None,)
+    own_momenta: list[Any] = momenta(state) if state.job.optimizer.name == "sgd" else [None]
     found: dict[Coordinates, Settings] = {}
     for price in sorted(state.prices, key=lambda price: -price.samples_per_s):
         if price.point.settings["protocol.name"] == protocol:
-            for rate, momentum in itertools.product(near, momenta):
+            for rate, momentum in itertools.product(near, own_momenta):
                 settings = {**price.point.settings, RATE: rate}
                 settings |= {} if momentum is None or MOMENTUM in settings else {MOMENTUM: momentum}
                 found.setdefault(_coordinates(state, settings), settings)

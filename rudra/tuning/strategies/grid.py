@@ -5,9 +5,10 @@ A point ends when it has taken three times as long as the best one.
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from rudra.tuning.probes import Probe
-from rudra.tuning.rounds import MOMENTA, MOMENTUM, RATE, around, from_common, in_order, rates, until_target
+from rudra.tuning.rounds import MOMENTUM, RATE, around, from_common, in_order, momenta, rates, until_target
 from rudra.tuning.state import SearchState
 
 LATEST = 3.0
@@ -21,9 +22,9 @@ def _unfinished(state: SearchState) -> Iterator[Probe]:
     """All points that have neither reached the target nor taken too long."""
     assert state.cold is not None
     most_s = LATEST * state.estimates()[0].time_s
-    momenta = MOMENTA if state.job.optimizer.name == "sgd" else (None,)
+    own_momenta: list[Any] = momenta(state) if state.job.optimizer.name == "sgd" else [None]
     for price, rate, momentum in itertools.product(
-        state.prices, around(rates(state), state.cold.by_key[RATE]), momenta
+        state.prices, around(rates(state), state.cold.by_key[RATE]), own_momenta
     ):
         if price.dominated is None:
             own = {} if momentum is None else {MOMENTUM: momentum}

@@ -18,6 +18,7 @@ Source of the momentum rule: omnivore.txt §IV-C, theorem 1: g groups act like a
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,7 +27,6 @@ from rudra.tuning.rounds import (
     FINALISTS,
     LATER,
     MARGIN,
-    MOMENTA,
     MOMENTUM,
     RATE,
     SIZE,
@@ -37,6 +37,8 @@ from rudra.tuning.rounds import (
     diverges,
     from_common,
     in_order,
+    lower,
+    momenta,
     prolonged,
     promising,
     rates,
@@ -45,6 +47,9 @@ from rudra.tuning.rounds import (
 )
 from rudra.tuning.space import Settings
 from rudra.tuning.state import SearchState, key_of
+
+ATTEMPTS = 2
+"""Number of first probes of a family that may diverge, the second one with a lower learning rate."""
 
 
 def ask(state: SearchState) -> list[Probe]:
@@ -65,15 +70,20 @@ def _families(state: SearchState) -> tuple[list[Settings], list[Settings]]:
     Those belong to a protocol without a probe, or would be sooner than the best one with samples of the same worth.
     """
     bound, estimates = Bound.of(state), state.estimates()
+    tried = [probe for probe in state.probes.values() if probe.origin]
+    diverged = Counter(state.batch(p.by_key).family for p in tried if not state.outcomes[p.name].marks)
     families = {state.batch(estimate.settings).family for estimate in estimates}
-    protocols = {estimate.settings["protocol.name"] for estimate in estimates}
+    families |= {family for family, count in diverged.items() if count >= ATTEMPTS}
+    protocols = {probe.by_key["protocol.name"] for probe in tried}
     least = LATER * state.rate(estimates[0].settings)
     found: tuple[list[Settings], list[Settings]] = ([], [])
     for price in promising(state):
         settings = price.point.settings
-        if state.batch(settings).family not in families and not bound.excludes(price):
+        family = state.batch(settings).family
+        if family not in families and not bound.excludes(price):
             obvious = price.samples_per_s > least or settings["protocol.name"] not in protocols
-            found[not obvious].append(started(state, price))
+            first = started(state, price)
+            found[not obvious].append({**first, RATE: lower(state, first[RATE], diverged[family])})
     return found
 
 
@@ -107,7 +117,7 @@ def _off(state: SearchState, settings: Settings) -> float:
 
 def _around(state: SearchState, settings: Settings) -> Iterator[tuple[str, Settings]]:
     """Settings that differ from some settings by one step of one key, with this key."""
-    untimed: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: MOMENTA}
+    untimed: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: momenta(state)}
     series = dict(untimed)
     for key in (SIZE, "averaging.period"):
         series[key] = sorted(

@@ -14,13 +14,13 @@ from rudra.job.table import named
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
-    MOMENTA,
     MOMENTUM,
     RATE,
     TO_END,
     TO_PROLONG,
     from_common,
     in_order,
+    momenta,
     prolonged,
     rates,
 )
@@ -42,7 +42,7 @@ def _steady(state: SearchState) -> list[Probe]:
         grid = [
             {**price.point.settings, RATE: each, MOMENTUM: m}
             for each in _lower(state, rate)
-            for m in MOMENTA
+            for m in momenta(state)
             if each != rate or m <= momentum
         ]
         if missing := _missing(state, grid):
@@ -50,7 +50,7 @@ def _steady(state: SearchState) -> list[Probe]:
         best = _best(state, grid)
         if best[MOMENTUM] != 0:
             return []
-        fine = [{**best, MOMENTUM: m} for m in FINE]
+        fine = [] if MOMENTUM in state.given else [{**best, MOMENTUM: m} for m in FINE]
         if missing := _missing(state, fine):
             return missing
         best = _best(state, [*grid, *fine])
