@@ -15,7 +15,7 @@ from rudra.tuning.answer import answer_of
 from rudra.tuning.batches import UpdateBatch, nearest, rescaled
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.probes import Outcome, Probe, ProbeNoise
-from rudra.tuning.rounds import RATE
+from rudra.tuning.rounds import MOMENTUM, RATE
 from rudra.tuning.search import Order, lead
 from rudra.tuning.space import Candidate, with_settings
 from rudra.tuning.state import SearchState
@@ -161,6 +161,17 @@ def test_a_protocol_that_diverges_at_once_is_not_tried_forever(tmp_path: Path, s
     if strategy == "guided":
         families = Counter(state.batch(probe.by_key).family for probe in failed if probe.origin)
         assert max(families.values()) <= 2
+
+
+@pytest.mark.parametrize("strategy", [name for name in shipped() if name not in ("bayes", "grid")])
+def test_rates_and_momenta_of_the_user_hold(tmp_path: Path, strategy: str) -> None:
+    surface = SURFACES["monotone"]
+    state = new_state(surface)
+    state.given = {RATE: [0.02, 0.05], MOMENTUM: [0.0, 0.5]}
+    lead(state, shipped()[strategy], Journal(tmp_path / NAME, {}), Trained(state, surface), lambda probe: None)
+    probes = [probe.by_key for probe in state.probes.values() if probe.settings]
+    assert {settings[RATE] for settings in probes} == {0.02, 0.05}
+    assert {settings[MOMENTUM] for settings in probes if MOMENTUM in settings} <= {0.0, 0.5}
 
 
 def test_a_strategy_that_asks_again_for_the_same_probe_ends(tmp_path: Path) -> None:
