@@ -168,6 +168,9 @@ def by_steps(middle: float, factor: float, steps: int) -> list[float]:
     return [float(f"{middle * factor**i:.3g}") for i in range(-steps, steps + 1)]
 
 
+OF_STRATEGIES = {"optimizer.learning_rate", "optimizer.momentum"}
+"""Keys that strategies vary for each point. Other values of the user make points of their own."""
+
 PER_RANK = ("cluster.learners_per_rank", "cluster.learners")
 
 DIMENSIONS: tuple[Dimension, ...] = (
@@ -219,7 +222,10 @@ def chosen(given: Mapping[str, Sequence[Any]]) -> list[Dimension]:
         if dimension.keys == PER_RANK and not own.keys().isdisjoint(PER_RANK):
             continue  # the user chooses λ
         mine = {key: own.pop(key) for key in dimension.keys if key in own}
-        found.append(dimension._replace(values=_Limited(dimension, mine)) if mine else dimension)
+        if mine:
+            timed = dimension.timed or OF_STRATEGIES.isdisjoint(mine)
+            dimension = dimension._replace(values=_Limited(dimension, mine), timed=timed)
+        found.append(dimension)
     others = (Dimension(key, (key,), _Values(key, values)) for key, values in own.items())
     return [*others, *found]
 

@@ -114,9 +114,15 @@ LAYER = {"name": "0", "parameters_bytes": 8, "output_bytes": 8, "forward_s": {8:
         ("sma", {}, {"cluster.learners": [3]}, "cluster.learners_per_rank", {None}),
         ("hardsync", {}, {}, "cluster.learners_per_rank", {None}),
         ("hardsync", {}, {}, "placement.cut", {None}),
+        ("diloco", {}, {}, "averaging.outer.momentum", {None}),
+        ("diloco", {}, {"averaging.outer.momentum": [0.0, 0.5]}, "averaging.outer.momentum", {0.0, 0.5}),
+        ("diloco", {}, {"optimizer.momentum": [0.0, 0.5]}, "optimizer.momentum", {None}),
         ("hardsync", {"layers": [LAYER]}, {}, "placement.cut", {None, "2"}),
     ],
-    ids=["m", "its learners", "λ is given", "m of gradients", "cut", "cut with known layers"],
+    ids=[
+        *("m", "its learners", "λ is given", "m of gradients", "cut"),
+        *("outer", "given outer", "of strategies", "cut with known layers"),
+    ],
 )
 def test_a_row_of_the_space_applies_under_its_condition(
     monkeypatch: pytest.MonkeyPatch,

@@ -119,7 +119,7 @@ def _around(state: SearchState, settings: Settings) -> Iterator[tuple[str, Setti
     """Settings that differ from some settings by one step of one key, with this key."""
     untimed: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: momenta(state)}
     series = dict(untimed)
-    for key in (SIZE, "averaging.period"):
+    for key in (SIZE, "averaging.period", "averaging.outer.learning_rate", "averaging.outer.momentum"):
         series[key] = sorted(
             {
                 price.point.settings[key]
