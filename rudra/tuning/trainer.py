@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rudra import api
-from rudra.errors import ConfigError, RunError
+from rudra.errors import ConfigError, ResultsError, RunError
 from rudra.job.job import Job
 from rudra.job.target import Target
 from rudra.log import only_errors
@@ -122,7 +122,11 @@ class Trainer:
         return taken
 
     def _trained(self, probe: Probe, digest: str, found: Measured) -> Measured:
-        """Trains a probe from its latest checkpoint to its length."""
+        """Trains a probe from its latest checkpoint to its length.
+
+        Raises:
+            ResultsError: Its checkpoint could not be written.
+        """
         done = self._store.latest(digest, len(found.evaluations))
         begin = self._store.checkpoint(digest, done) if done else self._origin(probe)
         job, total = self.job_of(probe.by_key), probe.begins_at + probe.epochs
@@ -144,6 +148,9 @@ class Trainer:
             evaluations = [each for each in evaluations if math.isfinite(each.scores["loss"])]
         for kept in output.parent.glob(f"{output.stem}-*.ckpt"):
             kept.rename(self._store.checkpoint(digest, int(kept.stem.rpartition("-")[2]) - probe.begins_at))
+        last = self._store.checkpoint(digest, len(evaluations))
+        if not failed and not last.is_file():
+            raise ResultsError(f"{last}: could not be written; free some space, and repeat the command")
         marks = self._marks(probe, evaluations)
         end = reached(marks, self._target.value, at_least=self._target.at_least)
         self._store.forget(digest, but=(len(marks), 0 if end is None else marks.index(end) + 1))

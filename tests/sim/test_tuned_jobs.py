@@ -11,7 +11,7 @@ import pytest
 
 import rudra
 from rudra.cli.main import main
-from rudra.errors import RudraError
+from rudra.errors import ResultsError, RudraError
 from rudra.job.job import Job
 from rudra.results.scores import on_test_set
 from rudra.tuning.answer import Verdict
@@ -193,6 +193,23 @@ def test_a_mistake_is_one_line_before_anything_trains(tmp_path: Path, more: dict
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk is only a warning of the run, but the next probe would begin there."""
+    simulate = rudra.simulate
+
+    def on_full_disk(job: Job, *, output: Path, **about: Any) -> Any:
+        results = simulate(job, output=output, **about)
+        for path in output.parent.glob(f"{output.stem}-*.ckpt"):
+            path.unlink()
+        return results
+
+    monkeypatch.setattr("rudra.tuning.trainer.api.simulate", on_full_disk)
+    with pytest.raises(ResultsError, match=r"-1\.ckpt: could not be written; free some space, and repeat the command"):
+        rudra.tune(JOB, output=tmp_path / "out", **ABOUT)
 
 
 def test_the_plan_of_a_search_trains_nothing(
