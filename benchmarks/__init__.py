@@ -10,7 +10,7 @@ BENCHMARKS = {  # name -> comparison and goal
         "the best of ours >= 1.5 times as fast as the best DDP",
     ),
     "tune": (
-        "rudra tune against all settings trained to the target, on simulated clusters; needs Fashion-MNIST, CIFAR-10",
+        "rudra tune against training with all settings, on simulated clusters; needs Fashion-MNIST and CIFAR-10",
         "guided <= 1.15 times as late as the oracle, in all cases but one",
     ),
     "averaging": (

@@ -8,7 +8,7 @@ from pathlib import Path
 GROWTH = 256 << 20
 """Bytes by which a process may grow before the objects of earlier runs are collected."""
 
-_collected = {"at": 0}
+_collected: dict[str, int] = {}
 
 
 def keep_freed_memory() -> None:
@@ -37,8 +37,10 @@ def free_earlier_runs() -> None:
     """Frees the tensors of earlier runs in this process, which refer to each other, if it has grown by `GROWTH`.
 
     Python's collector counts objects, not bytes. Without this a process that trains many jobs keeps several of them.
+    The first call only looks how large the process is.
     """
-    if memory_bytes("VmRSS") > _collected["at"] + GROWTH:
+    size = memory_bytes("VmRSS")
+    if size > _collected.setdefault("at", size) + GROWTH:
         gc.collect()
         give_back_freed_memory()
         _collected["at"] = memory_bytes("VmRSS")

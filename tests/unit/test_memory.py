@@ -21,7 +21,7 @@ def test_earlier_runs_are_freed_when_the_process_has_grown(
     monkeypatch: pytest.MonkeyPatch, growth: int, freed: bool
 ) -> None:
     monkeypatch.setattr(memory, "GROWTH", growth)
-    monkeypatch.setattr(memory, "_collected", {"at": 0})
+    monkeypatch.setattr(memory, "_collected", {})
     gc.disable()
     try:
         memory.free_earlier_runs()

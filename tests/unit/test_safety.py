@@ -28,6 +28,7 @@ ONLY_IN = {
         "rudra/cli/main.py",
         "rudra/data/readers/__init__.py",
         "rudra/tuning/strategies/__init__.py",
+        "rudra/tuning/strategies/bayes.py",  # optuna, which is optional
         "protocols/making.py",
         "topologies/fitting.py",
     },
