@@ -22,8 +22,8 @@ time for every measurement.
 With --mpi probes train on real ranks: each starts its ranks, or all train in the launch of mpirun or srun."""
 
 EXAMPLES = {
-    "rudra tune digits --target 'accuracy >= 0.95' --plan": "predict all points and train nothing",
-    "rudra tune digits --target 'accuracy >= 0.95' --set model.name=mlp": "search, and write digits-tune/best.toml",
+    "rudra tune digits --target 'accuracy >= 0.97' --plan": "predict all points and train nothing",
+    "rudra tune digits --target 'accuracy >= 0.97' --set model.name=mlp": "search, and write digits-tune/best.toml",
     "rudra tune my-job.toml --learners 2,4,8 --space protocol.name=hardsync,async": "choose λ too, of two protocols",
     "rudra tune my-job.toml --mpi --budget 15m": "train probes on real ranks of this machine, for 15 minutes",
     "rudra tune my-job.toml --cluster lab.toml p775": "search for two clusters; synchronous probes train once",

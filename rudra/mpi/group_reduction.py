@@ -145,8 +145,12 @@ class GroupReduction:
             if self._failed or role not in self._driven:
                 return False
             self._begin_final(role)
-            self._advance()
-            self._begin_final(role)  # others may have made room
+            if not self._failed:
+                self._advance()
+            if not self._failed:  # a member that died just now leaves nothing to begin
+                self._begin_final(role)  # others may have made room
+            if self._failed:
+                return False
             if role in self._begun and not self._active and not self._waiting[role]:
                 self._driven.discard(role)
             return role in self._driven

@@ -303,3 +303,26 @@ def reduce(
             rank.comm.progress()
         assert all(rank.reduction.quiet for rank in left)
     assert all(rank.step == STEPS for rank in ranks if rank.rank not in world.dead)
+
+
+def test_a_death_while_the_thread_advances_leaves_nothing_to_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket is final, and another member's death is noticed, between two looks of the thread."""
+    world = World(random.Random(1), False, RANKS)
+    monkeypatch.setattr("rudra.mpi.group_reduction.MPI", SimpleNamespace(Query_thread=lambda: 3, THREAD_MULTIPLE=3))
+    idle = SimpleNamespace(submit=lambda work: None, close=lambda: None)
+    monkeypatch.setattr("rudra.mpi.group_reduction.WorkerThread", lambda name, post: idle)
+    rank = Rank(world, 0)
+    rank.join({role: role for role in range(RANKS)}, 0, [], 0)
+    reduction, (role,) = rank.reduction, rank.reduction.roles
+    begun: list[int] = []
+    ready = reduction.expect(role, rank.executors[role].buffer(GRADIENT), GRADIENT, SAMPLES[role])
+    assert ready is not None
+
+    def advance() -> None:
+        ready(parts(SIZE, PARAMETERS, BUCKET)[0])
+        reduction._fail()
+
+    monkeypatch.setattr(reduction, "_advance", advance)
+    monkeypatch.setattr(reduction, "_begin_part", lambda number, *about: begun.append(number))
+    assert not reduction.drive(role)
+    assert not begun
