@@ -313,7 +313,7 @@ class Simulation:
         busy = [a for a in self._learners_on.get(node, ()) if a.computing]
         if len(busy) >= (self._cores or 0):
             for learner in busy:
-                learner.delay_s += seconds / len(busy) * self.costs.crowding[node]
+                learner.delay_s += seconds / len(busy) * self.costs.crowding.get(node, 1.0)
 
     # Actions of roles.
 
