@@ -114,7 +114,7 @@ def restore(executors: Iterable[Executor], start: StartDecision, job: Job, plan:
 
     Raises:
         CheckpointError: The checkpoint has changed since the decision, belongs to another model or optimiser, or has
-            state that is to be carried but has no place in the run.
+            state without a place in the run that `--carry all` wants.
     """
     owners = [executor for executor in executors if isinstance(executor, OwnerExecutor)]
     if start.checkpoint is None or not owners:

@@ -23,7 +23,7 @@ LOOKS = "The thick line is the reference, the red one the winner. "
 
 
 class ProbeCurve(NamedTuple):
-    """ProbeCurve of a probe.
+    """Curve of a probe.
 
     Attributes:
         name: Its settings, and its part in the answer.

@@ -7,6 +7,7 @@ continues finds it again.
 import hashlib
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rudra.job.job import Job
@@ -46,8 +47,7 @@ class Probe(NamedTuple):
     @property
     def name(self) -> str:
         """Digest of everything but the length."""
-        text = json.dumps([self.settings, self.origin, self.seed])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest(self.settings, self.origin, self.seed)
 
     @property
     def begins_at(self) -> int:
@@ -58,6 +58,12 @@ class Probe(NamedTuple):
     def end(self) -> str:
         """Name of its checkpoint at its present length."""
         return f"{self.name}-{self.begins_at + self.epochs}"
+
+
+@lru_cache(1 << 14)
+def _digest(settings: tuple[tuple[str, str], ...], origin: str, seed: int) -> str:
+    """Returns the digest of a probe. Strategies ask for the same ones again and again."""
+    return hashlib.sha256(json.dumps([settings, origin, seed]).encode()).hexdigest()[:16]
 
 
 class ProbeNoise(NamedTuple):

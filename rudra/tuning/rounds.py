@@ -199,7 +199,7 @@ def dropped(state: SearchState) -> Iterator[tuple[Price, str]]:
     if not math.isfinite(state.reference_samples):
         return
     bound = Bound.of(state)
-    tried = {state.point_of(probe.by_key) for probe in state.probes.values() if probe.origin}
+    tried = state.tried_points
     for price in state.prices:
         if price.dominated is None and bound.excludes(price) and key_of(price.point.settings) not in tried:
             yield (

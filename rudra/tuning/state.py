@@ -197,6 +197,11 @@ class SearchState:
         """Returns the key of a candidate's point: its settings that change the time of a sample."""
         return key_of({key: value for key, value in settings.items() if key not in self._untimed})
 
+    @property
+    def tried_points(self) -> set[tuple[tuple[str, str], ...]]:
+        """Keys of the points that have a probe from the common checkpoint."""
+        return {self.point_of(probe.by_key) for probe in self.probes.values() if probe.origin}
+
     def has(self, settings: Settings) -> bool:
         """Whether the space has a point with these settings."""
         return self.point_of(settings) in self._priced

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 from rudra.report.panels import AfterLayout, Figure
 from rudra.report.tables import ReportTable
 from rudra.results.progress import duration
-from rudra.tuning.rounds import OF_KIND, RATE, diverges, kind
+from rudra.tuning.rounds import OF_KIND, RATE, SIZE, diverges, kind
 from rudra.tuning.space import Settings, in_words, said
 from rudra.tuning.state import Estimate, SearchState
 from rudra.tuning.untried import LEFT, Untried
 
-SIZE, GROUPS = "training.minibatch_size", "topology.options.groups"
+GROUPS = "topology.options.groups"
 
 ROWS = {SIZE: "mini-batch μ (samples)", RATE: "learning rate α0"}
 """Keys that may be the vertical axis -> title of the axis with its unit."""

@@ -50,7 +50,7 @@ class Trainer:
     Args:
         job: Job as `searched` returns it, with its costs.
         target: Target of the search.
-        store: What probes measured, also in other searches.
+        store: Measurements of probes, also of other searches.
         code: Digest of the user's code and data, see `code_digest`.
         state: State of the search.
         execute: Trains the job of a probe.

@@ -228,8 +228,6 @@ def _tuned(
             "rudra": version("rudra"),
             "job": json.loads(found.job.to_json()),
             "target": repr(found.target),
-        }
-        head |= {
             "mpi": ranks is not None,
             "strategy": strategy,
             "budget": budget.text,

@@ -29,7 +29,7 @@ def untried(state: SearchState, refused: Sequence[Refused]) -> Iterator[Untried]
         state: The search.
         refused: Combinations that the job or its cluster does not allow.
     """
-    tried = {state.point_of(probe.by_key) for probe in state.probes.values() if probe.origin}
+    tried = state.tried_points
     drops = {key_of(price.point.settings): f"dropped: {reason}" for price, reason in dropped(state)}
     open_points = [price for price in state.prices if price.dominated is None]
     for price in open_points:
