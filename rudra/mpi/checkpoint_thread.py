@@ -19,14 +19,10 @@ class CheckpointThread:
         writer: checkpoint writer, on the rank of the weights' owner. None on other ranks, which only send their states.
         work: long work of the rank, which counts what this thread does.
         states: transfer of the owners' states to the rank that writes checkpoints.
-
-    Attributes:
-        states: current transfer of states, replaced when the rank regroups.
     """
 
     def __init__(self, writer: CheckpointWriter | None, work: LongWork, states: StateTransfer) -> None:
-        self.states = states
-        self._writer, self._work = writer, work
+        self._writer, self._work, self._states = writer, work, states
         self._thread: WorkerThread | None = None
 
     def save(self, action: Save, state: NamedVectors, done: Callable[[Event], None]) -> None:
@@ -50,7 +46,7 @@ class CheckpointThread:
         if action.alone:
             write([])
         else:
-            self.states.gather(write)
+            self._states.gather(position.timestamp, write)
 
     def commit(self, timestamp: int, keep: str, done: Callable[[Event], None]) -> None:
         """Commits the checkpoint that was saved last."""

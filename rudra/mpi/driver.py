@@ -126,6 +126,7 @@ class Rank:
         comm: communicator of all ranks.
         phases: phases of the run.
         plan: current role assignment.
+        states: transfer of the roles' states that a checkpoint needs.
         signalled: requests of signal handlers, which may change it at any time.
         apart: whether some rank may never end by itself.
     """
@@ -179,8 +180,8 @@ class Rank:
             in_time=self._regrouping.in_time,
             hurries=self.signalled.hurries,
         )
-        self._state_tag = partial(tags.tag, channel=STATES)
-        self._saver = CheckpointThread(checkpoints, self._work, StateTransfer(comm, plan, self._state_tag))
+        self.states = StateTransfer(comm, plan, partial(tags.tag, channel=STATES))
+        self._saver = CheckpointThread(checkpoints, self._work, self.states)
         library = library_comm(comm, plan, machines)
         overlaps = any(plan.traits(role).overlaps for role in machines)  # transfers run in parallel with computation
         post, hurries = None if overlaps else self._work.post, self.signalled.hurries
@@ -213,11 +214,6 @@ class Rank:
     def lost(self) -> set[int]:
         """Ranks that have died. After the first death collective calls no longer work."""
         return self._losses.dead
-
-    @property
-    def states(self) -> StateTransfer:
-        """Transfer of the roles' states that a checkpoint needs."""
-        return self._saver.states
 
     def look(self) -> bool:
         """Returns whether a rank has died. The roles here must have halted."""
@@ -318,7 +314,7 @@ class Rank:
         for role, generation, message in self._control.heard():
             self._regrouping.hear(role, generation, message)
         self._traffic.poll()
-        if self._saver.states.busy:
+        if self.states.busy:
             self.states.poll()
         self._control.poll()
         if self._losses.active:
@@ -416,7 +412,7 @@ class Rank:
         if role == self.plan.server:
             self._saver.save(action, state, partial(self.announce, role))
         else:
-            self.states.give(role, state)
+            self.states.give(role, action.position.timestamp, state)
 
     def tell(self, data: bytes, to: int, tag: int) -> None:
         """Sends a small message to a rank."""
@@ -431,7 +427,7 @@ class Rank:
     def abandon(self, plan: Plan, position: TrainingState) -> None:
         """Follows another plan from a position: drops pending events, transfers and work of roles that regroup."""
         self.plan = plan
-        self._saver.states = StateTransfer(self.comm, plan, self._state_tag)
+        self.states.follow(plan)
         roles = self._roles.running - {plan.statistics}
         self._traffic.abandon(plan, roles)
         self._reductions.abandon()

@@ -30,6 +30,7 @@ from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.relay import TRAINING_LINE, exit_line
 from rudra.mpi.setup import RankSetup
 from rudra.mpi.signals import GRACE_S, StopSignals, on_stops
+from rudra.mpi.states import FINAL
 from rudra.prepare.cut import with_cut
 from rudra.prepare.resolve import choose_devices, fit
 from rudra.prepare.start import StartDecision, StartRequest, decide
@@ -257,9 +258,9 @@ class _Session:
             assert isinstance(executor, OwnerExecutor)
             if role == plan.server:
                 found.append(executor.last_state())
-                states.gather(lambda others: found.extend(others or ()))
+                states.gather(FINAL, lambda others: found.extend(others or ()))
             else:
-                states.give(role, executor.last_state())
+                states.give(role, FINAL, executor.last_state())
         states.finish()
         checkpoints = self._setup.files.checkpoints
         if checkpoints is None:

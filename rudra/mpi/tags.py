@@ -8,8 +8,8 @@ and the first tag of roles."""
 
 CONTROL, GRADIENTS, WEIGHTS, AVERAGES, STATES, PUSHES, REDUCTIONS = range(7)
 """Channels of each role. Their tags begin at `FIRST_TAG`. A tensor's tag also depends on how often the roles have
-regrouped, and on its sender's place among the roles of its rank, so that a receive only matches its own sender. Each
-bucket has a channel of its own, from `REDUCTIONS` on, of a reduction or of a push. The message that ends a push in
-buckets has the channel `PUSHES`."""
+regrouped, except for states, and on its sender's place among the roles of its rank, so that a receive only matches its
+own sender. Each bucket has a channel of its own, from `REDUCTIONS` on, of a reduction or of a push. The message that
+ends a push in buckets has the channel `PUSHES`."""
 
 CHANNELS = REDUCTIONS + MOST

@@ -29,7 +29,7 @@ from rudra.mpi.failures import PAUSE_S, Losses
 from rudra.mpi.leases import Going
 from rudra.mpi.pull_buckets import WeightBuckets
 from rudra.mpi.push_buckets import IncomingPushes, OutgoingPushes
-from rudra.mpi.tags import CHANNELS, FIRST_TAG, GRADIENTS, REDUCTIONS, WEIGHTS
+from rudra.mpi.tags import CHANNELS, FIRST_TAG, GRADIENTS, REDUCTIONS, STATES, WEIGHTS
 from rudra.mpi.transfers import Transfers, Wanted
 from topologies import Plan
 
@@ -54,14 +54,15 @@ class TensorTags:
         self._roles, self._statistics, self._generation = len(plan.roles), plan.statistics, generation
 
     def tag(self, role: int, channel: int, sender: int | None = None) -> int:
-        """Returns the tag of tensors for a role. It differs from all tags before the last regrouping.
+        """Returns the tag of tensors for a role. Those of states stay; the others change when the roles regroup.
 
         Args:
             role: id of the receiving role.
             channel: channel of the tensors.
             sender: id of the sending role. None: the first role of its rank.
         """
-        generation = 0 if role == self._statistics else self._generation()
+        lasts = role == self._statistics or channel == STATES
+        generation = 0 if lasts else self._generation()
         place = 0 if sender is None else self._places[sender]
         return FIRST_TAG + ((generation * self._roles + role) * self._most + place) * CHANNELS + channel
 

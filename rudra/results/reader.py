@@ -110,8 +110,8 @@ class Results:
         has_norms: Whether the file has norms of gradients.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = path = Path(path)
         self._file, self.live = _open(path)
         try:
             with self._reading():

@@ -135,7 +135,7 @@ class LogFollower:
             return [Reconfigure(self._plan, BEGINNING)]
         if kind is FollowJob:
             return [FollowJob(TrainingState(number, epoch))]
-        return [Save(WEIGHTS, BEGINNING) if kind is Save else DeclareLost(role)]
+        return [Save(WEIGHTS, TrainingState(number, epoch)) if kind is Save else DeclareLost(role)]
 
     def read(self, entries: Iterable[Entry]) -> None:
         """Appends entries that have arrived."""

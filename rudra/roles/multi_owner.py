@@ -83,7 +83,7 @@ def entry(action: Action, number: int = 0) -> bytes:
             role, buffer = action.to, action.buffer
         case DeclareLost():
             role = action.role
-        case Reconfigure() | FollowJob():
+        case Save() | Reconfigure() | FollowJob():
             number, epoch = action.position.timestamp, action.position.epoch
     told = (role, buffer.encode(), other.encode(), number, fraction, scale, samples, time_s, epoch, 0)
     return PACK[MessageKind.LOG](NUMBER[type(action)], *told)

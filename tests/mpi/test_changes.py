@@ -29,6 +29,7 @@ def job_file(directory: Path, name: str, protocol: str, *changes: str, more: str
 
 
 WARM = 'at_epoch = 1\nprotocol.name = "softsync"\nprotocol.n = 1\n'
+KEEPING = '[results]\nkeep_checkpoints = "1 epochs"\n'
 OFTEN = "[results]\nflush_s = 0.1\nreport_s = 0.02\n"
 GROWING = "at_epoch = 2\ntraining.minibatch_size = 16\n"
 
@@ -81,10 +82,10 @@ CASES |= {
 
 
 def test_runs_that_change_are_replayed(tmp_path: Path) -> None:
-    """All on the same ranks."""
+    """All on the same ranks. Checkpoints of the epochs at whose ends the job changes are kept as well."""
     jobs = {
         str(tmp_path / f"{name}.h5"): rudra.Job.load(
-            job_file(tmp_path, name, protocol, *changes, more=tables, momentum=0.0 if name == "window" else 0.9)
+            job_file(tmp_path, name, protocol, *changes, more=KEEPING + tables, momentum=momentum_of(name))
         )
         for name, (protocol, tables, changes) in CASES.items()
     }
@@ -98,7 +99,19 @@ def test_runs_that_change_are_replayed(tmp_path: Path) -> None:
             assert not grown or set(after["samples"]) == {16}
             assert after["timestamp"].min() >= second > first
             assert account["pushed"] == sum(account[name] for name in ("applied", "pending", "discarded", "lost"))
+        for epoch in range(1, 5):
+            state, _ = checkpoint.read(output.with_name(f"{output.stem}-{epoch}.ckpt"))
+            assert state.position.epoch == epoch
         assert replays(output)
+
+
+def momentum_of(name: str) -> float:
+    return 0.0 if name == "window" else 0.9
+
+
+def test_states_of_a_checkpoint_that_was_given_up_are_dropped() -> None:
+    first, *_ = on_ranks(user_code.states_after_a_given_up_checkpoint, 1)
+    assert first["found"] == [None, [6.0, 6.0], [-1.0, -1.0]]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from rudra.core.buffer_names import GRADIENT
 from rudra.core.messages import GroupFlags
 from rudra.core.records import Gradient
 from rudra.mpi.launch import world_size
+from topologies import sharded
 
 CLASSES = 10
 SHARED_MB = 96
@@ -519,6 +520,27 @@ def left_behind(comm: Any, directory: Path, jobs: list[Any], rounds: int) -> dic
         files.append(len(os.listdir("/proc/self/fd")))
         vectors.append(sum(type(thing) is Buffer for thing in gc.get_objects()))
     return {"threads": threads, "files": files, "vectors": vectors}
+
+
+def states_after_a_given_up_checkpoint(comm: Any, directory: Path) -> dict[str, Any]:
+    """Rank 0 gives up the first checkpoint, because rank 2 died. Rank 1 gives its state of that update as well."""
+    from rudra.mpi.states import FINAL, StateTransfer
+
+    plan = sharded.plan([0] * 4, shards=3)
+    first, second, lost = plan.keepers
+    found: list[Any] = []
+    states = StateTransfer(comm, plan, lambda role: 1000 + role)
+    for timestamp in (5, 6, FINAL):
+        if comm.rank == plan.roles[first].world_rank:
+            states.gather(timestamp, found.append)
+            if timestamp == 5:
+                states.lose([plan.roles[lost].world_rank])
+        elif comm.rank < 3 and (timestamp != 5 or comm.rank == plan.roles[second].world_rank):
+            states.give(plan.keepers[comm.rank], timestamp, {"weights": np.full(9, timestamp, np.float32)})
+        comm.Barrier()
+        if timestamp != 5:
+            states.finish()
+    return {"found": [parts and [float(part["weights"][0]) for part in parts] for parts in found]}
 
 
 def clock_origins(comm: Any, directory: Path) -> dict[str, Any]:
