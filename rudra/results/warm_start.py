@@ -40,10 +40,11 @@ def final_weights(path: Path, layout: Sequence[Entry]) -> npt.NDArray[np.float32
             if found is None:
                 raise ConfigError(f"[training] warm_start: {path} holds no final weights (its run is {results.status})")
             weights = found
-    if len(weights) != sum(entry.size for entry in layout):
-        raise ConfigError(f"[training] warm_start: {path} holds another model, of {len(weights):,} numbers")
-    if differing := first_difference(theirs, layout):
-        raise ConfigError(f"[training] warm_start: {path} holds another model: {differing}")
+    size = sum(entry.size for entry in layout)
+    differing = first_difference(theirs, layout)
+    if differing or len(weights) != size:
+        differing = differing or f"it has {len(weights):,} weights, and the job's {size:,}"
+        raise ConfigError(f"[training] warm_start: {path} holds another model: {differing}; use a file of this model")
     return weights
 
 
@@ -57,5 +58,7 @@ def first_difference(theirs: list[list[Any]] | None, layout: Sequence[Entry]) ->
     ours = shapes(layout)
     if theirs is None or theirs == ours:
         return ""
-    named = [[(name, tuple(shape)) for name, shape in each] for each in (theirs, ours)]
-    return next((f"{a} against {b}" for a, b in zip(*named, strict=False) if a != b), "their number")
+    for (their_name, their_shape), (name, shape) in zip(theirs, ours, strict=False):
+        if (their_name, their_shape) != (name, shape):
+            return f"it has {their_name} of shape {tuple(their_shape)}, and the job's {name} of shape {tuple(shape)}"
+    return f"it has {len(theirs)} tensors, and the job's {len(ours)}"
