@@ -240,7 +240,7 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
     ranked = sorted((f for f in made if f.settings), key=lambda f: (f.time_s, named(f.settings)))
     alike = [f for f in ranked if _alike(f, ranked[0])]
     ranked = sorted(alike, key=lambda finalist: simplicity(finalist.settings)) + [f for f in ranked if f not in alike]
-    if given is not None and ranked and given.time_s < ranked[0].time_s and not _alike(given, ranked[0]):
+    if given is not None and (not ranked or (given.time_s < ranked[0].time_s and not _alike(given, ranked[0]))):
         ranked.insert(0, given)
     if not any(math.isfinite(finalist.time_s) for finalist in ranked) and math.isfinite(state.reference_samples):
         estimates = [estimate for estimate in state.estimates() if math.isfinite(estimate.time_s)]

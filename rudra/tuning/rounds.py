@@ -11,7 +11,7 @@ from rudra.results.progress import duration
 from rudra.tuning.batches import nearest, rescaled
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Probe
-from rudra.tuning.space import Settings, by_steps
+from rudra.tuning.space import Settings, by_steps, spelled_out, with_settings
 from rudra.tuning.state import SearchState, key_of
 
 T = TypeVar("T")
@@ -104,8 +104,16 @@ def lower(state: SearchState, rate: float, steps: int) -> float:
 
 
 def momenta(state: SearchState) -> list[float]:
-    """Returns the values of momentum that a search may try: the user's, or `MOMENTA`."""
-    return sorted(map(float, state.given.get(MOMENTUM, MOMENTA)))
+    """Returns the values of momentum that a search may try: the user's, or `MOMENTA` and the job's own. Empty: none."""
+    own = state.job.optimizer
+    if own.name != "sgd":
+        return []
+    return sorted(map(float, state.given.get(MOMENTUM, {*MOMENTA, own.momentum})))
+
+
+def at_most(series: Sequence[float], value: float) -> float:
+    """Returns the largest value of a series that is not above a value, or else the smallest one."""
+    return max((each for each in series if each <= value + 1e-9), default=series[0])
 
 
 def around(series: Sequence[T], value: T) -> list[T]:
@@ -130,8 +138,14 @@ def cold_start(state: SearchState) -> list[Probe]:
         failed = [rate for rate, probe in tried.items() if state.outcomes[probe.name].failed]
         near = around(series, state.cold.by_key[RATE])
         wanted = [rate for rate in near if rate not in tried and not any(rate > bad for bad in failed)]
-    settings = safest(state).point.settings
+    settings = with_momentum(state, safest(state).point.settings, state.job.optimizer.momentum)
     return [Probe.of({**settings, RATE: rate}, "", 1) for rate in wanted]
+
+
+def with_momentum(state: SearchState, settings: Settings, momentum: float) -> Settings:
+    """Returns settings with the largest momentum of the search that is not above a value."""
+    series = momenta(state)
+    return {MOMENTUM: at_most(series, momentum), **settings} if series else settings
 
 
 def reference(state: SearchState) -> list[Probe]:
@@ -266,15 +280,16 @@ def _own_periods(state: SearchState) -> dict[object, set[Any]]:
 
 
 def started(state: SearchState, price: Price) -> dict[str, Any]:
-    """Returns the first settings for a point: the rate of the cold start, as the noise of its gradients has it."""
+    """Returns the first settings for a point.
+
+    The learning rate is that of the cold start, as the noise of the point's gradients has it. The momentum is the job's
+    without what the point's staleness adds.
+    """
     assert state.cold is not None
-    cold = state.cold.by_key
-    rate = suited(state, cold, price.point.settings)
-    implicit = 1 - 1 / (1 + price.staleness)
+    settings = price.point.settings
+    implicit = 1 - 1 / (1 + price.staleness) if price.staleness > 0.5 else 0.0
     momentum = max(0.0, state.job.optimizer.momentum - implicit)
-    nearby = max((m for m in momenta(state) if m <= momentum + 1e-9), default=momenta(state)[0])
-    free = MOMENTUM not in price.point.settings and price.staleness > 0.5
-    return {**price.point.settings, RATE: rate, **({MOMENTUM: nearby} if free else {})}
+    return {**with_momentum(state, settings, momentum), RATE: suited(state, state.cold.by_key, settings)}
 
 
 def spread(state: SearchState) -> Iterator[Settings]:
@@ -327,6 +342,11 @@ def simplicity(settings: Settings) -> tuple[int, int, str]:
     return place, len(settings), str(key_of(settings))
 
 
+def is_given(state: SearchState, settings: Settings) -> bool:
+    """Whether settings are those of the job as given."""
+    return not settings or spelled_out(with_settings(state.job, settings)) == spelled_out(state.job)
+
+
 def latest_s(state: SearchState) -> float:
     """Returns the time after which a run from the initial weights is too late: twice the time of the reference."""
     assert state.reference is not None
@@ -343,7 +363,7 @@ def fresh(state: SearchState) -> list[Probe]:
     near = [estimate for estimate in ranked[1:] if estimate.time_s <= LATER * ranked[0].time_s]
     second = [min(near, key=lambda estimate: simplicity(estimate.settings))] if near else ranked[1:2]
     finalists = [*(e.settings for e in ranked[:1]), {}, *(e.settings for e in second)]
-    for seed, settings in itertools.product(SEEDS, finalists):
+    for seed, settings in itertools.product(SEEDS, [{} if is_given(state, each) else each for each in finalists]):
         if probes := until_target(state, Probe.of(settings, "", 1, seed), latest_s(state)):
             return probes
     return []

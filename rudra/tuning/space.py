@@ -285,6 +285,16 @@ def with_settings(job: Job, settings: Settings) -> Job:
     return job.with_(**tables)
 
 
+def spelled_out(job: Job) -> dict[str, Any]:
+    """Returns the tables of a job with the defaults that its protocol has for keys of a search."""
+    tables: dict[str, Any] = json.loads(job.to_json())
+    rule = job.make_protocol()
+    tables["protocol"]["n"] = rule.gradients_per_update
+    if rule.averages:
+        tables["averaging"]["period"] = rule.period
+    return tables
+
+
 _UNTRAINED = {"training": ("epochs", "target", "target_window", "stop_at_target", "patience"), "simulation": ("costs",)}
 """Keys of tables that do not decide the weights."""
 

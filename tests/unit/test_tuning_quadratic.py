@@ -5,6 +5,7 @@ curvature. Source: Wu et al. 2018, arXiv 1803.02021, §2.
 """
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from rudra.job.target import Target
 from rudra.tuning.answer import answer_of
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.probes import Outcome, Probe
-from rudra.tuning.rounds import RATE, rates
+from rudra.tuning.rounds import MOMENTUM, RATE, rates
 from rudra.tuning.ruler import Mark
 from rudra.tuning.search import lead
 from rudra.tuning.state import SearchState
@@ -91,9 +92,8 @@ def test_short_probes_judge_by_averaged_weights(tmp_path: Path, seed: int) -> No
     given, *others = prices
     own = next(p for p in others if p.dominated is None and p.point.job.training.minibatch_size == 8)
     target = Target("validation", "loss", False, LEVEL)
-    state = SearchState(
-        job, target, [given, own], untimed={RATE}, training_samples=EPOCH, budget=8, longest=MOST // EPOCH
-    )
+    sizes: dict[str, Any] = {"training_samples": EPOCH, "budget": 8, "longest": MOST // EPOCH}
+    state = SearchState(job, target, [given, own], untimed={RATE, MOMENTUM}, given={MOMENTUM: [0.9]}, **sizes)
     lead(state, guided.ask, Journal(tmp_path / NAME, {}), Trainer(state, seed), lambda probe: None)
     winner = answer_of(state, job).winner
     assert winner is not None

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from surfaces import JOB, SURFACES, Search, Surface, Trained, new_state
+from surfaces import JOB, OPTIMUM, SURFACES, Search, Surface, Trained, new_state
 
 from rudra.errors import ConfigError, RunError
 from rudra.tuning.answer import answer_of
@@ -217,6 +217,64 @@ def test_the_job_as_given_wins_if_it_is_the_soonest(guided: Searches) -> None:
         state.tell(state.probes[name]._replace(epochs=max(1, len(outcome.marks))), outcome)
     assert first.endswith("is the job as given")
     assert not any("the job as given" in line for line in rest)
+
+
+@pytest.mark.parametrize("strategy", ["guided", "halving", "first-epoch", "omnivore", "grid"])
+def test_every_point_has_one_name(tmp_path: Path, strategy: str) -> None:
+    surface = FEW["ridge of rate and momentum"]._replace(only=("hardsync",))
+    state = Search(tmp_path, strategy, surface, 1e4 if strategy == "grid" else 12).run()
+    assert all(MOMENTUM in probe.by_key for probe in state.probes.values() if probe.settings)
+    fresh = [with_settings(JOB, probe.by_key) for probe in state.probes.values() if probe.seed == 1]
+    assert len(fresh) == len({job.to_json() for job in fresh}) > 1
+
+
+def test_a_winner_that_is_the_job_as_given_is_trained_once(tmp_path: Path) -> None:
+    own = JOB.optimizer
+
+    def is_own(point: Candidate, sigma: float) -> float:
+        synchronous = point.job.protocol.name == "softsync" and point.settings.get("protocol.n", 1) == 1
+        return 1.0 if synchronous and point.job.training.minibatch_size == 8 else 0.01
+
+    best = own.learning_rate / (1 - own.momentum)
+    surface = Surface(lambda point, sigma: 100, is_own, size=0, width=0.3, only=("softsync",), cliff=10.0)
+    state = new_state(surface, 12)
+    lead(state, shipped()["guided"], Journal(tmp_path / NAME, {}), Aimed(state, surface, best), lambda probe: None)
+    answer = answer_of(state, JOB)
+    assert answer.winner is not None
+    assert answer.winner.settings == {}
+    assert "is the job as given" in next(answer.lines())
+    assert len(answer.winner.times_s) == 3
+
+
+class Aimed(Trained):
+    """Trains on a surface whose best effective learning rate is another one."""
+
+    def __init__(self, state: SearchState, surface: Surface, best: float) -> None:
+        super().__init__(state, surface, noise=0)
+        self._scale = OPTIMUM / best
+
+    def __call__(self, probe: Probe, before: Outcome | None) -> Outcome:
+        scaled = {**probe.by_key, RATE: probe.by_key.get(RATE, JOB.optimizer.learning_rate) * self._scale}
+        return super().__call__(probe._replace(settings=Probe.of(scaled, "", 0).settings), before)
+
+
+@pytest.mark.parametrize("given", [{}, {MOMENTUM: [0.9], RATE: [0.01, 0.1, 1.0]}])
+def test_the_last_neighbours_are_finer_steps_of_rate_and_momentum(
+    tmp_path: Path, given: dict[str, list[float]]
+) -> None:
+    surface = FEW["ridge of rate and momentum"]._replace(only=("hardsync",))
+    state = new_state(surface, 60)
+    state.given = given
+    lead(state, shipped()["guided"], Journal(tmp_path / NAME, {}), Trained(state, surface, 0), lambda probe: None)
+    rates = {probe.by_key[RATE] for probe in state.probes.values() if probe.origin}
+    tried = {probe.by_key[MOMENTUM] for probe in state.probes.values() if probe.origin}
+    if given:
+        assert rates <= {0.01, 0.1, 1.0}
+        assert tried == {0.9}
+    else:
+        best = state.estimates()[0].settings
+        assert {float(f"{best[RATE] * 1.5:.3g}"), float(f"{best[RATE] / 1.5:.3g}")} <= rates
+        assert {round(best[MOMENTUM] + 0.1, 2), round(best[MOMENTUM] - 0.1, 2)} <= {*tried, 1.0}
 
 
 def batch(samples: int, factor: float = 1.0, staleness: float = 0.0) -> UpdateBatch:

@@ -99,7 +99,7 @@ def _candidates(state: SearchState, protocol: str) -> dict[Coordinates, Settings
     series = rates(state)
     place = series.index(state.cold.by_key[RATE])
     near = series[max(0, place - NEAR) : place + NEAR + 1]
-    own_momenta: list[Any] = momenta(state) if state.job.optimizer.name == "sgd" else [None]
+    own_momenta: list[Any] = momenta(state) or [None]
     found: dict[Coordinates, Settings] = {}
     for price in sorted(state.prices, key=lambda price: -price.samples_per_s):
         if price.point.settings["protocol.name"] == protocol:

@@ -22,7 +22,7 @@ def _unfinished(state: SearchState) -> Iterator[Probe]:
     """All points that have neither reached the target nor taken too long."""
     assert state.cold is not None
     most_s = LATEST * state.estimates()[0].time_s
-    own_momenta: list[Any] = momenta(state) if state.job.optimizer.name == "sgd" else [None]
+    own_momenta: list[Any] = momenta(state) or [None]
     for price, rate, momentum in itertools.product(
         state.prices, around(rates(state), state.cold.by_key[RATE]), own_momenta
     ):

@@ -5,7 +5,7 @@
    the same number of gradients in an update. Each point has a learning rate for the noise of its batch, and as much
    less momentum as its staleness adds.
 3. Neighbours of the best point: other learning rates, momenta, mini-batch sizes and periods, until none is better. Then
-   the other families, and neighbours of the next points.
+   the other families, and neighbours of the next points. Last come smaller steps of rate and momentum.
 4. The best three are prolonged, each by as much as it has, until one has reached the target and no other can be sooner.
 5. Winner, runner-up and the job as given are trained from the initial weights to the target, with fresh seeds.
 
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rudra.tuning.batches import nearest
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
     FINALISTS,
@@ -48,6 +49,9 @@ from rudra.tuning.rounds import (
 from rudra.tuning.space import Settings
 from rudra.tuning.state import SearchState, key_of
 
+FINER_RATES, FINER_MOMENTA = (1.5, 1 / 1.5), (0.1, -0.1)
+"""Factors on the learning rate, and differences of the momentum, of the last neighbours."""
+
 ATTEMPTS = 2
 """Number of first probes of a family that may diverge, the second one with a lower learning rate."""
 
@@ -60,7 +64,7 @@ def _next(state: SearchState) -> list[Probe]:
     """Returns the most promising probe that has not been tried: one at a time, because each one prunes others."""
     first, others = _families(state)
     near = _neighbours(state)
-    wanted = itertools.chain(first, next(near, ()), others, *near)
+    wanted = itertools.chain(first, next(near, ()), others, *near, _finer(state))
     return [from_common(state, settings, 1) for settings in itertools.islice(wanted, 1)]
 
 
@@ -110,15 +114,32 @@ def _neighbours(state: SearchState) -> Iterator[list[Settings]]:
             yield [settings for _, settings in new]
 
 
+def _finer(state: SearchState) -> Iterator[Settings]:
+    """Smaller steps of rate and momentum from the best point, unless the user fixed them or they were tried."""
+    tried = {probe.settings for probe in state.probes.values() if probe.origin}
+    best = state.estimates()[0].settings
+    steps = [] if RATE in state.given else [{RATE: float(f"{best[RATE] * each:.3g}")} for each in FINER_RATES]
+    if MOMENTUM in best and MOMENTUM not in state.given:
+        near = (round(best[MOMENTUM] + each, 2) for each in FINER_MOMENTA)
+        steps += [{MOMENTUM: momentum} for momentum in near if 0 <= momentum < 1]
+    for step in steps:
+        settings = {**best, **step}
+        if key_of(settings) not in tried and not diverges(state, settings):
+            yield settings
+
+
 def _off(state: SearchState, settings: Settings) -> float:
     """Returns how far a batch is from the noise scale, as the logarithm of their ratio. Zero: unknown."""
     return abs(math.log(state.batch(settings).samples / state.noise.samples)) if state.noise else 0.0
 
 
 def _around(state: SearchState, settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """Settings that differ from some settings by one step of one key, with this key."""
-    untimed: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: momenta(state)}
-    series = dict(untimed)
+    """Settings that differ from some settings by one step of one key, with this key.
+
+    The learning rate suits the step: the noise of another batch, or another momentum, so that rate / (1 - momentum)
+    stays.
+    """
+    series: dict[str, Sequence[Any]] = {RATE: rates(state), MOMENTUM: momenta(state)}
     for key in (SIZE, "averaging.period", "averaging.outer.learning_rate", "averaging.outer.momentum"):
         series[key] = sorted(
             {
@@ -134,4 +155,9 @@ def _around(state: SearchState, settings: Settings) -> Iterator[tuple[str, Setti
             for other in around(values, settings[key]):
                 if other != settings[key]:
                     changed = {**settings, key: other}
-                    yield key, changed if key in untimed else {**changed, RATE: suited(state, settings, changed)}
+                    if key == MOMENTUM:
+                        rate = settings[RATE] * (1 - other) / (1 - settings[MOMENTUM])
+                        changed[RATE] = nearest(rates(state), rate)
+                    elif key != RATE:
+                        changed[RATE] = suited(state, settings, changed)
+                    yield key, changed
