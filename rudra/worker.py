@@ -114,9 +114,22 @@ def serve(listener: int, launcher: int) -> list[str]:
 
         keep_hangup()
         arithmetic()  # reads the versions of packages
+        _import_late_modules()
 
     gc.freeze()
     return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))
+
+
+def _import_late_modules() -> None:
+    """Imports what every rank would import while it gets ready."""
+    import numpy.ma
+    import numpy.random
+    import numpy.strings
+    import torch.utils.serialization  # noqa: F401
+
+    import topologies
+
+    topologies.shipped()
 
 
 def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:

@@ -42,13 +42,17 @@ def _server() -> list[str]:
 
 def _serve(listener: int, launcher: int) -> list[str]:
     """Returns in each fork, with its arguments."""
+    import numpy.ma  # which `numpy.unique` imports
+
     import protocols
     import rudra.api
     import rudra.cli.finish
     import rudra.cli.main
     import rudra.cli.run
     import rudra.mpi.launch
+    import rudra.preflight
     import rudra.prepare.start
+    import rudra.results.progress
     import rudra.simulation.tensors  # noqa: F401
     import topologies
 
