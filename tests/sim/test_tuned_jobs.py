@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,8 +40,40 @@ GIVEN: dict[str, list[Any]] = {
 ABOUT: dict[str, Any] = {"target": "accuracy >= 0.95", "budget": 12, "given": GIVEN, "quiet": True}
 
 
+class Searched(NamedTuple):
+    """A search that nobody stopped: its directory and store, what it found, and the runs that it trained."""
+
+    directory: Path
+    store: Path
+    found: Verdict
+    trained: list[tuple[str, str, int]]
+
+
+def count_training(patch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """A list that gets protocol, trajectory and epochs of each run that is trained from now on."""
+    trained: list[tuple[str, str, int]] = []
+    simulate = rudra.simulate
+
+    def counting(job: Job, **about: Any) -> Any:
+        if job.data.train_limit == JOB.data.train_limit:  # not the short runs that identify code and data
+            trained.append((str(job.protocol.name), trajectory(job), job.training.epochs))
+        return simulate(job, **about)
+
+    patch.setattr("rudra.tuning.trainer.api.simulate", counting)
+    return trained
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    directory = tmp_path_factory.mktemp("searched")
+    with pytest.MonkeyPatch.context() as patch:
+        trained = count_training(patch)
+        found = rudra.tune(JOB, output=directory / "whole", store=directory / "probes", **ABOUT)
+    return Searched(directory / "whole", directory / "probes", found, trained)
+
+
 def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, trained = Trainer.train, []
     evaluated: list[tuple[int, Sequence[Path]]] = []
@@ -73,13 +105,13 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     assert [*again.lines()] == [*found.lines()]
     assert len(evaluated) == len(seeds), "the scores are in the journal"
     monkeypatch.setattr(Trainer, "train", plain)
-    whole = rudra.tune(JOB, output=tmp_path / "whole", **ABOUT)
+    whole = searched.found
     assert [*found.lines()] == [*whole.lines()]
     for name in ("best.toml", "tried.csv", "report.html", NAME):
-        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    left = sorted(path.name for path in (tmp_path / "whole").iterdir())
+        assert (tmp_path / "stopped" / name).read_bytes() == (searched.directory / name).read_bytes()
+    left = sorted(path.name for path in (tmp_path / "stopped").iterdir())
     assert left == [".lock", "best.toml", NAME, "probes", "report.html", "tried.csv"]
-    assert not [*(tmp_path / "whole" / "probes").glob("*.ckpt")]
+    assert not [*(tmp_path / "stopped" / "probes").glob("*.ckpt")]
     assert whole.winner is not None
     assert whole.winner.settings["protocol.name"] == "async", "a learner is four times slower"
     assert whole.saving > 1
@@ -87,18 +119,18 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
     assert all(score.reached and score.value > 0.7 for score in scores)
     middle = median(score.value for score in scores)
     assert f"  on the test set: winner {middle:.4g}" in "\n".join(whole.lines())
-    entries = [json.loads(line) for line in (tmp_path / "whole" / NAME).read_text().splitlines()]
+    entries = [json.loads(line) for line in (searched.directory / NAME).read_text().splitlines()]
     marks = {entry["name"]: entry["marks"] for entry in entries if entry.get("kind") == "probe"}
     ((*ends,),) = (entry["scores"] for entry in entries if entry.get("kind") == "test")
     first = {name: next(i for i, mark in enumerate(marks[name], 1) if mark[2] >= 0.95) for name, _, _ in ends}
     assert {name: epochs for name, epochs, _ in ends} == first, "each at the target"
-    check_page(HtmlPage((tmp_path / "whole" / "report.html").read_text()), whole)
-    best = Job.load(tmp_path / "whole" / "best.toml")
+    check_page(HtmlPage((searched.directory / "report.html").read_text()), whole)
+    best = Job.load(searched.directory / "best.toml")
     assert best.protocol.name == "async"
     assert best.optimizer.average.given
     with rudra.simulate(best, output=tmp_path / "best.h5", progress="quiet") as results:
         assert results.epochs["test_error"].min() < 0.25
-    with (tmp_path / "whole" / "tried.csv").open() as file:
+    with (searched.directory / "tried.csv").open() as file:
         rows = [*csv.DictReader(file)]
     assert {row["protocol.name"] for row in rows} == {"hardsync", "async", ""}
 
@@ -127,31 +159,22 @@ def check_page(page: HtmlPage, verdict: Verdict) -> None:
     assert {*ROWS.values()} & texts
 
 
-def test_another_cluster_trains_only_what_depends_on_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_cluster_trains_only_what_depends_on_time(
+    searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store of another search changes nothing but the time."""
-    trained: list[tuple[str, str, int]] = []
-    simulate = rudra.simulate
-
-    def counting(job: Job, **about: Any) -> Any:
-        if job.data.train_limit == JOB.data.train_limit:  # not the short runs that identify code and data
-            trained.append((str(job.protocol.name), trajectory(job), job.training.epochs))
-        return simulate(job, **about)
-
-    monkeypatch.setattr("rudra.tuning.trainer.api.simulate", counting)
+    trained = count_training(monkeypatch)
     even = JOB.with_(simulation={"slowdown": {}, "compute_s": 0.01})
     alone = rudra.tune(even, output=tmp_path / "alone", **ABOUT)
     trained.clear()
-    rudra.tune(JOB, output=tmp_path / "first", store=tmp_path / "probes", **ABOUT)
-    first = {*trained}
-    trained.clear()
-    second = rudra.tune(even, output=tmp_path / "second", store=tmp_path / "probes", **ABOUT)
+    second = rudra.tune(even, output=tmp_path / "second", store=searched.store, **ABOUT)
     assert [*second.lines()] == [*alone.lines()]
     for name in (NAME, "best.toml", "tried.csv"):
         assert (tmp_path / "second" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
     assert "async" in {name for name, _, _ in trained}
-    assert not [its[0] for its in first & {*trained}]
+    assert not [its[0] for its in {*searched.trained} & {*trained}]
     trained.clear()
-    rudra.tune(even, output=tmp_path / "third", store=tmp_path / "probes", **ABOUT)
+    rudra.tune(even, output=tmp_path / "third", store=searched.store, **ABOUT)
     assert not trained
 
 
