@@ -7,12 +7,16 @@ does not change. Each host gets half of the machine's cores, so that its ranks k
 The hosts end with the process that made them, however it ends. Ctrl-C and SIGTERM end all processes on the hosts, and
 processes that `Hosts.start` started end with their parent.
 
-`python -m benchmarks.links MODULE FUNCTION LEARNERS ARGUMENTS` runs on the first host, and starts the ranks on both.
+`python -m benchmarks.links MODULE FUNCTION LEARNERS ARGUMENTS HOLDER HOLDER` imports everything once. Its forks enter
+the hosts: a launcher on the first host, and on each host a fork server, which makes the ranks.
 """
 
+import ctypes
+import gc
 import importlib
 import json
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -40,6 +45,8 @@ from rudra.log import log
 from rudra.machine import cores, end_with_parent
 from rudra.mpi.agreement import rest
 from rudra.mpi.forkserver import SERVER
+from rudra.mpi.rank_proxy import WORKER
+from rudra.worker import import_modules
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,6 +95,18 @@ class Hosts:
             host: number of the host.
             streams: `stdout` and `stderr` of the command.
         """
+        return subprocess.Popen(
+            [*_enter(self.pids[host]), f"--wd={os.getcwd()}", *argv],
+            env=self.environment(),
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C of the terminal goes only to this process
+            preexec_fn=end_with_parent,
+            **streams,
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Returns variables with which an Open MPI mpirun on the first host starts ranks on both."""
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
@@ -98,15 +117,7 @@ class Hosts:
             "OMPI_MCA_mpi_yield_when_idle": "1",  # the ranks of both hosts share cores, which MPI does not know
         }
         env.pop(SERVER, None)  # the fork server is not on these hosts
-        return subprocess.Popen(
-            [*_enter(self.pids[host]), f"--wd={os.getcwd()}", *argv],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,  # Ctrl-C of the terminal goes only to this process
-            preexec_fn=end_with_parent,
-            **streams,
-        )
+        return env
 
 
 @contextmanager
@@ -269,8 +280,16 @@ def behind_a_link(
         what = [measure.__module__, measure.__name__, str(learners), json.dumps(arguments)]
         said = hosts.directory / "stderr"
         with said.open("wb") as stderr:
-            command = [sys.executable, "-m", __name__, *what]
-            process = hosts.start(command, stdout=subprocess.PIPE, stderr=stderr)
+            process = subprocess.Popen(
+                [sys.executable, "-m", __name__, *what, *map(str, hosts.pids)],
+                env=hosts.environment() | {"OPENBLAS_NUM_THREADS": "1"},  # as in any fork server
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+            )
         last = ""
         try:
             assert process.stdout is not None
@@ -443,11 +462,76 @@ def sent_bytes() -> int:
     return int(next(line for line in lines if "eth0:" in line).partition(":")[2].split()[8])
 
 
-if __name__ == "__main__":
-    module, function, learners, arguments = sys.argv[1:]
+def _fork_onto(holder: int) -> int:
+    """Forks this process onto a host. Returns the number of the fork's process, and 0 in the fork."""
+    directory, process = os.getcwd(), os.fork()
+    if not process:
+        libc = ctypes.CDLL(None, use_errno=True)
+        for kind in ("net", "uts", "ipc", "mnt"):
+            with open(f"/proc/{holder}/ns/{kind}", "rb") as namespace:
+                if libc.setns(namespace.fileno(), 0):
+                    raise OSError(ctypes.get_errno(), f"cannot enter the {kind} namespace of a host")
+        os.chdir(directory)
+    return process
+
+
+def _start_fork_server(holder: int, address: str, others: Sequence[socket.socket]) -> tuple[int, socket.socket]:
+    """Starts a fork server for ranks on a host.
+
+    Args:
+        holder: process that keeps the namespaces of the host.
+        address: name of an abstract socket. Each host has abstract sockets of its own.
+        others: sockets that keep other fork servers alive.
+
+    Returns:
+        The process of the fork server, and a socket. The fork server ends when the socket is closed.
+    """
+    ours, theirs = socket.socketpair()
+    if not (process := _fork_onto(holder)):
+        for held in (ours, *others):
+            held.close()
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(f"\0{address}")
+        listener.listen()
+        theirs.send(b".")
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):  # a rank takes the streams of its proxy
+            os.dup2(null, stream)
+        sys.argv[:] = [WORKER[-1], "--serve", str(listener.detach()), str(theirs.detach())]
+        runpy.run_path(WORKER[-1], run_name="__main__")
+        sys.exit()
+    theirs.close()
+    ours.recv(1)
+    return process, ours
+
+
+def _launch_on_hosts(module: str, function: str, learners: int, arguments: str, holders: Sequence[int]) -> int:
+    """Calls a function on the ranks of both hosts, prints the results, and returns an exit code."""
+    import_modules()
     measure = getattr(importlib.import_module(module), function)
-    try:
-        print(json.dumps(on_ranks(measure, int(learners), **json.loads(arguments))))
-    except RudraError as error:
-        log.error(str(error))
-        sys.exit(1)
+    gc.freeze()
+    address, servers = f"rudra-{uuid.uuid4().hex}", list[tuple[int, socket.socket]]()
+    for holder in holders:
+        servers.append(_start_fork_server(holder, address, [ours for _, ours in servers]))
+    if not (launcher := _fork_onto(holders[0])):
+        end_with_parent()
+        for _, ours in servers:
+            ours.close()
+        os.environ[SERVER] = f"{address} {' '.join(WORKER)}"
+        try:
+            print(json.dumps(on_ranks(measure, learners, **json.loads(arguments))))
+        except RudraError as error:
+            log.error(str(error))
+            return 1
+        return 0
+    signal.signal(signal.SIGTERM, lambda number, _: os.kill(launcher, number))
+    _, status = os.waitpid(launcher, 0)
+    for server, _ in servers:  # its ranks have ended
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    module, function, learners, arguments, *holders = sys.argv[1:]
+    sys.exit(_launch_on_hosts(module, function, int(learners), arguments, [*map(int, holders)]))

@@ -107,29 +107,26 @@ def serve(listener: int, launcher: int) -> list[str]:
     from rudra import process_exit  # noqa: F401  must come before modules with exit handlers
     from rudra.mpi import forkserver
 
+    import_modules()
+    gc.freeze()
+    return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))
+
+
+def import_modules() -> None:
+    """Imports what ranks need, also what they would import while they get ready."""
     with suppress(ImportError, RuntimeError):  # without MPI each rank reports it when it starts MPI
+        import numpy.random
+        import numpy.strings  # noqa: F401
+        import torch.utils.serialization  # noqa: F401
+
         import rudra.mpi.session  # noqa: F401
+        import topologies
         from rudra.mpi.start import keep_hangup
         from rudra.results.recorder import arithmetic
 
         keep_hangup()
         arithmetic()  # reads the versions of packages
-        _import_late_modules()
-
-    gc.freeze()
-    return forkserver.serve(socket.socket(fileno=listener), socket.socket(fileno=launcher))
-
-
-def _import_late_modules() -> None:
-    """Imports what every rank would import while it gets ready."""
-    import numpy.ma
-    import numpy.random
-    import numpy.strings
-    import torch.utils.serialization  # noqa: F401
-
-    import topologies
-
-    topologies.shipped()
+        topologies.shipped()
 
 
 def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:

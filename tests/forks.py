@@ -42,7 +42,7 @@ def _server() -> list[str]:
 
 def _serve(listener: int, launcher: int) -> list[str]:
     """Returns in each fork, with its arguments."""
-    import numpy.ma  # which `numpy.unique` imports
+    import numpy.ma  # noqa: F401  which `numpy.unique` imports
 
     import protocols
     import rudra.api
