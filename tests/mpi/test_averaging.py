@@ -123,7 +123,8 @@ def test_replicas_that_are_averaged_in_buckets_get_the_same_bits(tmp_path: Path)
     for case, (nodes, tables) in IN_BUCKETS.items():
         for buckets in (0.001, "off"):
             job = make_job(len(nodes) - 1, **{"protocol": {"name": "average"}, **tables})
-            jobs[str(tmp_path / f"{case}-{buckets}.h5")] = nodes, job.with_(cluster={"buckets": buckets})
+            job = job.with_(cluster={"buckets": buckets}, training={"epochs": 1})
+            jobs[str(tmp_path / f"{case}-{buckets}.h5")] = nodes, job
     told = on_ranks(user_code.train_replicas_on_nodes, len(ALONE) - 2, jobs=jobs)
     for case, (nodes, _) in IN_BUCKETS.items():
         paths = [str(tmp_path / f"{case}-{buckets}.h5") for buckets in (0.001, "off")]
@@ -148,7 +149,7 @@ def job_file(directory: Path, protocol: str, more: str = "", shape: str = "repli
     path = directory / "job.toml"
     path.write_text(
         '[model]\nname = "user_code:dropping"\n[data]\nname = "user_code:delayed"\n'
-        "[training]\nepochs = 5\nminibatch_size = 2\nseed = 7\n"
+        "[training]\nepochs = 4\nminibatch_size = 2\nseed = 7\n"
         "[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\nmilestones = [2]\n"
         f'[protocol]\nname = "{protocol}"\n[topology]\n{SHAPES[shape]}\n'
         f"[cluster]\nlearners = 4\nthreads_per_rank = 1\n[results]\nflush_s = 0.1\nreport_s = 0.0\n{more}"
@@ -168,9 +169,9 @@ def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(
         process.send_signal(number)
         code, _, err = finish(process)
         assert code == (-9 if number == signal.SIGKILL else 3), err
-    code, _, err = finish(start("resume", output, "--set", "training.epochs=6"))
+    code, _, err = finish(start("resume", output, "--set", "training.epochs=5"))
     assert code == 0, err
-    longer = rudra.Job.load(job, ["training.epochs=6"])
+    longer = rudra.Job.load(job, ["training.epochs=5"])
     with (
         rudra.simulate(longer, output=tmp_path / "whole.h5", progress="quiet") as whole,
         rudra.open_results(output) as results,

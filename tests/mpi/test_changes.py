@@ -150,7 +150,7 @@ def test_a_learner_that_dies_before_or_after_a_change_is_left_behind(
     tmp_path: Path, update: int, kinds: list[str]
 ) -> None:
     job = job_file(tmp_path, "job", "hardsync", WARM.replace("at_epoch = 1", "at_epoch = 3"), more=OFTEN)
-    slow, output = slowly(job, learners=3), tmp_path / "out.h5"
+    slow, output = slowly(job, learners=3, epochs=5), tmp_path / "out.h5"
     process = start("run", slow, "--output", output)
     wait_for_updates(process, output, update)
     os.kill(ranks_of(process)[4], signal.SIGKILL)
@@ -168,13 +168,13 @@ def test_a_learner_that_dies_before_or_after_a_change_is_left_behind(
     assert replays(output)
 
 
-def slowly(job: Path, learners: int = 2) -> Path:
-    """The job with samples that take their time, for five epochs: whoever waits for an update holds it there."""
+def slowly(job: Path, learners: int = 2, epochs: int = 4) -> Path:
+    """The job with samples that take their time: whoever waits for an update holds it there."""
     job.write_text(
         job.read_text()
         .replace('name = "mlp"', 'name = "user_code:dropping"')
         .replace('name = "digits"\ntrain_limit = 320', 'name = "user_code:delayed"')
-        .replace("epochs = 4\nminibatch_size = 8", "epochs = 5\nminibatch_size = 2")
+        .replace("epochs = 4\nminibatch_size = 8", f"epochs = {epochs}\nminibatch_size = 2")
         .replace("learners = 2", f"learners = {learners}")
     )
     return job
@@ -217,8 +217,8 @@ def test_a_run_that_is_not_finished_goes_back_to_a_checkpoint_that_was_kept(tmp_
         expected = whole.summary()
     with rudra.open_results(output) as results:
         assert results.summary()["weights_sha256"] == expected["weights_sha256"]
-        assert len(results.updates) == expected["updates"] == 300
-    assert checkpoint.read(tmp_path / "out.ckpt")[0].position.epoch == 5
+        assert len(results.updates) == expected["updates"] == 240
+    assert checkpoint.read(tmp_path / "out.ckpt")[0].position.epoch == 4
 
 
 @pytest.mark.parametrize("protocol", ["hardsync", "sma"])

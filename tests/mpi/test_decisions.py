@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
 def job_file(directory: Path, name: str, call: str, after: int = 1, more: str = "", at: str = "epoch") -> Path:
-    """Five epochs for two learners, with a smaller rate and a larger batch from some epoch on."""
+    """Four epochs for two learners, with a smaller rate and a larger batch from some epoch on."""
     path = directory / f"{name}.toml"
     path.write_text(
         '[model]\nname = "mlp"\n[data]\nname = "digits"\ntrain_limit = 320\n'
-        '[training]\nepochs = 5\nminibatch_size = 2\nseed = 3\nevaluate = "always"\n'
+        '[training]\nepochs = 4\nminibatch_size = 2\nseed = 3\nevaluate = "always"\n'
         "[optimizer]\nlearning_rate = 0.05\nmomentum = 0.9\n"
         f"[cluster]\nlearners = 2\nthreads_per_rank = 1\n[results]\nflush_s = 0.1\nreport_s = 0.02\n{more}"
         f'[decisions]\ncall = "user_code:{call}"\noptions.after = {after}\nat = "{at}"\n'

@@ -172,7 +172,7 @@ def test_ranks_host_as_many_learners_as_the_job_allows_and_a_run_goes_on_with_ot
     """Five ranks host six learners; training goes on with one on each of eight."""
     job, output = job_file(tmp_path, "hardsync"), tmp_path / "out.h5"
     text = job.read_text().replace("learners = 3", "learners_per_rank = 2\nthreads_per_rank = 1")
-    job.write_text(text.replace("epochs = 6", "epochs = 1"))
+    job.write_text(text.replace("epochs = 4", "epochs = 1"))
     code, _, err = mpirun(5, "run", str(job), "--output", str(output))
     assert code == 0, err
     with rudra.open_results(output) as results:

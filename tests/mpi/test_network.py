@@ -26,7 +26,7 @@ def test_all_ranks_choose_one_size_for_the_slowest_network(tmp_path: Path) -> No
             job = rudra.Job(
                 model={"name": user_code.dropping},
                 data={"name": user_code.prompt},
-                training={"epochs": 2, "minibatch_size": 4, "seed": 7},
+                training={"epochs": 1, "minibatch_size": 4, "seed": 7},
                 protocol={"name": "hardsync"},
                 topology={"name": topology},
                 cluster={"learners": learners, "threads_per_rank": 1, "buckets": buckets},
