@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,7 +119,8 @@ def make_correction(correction: str | Callable[..., Correction], options: Mappin
 def _check_arguments(name: str, factory: object, learners: int, arguments: Mapping[str, Any]) -> None:
     """Raises ValueError if the factory does not accept these arguments. Its own exceptions are passed on."""
     try:
-        signature = inspect.signature(factory)  # type: ignore[arg-type]
+        read = _signature if isinstance(factory, type) else inspect.signature
+        signature = read(factory)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ValueError(f"[protocol] name: {name} makes no protocol; use a class of protocols.Protocol") from None
     try:
@@ -132,6 +133,9 @@ def _check_arguments(name: str, factory: object, learners: int, arguments: Mappi
             valid = "; leave it out, or reset it with --set protocol.n="
         text = f" takes no {', '.join(unknown)}{valid}" if unknown else f": {error}"
         raise ValueError(f"[protocol] {name}{text}") from None
+
+
+_signature = lru_cache(maxsize=64)(inspect.signature)  # a job makes its protocol many times
 
 
 def _check(protocol: object) -> None:

@@ -6,9 +6,9 @@ import pkgutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from topologies.kinds import ELSEWHERE, STAGE_REPLICA, STAGE_SERVER
@@ -267,13 +267,17 @@ def load(
     text = str(own.get(id(source)) or getattr(source, "__name__", type(source).__name__))
     if not callable(getattr(source, "plan", None)):
         raise ValueError(f"[topology] name: {text} has no function plan; define plan(nodes)")
-    signature = inspect.signature(source.plan)
+    plan = source.plan
+    signature = _signature(plan) if isinstance(plan, FunctionType) else inspect.signature(plan)
     try:
         signature.bind([0], **bound)
     except TypeError as error:
         valid = ", ".join([*signature.parameters][1:]) or "none"
         raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
     return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled, window)
+
+
+_signature = lru_cache(maxsize=64)(inspect.signature)  # a job makes its topology many times
 
 
 @cache

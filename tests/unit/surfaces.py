@@ -114,8 +114,15 @@ def _groups(point: Candidate) -> int:
     return int(point.settings.get("topology.options.groups", 1))
 
 
-def _averages(point: Candidate) -> bool:
-    return point.job.make_protocol().averages
+def averages(point: Candidate) -> bool:
+    """Whether the protocol averages replicas; searches ask thousands of times."""
+    name = str(point.job.protocol.name)
+    if name not in _AVERAGES:
+        _AVERAGES[name] = point.job.make_protocol().averages
+    return _AVERAGES[name]
+
+
+_AVERAGES: dict[str, bool] = {}
 
 
 SURFACES = {
@@ -124,8 +131,8 @@ SURFACES = {
     "cliff": Surface(lambda point, sigma: 100 * math.sqrt(1 + sigma), cliff=1.2 * OPTIMUM),
     "ridge of rate and momentum": Surface(lambda point, sigma: 100 + 20 * sigma, width=0.8),
     "speed misleads": Surface(lambda point, sigma: 100 * math.sqrt(1 + sigma), lambda point, sigma: 1 / (1 + sigma)),
-    "replicas are worth more": Surface(lambda point, sigma: 100, lambda point, sigma: 1.0 + _averages(point)),
-    "replicas are fast": Surface(lambda point, sigma: 400 if _averages(point) else 100),
+    "replicas are worth more": Surface(lambda point, sigma: 100, lambda point, sigma: 1.0 + averages(point)),
+    "replicas are fast": Surface(lambda point, sigma: 400 if averages(point) else 100),
     "flat": Surface(lambda point, sigma: 100, size=0, width=math.inf, cliff=math.inf),
 }
 

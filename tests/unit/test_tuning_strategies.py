@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from surfaces import JOB, OPTIMUM, SURFACES, Search, Surface, Trained, new_state
+from surfaces import JOB, OPTIMUM, SURFACES, Search, Surface, Trained, averages, new_state
 
 from rudra.errors import ConfigError, RunError
 from rudra.tuning.answer import answer_of
@@ -149,9 +149,9 @@ def test_a_protocol_that_diverges_at_once_is_not_tried_forever(tmp_path: Path, s
     """Its samples are fast, so every strategy wants it."""
 
     def value(point: Candidate, sigma: float) -> float:
-        return 0.0 if point.job.make_protocol().averages else 1.0
+        return 0.0 if averages(point) else 1.0
 
-    surface = Surface(lambda point, sigma: 400 if point.job.make_protocol().averages else 100, value)
+    surface = Surface(lambda point, sigma: 400 if averages(point) else 100, value)
     state = Search(tmp_path, strategy, surface).run()
     winner = answer_of(state, JOB).winner
     assert winner is not None
