@@ -78,7 +78,8 @@ def _calibrated(job: Job, directory: Path, quick: bool) -> Path:
     with _measured_in(directory):
         file = cost_files.measured_path(job)
     directory.mkdir()
-    file.write_text(calibrate(job, sizes=CALIBRATED, seconds=0.2 if quick else 2.0, show=False), encoding="utf-8")
+    sizes, seconds = (CALIBRATED[:1], 0.05) if quick else (CALIBRATED, 2.0)
+    file.write_text(calibrate(job, sizes=sizes, seconds=seconds, show=False), encoding="utf-8")
     return directory
 
 
