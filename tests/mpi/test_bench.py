@@ -1,8 +1,10 @@
 """Every benchmark in its smallest size: it runs, compares and judges. What it measures here means nothing."""
 
+import gzip
 import json
 import math
 import os
+import struct
 import subprocess
 from pathlib import Path
 
@@ -36,10 +38,29 @@ NEEDS = {
 }
 
 
+SAMPLES = 1500
+"""More than a benchmark in its smallest size takes."""
+
+
+@pytest.fixture(scope="session")  # tests that share what a module sets up would run in one process
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the first samples of Fashion-MNIST, if it is there: each run reads a whole file."""
+    directory = tmp_path_factory.mktemp("data")
+    for file in (DATA / "fashion-mnist").glob("*-ubyte*"):
+        with (gzip.open if file.suffix == ".gz" else open)(file) as stream:
+            kind, _ = struct.unpack(">2i", stream.read(8))
+            images = "images" in file.name
+            content = (stream.read(8) if images else b"") + stream.read(SAMPLES * (28 * 28 if images else 1))
+        small = directory / "fashion-mnist" / file.name.removesuffix(".gz")
+        small.parent.mkdir(exist_ok=True)
+        small.write_bytes(struct.pack(">2i", kind, SAMPLES) + content)
+    return directory
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])
-def test_a_benchmark_prints_ratios_and_goals(name: str, tmp_path: Path) -> None:
+def test_a_benchmark_prints_ratios_and_goals(name: str, data: Path, tmp_path: Path) -> None:
     command = [*forks.rudra(), "bench", name, "--quick", "--json"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "RUDRA_DATA": str(DATA)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "RUDRA_DATA": str(data)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=550, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)
