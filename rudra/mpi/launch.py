@@ -41,10 +41,12 @@ class LaunchOutcome(NamedTuple):
     Attributes:
         code: 0 on success, 2 if a rank found a mistake of the user, 3 if the run was stopped, else 1.
         lost: whether the death of a rank ended the run.
+        stopped: whether the user stopped the run, perhaps before it had anything to continue from.
     """
 
     code: int
     lost: bool = False
+    stopped: bool = False
 
 
 WORD_S = 4.0
@@ -236,7 +238,7 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool
     """
     relay, code = run.relay, _code(run, status)
     if code in {0, EXIT_STOPPED}:
-        return LaunchOutcome(code)
+        return LaunchOutcome(code, stopped=code == EXIT_STOPPED)
     if complete and relay.code is None and not any(relay.ends):
         how = run.stalled or _stopped(run, status, known=False) or explain(relay.banners) or _cause(run, status)
         log.warning(f"{job.name}: after training, {how or 'mpirun failed'}; the results are complete: {output}")
@@ -251,7 +253,8 @@ def _outcome(run: Mpirun, status: int, job: Job, output: Path, *, complete: bool
         cause, said = _cause(run, status), False
     if stopped := _stopped(run, status, known=bool(cause) or relay.explained):
         log.error(f"{job.name}: {stopped}; {how_to_resume(output)}")
-        return LaunchOutcome(EXIT_STOPPED if path_of(output).is_file() else EXIT_FAILED, lost="killed" in stopped)
+        code, asked = EXIT_STOPPED if path_of(output).is_file() else EXIT_FAILED, run.stopped_at is not None
+        return LaunchOutcome(code, lost="killed" in stopped, stopped=asked)
     if cause is None and not said:
         text = " ".join(" ".join(relay.banners).split()) or "it gave no reason"
         raise LaunchError(f"mpirun could not run the ranks (exit code {code}): {text}")

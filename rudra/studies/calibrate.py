@@ -26,9 +26,10 @@ from rudra.core.actions import Accumulate, Compute, Copy, Correct, Evaluate
 from rudra.core.buffer_names import GRADIENT, SNAPSHOT, WEIGHTS
 from rudra.core.messages import Rows
 from rudra.core.wire import tensor_bytes
-from rudra.errors import ConfigError, RunError
+from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job
 from rudra.job.tables import AveragingTable, HogbatchTable
+from rudra.log import only_errors
 from rudra.machine import cores
 from rudra.mpi.launch import launch
 from rudra.prepare.profile import as_toml, final_at, final_toml, needed_at, needed_toml, profile
@@ -154,6 +155,7 @@ def calibrate(
 
     Raises:
         RudraError: a mistake in the job, or a run failed.
+        KeyboardInterrupt: a run was stopped.
     """
     own = job.training.minibatch_size
     sizes = sorted(set(sizes or (max(1, own // 4), own, own * 4)))
@@ -206,6 +208,8 @@ def _probe(
             runs.append((own, StartRequest(directory / f"{place}.h5")))
         with _followed(directory, cases, bar):
             code = _launched(job, cases, directory, runs) if execute is None else execute(runs)
+        if code == EXIT_STOPPED:
+            raise KeyboardInterrupt
         if code:
             raise RunError(f"{job.name}: a timed run ended with exit code {code}; stderr says why")
         found = []
@@ -218,10 +222,17 @@ def _probe(
 
 def _launched(job: Job, cases: Sequence[tuple[int, int]], directory: Path, runs: Runs) -> int:
     """Starts ranks for all runs, and returns the exit code."""
+    roles = [role.name for role in base.plan([0] * max(learners for _, learners in cases)).roles]
+    outcome = launch(job, directory / "runs", roles=roles, payload=partial(run_quietly, runs))
+    return EXIT_STOPPED if outcome.stopped else outcome.code
+
+
+def run_quietly(runs: Runs) -> int:
+    """Part of a rank in several runs whose files nobody keeps. Returns the exit code."""
     from rudra.mpi.session import run_all
 
-    roles = [role.name for role in base.plan([0] * max(learners for _, learners in cases)).roles]
-    return launch(job, directory / "runs", roles=roles, payload=partial(run_all, runs)).code
+    with only_errors():
+        return run_all(runs)
 
 
 @contextmanager

@@ -138,7 +138,7 @@ class OneLaunch(Ranks):
         return job.with_(cluster={"learners": len(plan.learners)}), self._ranks
 
     def train(self, job: Job, asked: StartRequest) -> LaunchOutcome:
-        code = self._call(partial(_together, [(job, asked)]))
+        code = self._call(partial(calibrate.run_quietly, [(job, asked)]))
         assert asked.output is not None
         asked.output.with_suffix(".done").unlink(missing_ok=True)
         return LaunchOutcome(code)
@@ -152,7 +152,7 @@ class OneLaunch(Ranks):
             )
         learners = min(calibrate.LEARNERS, self._ranks - others)
         return calibrate.calibrate(
-            job, learners=learners, show=False, execute=lambda runs: self._call(partial(_together, runs))
+            job, learners=learners, show=False, execute=lambda runs: self._call(partial(calibrate.run_quietly, runs))
         )
 
 
@@ -162,14 +162,6 @@ def _launched(job: Job, start: StartDecision) -> int:
 
     with only_errors():
         return run_ranks(job, start, progress={"mode": "quiet"}, launched=True)[0]
-
-
-def _together(runs: calibrate.Runs) -> int:
-    """Part of a rank in runs of a common launch."""
-    from rudra.mpi.session import run_all
-
-    with only_errors():
-        return run_all(runs)
 
 
 def with_ranks(search: Callable[[Ranks], T]) -> T:
@@ -231,7 +223,7 @@ def _checked(job: Job, path: Path, outcome: LaunchOutcome) -> Results:
         ProbeFailed: The run failed.
         KeyboardInterrupt: The run was stopped.
     """
-    if outcome.code == EXIT_STOPPED:
+    if outcome.stopped or outcome.code == EXIT_STOPPED:
         raise KeyboardInterrupt
     if outcome.code:
         raise ProbeFailed(f"{job.name}: a probe ended with exit code {outcome.code}; the lines before say why")

@@ -11,6 +11,7 @@ import pytest
 from rudra.cli.main import main
 from rudra.core import records
 from rudra.core.wire import tail_bytes
+from rudra.errors import RunError
 from rudra.job.job import Job
 from rudra.machine import cores
 from rudra.simulation.predict import Outline, outline, predict
@@ -129,3 +130,10 @@ def test_a_file_that_exists_or_cannot_be_is_refused_before_anything_runs(
     for output, text in ((path, "exists; give another name or --force"), (tmp_path / "a" / "b.toml", "does not exist")):
         assert main(["calibrate", "digits", "-o", str(output)]) == 2
         assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("code", "error"), [(3, KeyboardInterrupt), (1, RunError)])
+def test_a_timed_run_that_is_stopped_is_no_failure(code: int, error: type[BaseException]) -> None:
+    job = Job(model={"name": "mlp"}, data={"name": "digits", "train_limit": 64})
+    with pytest.raises(error):
+        calibrate.calibrate(job, sizes=[8], seconds=0.01, show=False, execute=lambda runs: code)

@@ -190,6 +190,7 @@ LOST, FINE = LaunchOutcome(1, lost=True), LaunchOutcome(0)
         ([FINE], ResultsError, 2, 0),
         ([LaunchOutcome(1), FINE], real.ProbeFailed, 1, 1),
         ([LaunchOutcome(3), FINE], KeyboardInterrupt, None, 1),
+        ([LaunchOutcome(1, stopped=True), FINE], KeyboardInterrupt, None, 1),
     ],
 )
 def test_only_a_run_whose_rank_died_is_repeated_and_only_once(
