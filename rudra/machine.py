@@ -59,8 +59,24 @@ def free_memory() -> int:
     with suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         found = [int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024]
-    with suppress(OSError, ValueError, IndexError):  # no control group of version 2, or a group without a limit
-        group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text(encoding="utf-8").split("::/")[1].strip()
-        most, taken = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        found.append(max(0, most - taken))
+    with suppress(OSError, ValueError, IndexError):
+        found.append(max(0, _group_memory("max") - _group_memory("current")))
     return min(found)
+
+
+def memory_limit() -> int:
+    """Returns the bytes of memory that this machine has, or its control group may use."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, ValueError, IndexError):
+        found.append(_group_memory("max"))
+    return min(found)
+
+
+def _group_memory(name: str) -> int:
+    """Returns a number of the memory controller of this control group.
+
+    Raises:
+        OSError, ValueError, IndexError: There is no control group of version 2, or it has no limit.
+    """
+    group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text(encoding="utf-8").split("::/")[1].strip()
+    return int((group / f"memory.{name}").read_text())

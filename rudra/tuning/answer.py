@@ -53,6 +53,7 @@ class Verdict(NamedTuple):
         given_least_s: Time that the run of the job as given had trained at least, without reaching the target.
         nearest: Best value of the target's metric that any probe reached.
         spent: Reference runs whose samples the search has used.
+        trained_s: Training time of all probes on real ranks. Zero: they trained in virtual time.
         costs: Origin of the times.
         notes: Remarks about the answer, one line each.
         scores: Scores of the finalists on the test set. Empty: it was not read.
@@ -68,6 +69,7 @@ class Verdict(NamedTuple):
     notes: tuple[str, ...] = ()
     scores: tuple[Score, ...] = ()
     given_least_s: float = 0.0
+    trained_s: float = 0.0
 
     @property
     def winner(self) -> Finalist | None:
@@ -150,8 +152,19 @@ class Verdict(NamedTuple):
         several = any(len(scores) > 1 for scores in found.values())
         return f"{shown} ({self.target.metric}{', medians' if several else ''})"
 
+    def _paid_back(self) -> str:
+        """Returns the training time of the search, and after how many runs the winner has saved as much."""
+        if not self.trained_s:
+            return ""
+        said = f", {duration(self.trained_s)} of training"
+        least_s = self.given_least_s if self.given is None else self.given.time_s
+        if self.winner is None or not self.winner.settings or not self.winner.time_s < least_s < math.inf:
+            return said
+        runs = math.ceil(self.trained_s / (least_s - self.winner.time_s))
+        return f"{said}: paid back after {runs} run{'s' if runs > 1 else ''} of the job"
+
     def _remarks(self) -> Iterator[str]:
-        yield f"  searched with the samples of {self.spent:.1f} reference runs"
+        yield f"  searched with the samples of {self.spent:.1f} reference runs{self._paid_back()}"
         if self.costs:
             yield f"  times: {self.costs}"
         yield from (f"  note: {note}" for note in self.notes)
@@ -260,6 +273,7 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
         state.spent / state.one_run,
         notes=notes,
         given_least_s=least_s,
+        trained_s=state.trained_s if state.real else 0.0,
     )
 
 

@@ -1,6 +1,7 @@
 """Probes on real ranks: each in a launch of its own, or all in the launch that mpirun or srun made."""
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -11,13 +12,15 @@ from rudra.errors import EXIT_STOPPED, ConfigError, ResultsError, RudraError, Ru
 from rudra.files import written
 from rudra.job.job import Job
 from rudra.log import log, only_errors
-from rudra.machine import cores
+from rudra.machine import cores, memory_limit
 from rudra.mpi.launch import LaunchOutcome, launch
+from rudra.mpi.loopback import is_one_machine
 from rudra.prepare import cost_files
 from rudra.prepare.resolve import resolve
 from rudra.prepare.start import StartDecision, StartRequest, decide
 from rudra.results.reader import Results, open_results
 from rudra.studies import calibrate
+from rudra.tuning.room import Room
 
 T = TypeVar("T")
 
@@ -47,8 +50,8 @@ class Ranks(ABC):
     TRIES = 1
     _threads: int | None = None
 
-    def prepared(self, job: Job, directory: Path) -> tuple[Job, Job, int | None]:
-        """Returns the user's job with its number of learners, the same with measured costs, and the number of ranks.
+    def prepared(self, job: Job, directory: Path) -> tuple[Job, Job, Room]:
+        """Returns the user's job with its number of learners, the same with measured costs, and the room of probes.
 
         Args:
             job: The user's job.
@@ -58,8 +61,8 @@ class Ranks(ABC):
             RudraError: There are too few ranks, or the costs could not be measured.
         """
         self._threads = job.cluster.threads_per_rank
-        job, ranks = self.fitted(job)
-        return job, measured(job, directory / COSTS, self), ranks
+        job, room = self.fitted(job)
+        return job, measured(job, directory / COSTS, self), room
 
     def execute(self, job: Job, output: Path, begin: Path | None) -> Results:
         """Trains the job of a probe. See `rudra.tuning.trainer.Execute`.
@@ -85,8 +88,8 @@ class Ranks(ABC):
         raise RankDied(f"{job.name}: {who} died in a probe; the same command continues the search")
 
     @abstractmethod
-    def fitted(self, job: Job) -> tuple[Job, int | None]:
-        """Returns a job with its number of learners, and the number of ranks. None: any number can be started."""
+    def fitted(self, job: Job) -> tuple[Job, Room]:
+        """Returns a job with its number of learners, and the room of probes."""
 
     @abstractmethod
     def train(self, job: Job, asked: StartRequest) -> LaunchOutcome:
@@ -102,8 +105,8 @@ class Launches(Ranks):
 
     TRIES = 2
 
-    def fitted(self, job: Job) -> tuple[Job, int | None]:
-        return job, None
+    def fitted(self, job: Job) -> tuple[Job, Room]:
+        return job, Room(node_bytes=memory_limit())
 
     def train(self, job: Job, asked: StartRequest) -> LaunchOutcome:
         start = decide(job, asked)
@@ -127,7 +130,7 @@ class OneLaunch(Ranks):
     def __init__(self, call: Callable[[Callable[[], int]], int], ranks: int) -> None:
         self._call, self._ranks = call, ranks
 
-    def fitted(self, job: Job) -> tuple[Job, int | None]:
+    def fitted(self, job: Job) -> tuple[Job, Room]:
         try:  # every rank that no server needs becomes a learner, as for `rudra run`
             plan = job.plan() if job.cluster.learners else job.make_topology().fit([0] * self._ranks)
         except ValueError as error:
@@ -135,7 +138,8 @@ class OneLaunch(Ranks):
         if plan.ranks > self._ranks:
             text = f"{job.name}: {job.learners} learners with topology {job.topology.name} need {plan.ranks} ranks"
             raise TopologyError(f"{text}, but the launcher started {self._ranks}; start {plan.ranks}")
-        return job.with_(cluster={"learners": len(plan.learners)}), self._ranks
+        node_bytes = memory_limit() if is_one_machine(os.environ) else math.inf
+        return job.with_(cluster={"learners": len(plan.learners)}), Room(self._ranks, node_bytes)
 
     def train(self, job: Job, asked: StartRequest) -> LaunchOutcome:
         code = self._call(partial(calibrate.run_quietly, [(job, asked)]))

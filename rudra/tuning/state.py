@@ -112,6 +112,11 @@ class SearchState:
         return sum(outcome.marks[-1].samples for outcome in self.outcomes.values() if outcome.marks)
 
     @property
+    def trained_s(self) -> float:
+        """Training time of all probes in seconds, as measured or predicted."""
+        return sum(outcome.marks[-1].time_s for outcome in self.outcomes.values() if outcome.marks)
+
+    @property
     def allowed(self) -> float:
         """Samples that probes may train."""
         limit = self.limit if self.outcomes else math.inf  # as in a search whose first probe has yet to be timed

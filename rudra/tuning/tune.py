@@ -24,6 +24,7 @@ from rudra.tuning.final_scores import ends_of, evaluator, final_scores
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.page import write_page
 from rudra.tuning.prices import Price
+from rudra.tuning.room import Room, within
 from rudra.tuning.rounds import safest
 from rudra.tuning.space import Candidate, Refused, Settings, with_settings
 from rudra.tuning.state import SearchState
@@ -107,7 +108,7 @@ def plan(
     learners: Sequence[int] = (),
     given: Mapping[str, Sequence[Any]] | None = None,
     quiet: bool = False,
-    ranks: int | None = None,
+    room: Room = Room(),  # noqa: B008
 ) -> Outlook:
     """Finds the points of a job, and predicts their times. It trains nothing.
 
@@ -117,7 +118,7 @@ def plan(
         learners: Values of λ to choose from. Empty: the job's.
         given: Key -> values, in place of the values of a search.
         quiet: Whether to show no progress.
-        ranks: Most ranks that a point may need. None: any number.
+        room: Ranks and memory for a point.
 
     Raises:
         ConfigError: There is no target, or no point is possible.
@@ -130,9 +131,7 @@ def plan(
     refused: list[Refused] = []
     values = {**({"cluster.learners": [*learners]} if learners else {}), **(given or {})}
     dimensions = [d for d in space.chosen(values) if d.timed]
-    points = space.points(varied, dimensions, refused)
-    if ranks is not None:
-        points = within(points, ranks, refused)
+    points = within(space.points(varied, dimensions, refused), room, refused)
     if not points:
         reasons = "; ".join(dict.fromkeys(each.reason for each in refused[:3]))
         raise ConfigError(f"{job.name}: no point of the space is possible: {reasons}")
@@ -141,17 +140,6 @@ def plan(
     if len(found) < 2:
         raise ConfigError(f"{job.name}: no point of the space fits its cluster: {refused[0].reason}")
     return Outlook(varied, goal, found, refused, outline(varied).training_samples, costs)
-
-
-def within(points: Sequence[Candidate], ranks: int, refused: list[Refused]) -> list[Candidate]:
-    """Returns the points that need no more ranks than there are. The others are added to `refused`."""
-    found = []
-    for point in points:
-        if (needed := point.job.plan().ranks) <= ranks:
-            found.append(point)
-        else:
-            refused.append(Refused(point.settings, f"needs {needed} ranks, but the launcher started {ranks}"))
-    return found
 
 
 def tune(
@@ -220,8 +208,8 @@ def _tuned(
     directory = Path(output or f"{job.name}-tune")
     place = Path(store or directory / "probes")
     with locked(directory, "search"), locked(place, "search"):
-        job, priced, most = (job, job, None) if ranks is None else ranks.prepared(job, directory)
-        found = plan(priced, target=target, learners=learners, given=given, quiet=quiet, ranks=most)
+        job, priced, room = (job, job, Room()) if ranks is None else ranks.prepared(job, directory)
+        found = plan(priced, target=target, learners=learners, given=given, quiet=quiet, room=room)
         kept = ProbeStore(place)
         code, apart = code_digest(found.job, kept)
         head: dict[str, Any] = {

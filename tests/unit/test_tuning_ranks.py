@@ -1,6 +1,7 @@
 """Budgets, the steadiness of the machine, and measured rates: parts of `rudra tune` that a clock decides."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,17 @@ from rudra.job.target import Target
 from rudra.mpi.launch import LaunchOutcome
 from rudra.prepare import cost_files
 from rudra.prepare.start import StartRequest
+from rudra.simulation.predict import outline
 from rudra.tuning import ranks as real
 from rudra.tuning import steady
 from rudra.tuning.budgets import Budget, check_reference, metered
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.prices import Price
 from rudra.tuning.probes import Outcome, Probe
+from rudra.tuning.room import Room, least_bytes, within
 from rudra.tuning.ruler import Mark
-from rudra.tuning.space import Candidate, Refused, with_settings
+from rudra.tuning.space import Candidate, Refused, Settings, with_settings
 from rudra.tuning.state import SearchState
-from rudra.tuning.tune import within
 
 EPOCH = 100
 JOB = Job(name="job", model={"name": "mlp"}, training={"epochs": 8}, cluster={"learners": 2, "threads_per_rank": 1})
@@ -209,8 +211,9 @@ def test_only_a_run_whose_rank_died_is_repeated_and_only_once(
 def test_costs_are_measured_once_and_only_if_there_are_none(tmp_path: Path) -> None:
     ranks = Ranks()
     for _ in range(2):
-        job, measured, most = ranks.prepared(JOB, tmp_path)
-        assert (job, most) == (JOB, None)
+        job, measured, room = ranks.prepared(JOB, tmp_path)
+        assert (job, room.ranks) == (JOB, None)
+        assert 0 < room.node_bytes < math.inf
         assert cost_files.load(measured).simulation.compute_s == 0.002
     assert ranks.calibrations == 1
     known = JOB.with_(simulation={"compute_s": 0.5})
@@ -221,8 +224,27 @@ def test_points_with_more_ranks_than_there_are_say_so() -> None:
     points = [Candidate(each, with_settings(JOB, each)) for each in (HARD, {**HARD, "topology.name": "groups"})]
     few = min(points, key=lambda point: point.job.plan().ranks)
     refused: list[Refused] = []
-    assert within(points, 3, refused) == [few]
+    assert within(points, Room(ranks=3), refused) == [few]
     assert [each.reason for each in refused] == ["needs 4 ranks, but the launcher started 3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "vectors"),
+    [
+        (HARD, 3 + 2 * 2 + 1),  # see docs/memory.md
+        ({"protocol.name": "hardsync", "topology.name": "groups"}, 2 * 2 + 1),
+        ({"protocol.name": "average", "topology.name": "replicas"}, 2 * 4 + 1),
+    ],
+)
+def test_points_that_need_more_memory_than_the_node_has_say_so(settings: Settings, vectors: int) -> None:
+    point = Candidate(settings, with_settings(JOB, settings))
+    size = outline(point.job).size_bytes
+    assert least_bytes(point.job, size) == vectors * size
+    refused: list[Refused] = []
+    assert within([point], Room(node_bytes=vectors * size), refused) == [point]
+    assert refused == []
+    assert within([point], Room(node_bytes=vectors * size - 1), refused) == []
+    assert re.match(r"needs \S+ GB for vectors of weights alone, but the node has \S+ GB$", refused[0].reason)
 
 
 @pytest.mark.parametrize(("size", "given", "learners"), [(4, None, 2), (4, 2, 2), (6, 2, 2)])

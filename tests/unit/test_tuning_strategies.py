@@ -11,7 +11,7 @@ import pytest
 from surfaces import JOB, OPTIMUM, SURFACES, Search, Surface, Trained, averages, new_state
 
 from rudra.errors import ConfigError, RunError
-from rudra.tuning.answer import answer_of
+from rudra.tuning.answer import Finalist, answer_of
 from rudra.tuning.batches import UpdateBatch, nearest, rescaled
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.probes import Outcome, Probe, ProbeNoise
@@ -244,6 +244,26 @@ def test_a_winner_that_is_the_job_as_given_is_trained_once(tmp_path: Path) -> No
     assert answer.winner.settings == {}
     assert "is the job as given" in next(answer.lines())
     assert len(answer.winner.times_s) == 3
+
+
+@pytest.mark.parametrize(
+    ("trained_s", "given_s", "said"),
+    [
+        (0.0, 30.0, ""),
+        (50.0, 30.0, ", 50.0 s of training: paid back after 3 runs of the job"),
+        (20.0, 30.0, ", 20.0 s of training: paid back after 1 run of the job"),
+        (50.0, 10.0, ", 50.0 s of training"),
+        (50.0, math.inf, ", 50.0 s of training"),
+    ],
+)
+def test_an_answer_of_real_ranks_says_when_the_search_is_paid_back(
+    guided: Searches, trained_s: float, given_s: float, said: str
+) -> None:
+    found = answer_of(guided["monotone"][1], JOB)
+    winner = found.finalists[0]._replace(times_s=(10.0,))
+    given = Finalist({}, (given_s,))
+    lines = [*found._replace(finalists=(winner,), given=given, trained_s=trained_s).lines()]
+    assert f"  searched with the samples of {found.spent:.1f} reference runs{said}" in lines
 
 
 class Aimed(Trained):
