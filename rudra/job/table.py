@@ -82,7 +82,9 @@ def explain(error: ErrorDetails, model: type[BaseModel]) -> str:
     where += " as a key" if "[key]" in error["loc"] else ""
     if error["type"] == "extra_forbidden":
         place = f"[{'.'.join(tables)}] unknown key" if tables else "unknown table or key"
-        return f"{place} '{key}'; valid: {', '.join(model.model_fields)}{meant(key, model.model_fields)}"
+        valid = model.model_fields
+        hint = meant(key, valid) or (f"; an option is written options.{key}" if "options" in valid else "")
+        return f"{place} '{key}'; valid: {', '.join(valid)}{hint}"
     if error["type"] == "value_error":
         return " ".join([where, *error["msg"].removeprefix("Value error, ").split()]).strip()
     if error["type"] == "missing":

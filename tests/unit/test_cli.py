@@ -42,6 +42,10 @@ def run(*arguments: str, cwd: Path, anew: bool = False, **env: str) -> subproces
         ("validate digits --set protocol.n=2 --set protocol.name=hardsync", r"rudra: --set .*=hardsync: .*takes no n"),
         ("validate nope.toml", r"rudra: nope.toml: no such job file"),
         ("validate digits --set training.epoch=3", r"rudra: .*\[training\] unknown key 'epoch'; valid: epochs, "),
+        (
+            "validate digits --set topology.groups=2",
+            r"rudra: .*; an option is written options.groups",
+        ),
         ("validate digits --set optimizer.lr=1", r"rudra: .*unknown key 'lr'; .*; did you mean learning_rate\?"),
         (
             "validate digits --set model.name=waves.Net",
