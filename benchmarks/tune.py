@@ -63,6 +63,7 @@ SPACE: dict[str, Sequence[Any]] = {
     "protocol.n": [4],
     "averaging.period": [1],
     "training.minibatch_size": [8],
+    "cluster.learners_per_rank": [1],
 }
 """Four points, with three rates and four momenta each: 48 settings, half of them synchronous."""
 
