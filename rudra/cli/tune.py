@@ -90,16 +90,17 @@ def execute(arguments: argparse.Namespace) -> int:
         raise ConfigError("--cluster: real ranks are one cluster; leave out --cluster or --mpi")
     overrides = overrides_of(arguments)
     job = Job.load(arguments.job, overrides)
-    given = {change.key: [change.value] for change in map(parsed, overrides)}
+    fixed = {change.key: [change.value] for change in map(parsed, overrides)}
+    varied = {key for dimension in space.DIMENSIONS for key in dimension.keys}
+    given = {key: values for key, values in fixed.items() if key in varied}
     for key, values in parse_grid(arguments.space).items():
-        if key in given:
+        if key in fixed:
             raise ConfigError(f"--space {key}: --set fixes it; give one of them")
         given[key] = values
-    dimensions = {key for dimension in space.DIMENSIONS for key in dimension.keys}
     about = {
         "target": arguments.target,
         "learners": numbers("--learners", arguments.counts) or (),
-        "given": {key: values for key, values in given.items() if key in dimensions or len(values) > 1},
+        "given": given,
         "quiet": arguments.quiet or not sys.stderr.isatty(),
     }
     clusters = _clusters(arguments.cluster)

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -233,6 +234,24 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_search(
     monkeypatch.setattr("rudra.tuning.trainer.api.simulate", on_full_disk)
     with pytest.raises(ResultsError, match=r"-1\.ckpt: could not be written; free some space, and repeat the command"):
         rudra.tune(JOB, output=tmp_path / "out", **ABOUT)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--space", "protocol.nme=async"], r".*\[protocol\] unknown key 'nme'; .*; did you mean name\?"),
+        (["--space", "protocol.name=sma", "--space", "topology.name=base"], r".*no point of the space is possible: .*"),
+        (["--set", "optimizer.weight_decay=0", "--space", "optimizer.weight_decay=0,1"], r".*--set fixes it; .*"),
+        (["--set", "training.epoch=1"], r".*\[training\] unknown key 'epoch'; .*"),
+    ],
+)
+def test_a_mistake_in_the_space_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], line: str
+) -> None:
+    about = ["--target", "accuracy >= 0.9", "--set", "model.name=mlp", "--set", "cluster.learners=2", "--plan"]
+    assert main(["tune", "digits", *about, *options, "-o", str(tmp_path / "out")]) == 2
+    assert re.fullmatch(f"rudra: {line}\n", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_plan_of_a_search_trains_nothing(
