@@ -16,7 +16,6 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import shutil
 import signal
 import socket
@@ -46,7 +45,7 @@ from rudra.machine import cores, end_with_parent
 from rudra.mpi.agreement import rest
 from rudra.mpi.forkserver import SERVER
 from rudra.mpi.rank_proxy import WORKER
-from rudra.worker import import_modules
+from rudra.worker import import_modules, run
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -497,9 +496,7 @@ def _start_fork_server(holder: int, address: str, others: Sequence[socket.socket
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):  # a rank takes the streams of its proxy
             os.dup2(null, stream)
-        sys.argv[:] = [WORKER[-1], "--serve", str(listener.detach()), str(theirs.detach())]
-        runpy.run_path(WORKER[-1], run_name="__main__")
-        sys.exit()
+        run(["--serve", str(listener.detach()), str(theirs.detach())])
     theirs.close()
     ours.recv(1)
     return process, ours

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NoReturn
 
 
 class PromptOutput(io.TextIOWrapper):
@@ -162,9 +163,13 @@ def _load(stream: io.BufferedReader, file: str) -> Callable[[], int] | None:
     return run if first is None else None
 
 
-if __name__ == "__main__":
+def run(arguments: list[str]) -> NoReturn:
+    """Takes part in a run as one rank, or as a fork server of ranks, and ends the process.
+
+    Args:
+        arguments: file of the run, or `--serve` and two descriptors: see `main` and `serve`.
+    """
     try:
-        arguments = sys.argv[1:]
         sys.argv[:] = ["rudra"]  # modules of the user's may parse it
         if arguments[0] == "--serve":
             arguments = serve(*map(int, arguments[1:]))
@@ -178,3 +183,8 @@ if __name__ == "__main__":
     except KeyboardInterrupt:  # before the run: ends by a signal, not through MPI, so that other ranks notice
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit(1)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

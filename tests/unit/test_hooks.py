@@ -62,7 +62,7 @@ def job(*hooks: Any, topology: dict[str, Any] | None = None, learners: int | Non
         ([{"at": "end", **CALL, "options": []}], "[hooks] 0.options must be a table, not []"),
         (
             [{"at": "end", **CALL}, {"at": "end", **CALL, "rank": 1}],
-            "[hooks.1] unknown key 'rank'; valid: at, call, role, every, options",
+            "[hooks.1] unknown key 'rank'; valid: at, call, role, every, options; an option is written options.rank",
         ),
     ],
 )

@@ -75,7 +75,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     (
         {"protocol": {"nsoft": 2}},
         "[protocol] unknown key 'nsoft'; valid: name, n, modulation, reference_batch_size, options, correction, "
-        "correction_options",
+        "correction_options; an option is written options.nsoft",
     ),
     ({"model": 3}, "model must be a table, not 3"),
     ({"model": {"name": 3}}, "[model] name must be a text, not 3"),
