@@ -263,6 +263,8 @@ _OF_PROTOCOL = ("period", "elasticity", "local_elasticity", "restart", "keep_mom
 def with_settings(job: Job, settings: Settings) -> Job:
     """Returns a job with settings. Another protocol or topology brings the defaults of its own keys.
 
+    Probes that cannot compute gradients together, because of their protocol or unequal parts, compute them one by one.
+
     Raises:
         ConfigError: The job does not allow them.
     """
@@ -270,6 +272,8 @@ def with_settings(job: Job, settings: Settings) -> Job:
     if settings.get("protocol.name", named(job.protocol.name)) != named(job.protocol.name):
         tables["protocol"] = {"n": None, "options": {}}
         tables["averaging"] = dict.fromkeys(_OF_PROTOCOL) | {"outer": {}}
+        tables["simulation"] = {"batching": "none"}
+    if settings.get("cluster.shares"):
         tables["simulation"] = {"batching": "none"}
     if settings.get("topology.name", job.topology.name) != job.topology.name:
         tables["topology"] = {"options": {}}

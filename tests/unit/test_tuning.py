@@ -147,6 +147,18 @@ def test_another_protocol_leaves_nothing_of_the_first() -> None:
     assert again.averaging.outer.non_defaults == {"momentum": 0.5, "learning_rate": 0.3}
 
 
+def test_unequal_parts_are_a_point_although_gradients_are_computed_together() -> None:
+    job = JOB.with_(protocol={"name": "hardsync"}, simulation={"slowdown": {"0": 4.0}, "batching": "big-batch"})
+    refused: list[space.Refused] = []
+    points = space.points(job, [d for d in space.chosen({"protocol.name": ["hardsync"]}) if d.timed], refused)
+    by_shares = {
+        point.settings["cluster.shares"]: point.job for point in points if point.settings["topology.name"] == "base"
+    }
+    assert [*by_shares] == [(), "auto"]
+    assert by_shares["auto"].simulation.batching == "none"
+    assert by_shares[()].simulation.batching == "big-batch"
+
+
 def test_a_journal_of_another_search_is_refused_with_the_first_difference(tmp_path: Path) -> None:
     Journal(tmp_path / NAME, {"job": "a", "budget": 8})
     with pytest.raises(ConfigError, match="its budget is 8, not 4; give another --output") as caught:
