@@ -13,8 +13,8 @@ MORE = """\
 Predicts the time of every protocol, topology, mini-batch size and period that the job allows. Then trains short runs,
 called probes, with real gradients in virtual time, and measures what their samples are worth against a reference run.
 The best ones are trained until they reach the target. The answer names the soonest, the next one, and what it saves
-against the job as given. DIR receives best.toml, a job with the winner's settings; report.html, a page with reasons and
-pictures; tried.csv, everything that was tried; and the journal, with which the same command continues after a stop.
+against the job as given. DIR receives best.toml, a job with the winner's settings. A page, report.html, has reasons and
+pictures. The table tried.csv has all probes. The same command continues from the journal after a stop.
 
 The target is measured on a validation split: the job's, or else a tenth of the training set. Weights are averaged over
 time for every measurement.

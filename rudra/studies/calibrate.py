@@ -228,7 +228,7 @@ def _launched(job: Job, cases: Sequence[tuple[int, int]], directory: Path, runs:
 
 
 def run_quietly(runs: Runs) -> int:
-    """Part of a rank in several runs whose files nobody keeps. Returns the exit code."""
+    """Takes part in several runs as one rank, and reports only errors. Returns the exit code."""
     from rudra.mpi.session import run_all
 
     with only_errors():

@@ -282,8 +282,8 @@ def _own_periods(state: SearchState) -> dict[object, set[Any]]:
 def started(state: SearchState, price: Price) -> dict[str, Any]:
     """Returns the first settings for a point.
 
-    The learning rate is that of the cold start, as the noise of the point's gradients has it. The momentum is the job's
-    without what the point's staleness adds.
+    The learning rate is the cold start's, scaled to the noise of the point's gradients. The momentum is the job's, less
+    what the point's staleness adds.
     """
     assert state.cold is not None
     settings = price.point.settings
@@ -343,7 +343,7 @@ def simplicity(settings: Settings) -> tuple[int, int, str]:
 
 
 def is_given(state: SearchState, settings: Settings) -> bool:
-    """Whether settings are those of the job as given."""
+    """Whether settings make the job as given."""
     return not settings or spelled_out(with_settings(state.job, settings)) == spelled_out(state.job)
 
 
