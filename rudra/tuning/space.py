@@ -6,8 +6,9 @@ A point is a job with settings of its own. A combination that the job does not a
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 from typing import Any, NamedTuple
 
 import protocols
@@ -78,6 +79,7 @@ _SHORT = {
     "optimizer.momentum": "momentum {:g}",
     "averaging.outer.learning_rate": "outer rate {:g}",
     "averaging.outer.momentum": "outer momentum {:g}",
+    "optimizer.average.window": "average over each {}",
 }
 
 
@@ -163,6 +165,12 @@ def _cuts(job: Job) -> Iterator[tuple[str | None]]:
                 yield (cut,)
 
 
+def _windows(job: Job) -> Iterator[tuple[str | None]]:
+    """Average over each epoch, in place of the average of all probes, unless the job has one of its own."""
+    if job.optimizer.average.rate is None:
+        yield from ((window,) for window in dict.fromkeys([job.optimizer.average.window, "1 epoch"]))
+
+
 def by_steps(middle: float, factor: float, steps: int) -> list[float]:
     """Returns a geometric series around a value, rounded to three digits."""
     return [float(f"{middle * factor**i:.3g}") for i in range(-steps, steps + 1)]
@@ -197,15 +205,16 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension(
         "outer rate",
         ("averaging.outer.learning_rate",),
-        lambda job: ((rate,) for rate in (0.3, 0.7, 1.0)) if named(job.protocol.name) == "diloco" else (),
+        lambda job: ((rate,) for rate in (None, 0.3, 1.0)) if named(job.protocol.name) == "diloco" else (),
         timed=False,
     ),
     Dimension(
         "outer momentum",
         ("averaging.outer.momentum",),
-        lambda job: ((momentum,) for momentum in (0.0, 0.9)) if named(job.protocol.name) in ("diloco", "sma") else (),
+        lambda job: ((momentum,) for momentum in (None, 0.0)) if named(job.protocol.name) in ("diloco", "sma") else (),
         timed=False,
     ),
+    Dimension("average over time", ("optimizer.average.window",), _windows, timed=False),
 )
 """All dimensions, in the order of their effect on a point."""
 
@@ -230,6 +239,27 @@ def chosen(given: Mapping[str, Sequence[Any]]) -> list[Dimension]:
     return [*others, *found]
 
 
+def finest(settings: Settings, job: Job, given: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Yields other values of the dimensions that neither change times nor belong to strategies, one at a time.
+
+    Args:
+        settings: Settings of a candidate.
+        job: The job with these settings.
+        given: Keys whose values the user gives.
+    """
+    for dimension in DIMENSIONS:
+        if not dimension.timed and OF_STRATEGIES.isdisjoint(dimension.keys) and {*given}.isdisjoint(dimension.keys):
+            own = tuple(value_of(job, key) for key in dimension.keys)
+            for values in dimension.values(job):
+                if values != own:
+                    yield {**settings, **dict(zip(dimension.keys, values, strict=True))}
+
+
+def value_of(job: Job, key: str) -> Any:
+    """Returns the value of a job's key, such as `training.minibatch_size`. None: there is none."""
+    return reduce(lambda table, name: getattr(table, name, None), key.split("."), job)
+
+
 class _Values:
     """The same values for every job. A single one that the job has already does not vary."""
 
@@ -237,8 +267,7 @@ class _Values:
         self._key, self._values = key, values
 
     def __call__(self, job: Job) -> Iterator[tuple[Any, ...]]:
-        table, _, name = self._key.partition(".")
-        if [getattr(getattr(job, table, None), name, None)] != [*self._values]:
+        if [value_of(job, self._key)] != [*self._values]:
             yield from ((value,) for value in self._values)
 
 

@@ -18,7 +18,7 @@ from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.rounds import MOMENTA, MOMENTUM, RATE, rates
 from rudra.tuning.ruler import Mark
 from rudra.tuning.search import Order, lead
-from rudra.tuning.space import Candidate, Settings
+from rudra.tuning.space import OF_STRATEGIES, Candidate, Settings
 from rudra.tuning.state import SearchState
 from rudra.tuning.strategies import shipped
 
@@ -88,10 +88,11 @@ class Surface(NamedTuple):
         return self.value(price.point, price.staleness) * math.exp(-(off**2) / 2) * size**self.size
 
     def of(self, state: SearchState, settings: Settings) -> float:
-        """Progress per epoch with settings."""
-        optimizer = JOB.optimizer
+        """Progress per epoch with settings. Another outer optimiser or average over time makes it slower."""
+        optimizer, price = JOB.optimizer, state.price(settings)
         rate, momentum = settings.get(RATE, optimizer.learning_rate), settings.get(MOMENTUM, optimizer.momentum)
-        return self.worth(state.price(settings), rate, momentum)
+        others = settings.keys() - price.point.settings.keys() - OF_STRATEGIES
+        return self.worth(price, rate, momentum) * 0.9 ** len(others)
 
     def time(self, state: SearchState, settings: Settings) -> float:
         """Relative time to the target with settings. Infinity: diverges."""

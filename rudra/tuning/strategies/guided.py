@@ -5,7 +5,8 @@
    the same number of gradients in an update. Each point has a learning rate for the noise of its batch, and as much
    less momentum as its staleness adds.
 3. Neighbours of the best point: other learning rates, momenta, mini-batch sizes and periods, until none is better. Then
-   the other families, and neighbours of the next points. Last come smaller steps of rate and momentum.
+   the other families, and neighbours of the next points. Last come smaller steps of rate and momentum,
+   the outer optimiser, and the average over time.
 4. The best three are prolonged, each by as much as it has, until one has reached the target and no other can be sooner.
 5. Winner, runner-up and the job as given are trained from the initial weights to the target, with fresh seeds.
 
@@ -46,7 +47,7 @@ from rudra.tuning.rounds import (
     started,
     suited,
 )
-from rudra.tuning.space import Settings
+from rudra.tuning.space import OF_STRATEGIES, Settings, finest, with_settings
 from rudra.tuning.state import SearchState, key_of
 
 FINER_RATES, FINER_MOMENTA = (1.5, 1 / 1.5), (0.1, -0.1)
@@ -100,7 +101,8 @@ def _neighbours(state: SearchState) -> Iterator[list[Settings]]:
     bound = Bound.of(state)
     tried = {probe.settings for probe in state.probes.values() if probe.origin}
     for estimate in state.estimates()[:FINALISTS]:
-        if estimate.time_s <= MARGIN * LATER * bound.soonest_s:
+        usual = estimate.settings.keys() <= OF_STRATEGIES | state.price(estimate.settings).point.settings.keys()
+        if usual and estimate.time_s <= MARGIN * LATER * bound.soonest_s:
             near = [*_around(state, estimate.settings)]
             known = {key for key, settings in near if key_of(settings) in tried}
             new = [
@@ -115,15 +117,15 @@ def _neighbours(state: SearchState) -> Iterator[list[Settings]]:
 
 
 def _finer(state: SearchState) -> Iterator[Settings]:
-    """Smaller steps of rate and momentum from the best point, unless the user fixed them or they were tried."""
+    """Smaller steps of rate and momentum from the best point, and then its outer optimiser and its average over time."""
     tried = {probe.settings for probe in state.probes.values() if probe.origin}
     best = state.estimates()[0].settings
     steps = [] if RATE in state.given else [{RATE: float(f"{best[RATE] * each:.3g}")} for each in FINER_RATES]
     if MOMENTUM in best and MOMENTUM not in state.given:
         near = (round(best[MOMENTUM] + each, 2) for each in FINER_MOMENTA)
         steps += [{MOMENTUM: momentum} for momentum in near if 0 <= momentum < 1]
-    for step in steps:
-        settings = {**best, **step}
+    others = finest(best, with_settings(state.job, best), state.given)
+    for settings in itertools.chain(({**best, **step} for step in steps), others):
         if key_of(settings) not in tried and not diverges(state, settings):
             yield settings
 
