@@ -13,6 +13,14 @@ BENCHMARKS = {  # name -> comparison and goal
         "rudra tune against training with all settings, on simulated clusters; needs Fashion-MNIST and CIFAR-10",
         "guided <= 1.15 times as late as the oracle, in all cases but one",
     ),
+    "strategies": (
+        "strategies of rudra tune on the recorded curves of the oracle of tune; trains nothing",
+        "the best guess of guided is within 5 % of the best after <= 4 reference runs",
+    ),
+    "predictions": (
+        "answers of rudra tune in virtual time against runs of them on two ranks; needs Fashion-MNIST",
+        "in 8 of 10: an epoch within 10 %; time to target within 1.3 times and the expected range",
+    ),
     "averaging": (
         "averages of replicas with every mini-batch (sma), of 18 MB and 289 MB, against what memory allows",
         ">= 0.9 of the bound",

@@ -130,5 +130,5 @@ class Case:
                 pairs.append((state.reference_samples / (max(worth, 1e-9) * state.rate(probe.by_key)), true_s))
         if len(pairs) < 3:
             return math.nan
-        predicted_s, true_s = (np.argsort(np.argsort(values)) for values in zip(*pairs, strict=True))
-        return float(np.corrcoef(predicted_s, true_s)[0, 1])
+        ranks = np.array([np.argsort(np.argsort(values)) for values in zip(*pairs, strict=True)])
+        return float(np.asarray(np.corrcoef(ranks))[0, 1])

@@ -1,15 +1,15 @@
-"""Time to accuracy on real ranks: Rudra's ways to train with two learners, and torch DDP on gloo.
+"""Time to accuracy on real ranks: what `rudra tune` finds for two learners, and torch DDP on gloo.
 
-All methods start from the same weights, use the same data, optimiser (SGD, momentum 0.9) and one torch thread for each
-learner, and search the same grid, in three rounds:
+All methods start from the same weights, and use the same data, SGD, and one torch thread for each learner. Rudra's
+settings are those that a search finds: for all protocols (`tuned`), or for one of them. DDP gets the best of a grid at
+momentum 0.9, in two rounds:
 
 1. every mini-batch size with every rate, for one epoch;
 2. each size with its best rate, at a constant rate and with a cosine schedule, until an evaluation after an epoch
-   reaches the target, or the point can no longer become the fastest;
-3. the fastest of these, compiled and not, with seeds that the first two rounds did not use, for one epoch more than
-   it needed.
+   reaches the target, or the point can no longer become the fastest.
 
-If `only` leaves one rate, the first round is left out. If it also leaves one size and one schedule, so is the second.
+Then all run in turns, compiled and not, with seeds that neither has used. If `only` leaves one rate, the first round is
+left out. If it also leaves one size and one schedule, so is the second.
 
 The result counts training time only. DDP's clock stops while its learners evaluate. Rudra's runs keep the weights of
 each epoch, and the same learners evaluate them after the run, so that no evaluation takes a core from training.
@@ -18,18 +18,21 @@ each epoch, and the same learners evaluate them after the run, so that no evalua
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from benchmarks.shared import check_only, chosen, data_directory
-from benchmarks.tta_runs import LEARNERS, measure, read_kept
+from benchmarks.tta_runs import LEARNERS, given, measure, read_kept
 from benchmarks.tta_search import CONTESTANTS, DATA, MOVING, RATES, SCHEDULES, SIZES, Outcome, Perform, Point, search
 from rudra.bench.ranks import on_ranks
 from rudra.benchmark_report import Goal, Report, Spread, ratios, spread
 from rudra.errors import ConfigError
+from rudra.tuning.tune import BEST, tune
 
-SEEDS = (2, 3, 4)  # seeds of the comparison, not of the search
+TOPOLOGIES = {"topology.name": ["base", "replicas", "groups"]}
+SEEDS = (5, 6, 7)  # seeds of the comparison, not of the search
 
 
 def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) -> Report:
@@ -65,10 +68,12 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
                 return {point: found[point] for point in points}
 
             if quick:
-                best = {who: Point(data, who, 64, 0.05) for who in ("sma", "ddp")}
+                best = {who: Point(data, who, 64, 0.05) for who in ("tuned", "ddp")}
             else:
                 every = chosen(only, CONTESTANTS)
-                best = search(data, every, chosen(only, SIZES), chosen(only, RATES), perform, chosen(only, SCHEDULES))
+                grid = chosen(only, SIZES), chosen(only, RATES), perform, chosen(only, SCHEDULES)
+                best = {who: point for who in every if (point := _tuned(data, who, path, kept))}
+                best |= search(data, [who for who in every if CONTESTANTS[who].space is None], *grid)
                 if slow := [who for who in every if who not in best]:
                     lacking.append(f"{data}: not reached in {DATA[data].epochs} epochs by {', '.join(slow)}")
             if best:
@@ -76,16 +81,33 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
     if not report.rows:
         raise ConfigError(f"bench tta: {lacking[0]}")
     report.notes = [
-        "two learners of one torch thread each, LeNet; each method at the best of its grid; medians over seeds "
-        + ", ".join(map(str, SEEDS)),
+        "two learners of one torch thread each, LeNet; medians over seeds " + ", ".join(map(str, SEEDS)),
         "s to target: of training, until an epoch's test reaches "
         + ", ".join(f"{goal.accuracy:.0%} ({name})" for name, goal in DATA.items()),
         "DDP / it: by how much it is faster than DDP, compiled or not, whichever is faster",
-        "moving: hardsync by allreduce, and a moving average of its weights; ddp-moving: DDP with torch's, "
-        f"both move by {MOVING} of the way with every update",
+        "tuned: what rudra tune finds for all protocols, or the name of the only one; all with an average over time",
+        f"ddp-moving: DDP with torch's moving average, which moves by {MOVING} of the way with every update",
         *lacking,
     ]
     return report
+
+
+def _tuned(data: str, who: str, path: Path, kept: Path) -> Point | None:
+    """Searches on real ranks, or continues a search. Returns its answer. None: it is DDP, or nothing was found."""
+    space, goal = CONTESTANTS[who].space, DATA[data]
+    if space is None:
+        return None
+    found = tune(
+        given(Point(data, who, 32, 0.02, epochs=2 * goal.epochs), path),
+        target=f"accuracy >= {goal.accuracy:g}",
+        given={**TOPOLOGIES, **space},
+        output=(place := kept.with_name(f"{kept.name}-{data}-{who}")),
+        mpi=True,
+        quiet=not sys.stderr.isatty(),
+    )
+    job, file = found.job, str((place / BEST).absolute())
+    settings = job.training.minibatch_size, job.optimizer.learning_rate
+    return Point(data, who, *settings, epochs=goal.epochs, file=file) if found.winner else None
 
 
 def _compare(report: Report, best: dict[str, Point], seeds: Sequence[int], perform: Perform, *, compiles: bool) -> None:
@@ -103,7 +125,7 @@ def _compare(report: Report, best: dict[str, Point], seeds: Sequence[int], perfo
         name = point.contestant + (", compiled" if point.compiled else "")
         about = (name, point.size, point.rate, point.schedule, spread(epochs for _, epochs in reached[point]))
         report.rows.append((data, *about, _told(times[point]), epoch_s, ratio))
-    ours = next((point for point in ordered if CONTESTANTS[point.contestant].protocol), None)
+    ours = next((point for point in ordered if CONTESTANTS[point.contestant].space is not None), None)
     if theirs and ours:
         faster = spread(times[theirs]).median / spread(times[ours]).median
         text = f"{data}, {ours.contestant}: the best of ours >= 1.5 times as fast as the best DDP"

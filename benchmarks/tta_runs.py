@@ -1,12 +1,10 @@
-"""The runs of `rudra bench tta` on real ranks, and the file that keeps their results."""
+"""The runs of `rudra bench tta` on real ranks, and the journal that keeps their results."""
 
 import gzip
-import json
 import lzma
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +25,7 @@ from rudra.job.job import Job
 from rudra.job.tables import DataTable
 from rudra.mpi.agreement import rest
 from rudra.results.reader import Results
+from rudra.tuning.journal import Journal
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,20 +34,19 @@ LEARNERS = 2
 MOMENTUM = 0.9
 
 
+def runs_in(path: Path) -> Journal:
+    """Returns the journal of all runs."""
+    return Journal(path, {"benchmark": "tta"})
+
+
 def write_down(path: Path, point: Point, outcome: Outcome) -> None:
-    """Adds a run to a file whose last line may be incomplete."""
-    with path.open("a") as file:
-        file.write(f"\n{json.dumps([point, outcome])}")
+    """Adds a run to the journal."""
+    runs_in(path).add({"kind": "run", "point": point, "outcome": outcome})
 
 
 def read_kept(path: Path) -> dict[Point, Outcome]:
-    """Returns the runs in the complete lines of a file."""
-    found = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            point, outcome = json.loads(line)
-            found[Point(*point)] = Outcome(*outcome)
-    return found
+    """Returns the runs in the journal."""
+    return {Point(*run["point"]): Outcome(*run["outcome"]) for run in runs_in(path).of("run")}
 
 
 def measure(
@@ -67,7 +65,7 @@ def measure(
         rest(comm)
         outcome: Outcome | None = None
         contestant = CONTESTANTS[point.contestant]
-        if not contestant.protocol:
+        if contestant.space is None:
             goal = DATA[point.data]
             outcome = learners.train(job, goal, averaged=contestant.averaged) if learners else None
         elif job.topology.name == "base" or comm.rank >= STATISTICS:
@@ -94,31 +92,33 @@ def _unpack(path: Path, to: Path) -> None:
 
 def job_of(point: Point, path: Path, *, quick: bool = False) -> Job:
     """Returns a run as a job. For DDP the job holds the settings that DDP shares with Rudra's runs."""
-    contestant, goal, cosine = CONTESTANTS[point.contestant], DATA[point.data], point.schedule == "cosine"
     limits = {"train_limit": 1024, "test_limit": 256} if quick else {}
+    job = Job.load(point.file) if point.file else given(point, path)
+    return job.with_(
+        data={"path": path, **limits},
+        training={"epochs": point.epochs, "seed": point.seed, "compile": point.compiled, "evaluate": False},
+        results={"keep_every": 1},
+        fault_tolerance={"non_finite_loss": "warn"},  # a learning rate that is too high is a valid result
+    )
+
+
+def given(point: Point, path: Path) -> Job:
+    """Returns the job that `rudra tune` begins with: hardsync by allreduce with the settings of a point."""
+    goal, cosine = DATA[point.data], point.schedule == "cosine"
     return Job(
         name="bench",
         model={"name": "lenet"},
-        data={"name": goal.reader, "path": path, **limits},
-        training={
-            "epochs": point.epochs,
-            "minibatch_size": point.size,
-            "seed": point.seed,
-            "compile": point.compiled,
-            "evaluate": False,
-        },
+        data={"name": goal.reader, "path": path},
+        training={"epochs": point.epochs, "minibatch_size": point.size},
         optimizer={
             "learning_rate": point.rate,
             "momentum": MOMENTUM,
             "schedule": "cosine" if cosine else "step",
             "schedule_options": {"T_max": goal.epochs} if cosine else {},
-            "average": {"rate": MOVING} if contestant.averaged else {},
         },
-        protocol={"name": contestant.protocol or "hardsync", "modulation": "none"},
-        topology=contestant.topology if contestant.protocol else {"name": "groups"},
+        protocol={"name": "hardsync"},
+        topology={"name": "groups"},
         cluster={"learners": LEARNERS, "threads_per_rank": 1},
-        results={"keep_every": 1},
-        fault_tolerance={"non_finite_loss": "warn"},  # a learning rate that is too high is a valid result
     )
 
 

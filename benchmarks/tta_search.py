@@ -1,7 +1,7 @@
-"""The search of `rudra bench tta`: the grid, and the order that finds the best settings of each method."""
+"""The grid of `rudra bench tta` for torch DDP, and the order that finds the best settings of each method in it."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 SEED = 1  # seed of the search
@@ -30,34 +30,34 @@ MOVING = 0.02
 
 
 class Contestant(NamedTuple):
-    """A training method, as tables of a job. Without a protocol it is DDP.
+    """A training method: torch DDP, or what `rudra tune` finds.
 
     Attributes:
-        protocol: name of the protocol. Empty: DDP.
-        topology: table `[topology]`.
-        averaged: whether evaluations use a moving average of the weights over all updates.
+        space: Key -> values of the search. None: it is DDP, which gets the best of a grid.
+        averaged: Whether DDP's evaluations use a moving average of the weights over all updates.
     """
 
-    protocol: str = ""
-    topology: dict[str, Any] = {"name": "replicas"}  # noqa: RUF012
+    space: Mapping[str, Sequence[Any]] | None = None
     averaged: bool = False
 
 
 CONTESTANTS = {
-    "sma": Contestant("sma"),
-    "easgd": Contestant("easgd"),
-    "average": Contestant("average"),
-    "diloco": Contestant("diloco"),
-    "moving": Contestant("hardsync", {"name": "groups"}, averaged=True),
-    "hardsync": Contestant("hardsync", {"name": "groups"}),
-    "softsync": Contestant("softsync", {"name": "base"}),
+    "tuned": Contestant({}),
+    **{
+        name: Contestant({"protocol.name": [name]})
+        for name in ("hardsync", "softsync", "sma", "easgd", "average", "diloco")
+    },
     "ddp": Contestant(),
     "ddp-moving": Contestant(averaged=True),
 }
 
 
 class Point(NamedTuple):
-    """One run. `epochs` is a maximum: DDP ends when it reaches the target. A cosine always spans the task's epochs."""
+    """One run.
+
+    `epochs` is a maximum: DDP ends when it reaches the target. A cosine always spans the task's epochs. `file` is the
+    job file of a run of Rudra.
+    """
 
     data: str
     contestant: str
@@ -67,6 +67,7 @@ class Point(NamedTuple):
     epochs: int = 1
     seed: int = SEED
     compiled: bool = False
+    file: str = ""
 
 
 class Outcome(NamedTuple):

@@ -48,7 +48,7 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
                 late.append(times[0] / times[1])
                 says = next(ours.lines()).partition(" is ")[2]
                 report.rows.append((f"{task}, {cluster}", *times, late[-1], ours.spent, says))
-    report.notes = [f"λ = {LEARNERS}, μ = 8; times are virtual, medians over fresh seeds; runs: reference runs of samples"]
+    report.notes = [f"λ = {LEARNERS}, μ = 8; times are virtual, medians of fresh seeds; runs: reference runs"]
     but_one = sorted(late)[-2:][:1] if len(late) > 1 else late
     report.goals = [
         Goal(f"{tune.DEFAULT} <= 1.15 times as late as the oracle, in all cases but one", but_one, at_most=1.15)

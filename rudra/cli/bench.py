@@ -32,9 +32,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--quick", action="store_true", help="use the smallest sizes, only to show that the benchmark works"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
-    about = "for `tta` and `tune`: only runs with these words, such as sma ddp 32; a wrong word lists the valid ones"
+    about = "for some benchmarks: only runs with these words, such as sma ddp 32; a wrong word lists the valid ones"
     parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
-    about = "for `tta` and `tune`: keep finished runs there, and do not repeat them"
+    about = "for some benchmarks: keep finished runs there, and do not repeat them"
     parser.add_argument("--keep", type=Path, metavar="PATH", help=about)
 
 

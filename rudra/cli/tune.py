@@ -126,9 +126,9 @@ def execute(arguments: argparse.Namespace) -> int:
         reached &= answer.winner is not None
         if leads:
             print("\n".join(answer.lines()), flush=True)
-            made = ("best.toml", "tried.csv", "report.html")
+            made = (tune.BEST, "tried.csv", "report.html")
             wrote = f"wrote {', '.join(f'{output}/{file}' for file in made if (output / file).is_file())}"
-            trains = f"; rudra run {output}/best.toml trains it" if answer.winner is not None else ""
+            trains = f"; rudra run {output}/{tune.BEST} trains it" if answer.winner is not None else ""
             print(f"{wrote}{trains}", flush=True)
     if clusters and not arguments.plan and arguments.store is None:
         ProbeStore(directory / "probes").clear()

@@ -18,6 +18,9 @@ from rudra.tuning.rounds import LATER, RATE, latest_s, simplicity, until_target
 from rudra.tuning.space import Settings, in_words
 from rudra.tuning.state import SearchState
 
+SPEED_ERROR = 1.1
+"""Largest expected ratio of a measured and a predicted speed."""
+
 ALIKE = 1.05
 """Ratio of two times that are no difference. If their ranges over seeds overlap, `LATER` is none either."""
 
@@ -29,17 +32,30 @@ class Finalist(NamedTuple):
         settings: Its settings. Empty: the job as given.
         times_s: Time to the target from the initial weights, with each seed. Infinity: it did not reach the target in
             as many epochs as allowed. If `predicted`, the prediction from the common checkpoint and its range.
+        epoch_s: Time of an epoch.
         predicted: Whether the budget was too small to train it to the target.
     """
 
     settings: Settings
     times_s: tuple[float, ...]
+    epoch_s: float = 0.0
     predicted: bool = False
 
     @property
     def time_s(self) -> float:
         """Median time to the target."""
         return median(self.times_s)
+
+    @property
+    def expected_s(self) -> tuple[float, float]:
+        """Range in which the time of another run is expected.
+
+        It is the range of all seeds, with one epoch and the error of a predicted speed on either side.
+        """
+        low, high = min(self.times_s), max(self.times_s)
+        if self.predicted:
+            return low, high
+        return max(low - self.epoch_s, self.epoch_s) / SPEED_ERROR, (high + self.epoch_s) * SPEED_ERROR
 
 
 class Verdict(NamedTuple):
@@ -220,13 +236,12 @@ def _score(scores: Sequence[Score]) -> str:
 
 
 def _times(finalist: Finalist) -> str:
-    """Returns the times of a finalist: the median, and the range of several seeds."""
-    times = finalist.times_s
-    longest = duration(max(times)) if math.isfinite(max(times)) else "never"
-    span = f"{duration(min(times))} to {longest}"
-    if finalist.predicted:
-        return f"{duration(finalist.time_s)} (predicted, {span})"
-    return duration(finalist.time_s) + (f" ({span}, {len(times)} seeds)" if len(times) > 1 else " (one seed)")
+    """Returns the time of a finalist: the median of its seeds, and the range that is expected."""
+    count = len(finalist.times_s)
+    seeds = "predicted" if finalist.predicted else f"{count} seeds" if count > 1 else "one seed"
+    low, high = finalist.expected_s
+    expected = f"{duration(low)} to {duration(high) if math.isfinite(high) else 'never'}"
+    return f"{duration(finalist.time_s)} ({expected} expected, {seeds})"
 
 
 def answer_of(state: SearchState, job: Job) -> Verdict:
@@ -248,7 +263,7 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
             found.setdefault(probe.settings, []).append(
                 math.inf if end is None else end.samples / state.rate(probe.by_key)
             )
-    made = [Finalist(Probe(key, "", 0).by_key, tuple(times)) for key, times in found.items()]
+    made = [_finalist(state, Probe(key, "", 0).by_key, times) for key, times in found.items()]
     given = next((finalist for finalist in made if not finalist.settings), None)
     ranked = sorted((f for f in made if f.settings), key=lambda f: (f.time_s, named(f.settings)))
     alike = [f for f in ranked if _alike(f, ranked[0])]
@@ -275,6 +290,10 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
         given_least_s=least_s,
         trained_s=state.trained_s if state.real else 0.0,
     )
+
+
+def _finalist(state: SearchState, settings: Settings, times_s: Sequence[float]) -> Finalist:
+    return Finalist(settings, tuple(times_s), state.training_samples / state.rate(settings))
 
 
 def _notes(state: SearchState, ranked: Sequence[Finalist]) -> Iterator[str]:

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import reduce
 from typing import Any, NamedTuple
 
 import protocols
@@ -257,7 +256,10 @@ def finest(settings: Settings, job: Job, given: Collection[str]) -> Iterator[dic
 
 def value_of(job: Job, key: str) -> Any:
     """Returns the value of a job's key, such as `training.minibatch_size`. None: there is none."""
-    return reduce(lambda table, name: getattr(table, name, None), key.split("."), job)
+    found: Any = job
+    for name in key.split("."):
+        found = getattr(found, name, None)
+    return found
 
 
 class _Values:

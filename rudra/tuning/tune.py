@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "guided"
 BUDGET = "8x"
+BEST = "best.toml"
 ANOTHER = (
     "your code is not deterministic: two equal runs of this job end with different weights, and their losses differ by "
     "{:.2g} %; differences below cannot be trusted"
@@ -254,7 +255,7 @@ def _tuned(
         if said.winner is not None:
             settings = said.winner.settings
             said = said._replace(job=_complete(job, settings, trainer.job_of(settings)))
-            with written(directory / "best.toml") as file:
+            with written(directory / BEST) as file:
                 file.write(said.best().encode())
         with written(directory / "tried.csv") as file:
             file.write(answer.tried(state).encode())

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from rudra.benchmark_report import Goal, Report, ratios, spread
 from rudra.cli import bench as command
 from rudra.cli.main import main
 from rudra.errors import ConfigError
+from rudra.job.job import Job
 
 
 def test_each_benchmark_is_listed_with_its_goal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +109,7 @@ def outcome_of(point: tta_search.Point) -> tta_search.Outcome:
     """The rate 0.05 comes furthest in one epoch; the cosine reaches the target one epoch earlier."""
     furthest = {0.02: 0.84, 0.05: 0.86}[point.rate]
     each = 0.04 if point.schedule == "cosine" else 0.02
-    seconds = point.size / 16 * {"sma": 1.0, "ddp": 2.0}[point.contestant]
+    seconds = point.size / 16 * {"sma": 0.5, "ddp-moving": 1.0, "ddp": 2.0}[point.contestant]
     epochs = range(point.epochs)
     return tta_search.Outcome([furthest + each * n for n in epochs], [seconds * (n + 1) for n in epochs])
 
@@ -139,10 +141,10 @@ def test_each_contestant_is_searched_by_heats(
         made.append((len(points), points[0].epochs))
         return {point: outcome_of(point) for point in points}
 
-    best = tta_search.search("fashion-mnist", ["sma", "ddp"], sizes, rates, perform, schedules)
+    best = tta_search.search("fashion-mnist", ["ddp-moving", "ddp"], sizes, rates, perform, schedules)
     assert made == turns
     assert best == {
-        who: tta_search.Point("fashion-mnist", who, 16, 0.05, schedules[-1], epochs) for who in ("sma", "ddp")
+        who: tta_search.Point("fashion-mnist", who, 16, 0.05, schedules[-1], epochs) for who in ("ddp-moving", "ddp")
     }
 
 
@@ -154,7 +156,8 @@ def test_who_never_reaches_the_target_is_left_out() -> None:
             for point, one in short.items()
         }
 
-    assert {*tta_search.search("fashion-mnist", ["sma", "ddp"], [16, 32], [0.02, 0.05], perform)} == {"sma"}
+    found = tta_search.search("fashion-mnist", ["ddp-moving", "ddp"], [16, 32], [0.02, 0.05], perform)
+    assert {*found} == {"ddp-moving"}
 
 
 def test_runs_that_are_kept_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,18 +171,20 @@ def test_runs_that_are_kept_are_not_made_again(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("RUDRA_DATA", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(tta, "on_ranks", on_ranks)
+    answer = Job(training={"minibatch_size": 32}, optimizer={"learning_rate": 0.05})
+    monkeypatch.setattr(tta, "tune", lambda *_, **about: SimpleNamespace(job=answer, winner=about["given"]))
     (tmp_path / "fashion-mnist").mkdir()
     keep, only = tmp_path / "runs", ["sma", "ddp", "32", "0.02", "0.05"]
     first = tta.run(quick=False, only=only, keep=keep)
-    assert made == [4, 2, 2, 6]
+    assert made == [2, 1, 1, 6]
     cut = keep.read_text().splitlines()[:-1]
-    keep.write_text("\n".join(cut) + '\n[["fashion')
+    keep.write_text("\n".join(cut) + '\n{"kind": "run", "point": ["fashion')
     made.clear()
     again = tta.run(quick=False, only=only, keep=keep)
     assert made == [1], "a run whose line is torn is made again, and nothing else"
     assert again == first
     assert [row[1] for row in again.rows] == ["sma", "ddp"]
-    assert (again.goals[0].figure, again.goals[0].reached) == (2.0, True)
+    assert (again.goals[0].figure, again.goals[0].reached) == (pytest.approx(8 / 3), True)
     assert any(note.startswith("no rows of cifar-10") for note in again.notes)
 
 
@@ -187,7 +192,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("RUDRA_DATA", str(tmp_path))
     with pytest.raises(ConfigError, match=r"bench tta: no rows of fashion-mnist: it is not in .*RUDRA_DATA"):
         tta.run(quick=False)
-    with pytest.raises(ConfigError, match=r"bench tta: --only smaa; valid: fashion-mnist, cifar-10, sma"):
+    with pytest.raises(ConfigError, match=r"bench tta: --only smaa; valid: fashion-mnist, cifar-10, tuned"):
         tta.run(quick=False, only=["smaa"])
 
 

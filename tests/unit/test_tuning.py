@@ -185,7 +185,7 @@ def test_an_answer_about_numbers_of_learners_has_the_time_of_all_ranks() -> None
 
     eight, two = finalist(60.0, learners=8, learners_per_rank=2), finalist(90.0, learners=2)
     lines = [*Verdict(JOB, TARGET, (eight, two), None, math.nan, 3.0).lines()]
-    assert lines[1] == "  time to target: 1:00 min (one seed); machine time 4:00 min on 4 ranks"
+    assert lines[1] == "  time to target: 1:00 min (54.5 s to 1:06 min expected, one seed); machine time 4:00 min on 4 ranks"
     assert lines[3].endswith("50 % later; machine time 3:00 min on 2 ranks")
     same = [*Verdict(JOB, TARGET, (finalist(60.0), finalist(90.0)), None, math.nan, 3.0).lines()]
     assert not any("machine time" in line for line in same)

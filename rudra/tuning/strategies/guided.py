@@ -117,7 +117,7 @@ def _neighbours(state: SearchState) -> Iterator[list[Settings]]:
 
 
 def _finer(state: SearchState) -> Iterator[Settings]:
-    """Smaller steps of rate and momentum from the best point, and then its outer optimiser and its average over time."""
+    """Smaller steps of rate and momentum from the best point, then its outer optimiser and its average over time."""
     tried = {probe.settings for probe in state.probes.values() if probe.origin}
     best = state.estimates()[0].settings
     steps = [] if RATE in state.given else [{RATE: float(f"{best[RATE] * each:.3g}")} for each in FINER_RATES]

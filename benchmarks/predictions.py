@@ -1,0 +1,133 @@
+"""What `rudra tune` predicts in virtual time, against runs of its answers on real ranks.
+
+Costs are measured once. Each search is limited to one protocol, topology and mini-batch size, and chooses rate and
+momentum. Its answer then runs with fresh seeds on two ranks with learners. The machine must be otherwise idle.
+"""
+
+import math
+import sys
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from benchmarks.shared import check_only, chosen, data_directory
+from rudra.api import run as train
+from rudra.benchmark_report import Goal, Report, ratios, spread
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+from rudra.simulation.predict import predict
+from rudra.studies.calibrate import calibrate
+from rudra.tuning.answer import Verdict
+from rudra.tuning.tune import tune
+
+POINTS: dict[str, tuple[str, str, int]] = {
+    "allreduce-16": ("hardsync", "groups", 16),
+    "allreduce-32": ("hardsync", "groups", 32),
+    "allreduce-64": ("hardsync", "groups", 64),
+    "server-32": ("hardsync", "base", 32),
+    "softsync-32": ("softsync", "base", 32),
+    "async-32": ("async", "base", 32),
+    "sma-16": ("sma", "replicas", 16),
+    "sma-32": ("sma", "replicas", 32),
+    "average-32": ("average", "replicas", 32),
+    "diloco-32": ("diloco", "replicas", 32),
+}
+"""Name -> protocol, topology and mini-batch size of a search."""
+
+SIZES = (16, 32, 64)
+SEEDS = (5, 6, 7)
+LOSS, EPOCHS = 0.38, 20
+
+
+def run(*, quick: bool, only: Collection[str] = ()) -> Report:
+    """Searches, and runs the answers.
+
+    Args:
+        quick: One search with few samples.
+        only: Names of searches.
+
+    Raises:
+        ConfigError: The data is missing, or a word is unknown.
+    """
+    check_only("predictions", only, [*POINTS])
+    path = data_directory() / "fashion-mnist"
+    if not path.is_dir():
+        raise ConfigError(f"bench predictions: no {path}; RUDRA_DATA names the directory that fashion-mnist is in")
+    heads = ("s an epoch", "measured / predicted", "s to target", "expected", "measured / predicted", "within")
+    report = Report(["search", *heads])
+    speeds, times = [], []
+    with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
+        place = Path(name)
+        job = _job(path, quick).with_(simulation={"costs": str(_calibrated(_job(path, quick), place, quick))})
+        answers: dict[str, Verdict] = {}
+        for point in ["allreduce-16"] if quick else chosen(only, POINTS):
+            protocol, topology, size = POINTS[point]
+            space: dict[str, list[Any]] = {"protocol.name": [protocol], "topology.name": [topology]}
+            space |= {"training.minibatch_size": [size], "cluster.learners_per_rank": [1]}
+            about: dict[str, Any] = {"target": job.training.target, "given": space, "output": place / point}
+            answers[point] = tune(job, **about, quiet=not sys.stderr.isatty())
+        for point, answer in answers.items():
+            if answer.winner is None:
+                report.notes.append(f"{point}: the search found nothing: {next(answer.lines())}")
+                continue
+            epoch_s, measured_s = _measured(answer.job, place, SEEDS[: 1 if quick else None])
+            predicted_s, said_s = predict(answer.job).epoch_s, answer.winner.time_s
+            low, high = answer.winner.expected_s
+            inside = sum(low <= each <= high for each in measured_s)
+            speed, time = ratios(epoch_s, [predicted_s] * len(epoch_s)), spread(measured_s).median / said_s
+            speeds.append(abs(speed.median - 1))
+            times.append(max(time, 1 / time) if 2 * inside > len(measured_s) else math.inf)
+            expected = f"{low:.3g} to {high:.3g}"
+            report.rows.append((point, predicted_s, speed, said_s, expected, time, f"{inside} of {len(measured_s)}"))
+    report.notes.append(f"LeNet, two learners; a test loss <= {LOSS}; medians of seeds {', '.join(map(str, SEEDS))}")
+    last = -1 - len(speeds) // 5
+    report.goals = [
+        Goal("seconds of an epoch within 10 %, in 8 of 10", sorted(speeds)[last:][:1], at_most=0.1),
+        Goal("time to target within 1.3 x and the expected range, in 8 of 10", sorted(times)[last:][:1], at_most=1.3),
+    ]
+    return report
+
+
+def _job(path: Path, quick: bool) -> Job:
+    return Job(
+        name="bench",
+        model={"name": "lenet"},
+        data={
+            "name": "idx",
+            "path": str(path),
+            "train_limit": 1200 if quick else 6000,
+            "test_limit": 500 if quick else None,
+            "validation_split": 0.25,
+        },
+        training={
+            "epochs": EPOCHS,
+            "minibatch_size": 32,
+            "target": f"loss <= {0.7 if quick else LOSS:g}",
+            "target_window": 1,
+        },
+        optimizer={"learning_rate": 0.02, "momentum": 0.9},
+        protocol={"name": "hardsync"},
+        cluster={"learners": 2, "threads_per_rank": 1},
+    )
+
+
+def _calibrated(job: Job, place: Path, quick: bool) -> Path:
+    """Measures the costs of the model, and returns their file."""
+    file = place / "costs.toml"
+    about: dict[str, Any] = {"sizes": SIZES[:1], "seconds": 0.05} if quick else {"sizes": SIZES}
+    file.write_text(calibrate(job, **about, show=False), encoding="utf-8")
+    return file
+
+
+def _measured(job: Job, place: Path, seeds: Collection[int]) -> tuple[list[float], list[float]]:
+    """Runs a job on real ranks. Returns the seconds of an epoch and until the target, by seed."""
+    epochs_s, times_s = [], []
+    for seed in seeds:
+        seeded = job.with_(training={"seed": seed, "stop_at_target": True})
+        with train(seeded, output=place / "run.h5", force=True, progress="quiet") as results:
+            time_s = results.epochs["time_s"]
+            epochs_s.append(float(time_s[-1]) / len(time_s))
+            reached = results.summary()["time_to_target_s"]
+            times_s.append(math.inf if reached is None else float(reached))
+    return epochs_s, times_s
