@@ -61,6 +61,11 @@ class Target:
         return cls((split or "test").lower(), metric, sign == ">=", value)
 
     @property
+    def is_fraction(self) -> bool:
+        """Whether the metric is a fraction of the samples."""
+        return _SHARES.fullmatch(self.metric.casefold()) is not None
+
+    @property
     def text(self) -> str:
         """The target as `parse` reads it."""
         return f"{self.split} {self.metric} {'>=' if self.at_least else '<='} {self.value}"

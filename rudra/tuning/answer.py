@@ -11,10 +11,10 @@ from rudra.job.job import Job
 from rudra.job.target import Target
 from rudra.job.template import toml
 from rudra.results.progress import duration
-from rudra.tuning.batches import APART
 from rudra.tuning.final_scores import Score
 from rudra.tuning.probes import Probe
-from rudra.tuning.rounds import LATER, RATE, latest_s, simplicity, until_target
+from rudra.tuning.remarks import remarks
+from rudra.tuning.rounds import LATER, latest_s, simplicity, until_target
 from rudra.tuning.space import Settings, in_words
 from rudra.tuning.state import SearchState
 
@@ -278,7 +278,7 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
         mark.metric for outcome in state.outcomes.values() for mark in outcome.marks if not math.isnan(mark.metric)
     ]
     nearest = (max if state.target.at_least else min)(values, default=math.nan)
-    notes = tuple(_notes(state, ranked))
+    notes = tuple(remarks(state, ranked[0].settings if ranked else None))
     return Verdict(
         job,
         state.target,
@@ -294,25 +294,6 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
 
 def _finalist(state: SearchState, settings: Settings, times_s: Sequence[float]) -> Finalist:
     return Finalist(settings, tuple(times_s), state.training_samples / state.rate(settings))
-
-
-def _notes(state: SearchState, ranked: Sequence[Finalist]) -> Iterator[str]:
-    """Yields remarks about what was measured: no rate was usable, or the winner's batch is far from the noise scale."""
-    if state.cold is None:
-        yield f"the loss diverged with every learning rate: {_rates(state)}"
-    if state.noise is not None and ranked:
-        samples, noise = state.batch(ranked[0].settings).samples, state.noise
-        if not 1 / APART <= samples / noise.samples <= APART:
-            yield (
-                f"an update of the winner has {samples} samples; the gradient noise of the cold start suggests "
-                f"{noise.samples:.0f} ± {noise.error:.0f}"
-            )
-
-
-def _rates(state: SearchState) -> str:
-    """Returns the learning rates of the cold start."""
-    tried = sorted({float(probe.by_key[RATE]) for probe in state.probes.values()})
-    return ", ".join(f"{rate:g}" for rate in tried) or "none was tried"
 
 
 def tried(state: SearchState) -> str:

@@ -138,6 +138,36 @@ def test_a_row_of_the_space_applies_under_its_condition(
     assert {p.settings.get(key) for p in points if p.settings["protocol.name"] == protocol} == values
 
 
+WINDOW, OUTER_RATE, OUTER_MOMENTUM = (
+    "optimizer.average.window",
+    "averaging.outer.learning_rate",
+    "averaging.outer.momentum",
+)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tables", "given", "steps"),
+    [
+        ("hardsync", {}, [], [{WINDOW: "1 epoch"}]),
+        ("hardsync", {}, [WINDOW], []),
+        ("hardsync", {"average": {"rate": 0.1}}, [], []),  # the user's own average stays
+        ("hardsync", {"average": {"window": "1 epoch"}}, [], []),
+        ("sma", {}, [], [{OUTER_MOMENTUM: 0.0}, {WINDOW: "1 epoch"}]),
+        ("diloco", {}, [], [{OUTER_RATE: 0.3}, {OUTER_RATE: 1.0}, {OUTER_MOMENTUM: 0.0}, {WINDOW: "1 epoch"}]),
+        ("diloco", {}, [OUTER_RATE], [{OUTER_MOMENTUM: 0.0}, {WINDOW: "1 epoch"}]),
+    ],
+)
+def test_what_a_search_tries_last(
+    protocol: str, tables: dict[str, Any], given: list[str], steps: list[dict[str, Any]]
+) -> None:
+    own = {"protocol.name": protocol, "topology.name": "replicas" if protocol != "hardsync" else "base"}
+    job = JOB.with_(optimizer=tables)
+    found = [*space.finest(own, space.with_settings(job, own), given)]
+    assert found == [{**own, **step} for step in steps]
+    for settings in found:
+        assert space.with_settings(job, settings) != space.with_settings(job, own)
+
+
 def test_another_protocol_leaves_nothing_of_the_first() -> None:
     job = JOB.with_(protocol={"name": "diloco"}, averaging={"period": 7, "outer": {"momentum": 0.5}})
     plain = space.with_settings(job, {"protocol.name": "hardsync", "topology.name": "base"})
@@ -185,7 +215,10 @@ def test_an_answer_about_numbers_of_learners_has_the_time_of_all_ranks() -> None
 
     eight, two = finalist(60.0, learners=8, learners_per_rank=2), finalist(90.0, learners=2)
     lines = [*Verdict(JOB, TARGET, (eight, two), None, math.nan, 3.0).lines()]
-    assert lines[1] == "  time to target: 1:00 min (54.5 s to 1:06 min expected, one seed); machine time 4:00 min on 4 ranks"
+    assert (
+        lines[1]
+        == "  time to target: 1:00 min (54.5 s to 1:06 min expected, one seed); machine time 4:00 min on 4 ranks"
+    )
     assert lines[3].endswith("50 % later; machine time 3:00 min on 2 ranks")
     same = [*Verdict(JOB, TARGET, (finalist(60.0), finalist(90.0)), None, math.nan, 3.0).lines()]
     assert not any("machine time" in line for line in same)

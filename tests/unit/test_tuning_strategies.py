@@ -8,14 +8,16 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from surfaces import JOB, OPTIMUM, SURFACES, Search, Surface, Trained, averages, new_state
+from surfaces import JOB, OPTIMUM, SURFACES, TARGET, Search, Surface, Trained, averages, new_state
 
 from rudra.errors import ConfigError, RunError
 from rudra.tuning.answer import Finalist, answer_of
 from rudra.tuning.batches import UpdateBatch, nearest, rescaled
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.probes import Outcome, Probe, ProbeNoise
-from rudra.tuning.rounds import MOMENTUM, RATE
+from rudra.tuning.remarks import remarks
+from rudra.tuning.rounds import MOMENTUM, RATE, cold_start
+from rudra.tuning.ruler import Mark
 from rudra.tuning.search import Order, lead
 from rudra.tuning.space import Candidate, with_settings
 from rudra.tuning.state import SearchState
@@ -331,3 +333,24 @@ def test_batches_near_the_noise_scale_are_tried_first(tmp_path: Path, measured: 
     assert len(noted) == (measured is not None)
     again = search.run()  # from the journal
     assert again.noise == state.noise == measured
+
+
+@pytest.mark.parametrize(
+    ("split", "last", "said"),
+    [
+        (0.1, 0.005, "with 111 validation samples the accuracy is known to ±0.057, but an epoch of the reference"),
+        (0.1, 0.06, None),
+        (0.9, 0.03, None),
+        (None, 0.005, None),  # no validation split, so its size is unknown
+    ],
+)
+def test_a_target_that_chance_may_reach_is_said(split: float | None, last: float, said: str | None) -> None:
+    state = new_state(SURFACES["flat"])
+    state.job, state.training_samples = JOB.with_(data={"validation_split": split}), 1000
+    cold = cold_start(state)[0]
+    state.tell(cold, Outcome((Mark(1000, 1.0, 0.5, 1.0),)))
+    marks = (Mark(1000, 0.5, TARGET.value - last / 2, 1.0), Mark(2000, 0.4, TARGET.value + last / 2, 2.0))
+    state.tell(Probe(cold.settings, cold.end, 2), Outcome(marks))
+    noted = [note for note in remarks(state, cold.by_key) if "chance may decide" in note]
+    assert (said is None) == (noted == [])
+    assert said is None or said in noted[0]
