@@ -133,6 +133,13 @@ def main(argv: Sequence[str]) -> int:
     except MemoryError as error:
         print(f"rudra: too little memory: {printable(str(error)) or 'none is left'}", file=sys.stderr)
         return 1
+    except RuntimeError as error:  # torch's error of a GPU, in a process that may not have imported torch
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        from rudra.compute.devices import memory_text
+
+        print(f"rudra: {memory_text(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         from rudra.mpi.launch import world_rank
 

@@ -15,6 +15,7 @@ from rudra.compute.tasks import LossReduction, Task
 from rudra.compute.views import NOWHERE, FlatViews
 from rudra.core.layout import Entry
 from rudra.data.trees import called, moved
+from rudra.job.tables import IN_16_BITS
 
 
 class Forward(NamedTuple):
@@ -61,8 +62,8 @@ class Autograd:
         self._parameters, self._views = parameters, views
         self._places = [slice(e.offset, e.offset + e.size) for e in layout[: len(parameters)]]
         self._device = parameters[0].device
-        mixed = precision != "float32"
-        self._autocast = torch.autocast(self._device.type, getattr(torch, precision)) if mixed else None
+        half = precision in IN_16_BITS
+        self._autocast = torch.autocast(self._device.type, getattr(torch, precision)) if half else None
         self._final: FinalGradients | None = None  # made at its first use: it adds hooks to all parameters
         self.guard = WeightsGuard(layout, parameters, sum(p.numel() for p in parameters))
 

@@ -72,7 +72,7 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, sin
             raise ConfigError(
                 f"{where}: torch cannot compute this model on one sample ({what}); valid: {valid}"
             ) from error
-        if table.precision == "float32":
+        if not table.in_16_bits:
             raise
         where = f"[training] precision = '{table.precision}'"
         raise ConfigError(

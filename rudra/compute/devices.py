@@ -5,7 +5,7 @@ No other module knows CUDA. A new kind of device is a subclass of `DeviceKind` i
 """
 
 from collections.abc import Callable, Collection, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from rudra.errors import ConfigError
 from topologies import Plan
 
 CPU = torch.device("cpu")
+
+AMPERE = (8, 0)
+"""Compute capability of the first GPUs that round factors to TF32."""
 
 Placing = Literal["device", "staged", "direct"]
 """Placement of buffers. "device": on the computing device. "staged": in main memory, where MPI reads and writes, with
@@ -58,6 +61,13 @@ class DeviceKind:
     def finish(self, device: torch.device) -> None:
         """Waits until a device has finished its work."""
 
+    def set_products(self, device: torch.device, *, rounded: bool) -> None:
+        """Sets how this process multiplies float32 numbers on a device: exactly, or with factors rounded to TF32.
+
+        Raises:
+            ConfigError: The device cannot round them.
+        """
+
     def generator(self, device: torch.device) -> torch.Generator:
         """Returns the generator that layers on a device draw from."""
         return torch.default_generator
@@ -89,6 +99,17 @@ class Cuda(DeviceKind):
 
     def finish(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
+
+    def set_products(self, device: torch.device, *, rounded: bool) -> None:
+        if rounded and torch.cuda.get_device_capability(device) < AMPERE:
+            text = f"{torch.cuda.get_device_name(device)} does not have it"
+            raise ConfigError(f"[training] precision = 'tf32': {text}; valid there: float32, float16")
+        cudnn: Any = torch.backends.cudnn
+        if hasattr(cudnn, "conv"):  # torch 2.9 or newer
+            for product in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+                product.fp32_precision = "tf32" if rounded else "ieee"
+        else:
+            torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = rounded
 
     def generator(self, device: torch.device) -> torch.Generator:
         return torch.cuda.default_generators[device.index or 0]
@@ -225,6 +246,14 @@ def selection() -> Callable[[], None]:
 def page_locked(length: int) -> npt.NDArray[np.uint8]:
     """Allocates bytes in main memory that a GPU copies at full speed and in parallel with other work."""
     return torch.zeros(length, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def memory_text(error: BaseException) -> str | None:
+    """Returns what to say about an error if memory was exhausted, in main memory or on a GPU. None: it was not."""
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return None
+    what = ". ".join(" ".join(str(error).split()).split(". ")[:2]).removesuffix(".") or "none is left"
+    return f"too little memory: {what}; use a smaller training.minibatch_size, or more training.microbatches"
 
 
 def lock_pages(memory: npt.NDArray[np.uint8]) -> None:

@@ -63,7 +63,7 @@ def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = 
     batch = source.minibatch(0, work)
     first = _gradient(flat, batch, source.seed(0), guarded=True)
     gradients: Gradients = "autograd"
-    if job.training.precision == "float32" and job.training.gradients != "autograd":
+    if not job.training.in_16_bits and job.training.gradients != "autograd":
         gradients = gradients_of(module, task)
     if job.training.gradients == "direct" and gradients != "direct":
         raise ConfigError(
@@ -236,5 +236,5 @@ def _check_alone(job: Job, plan: Plan, flat: FlatModel, model: Any, data: Data) 
     elif any(mine.count == 1 for mine in portions):
         single = ("[training] minibatch_size = 1", "2 or more")
     lonely = single is not None and flat.size > flat.parameter_count  # perhaps BatchNorm, which needs two
-    if lonely or job.training.precision != "float32":
+    if lonely or job.training.in_16_bits:
         check_gradient(job.training, model(), data.info.sample, single=single)

@@ -30,6 +30,7 @@ from rudra.compute.views import FlatViews
 from rudra.core.layout import Entry, EntryKind
 from rudra.data.trees import called, moved
 from rudra.errors import ConfigError
+from rudra.job.tables import IN_16_BITS
 
 _KEPT = 8  # vectors with cached views for each role: generations of weights and of gradients
 _SCALE, _LESS = 2.0**12, 2.0**-4
@@ -51,8 +52,8 @@ class FlatModel:
         task: Task that defines the loss.
         compiled: Whether compiled code computes gradients. They differ in their last bits.
         roles: Number of roles that share this model, each with its own vectors.
-        precision: "bfloat16" or "float16": torch.autocast selects the operations of forward, loss and backward that use
-            it.
+        precision: As in jobs. In 16 bits, torch.autocast selects the operations of forward, loss and backward that use
+            them.
         gradients: "direct" is valid only if `rudra.compute.shortcuts.gradients_of` returns it for the model. Its
             results are bitwise identical to "autograd".
 
@@ -108,9 +109,11 @@ class FlatModel:
         layers = [layer for layer in module.modules() if isinstance(layer, SparseLinear)]
         sparse = (places[id(each.weight)] for each in layers if id(each.weight) in places)
         self._rows = min(sparse, default=None)  # index of the sparse layer's weight
-        self._generator = kind_of(self.device).generator(self.device)
+        of_device = kind_of(self.device)
+        of_device.set_products(self.device, rounded=precision == "tf32")
+        self._generator = of_device.generator(self.device)
         self._scale = _SCALE if precision == "float16" else 1.0
-        direct = gradients == "direct" and precision == "float32" and not compiled
+        direct = gradients == "direct" and precision not in IN_16_BITS and not compiled
         self.hooked = hooked(module)
         self.chain = Chain.of(module, self._parameters, self.task) if direct else None
         self.compiled = compiled

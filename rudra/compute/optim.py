@@ -73,6 +73,7 @@ class UpdateRule:
         self._places: dict[torch.nn.Parameter, slice] = {}
         self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> whole parameter, and slices
         self._factors: list[float] = []  # of each optimiser group
+        self._fused: set[torch.nn.Parameter] = set()  # parameters that a fused kernel steps
         groups: list[dict[str, Any]] = []
         tail = CACHE_LINE if self._sgd else 1
         runs = runs_of(table.groups, parameters) if parameters else [(REST, slice(0, len(weights)))]
@@ -97,6 +98,7 @@ class UpdateRule:
                 number += 1
             if made:
                 flags = {"fused": fused} if fusible else {}
+                self._fused |= {*made} if fusible and fused else set()
                 own = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
                 groups.append({"params": made, **flags, **own})
                 self._factors.append(group.rate_factor)
@@ -331,7 +333,9 @@ class UpdateRule:
                 raise ValueError(f"optimiser state {name} does not fit")
             single = value.numel() == 1 and (key == STEP or whole.stop - whole.start > 1)
             own = value.reshape(()) if single else value.reshape(-1)[inside]
-            self.optimizer.state[parameter][key] = own.clone()
+            # Torch counts steps in main memory, unless its kernel is fused.
+            there = parameter.device if key != STEP or parameter in self._fused else own.device
+            self.optimizer.state[parameter][key] = own.to(there, copy=True)
 
     def state_bytes(self) -> int:
         """Memory that the optimiser's state occupies now."""

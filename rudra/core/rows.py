@@ -45,7 +45,7 @@ def dense_because(job: Job, plan: Plan) -> str:
         return "[decisions] may change what the optimiser needs"
     if job.training.microbatches > 1:
         return f"microbatches = {job.training.microbatches} adds whole vectors"
-    if job.training.precision != "float32":
+    if job.training.in_16_bits:
         return f"precision = '{job.training.precision}'"
     if job.cluster.gradient_format != "float32":
         return f"gradient_format = '{job.cluster.gradient_format}'"

@@ -111,8 +111,14 @@ def compiled_models(job: JobFields) -> Iterator[str]:
     on = "[training] compile = true is not supported with"
     if job.training.compile and job.simulation.batching != "none":
         yield f"{on} [simulation] batching = '{job.simulation.batching}'; use batching = 'none'"
-    if job.training.compile and job.training.precision != "float32":
+    if job.training.compile and job.training.in_16_bits:
         yield f"{on} precision = '{job.training.precision}'; use precision = 'float32'"
+
+
+@job_rule
+def precision_of_gpus(job: JobFields) -> Iterator[str]:
+    if job.training.precision == "tf32" and job.cluster.device != "cuda":
+        yield "[training] precision = 'tf32' needs [cluster] device = 'cuda'; use it, or precision = 'float32'"
 
 
 @job_rule

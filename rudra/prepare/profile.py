@@ -18,6 +18,7 @@ from rudra.core.forward import NeededAt
 from rudra.core.placement import Layer
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.job.tables import IN_16_BITS
 
 if TYPE_CHECKING:
     import torch
@@ -325,7 +326,7 @@ def _needed_at(learner: _Learner, precision: str, seconds: float) -> tuple[Neede
     flat.read_into(weights)
     flat.bind(weights)
     inputs = trees.moved(learner.inputs, device)
-    mixed = precision != "float32"
+    mixed = precision in IN_16_BITS
     autocast = torch.autocast(device.type, getattr(torch, precision if mixed else "bfloat16"), enabled=mixed)
     flat.gradient(learner.inputs, learner.target, out, 0)
     wholes_s: list[float] = []

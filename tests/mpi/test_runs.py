@@ -61,6 +61,17 @@ def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: P
     assert not list(tmp_path.glob("*.launch"))
 
 
+def test_too_little_memory_is_one_line(tmp_path: Path) -> None:
+    output = tmp_path / "out.h5"
+    returned, _, err = finish(start("run", job_file(tmp_path, "exhausting", "endless"), "--output", str(output)))
+    instead = "use a smaller training.minibatch_size, or more training.microbatches"
+    text = f"rudra: learner 1 (rank 3): too little memory: CUDA out of memory. Tried to allocate 2.00 GiB; {instead}"
+    assert (returned, err.count("Traceback")) == (1, 0), err
+    assert [line for line in err.splitlines() if line.startswith("rudra: ")] == [text]
+    with rudra.open_results(output) as results:
+        assert results.status == "failed"
+
+
 def test_a_rank_that_hangs_is_named_and_ends_the_run_when_the_job_says_so(tmp_path: Path) -> None:
     more = "[fault_tolerance]\nstall_warning_s = 1.0\nstall_limit_s = 3.0\n"
     job = job_file(tmp_path, "hanging", "endless", more=more)

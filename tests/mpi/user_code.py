@@ -195,6 +195,8 @@ class Trap(nn.Module):
         if self.steps > self.after and self.armed:
             if self.deed == "raise":
                 raise ValueError("the user's own bug")
+            if self.deed == "exhaust":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has no more.")
             if self.deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.deed == "hang":
@@ -609,6 +611,10 @@ class Assorted(nn.Module):
 
 def raising() -> nn.Module:
     return Trap(120, "raise")
+
+
+def exhausting() -> nn.Module:
+    return Trap(20, "exhaust")
 
 
 def dying() -> nn.Module:

@@ -183,3 +183,37 @@ def test_copies_change_no_bit(
         assert plain.rows[table].tobytes() == staged.rows[table].tobytes()
     copies = [staged.executors[role]._stage for role in (*staged.plan.learners, staged.plan.statistics)]
     assert all(stage is not None and stage._held is not None for stage in copies), "all of them have used theirs"
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch is older than 2.9")
+def test_products_are_exact_unless_the_job_asks_for_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    before = [product.fp32_precision for product in products()]
+    try:
+        for rounded in (True, False):
+            DEVICES["cuda"].set_products(gpu, rounded=rounded)
+            found = {product.fp32_precision for product in products()}
+            assert found == {"tf32" if rounded else "ieee"}, "convolutions as well"
+    finally:
+        for product, its in zip(products(), before, strict=True):
+            product.fp32_precision = its
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Turing")
+    DEVICES["cuda"].set_products(gpu, rounded=False)
+    with pytest.raises(ConfigError) as caught:
+        DEVICES["cuda"].set_products(gpu, rounded=True)
+    assert str(caught.value) == "[training] precision = 'tf32': Turing does not have it; valid there: float32, float16"
+
+
+def products() -> list[Any]:
+    cudnn: Any = torch.backends.cudnn
+    return [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_tf32_needs_gpus(device: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Job(training={"precision": "tf32"}, cluster={"device": device})
+    text = "[training] precision = 'tf32' needs [cluster] device = 'cuda'; use it, or precision = 'float32'"
+    assert str(caught.value) == text

@@ -500,3 +500,16 @@ def test_changed_settings_keep_the_state_but_no_velocity_without_momentum(
                 theirs.param_groups[0]["lr"], plain.grad = rate, gradient.clone()
                 theirs.step()
         torch.testing.assert_close(weights, plain.data)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "rmsprop"])
+def test_state_is_restored_where_the_weights_are(name: str) -> None:
+    """Torch counts the steps of rmsprop in main memory, because it has no fused kernel."""
+    table = OptimizerTable(name=name, momentum=0.9 if name != "adam" else 0.0)
+    here, there = (UpdateRule(table, torch.ones(64, device=device)) for device in ("cpu", "meta"))
+    here.step(torch.ones(64), 0.1)
+    there.restore(here.state())
+    devices = {key: value.device.type for key, value in there.state().items()}
+    counted = {"cpu" if name == "rmsprop" else "meta"}
+    assert {device for key, device in devices.items() if key.startswith("step")} <= counted
+    assert {device for key, device in devices.items() if not key.startswith("step")} == {"meta"}

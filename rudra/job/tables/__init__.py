@@ -11,9 +11,10 @@ from rudra.job.tables.hogbatch import HogbatchTable, kinds_of
 from rudra.job.tables.optimizer import OPTIMIZERS, WITH_MOMENTUM, OptimizerTable, ParameterGroup
 from rudra.job.tables.protocol import ArgumentsTable
 from rudra.job.tables.results import Hook
-from rudra.job.tables.training import AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
+from rudra.job.tables.training import IN_16_BITS, AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
 
 __all__ = [
+    "IN_16_BITS",
     "OPTIMIZERS",
     "PLACEMENT_RULES",
     "WITH_MOMENTUM",

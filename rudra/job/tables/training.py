@@ -11,6 +11,9 @@ from rudra.errors import ConfigError
 from rudra.job.table import Named, Table
 from rudra.job.target import WINDOW, Target
 
+IN_16_BITS = ("bfloat16", "float16")
+"""Precisions that torch.autocast computes."""
+
 
 class ModelTable(Table):
     """Network to train."""
@@ -164,10 +167,10 @@ class TrainingTable(Table):
         "it. auto: direct if the model consists of plain layers and the gradient of the first mini-batch agrees, else "
         "autograd. Result files record the choice",
     )
-    precision: Literal["float32", "bfloat16", "float16"] = Field(
+    precision: Literal["float32", "tf32", "bfloat16", "float16"] = Field(
         "float32",
-        description="number format of the forward pass, loss and backward pass, by torch.autocast. Weights and "
-        "gradients stay float32",
+        description="number format of the forward pass, loss and backward pass: tf32 rounds the factors of products on "
+        "GPUs, 16 bits are by torch.autocast. Weights and gradients stay float32",
     )
     target: str | None = Field(
         None,
@@ -181,6 +184,11 @@ class TrainingTable(Table):
     patience: int | None = Field(
         None, ge=1, description="number of evaluations in a row without a new best result that end the training"
     )
+
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether torch.autocast computes in 16 bits."""
+        return self.precision in IN_16_BITS
 
     @field_validator("target")
     @classmethod
