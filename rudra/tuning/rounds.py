@@ -28,6 +28,12 @@ LATER = 1.15
 MARGIN = 1.25
 """Largest assumed ratio of the worth of an untried point to the best known worth."""
 
+REFERENCES = 3
+"""Number of learning rates that a reference run may have, each √10 below the next."""
+
+PATIENCE = 8
+"""Least number of epochs of a reference run that stalls."""
+
 FINALISTS, SEEDS = 3, (1, 2, 3)
 
 TO_PROLONG, TO_END = 3, 2
@@ -149,9 +155,28 @@ def with_momentum(state: SearchState, settings: Settings, momentum: float) -> Se
 
 
 def reference(state: SearchState) -> list[Probe]:
-    """Returns the reference run, longer each time until it reaches the target. Empty: it has, or cannot."""
+    """Returns the reference run, longer each time until it reaches the target. Empty: it has, or cannot.
+
+    If the cold start's learning rate cannot reach it, lower ones follow.
+    """
     assert state.cold is not None
-    return until_target(state, state.reference or Probe(state.cold.settings, state.cold.end, 1), math.inf)
+    cold = state.cold.by_key
+    for steps in range(REFERENCES):
+        probe = from_common(state, {**cold, RATE: lower(state, cold[RATE], steps)}, 1)
+        probe = state.probes.get(probe.name, probe)
+        if (probes := until_target(state, probe, math.inf)) and not _stalls(state, probe):
+            return probes
+        if state.first_at_target(probe) is not None:
+            return []
+    return []
+
+
+def _stalls(state: SearchState, probe: Probe) -> bool:
+    """Returns whether a long run has got no better in its second half."""
+    if (outcome := state.outcomes.get(probe.name)) is None or len(outcome.marks) < PATIENCE:
+        return False
+    values = [mark.metric if state.target.at_least else -mark.metric for mark in outcome.marks]
+    return values.index(max(values)) < len(values) // 2
 
 
 def until_target(state: SearchState, probe: Probe, most_s: float) -> list[Probe]:

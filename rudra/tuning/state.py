@@ -86,7 +86,7 @@ class SearchState:
         """Adds the outcome of a probe."""
         self.probes[probe.name] = probe
         self.outcomes[probe.name] = outcome
-        for name in ("ruler", "_ranked"):
+        for name in ("reference", "ruler", "_ranked"):
             self.__dict__.pop(name, None)
         if self.real and outcome.marks:
             point = self.point_of(probe.by_key)
@@ -158,10 +158,12 @@ class SearchState:
         tried = [p for p in self.probes.values() if not (p.origin or p.seed or self.outcomes[p.name].failed)]
         return min(tried, key=lambda p: _last_loss(self.outcomes[p.name]), default=None)
 
-    @property
+    @cached_property
     def reference(self) -> Probe | None:
-        """The reference run: the first probe from the common checkpoint."""
-        return next((probe for probe in self.probes.values() if probe.origin), None)
+        """The reference run: the first probe from the common checkpoint, or if it misses the target, the first that
+        reaches it."""
+        mine = [probe for probe in self.probes.values() if probe.origin]
+        return next((probe for probe in mine if self.first_at_target(probe) is not None), mine[0] if mine else None)
 
     @cached_property
     def ruler(self) -> Ruler:

@@ -16,7 +16,7 @@ from rudra.tuning.batches import UpdateBatch, nearest, rescaled
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.remarks import remarks
-from rudra.tuning.rounds import MOMENTUM, RATE, cold_start
+from rudra.tuning.rounds import MOMENTUM, RATE, cold_start, in_order
 from rudra.tuning.ruler import Mark
 from rudra.tuning.search import Order, lead
 from rudra.tuning.space import Candidate, with_settings
@@ -354,3 +354,26 @@ def test_a_target_that_chance_may_reach_is_said(split: float | None, last: float
     noted = [note for note in remarks(state, cold.by_key) if "chance may decide" in note]
     assert (said is None) == (noted == [])
     assert said is None or said in noted[0]
+
+
+@pytest.mark.parametrize(("reachable", "runs"), [(1, 2), (2, 3), (3, 3)])
+def test_a_reference_that_stalls_has_a_lower_rate(tmp_path: Path, reachable: int, runs: int) -> None:
+    """The best rate of the cold start stalls above the target, as one that overfits does."""
+    state = new_state(FEW["monotone"], 1e3)
+    trained, tried = Trained(state, FEW["monotone"], 0.0), []
+
+    def train(probe: Probe, before: Outcome | None) -> Outcome:
+        outcome = trained(probe, before)
+        if not probe.origin:
+            return outcome
+        tried.append(probe.by_key[RATE])
+        if len({*tried}) > reachable:
+            return outcome
+        return Outcome(tuple(mark._replace(loss=1.0, metric=0.75) for mark in outcome.marks))
+
+    lead(state, in_order, Journal(tmp_path / NAME, {}), train, lambda probe: None)
+    rates = [*dict.fromkeys(tried)]
+    assert len(rates) == runs
+    assert rates == sorted(rates, reverse=True)
+    assert math.isfinite(state.reference_samples) == (reachable < 3)
+    assert max(probe.epochs for probe in state.probes.values() if probe.origin) < JOB.training.epochs
