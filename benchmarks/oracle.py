@@ -4,16 +4,18 @@ The curves of an oracle are kept in small files, so that strategies can be compa
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.shared import data_directory
-from rudra.errors import ConfigError
 from rudra.job.job import Job
-from rudra.tuning import tune
+from rudra.job.target import Target
+from rudra.tuning.prices import Price, dominated
 from rudra.tuning.probes import Outcome, Probe, ProbeNoise
+from rudra.tuning.rounds import MOMENTA, MOMENTUM, RATE
 from rudra.tuning.ruler import Mark
+from rudra.tuning.space import DIMENSIONS, Candidate, with_settings
 from rudra.tuning.state import SearchState
 
 RECORDED = Path(__file__).parent / "oracle_curves"
@@ -86,54 +88,63 @@ def job_of(task: str, cluster: str, *, quick: bool = False) -> Job:
     )
 
 
-def begun(job: Job, loss: float, budget: float, space: Mapping[str, Sequence[Any]]) -> SearchState:
-    """Returns the state of a search that begins."""
-    plan = tune.plan(job, target=f"loss <= {loss:g}", given=space, quiet=True)
-    return plan.begun(budget, space)
-
-
-class Curves:
-    """Recorded curves of an oracle.
+class Oracle:
+    """Recorded curves of an oracle, with the prices of its points.
 
     Args:
-        probes: Probes with their outcomes, each at its greatest length.
+        training_samples: Samples in an epoch.
+        prices: Prices. The first one belongs to the job as given.
+        curves: Probes with their outcomes, each at its greatest length.
     """
 
-    def __init__(self, probes: Mapping[Probe, Outcome]) -> None:
-        self._by_name = {probe.name: (probe, outcome) for probe, outcome in probes.items()}
+    def __init__(self, training_samples: int, prices: Sequence[Price], curves: Iterable[tuple[Probe, Outcome]]) -> None:
+        self._training_samples, self._prices = training_samples, prices
+        self.curves = {probe.name: (probe, outcome) for probe, outcome in curves}
 
-    def __iter__(self) -> Iterator[tuple[Probe, Outcome]]:
-        return iter(self._by_name.values())
+    def begun(self, loss: float, budget: float) -> SearchState:
+        """Returns the state of a search with the rates and momenta of the oracle."""
+        rates = sorted({probe.by_key[RATE] for probe, _ in self.curves.values() if probe.settings})
+        return SearchState(
+            self._prices[0].point.job,
+            Target("validation", "loss", at_least=False, value=loss),
+            self._prices,
+            untimed={key for dimension in DIMENSIONS if not dimension.timed for key in dimension.keys},
+            training_samples=self._training_samples,
+            budget=budget,
+            longest=EPOCHS,
+            given={**SPACE, RATE: rates, MOMENTUM: MOMENTA},
+        )
 
     def outcome(self, probe: Probe) -> Outcome:
         """Returns what a probe measures at its length. If no curve is as long, it has failed."""
-        _, found = self._by_name.get(probe.name, (probe, Outcome(())))
+        _, found = self.curves.get(probe.name, (probe, Outcome(())))
         short = "" if len(found.marks) >= probe.epochs else found.failed or "no curve is as long"
         return found._replace(marks=found.marks[: probe.epochs], failed=short)
 
     def write(self, path: Path) -> None:
-        """Writes the curves: a line for each."""
-        lines = []
-        for probe, (marks, failed, noise) in self:
+        """Writes a line about all, a line for each price, and a line for each curve."""
+        lines: list[dict[str, Any]] = [{"training samples": self._training_samples}]
+        for price in self._prices:
+            about = {"samples/s": price.samples_per_s, "staleness": price.staleness, "bound": price.bound}
+            lines.append({"point": price.point.settings, **about})
+        for probe, (marks, failed, noise) in self.curves.values():
             about = {"settings": probe.by_key, "origin": probe.origin, "epochs": probe.epochs, "seed": probe.seed}
             points = [[mark.samples, float(f"{mark.loss:.5g}"), float(f"{mark.time_s:.6g}")] for mark in marks]
-            lines.append(json.dumps({**about, "failed": failed, "noise": noise, "samples, loss, seconds": points}))
-        path.write_text("\n".join(lines) + "\n")
+            lines.append({**about, "failed": failed, "noise": noise, "samples, loss, seconds": points})
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     @classmethod
-    def read(cls, path: Path) -> "Curves":
-        """Reads curves.
-
-        Raises:
-            ConfigError: There are none.
-        """
-        if not path.is_file():
-            raise ConfigError(f"{path}: no recorded curves; rudra bench tune --keep DIR records them")
-        probes = {}
-        for line in path.read_text().splitlines():
-            found = json.loads(line)
-            marks = tuple(Mark(samples, loss, loss, s) for samples, loss, s in found["samples, loss, seconds"])
-            noise = ProbeNoise(*found["noise"]) if found["noise"] else None
-            probe = Probe.of(found["settings"], found["origin"], found["epochs"], found["seed"])
-            probes[probe] = Outcome(marks, found["failed"], noise)
-        return cls(probes)
+    def read(cls, path: Path, job: Job) -> "Oracle":
+        """Reads the curves of a job's oracle."""
+        first, *lines = map(json.loads, path.read_text().splitlines())
+        prices, curves = [], []
+        for line in lines:
+            if (settings := line.get("point")) is not None:
+                point = Candidate(settings, with_settings(job, settings))
+                prices.append(Price(point, line["samples/s"], line["staleness"], line["bound"]))
+            else:
+                marks = tuple(Mark(samples, loss, loss, s) for samples, loss, s in line["samples, loss, seconds"])
+                noise = ProbeNoise(*line["noise"]) if line["noise"] else None
+                probe = Probe.of(line["settings"], line["origin"], line["epochs"], line["seed"])
+                curves.append((probe, Outcome(marks, line["failed"], noise)))
+        return cls(first["training samples"], dominated(prices), curves)

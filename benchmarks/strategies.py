@@ -4,18 +4,18 @@ The curves belong to the oracle of `rudra bench tune`. Each case has its target 
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.oracle import CLUSTERS, RECORDED, SPACE, TASKS, Curves, begun, job_of
+from benchmarks.oracle import CLUSTERS, RECORDED, TASKS, Oracle, job_of
 from benchmarks.shared import check_only, chosen
 from rudra.benchmark_report import Goal, Report
 from rudra.errors import ConfigError
 from rudra.tuning import tune
-from rudra.tuning.rounds import MOMENTA, MOMENTUM, RATE
 from rudra.tuning.state import SearchState, Strategy, key_of
 from rudra.tuning.strategies import shipped
 
@@ -79,7 +79,7 @@ def run(*, quick: bool, only: Collection[str] = ()) -> Report:
     return report
 
 
-def _path(task: str, cluster: str) -> Any:
+def _path(task: str, cluster: str) -> Path:
     return RECORDED / f"{task}-{cluster}.jsonl"
 
 
@@ -93,24 +93,19 @@ class Case:
     """
 
     def __init__(self, task: str, cluster: str, easier: float) -> None:
-        self._curves = Curves.read(_path(task, cluster))
-        rates = sorted({probe.by_key[RATE] for probe, _ in self._curves if probe.settings})
-        self._space: Mapping[str, Any] = {**SPACE, RATE: rates, MOMENTUM: MOMENTA}
-        self._job, self._loss = job_of(task, cluster), easier * TASKS[task].loss
-        self._oracle = self._state(UNLIMITED)
-        for told in self._curves:
-            self._oracle.tell(*told)
-        self._truth = {key_of(e.settings): e.time_s for e in self._oracle.estimates() if e.certain}
-
-    def _state(self, budget: float) -> SearchState:
-        return begun(self._job, self._loss, budget, self._space)
+        self._oracle = Oracle.read(_path(task, cluster), job_of(task, cluster))
+        self._loss = easier * TASKS[task].loss
+        self._end = self._oracle.begun(self._loss, UNLIMITED)
+        for told in self._oracle.curves.values():
+            self._end.tell(*told)
+        self._truth = {key_of(e.settings): e.time_s for e in self._end.estimates() if e.certain}
 
     def searched(self, strategy: Strategy) -> Found:
         """Lets a strategy search."""
-        state, seen = self._state(BUDGET), [(0.0, math.inf)]
+        state, seen = self._oracle.begun(self._loss, BUDGET), [(0.0, math.inf)]
         while (asked := strategy(state)) and not any(probe.seed for probe in asked):
             for probe in asked:
-                state.tell(probe, self._curves.outcome(probe))
+                state.tell(probe, self._oracle.outcome(probe))
             if math.isfinite(state.reference_samples):
                 seen.append((state.spent / state.one_run, self._lateness(state)))
         far = max(place for place, (_, late) in enumerate(seen) if late > NEAR)
@@ -122,7 +117,7 @@ class Case:
 
     def correlation(self, epochs: int) -> float:
         """Returns the rank correlation of the times that probes of some epochs predict, and the true ones."""
-        state, pairs = self._oracle, []
+        state, pairs = self._end, []
         for probe in state.probes.values():
             true_s, marks = self._truth.get(probe.settings), state.marks(probe)
             if probe.origin and true_s is not None and len(marks) > epochs:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.oracle import CLUSTERS, LEARNERS, SPACE, TASKS, Curves, job_of
+from benchmarks.oracle import CLUSTERS, LEARNERS, SPACE, TASKS, Oracle, job_of
 from benchmarks.shared import check_only, chosen
 from rudra.benchmark_report import Goal, Report
 from rudra.errors import ConfigError, RunError
@@ -42,7 +42,7 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
             for cluster in ["stragglers"] if quick else chosen(only, CLUSTERS):
                 place = (keep or Path(name)) / task
                 best = _search(task, cluster, place, "grid", UNLIMITED, quick=quick)
-                record(task, cluster, place)
+                record(task, cluster, place, quick=quick)
                 ours = _search(task, cluster, place, tune.DEFAULT, BUDGET, quick=quick)
                 times = [answer.winner.time_s for answer in (ours, best) if answer.winner]
                 late.append(times[0] / times[1])
@@ -56,11 +56,16 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
     return report
 
 
-def record(task: str, cluster: str, place: Path) -> None:
+def record(task: str, cluster: str, place: Path, *, quick: bool = False) -> None:
     """Writes the curves of an oracle beside its search."""
     entries, _ = read(place / cluster / "grid" / NAME)
+    plan = tune.plan(job_of(task, cluster, quick=quick), target=_target(task, quick), given=SPACE, quiet=True)
     longest = {probe.name: (probe, outcome) for probe, outcome in outcomes(entries)}
-    Curves(dict(longest.values())).write(place.parent / f"{task}-{cluster}.jsonl")
+    Oracle(plan.training_samples, plan.prices, longest.values()).write(place.parent / f"{task}-{cluster}.jsonl")
+
+
+def _target(task: str, quick: bool) -> str:
+    return f"loss <= {QUICK_LOSS if quick else TASKS[task].loss:g}"
 
 
 def _search(task: str, cluster: str, place: Path, strategy: str, budget: float, *, quick: bool) -> Verdict:
@@ -73,7 +78,7 @@ def _search(task: str, cluster: str, place: Path, strategy: str, budget: float, 
     job = job_of(task, cluster, quick=quick)
     if not Path(str(job.data.path)).is_dir():
         raise ConfigError(f"bench tune: {task} is not in {job.data.path}; RUDRA_DATA names the directory that it is in")
-    about: dict[str, Any] = {"target": f"loss <= {QUICK_LOSS if quick else TASKS[task].loss:g}", "given": SPACE}
+    about: dict[str, Any] = {"target": _target(task, quick), "given": SPACE}
     about |= {"store": place / "probes", "quiet": not sys.stderr.isatty()}
     answer = tune.tune(job, strategy=strategy, budget=budget, output=place / cluster / strategy, **about)
     if answer.winner is None:
