@@ -57,12 +57,12 @@ class CompiledStep:
         loss: (inputs, target) -> loss and output, for autograd to differentiate.
 
     Raises:
-        ConfigError: There is no C++ compiler.
+        ConfigError: The parameters are in main memory, and there is no C++ compiler.
     """
 
     def __init__(self, module: nn.Module, task: Task, parameters: Sequence[torch.Tensor], large: int | None) -> None:
         compiler = os.environ.get("CXX", "g++").split()[0]
-        if shutil.which(compiler) is None:
+        if parameters[0].device.type == "cpu" and shutil.which(compiler) is None:
             text = f"there is no C++ compiler here ({compiler}), which torch.compile needs"
             raise ConfigError(f"[training] compile = true: {text}; install g++, or leave compile out")
         import torch._dynamo.config as dynamo

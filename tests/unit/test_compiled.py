@@ -14,6 +14,7 @@ from torch.nn import functional
 from user_code import Regrouping
 
 import rudra
+from rudra.compute.compiled import CompiledStep
 from rudra.compute.flat import FlatModel
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.tasks import Classification, OwnLoss, Task
@@ -161,6 +162,12 @@ def test_without_a_compiler_one_line_says_so(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     with pytest.raises(ConfigError, match=r"\[training\] compile = true: there is no C\+\+ compiler here \(no-such"):
         rudra.simulate(job(), output=tmp_path / "run.h5", progress="quiet")
+
+
+def test_only_processors_need_a_cpp_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    module = nn.Linear(5, 3, device="meta")
+    CompiledStep(module, Classification(3), [*module.parameters()], None)
 
 
 @pytest.mark.parametrize(
