@@ -8,14 +8,16 @@ import math
 import sys
 import tempfile
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.shared import check_only, chosen, data_directory
 from rudra.api import run as train
 from rudra.benchmark_report import Goal, Report, ratios, spread
-from rudra.errors import ConfigError
+from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
+from rudra.results.reader import open_results
 from rudra.simulation.predict import predict
 from rudra.studies.calibrate import calibrate
 from rudra.tuning.answer import Verdict
@@ -40,12 +42,13 @@ SEEDS = (5, 6, 7)
 LOSS, EPOCHS = 0.45, 20
 
 
-def run(*, quick: bool, only: Collection[str] = ()) -> Report:
+def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) -> Report:
     """Searches, and runs the answers.
 
     Args:
         quick: One search with few samples.
         only: Names of searches.
+        keep: Directory of costs and searches. They are not repeated if they are there.
 
     Raises:
         ConfigError: The data is missing, or a word is unknown.
@@ -58,7 +61,8 @@ def run(*, quick: bool, only: Collection[str] = ()) -> Report:
     report = Report(["search", *heads])
     speeds, times = [], []
     with tempfile.TemporaryDirectory(prefix="rudra-bench-") as name:
-        place = Path(name)
+        place = keep or Path(name)
+        place.mkdir(exist_ok=True)
         job = _job(path, quick).with_(simulation={"costs": str(_calibrated(_job(path, quick), place, quick))})
         answers: dict[str, Verdict] = {}
         for point in ["allreduce-16"] if quick else chosen(only, POINTS):
@@ -115,6 +119,8 @@ def _job(path: Path, quick: bool) -> Job:
 def _calibrated(job: Job, place: Path, quick: bool) -> Path:
     """Measures the costs of the model, and returns their file."""
     file = place / "costs.toml"
+    if file.is_file():
+        return file
     about: dict[str, Any] = {"sizes": SIZES[:1], "seconds": 0.05} if quick else {"sizes": SIZES}
     file.write_text(calibrate(job, **about, show=False), encoding="utf-8")
     return file
@@ -125,7 +131,9 @@ def _measured(job: Job, place: Path, seeds: Collection[int]) -> tuple[list[float
     epochs_s, times_s = [], []
     for seed in seeds:
         seeded = job.with_(training={"seed": seed, "stop_at_target": True})
-        with train(seeded, output=place / "run.h5", force=True, progress="quiet") as results:
+        with suppress(RunError):  # it diverged
+            train(seeded, output=place / "run.h5", force=True, progress="quiet").close()
+        with open_results(place / "run.h5") as results:
             time_s = results.epochs["time_s"]
             epochs_s.append(float(time_s[-1]) / len(time_s))
             reached = results.summary()["time_to_target_s"]

@@ -222,3 +222,20 @@ def test_an_answer_about_numbers_of_learners_has_the_time_of_all_ranks() -> None
     assert lines[3].endswith("50 % later; machine time 3:00 min on 2 ranks")
     same = [*Verdict(JOB, TARGET, (finalist(60.0), finalist(90.0)), None, math.nan, 3.0).lines()]
     assert not any("machine time" in line for line in same)
+
+
+@pytest.mark.parametrize(
+    ("times_s", "epoch_s", "expected"),
+    [
+        ((11.0,), 0.0, (10.0, 12.1)),  # 10 % for the predicted speed
+        ((11.0, 22.0, 33.0), 0.0, (10.0, 36.3)),
+        ((22.0,), 11.0, (10.0, 36.3)),  # and an epoch on either side
+        ((11.0,), 11.0, (10.0, 24.2)),  # but not less than an epoch
+        ((11.0, math.inf), 0.0, (10.0, math.inf)),
+    ],
+)
+def test_another_run_is_expected_in_a_range(
+    times_s: tuple[float, ...], epoch_s: float, expected: tuple[float, float]
+) -> None:
+    assert Finalist({}, times_s, epoch_s).expected_s == pytest.approx(expected)
+    assert Finalist({}, times_s, epoch_s, predicted=True).expected_s == (min(times_s), max(times_s))
