@@ -19,7 +19,7 @@ from rudra.tuning.answer import Verdict
 from rudra.tuning.journal import NAME, outcomes, read
 
 BUDGET, UNLIMITED = 8.0, 1e6
-QUICK_LOSS = 0.5
+QUICK_LOSS, QUICK_SPACE = 0.5, {**SPACE, "protocol.name": ["hardsync", "async"]}
 
 
 def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) -> Report:
@@ -59,13 +59,16 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
 def record(task: str, cluster: str, place: Path, *, quick: bool = False) -> None:
     """Writes the curves of an oracle beside its search."""
     entries, _ = read(place / cluster / "grid" / NAME)
-    plan = tune.plan(job_of(task, cluster, quick=quick), target=_target(task, quick), given=SPACE, quiet=True)
+    plan = tune.plan(job_of(task, cluster, quick=quick), **_about(task, quick), quiet=True)
     longest = {probe.name: (probe, outcome) for probe, outcome in outcomes(entries)}
     Oracle(plan.training_samples, plan.prices, longest.values()).write(place.parent / f"{task}-{cluster}.jsonl")
 
 
-def _target(task: str, quick: bool) -> str:
-    return f"loss <= {QUICK_LOSS if quick else TASKS[task].loss:g}"
+def _about(task: str, quick: bool) -> dict[str, Any]:
+    """Returns target and space of a search."""
+    if quick:
+        return {"target": f"loss <= {QUICK_LOSS:g}", "given": QUICK_SPACE}
+    return {"target": f"loss <= {TASKS[task].loss:g}", "given": SPACE}
 
 
 def _search(task: str, cluster: str, place: Path, strategy: str, budget: float, *, quick: bool) -> Verdict:
@@ -78,8 +81,7 @@ def _search(task: str, cluster: str, place: Path, strategy: str, budget: float, 
     job = job_of(task, cluster, quick=quick)
     if not Path(str(job.data.path)).is_dir():
         raise ConfigError(f"bench tune: {task} is not in {job.data.path}; RUDRA_DATA names the directory that it is in")
-    about: dict[str, Any] = {"target": _target(task, quick), "given": SPACE}
-    about |= {"store": place / "probes", "quiet": not sys.stderr.isatty()}
+    about = {**_about(task, quick), "store": place / "probes", "quiet": not sys.stderr.isatty()}
     answer = tune.tune(job, strategy=strategy, budget=budget, output=place / cluster / strategy, **about)
     if answer.winner is None:
         raise RunError(f"bench tune: {next(answer.lines())}")
