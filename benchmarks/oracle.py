@@ -75,15 +75,15 @@ LEARNERS, EPOCHS = 32, 30
 def job_of(task: str, cluster: str, *, quick: bool = False) -> Job:
     """Returns the job as given: hardsync with a usual rate and momentum. The data may be missing."""
     about = TASKS[task]
-    limit = {"train_limit": 600} if quick else {}
+    limit = {"train_limit": 1200} if quick else {}
     return Job(
         name=f"{task}-{cluster}",
         model=about.tables["model"],
         data={**about.tables["data"], "path": str(data_directory() / task), **limit},
         protocol={"name": "hardsync"},
         optimizer={"learning_rate": about.learning_rate, "momentum": 0.9},
-        training={"epochs": EPOCHS, "minibatch_size": 8},
-        cluster={"learners": 4 if quick else LEARNERS, "threads_per_rank": 1},
+        training={"epochs": 8 if quick else EPOCHS, "minibatch_size": 8},
+        cluster={"learners": 2 if quick else LEARNERS, "threads_per_rank": 1},
         simulation={**COSTS, **CLUSTERS[cluster], "compute_s": about.compute_s, "batching": "big-batch"},
     )
 

@@ -16,7 +16,7 @@ from rudra.tuning.probes import Probe
 from rudra.tuning.remarks import remarks
 from rudra.tuning.rounds import LATER, latest_s, simplicity, until_target
 from rudra.tuning.space import Settings, in_words
-from rudra.tuning.state import SearchState
+from rudra.tuning.state import Estimate, SearchState
 
 SPEED_ERROR = 1.1
 """Largest expected ratio of a measured and a predicted speed."""
@@ -31,7 +31,8 @@ class Finalist(NamedTuple):
     Attributes:
         settings: Its settings. Empty: the job as given.
         times_s: Time to the target from the initial weights, with each seed. Infinity: it did not reach the target in
-            as many epochs as allowed. If `predicted`, the prediction from the common checkpoint and its range.
+            as many epochs as allowed. If `predicted`, the prediction and its range: an epoch of the cold start, and
+            the time from the common checkpoint.
         epoch_s: Time of an epoch.
         predicted: Whether the budget was too small to train it to the target.
     """
@@ -238,7 +239,7 @@ def _score(scores: Sequence[Score]) -> str:
 def _times(finalist: Finalist) -> str:
     """Returns the time of a finalist: the median of its seeds, and the range that is expected."""
     count = len(finalist.times_s)
-    seeds = "predicted" if finalist.predicted else f"{count} seeds" if count > 1 else "one seed"
+    seeds = "predicted by a probe" if finalist.predicted else f"{count} seeds" if count > 1 else "one seed"
     low, high = finalist.expected_s
     expected = f"{duration(low)} to {duration(high) if math.isfinite(high) else 'never'}"
     return f"{duration(finalist.time_s)} ({expected} expected, {seeds})"
@@ -272,7 +273,7 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
         ranked.insert(0, given)
     if not any(math.isfinite(finalist.time_s) for finalist in ranked) and math.isfinite(state.reference_samples):
         estimates = [estimate for estimate in state.estimates() if math.isfinite(estimate.time_s)]
-        ranked = [Finalist(e.settings, (e.low_s, e.time_s, e.high_s), predicted=True) for e in estimates]
+        ranked = [_predicted(state, estimate) for estimate in estimates]
         given = None
     values = [
         mark.metric for outcome in state.outcomes.values() for mark in outcome.marks if not math.isnan(mark.metric)
@@ -294,6 +295,16 @@ def answer_of(state: SearchState, job: Job) -> Verdict:
 
 def _finalist(state: SearchState, settings: Settings, times_s: Sequence[float]) -> Finalist:
     return Finalist(settings, tuple(times_s), state.training_samples / state.rate(settings))
+
+
+def _predicted(state: SearchState, estimate: Estimate) -> Finalist:
+    """Returns a candidate without a run that has ended. It takes at least as long as its runs that have not."""
+    found = _finalist(state, estimate.settings, (estimate.low_s, estimate.time_s, estimate.high_s))
+    own = [p for p in state.probes.values() if not p.origin and p.seed and p.by_key == estimate.settings]
+    marks = [state.outcomes[probe.name].marks for probe in own]
+    least_s = max((each[-1].samples / state.rate(estimate.settings) for each in marks if each), default=0.0)
+    times_s = tuple(max(time_s + found.epoch_s, least_s) for time_s in found.times_s)
+    return found._replace(times_s=times_s, predicted=True)
 
 
 def tried(state: SearchState) -> str:

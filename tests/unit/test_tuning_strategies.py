@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from surfaces import JOB, OPTIMUM, SURFACES, TARGET, Search, Surface, Trained, averages, new_state
+from surfaces import EPOCH, JOB, OPTIMUM, SURFACES, TARGET, Search, Surface, Trained, averages, new_state
 
 from rudra.errors import ConfigError, RunError
 from rudra.tuning.answer import Finalist, answer_of
@@ -377,3 +377,21 @@ def test_a_reference_that_stalls_has_a_lower_rate(tmp_path: Path, reachable: int
     assert rates == sorted(rates, reverse=True)
     assert math.isfinite(state.reference_samples) == (reachable < 3)
     assert max(probe.epochs for probe in state.probes.values() if probe.origin) < JOB.training.epochs
+
+
+def test_a_prediction_is_not_below_a_run_that_has_not_reached_the_target() -> None:
+    state = new_state(SURFACES["flat"])
+    marks = [Mark(EPOCH * n, 1 - 0.1 * n, 0.5 + 0.1 * n, float(n)) for n in range(1, 7)]  # 0.9 after four epochs
+    cold = cold_start(state)[0]
+    state.tell(cold, Outcome((marks[0],)))
+    state.tell(Probe(cold.settings, cold.end, 4), Outcome(tuple(marks[:4])))
+    epoch_s = EPOCH / state.rate(cold.by_key)
+    answer = answer_of(state, JOB)
+    assert answer.winner is not None
+    assert answer.winner.predicted
+    assert answer.winner.time_s == pytest.approx(5 * epoch_s), "with the epoch of the cold start"
+    late = tuple(mark._replace(metric=0.5) for mark in marks)
+    state.tell(Probe(cold.settings, "", 6, 1), Outcome(late))
+    again = answer_of(state, JOB)
+    assert again.winner is not None
+    assert again.winner.time_s == pytest.approx(6 * epoch_s)
