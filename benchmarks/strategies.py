@@ -121,7 +121,7 @@ class Case:
         for probe in state.probes.values():
             true_s, marks = self._truth.get(probe.settings), state.marks(probe)
             if probe.origin and true_s is not None and len(marks) > epochs:
-                worth = state.ruler.worth(marks[: epochs + 1])
+                worth = state.ruler.worth(marks[: epochs + 1], state.reference_samples)
                 pairs.append((state.reference_samples / (max(worth, 1e-9) * state.rate(probe.by_key)), true_s))
         if len(pairs) < 3:
             return math.nan

@@ -4,8 +4,14 @@ The reference is the job as given, trained once from the common checkpoint towar
 from how far along the reference's loss its own loss has come. No curve is fitted, no model of the noise is assumed, and
 one ruler measures every protocol.
 
-    worth = (samples of the reference from the probe's first loss to its last one) / (samples of the probe)
-    time to the target = (samples of the reference that are left) / (worth · samples per second)
+    slope = (samples of the reference from one loss of the probe to a later one) / (samples of the probe between them)
+    samples to the target = samples of the probe + (samples of the reference that are left) / slope
+    worth = (samples of the reference to the target) / (samples to the target)
+    time to the target = (samples to the target) / (samples per second)
+
+The first epoch after the common checkpoint does not count if there are more: a lower learning rate than the
+reference's gains at once, and never again. On curves of LeNet the rank correlation of predicted and true times grew
+from 0.71-0.74 to 0.84-0.91 with probes of two epochs (`rudra bench strategies`).
 
 Losses belong to weights averaged over time, for the reference and for probes. The raw loss after a short run prefers
 learning rates that are too small (Wu et al. 2018, arXiv 1803.02021).
@@ -62,15 +68,22 @@ class Ruler:
         share = (high - loss) / (high - low)
         return float(self.samples[after - 1] + share * (self.samples[after] - self.samples[after - 1]))
 
-    def worth(self, marks: Sequence[Mark]) -> float:
-        """Returns the worth of a probe's samples. If the probe came farther than the reference, it is worth more.
+    def worth(self, marks: Sequence[Mark], total: float = math.inf) -> float:
+        """Returns the worth of a probe's samples.
 
         Args:
             marks: Evaluations of the probe, the first one at the common checkpoint.
+            total: Samples of the reference to the target, at most those that it has.
         """
-        if not math.isfinite(marks[-1].loss):
+        last = marks[-1]
+        if not math.isfinite(last.loss):
             return 0.0
-        return self.position(marks[-1].loss) / marks[-1].samples
+        total, place = min(total, float(self.samples[-1])), self.position(last.loss)
+        if len(marks) == 2 or place >= total:
+            return place / last.samples
+        first = marks[1]
+        slope = (place - self.position(first.loss)) / (last.samples - first.samples)
+        return total / (last.samples + (total - place) / slope) if slope > 0 else 0.0
 
 
 def reached(marks: Sequence[Mark], target: float, *, at_least: bool) -> Mark | None:

@@ -247,14 +247,17 @@ class SearchState:
     def worth(self, probe: Probe) -> float:
         """Returns the worth of a probe's samples."""
         outcome = self.outcomes[probe.name]
-        return 0.0 if outcome.failed or not outcome.marks else self.ruler.worth(self.marks(probe))
+        return 0.0 if outcome.failed or not outcome.marks else self._worth(self.marks(probe))
+
+    def _worth(self, marks: Sequence[Mark]) -> float:
+        return self.ruler.worth(marks, self.reference_samples)
 
     def _spread(self, probe: Probe) -> float:
         """Returns the factor between the worth of a probe now and one epoch earlier, at least 1.15."""
         marks = self.marks(probe)
         if len(marks) < 3:
             return 2.0
-        before, now = self.ruler.worth(marks[:-1]), self.ruler.worth(marks)
+        before, now = self._worth(marks[:-1]), self._worth(marks)
         return max(1.15, before / now, now / before) if before > 0 and now > 0 else 2.0
 
 

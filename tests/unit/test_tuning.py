@@ -32,6 +32,10 @@ def marks(*losses: float) -> Iterator[Mark]:
         ((1.0, 1.5), 0.0),
         ((1.0, math.nan), 0.0),
         ((1.0, 0.5, 0.25), 1.0),
+        ((1.0, 0.4, 0.25), 3 / (2 + 1 / 0.6)),  # the gain of its first epoch does not come again
+        ((1.0, 0.75, 0.25), 3 / (2 + 1 / 1.5)),
+        ((1.0, 0.4, 0.4), 0.0),  # no longer gets better
+        ((1.0, 0.5, 0.1), 1.5),  # as far as the reference goes
     ],
 )
 def test_a_sample_is_worth_as_much_as_it_gains_on_the_reference(losses: tuple[float, ...], worth: float) -> None:
