@@ -4,6 +4,7 @@ Costs are measured once. Each search is limited to one protocol, topology and mi
 momentum. Its answer then runs with fresh seeds on two ranks with learners. The machine must be otherwise idle.
 """
 
+import json
 import math
 import sys
 import tempfile
@@ -75,7 +76,7 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
             if answer.winner is None:
                 report.notes.append(f"{point}: the search found nothing: {next(answer.lines())}")
                 continue
-            epoch_s, measured_s = _measured(answer.job, place, SEEDS[: 1 if quick else None])
+            epoch_s, measured_s = _measured(answer.job, place / point, SEEDS[: 1 if quick else None])
             predicted_s, said_s = predict(answer.job).epoch_s, answer.winner.time_s
             low, high = answer.winner.expected_s
             inside = sum(low <= each <= high for each in measured_s)
@@ -101,7 +102,7 @@ def _job(path: Path, quick: bool) -> Job:
             "name": "idx",
             "path": str(path),
             "train_limit": 1200 if quick else 6000,
-            "test_limit": 500 if quick else None,
+            "test_limit": 500 if quick else 2000,
             "validation_split": 0.25,
         },
         training={
@@ -127,7 +128,11 @@ def _calibrated(job: Job, place: Path, quick: bool) -> Path:
 
 
 def _measured(job: Job, place: Path, seeds: Collection[int]) -> tuple[list[float], list[float]]:
-    """Runs a job on real ranks. Returns the seconds of an epoch and until the target, by seed."""
+    """Runs a job on real ranks. Returns the seconds of an epoch and until the target, by seed. They are kept."""
+    kept = place / "measured.json"
+    if kept.is_file():
+        epochs_s, times_s = json.loads(kept.read_text())
+        return epochs_s, times_s
     epochs_s, times_s = [], []
     for seed in seeds:
         seeded = job.with_(training={"seed": seed, "stop_at_target": True})
@@ -138,4 +143,5 @@ def _measured(job: Job, place: Path, seeds: Collection[int]) -> tuple[list[float
             epochs_s.append(float(time_s[-1]) / len(time_s))
             reached = results.summary()["time_to_target_s"]
             times_s.append(math.inf if reached is None else float(reached))
+    kept.write_text(json.dumps([epochs_s, times_s]))
     return epochs_s, times_s
