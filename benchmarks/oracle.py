@@ -69,6 +69,9 @@ SPACE: dict[str, Sequence[Any]] = {
 }
 """Four points, with three rates and four momenta each: 48 settings, half of them synchronous."""
 
+FIXED: dict[str, Sequence[Any]] = dict.fromkeys(("optimizer.average.window", "averaging.outer.momentum"), [None])
+"""Keys that no strategy may vary, because no curve has another value."""
+
 LEARNERS, EPOCHS = 32, 30
 
 
@@ -112,7 +115,7 @@ class Oracle:
             training_samples=self._training_samples,
             budget=budget,
             longest=EPOCHS,
-            given={**SPACE, RATE: rates, MOMENTUM: MOMENTA},
+            given={**SPACE, **FIXED, RATE: rates, MOMENTUM: MOMENTA},
         )
 
     def outcome(self, probe: Probe) -> Outcome:

@@ -16,6 +16,7 @@ from benchmarks.shared import check_only, chosen
 from rudra.benchmark_report import Goal, Report
 from rudra.errors import ConfigError
 from rudra.tuning import tune
+from rudra.tuning.ruler import crossed
 from rudra.tuning.state import SearchState, Strategy, key_of
 from rudra.tuning.strategies import shipped
 
@@ -121,8 +122,11 @@ class Case:
         for probe in state.probes.values():
             true_s, marks = self._truth.get(probe.settings), state.marks(probe)
             if probe.origin and true_s is not None and len(marks) > epochs:
-                worth = state.ruler.worth(marks[: epochs + 1], state.reference_samples)
-                pairs.append((state.reference_samples / (max(worth, 1e-9) * state.rate(probe.by_key)), true_s))
+                samples = crossed(marks[: epochs + 1], state.target.value, at_least=False)
+                if not math.isfinite(samples):
+                    worth = state.ruler.worth(marks[: epochs + 1], state.reference_samples)
+                    samples = state.reference_samples / max(worth, 1e-9)
+                pairs.append((samples / state.rate(probe.by_key), true_s))
         if len(pairs) < 3:
             return math.nan
         ranks = np.array([np.argsort(np.argsort(values)) for values in zip(*pairs, strict=True)])
