@@ -69,7 +69,7 @@ SPACE: dict[str, Sequence[Any]] = {
 }
 """Four points, with three rates and four momenta each: 48 settings, half of them synchronous."""
 
-FIXED: dict[str, Sequence[Any]] = dict.fromkeys(("optimizer.average.window", "averaging.outer.momentum"), [None])
+FIXED: dict[str, Sequence[Any]] = {key: [None] for key in ("optimizer.average.window", "averaging.outer.momentum")}
 """Keys that no strategy may vary, because no curve has another value."""
 
 LEARNERS, EPOCHS = 32, 30
