@@ -117,7 +117,7 @@ def compiled_models(job: JobFields) -> Iterator[str]:
 
 @job_rule
 def precision_of_gpus(job: JobFields) -> Iterator[str]:
-    if job.training.precision == "tf32" and job.cluster.device != "cuda":
+    if job.training.precision == "tf32" and job.cluster.device in ("cpu", "auto"):
         yield "[training] precision = 'tf32' needs [cluster] device = 'cuda'; use it, or precision = 'float32'"
 
 

@@ -205,7 +205,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"momentum_correction": "implicit", "name": "rmsprop", "momentum": 0.9}}, NO_MOMENTUM),
     (
         {"training": {"precision": "float64"}},
-        "[training] precision must be 'float32', 'bfloat16' or 'float16', not 'float64'",
+        "[training] precision must be 'float32', 'tf32', 'bfloat16' or 'float16', not 'float64'",
     ),
     (
         {"training": {"precision": "float16"}, "simulation": {"batching": "vmap"}},
