@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 from benchmarks.shared import data_directory
 from rudra.job.job import Job
 from rudra.job.target import Target
+from rudra.tuning.journal import outcomes
 from rudra.tuning.prices import Price, dominated
-from rudra.tuning.probes import Outcome, Probe, ProbeNoise
+from rudra.tuning.probes import Outcome, Probe
 from rudra.tuning.rounds import MOMENTA, MOMENTUM, RATE
-from rudra.tuning.ruler import Mark
-from rudra.tuning.space import DIMENSIONS, Candidate, with_settings
+from rudra.tuning.space import Candidate, untimed, with_settings
 from rudra.tuning.state import SearchState
 
 RECORDED = Path(__file__).parent / "oracle_curves"
@@ -111,7 +111,7 @@ class Oracle:
             self._prices[0].point.job,
             Target("validation", "loss", at_least=False, value=loss),
             self._prices,
-            untimed={key for dimension in DIMENSIONS if not dimension.timed for key in dimension.keys},
+            untimed=untimed({}),
             training_samples=self._training_samples,
             budget=budget,
             longest=EPOCHS,
@@ -140,14 +140,12 @@ class Oracle:
     def read(cls, path: Path, job: Job) -> "Oracle":
         """Reads the curves of a job's oracle."""
         first, *lines = map(json.loads, path.read_text().splitlines())
-        prices, curves = [], []
+        prices, entries = [], []
         for line in lines:
             if (settings := line.get("point")) is not None:
                 point = Candidate(settings, with_settings(job, settings))
                 prices.append(Price(point, line["samples/s"], line["staleness"], line["bound"]))
             else:
-                marks = tuple(Mark(samples, loss, loss, s) for samples, loss, s in line["samples, loss, seconds"])
-                noise = ProbeNoise(*line["noise"]) if line["noise"] else None
-                probe = Probe.of(line["settings"], line["origin"], line["epochs"], line["seed"])
-                curves.append((probe, Outcome(marks, line["failed"], noise)))
-        return cls(first["training samples"], dominated(prices), curves)
+                marks = [(samples, loss, loss, s) for samples, loss, s in line["samples, loss, seconds"]]
+                entries.append({"kind": "probe", "marks": marks, **line})
+        return cls(first["training samples"], dominated(prices), outcomes(entries))

@@ -73,7 +73,6 @@ class UpdateRule:
         self._places: dict[torch.nn.Parameter, slice] = {}
         self._numbered: dict[int, tuple[torch.nn.Parameter, slice, slice]] = {}  # number -> whole parameter, and slices
         self._factors: list[float] = []  # of each optimiser group
-        self._fused: set[torch.nn.Parameter] = set()  # parameters that a fused kernel steps
         groups: list[dict[str, Any]] = []
         tail = CACHE_LINE if self._sgd else 1
         runs = runs_of(table.groups, parameters) if parameters else [(REST, slice(0, len(weights)))]
@@ -98,7 +97,6 @@ class UpdateRule:
                 number += 1
             if made:
                 flags = {"fused": fused} if fusible else {}
-                self._fused |= {*made} if fusible and fused else set()
                 own = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
                 groups.append({"params": made, **flags, **own})
                 self._factors.append(group.rate_factor)
@@ -322,6 +320,7 @@ class UpdateRule:
         Raises:
             ValueError: The state does not match this optimiser and these weights.
         """
+        fused = {p for group in self.optimizer.param_groups if group.get("fused") for p in group["params"]}
         for name, value in state.items():
             key, _, number = name.rpartition(".")
             if not (number.isdigit() and int(number) < self._count):
@@ -334,7 +333,7 @@ class UpdateRule:
             single = value.numel() == 1 and (key == STEP or whole.stop - whole.start > 1)
             own = value.reshape(()) if single else value.reshape(-1)[inside]
             # Torch counts steps in main memory, unless its kernel is fused.
-            there = parameter.device if key != STEP or parameter in self._fused else own.device
+            there = parameter.device if key != STEP or parameter in fused else own.device
             self.optimizer.state[parameter][key] = own.to(there, copy=True)
 
     def state_bytes(self) -> int:

@@ -49,7 +49,7 @@ class Finalist(NamedTuple):
 
     @property
     def expected_s(self) -> tuple[float, float]:
-        """Range in which the time of another run is expected.
+        """Range that the time of another run should be in.
 
         It is the range of all seeds, with one epoch and the error of a predicted speed on either side.
         """

@@ -262,6 +262,15 @@ def value_of(job: Job, key: str) -> Any:
     return found
 
 
+def untimed(given: Mapping[str, Sequence[Any]]) -> set[str]:
+    """Returns the keys of a search that do not change the time of a sample.
+
+    Args:
+        given: As for `chosen`.
+    """
+    return {key for dimension in chosen(given) if not dimension.timed for key in dimension.keys}
+
+
 class _Values:
     """The same values for every job. A single one that the job has already does not vary."""
 

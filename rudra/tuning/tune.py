@@ -93,7 +93,7 @@ class Outlook(NamedTuple):
             self.job,
             self.target,
             self.prices,
-            untimed={key for dimension in space.chosen(given) if not dimension.timed for key in dimension.keys},
+            untimed=space.untimed(given),
             training_samples=self.training_samples,
             budget=budget,
             longest=self.job.training.epochs,

@@ -182,7 +182,7 @@ def new_state(surface: Surface, budget: float = 8.0) -> SearchState:
         JOB,
         TARGET,
         prices_of(surface),
-        untimed={key for dimension in space.DIMENSIONS if not dimension.timed for key in dimension.keys},
+        untimed=space.untimed({}),
         training_samples=EPOCH,
         budget=budget,
         longest=JOB.training.epochs,
