@@ -36,22 +36,16 @@ PATIENCE = 8
 
 FINALISTS, SEEDS = 3, (1, 2, 3)
 
-TO_PROLONG, TO_END = 3, 2
-"""Runs of the best point that are kept for later stages: for `prolonged` and two finalists, or for two finalists."""
-
 MOMENTA = (0.0, 0.3, 0.6, 0.9)
 """Values of momentum, in steps that make a difference (omnivore.txt, appendix E-C)."""
 
 RATE, MOMENTUM, SIZE = "optimizer.learning_rate", "optimizer.momentum", "training.minibatch_size"
 
 
-def in_order(state: SearchState, *stages: tuple[Stage, int]) -> list[Probe]:
+def in_order(state: SearchState, *stages: Stage) -> list[Probe]:
     """Returns the next round of a strategy: of the cold start, the reference, the given stages, or the finalists.
 
-    Args:
-        state: The search.
-        stages: Stages of the strategy in order, each with the number of runs of the best point that it keeps for later,
-            see `kept`.
+    Each stage keeps samples for the later ones, see `kept`.
     """
     if probes := cold_start(state):
         return state.affordable(probes)
@@ -61,25 +55,23 @@ def in_order(state: SearchState, *stages: tuple[Stage, int]) -> list[Probe]:
         return state.affordable(probes)
     if not math.isfinite(state.reference_samples):
         return []
-    for stage, runs in (*stages, (fresh, 0)):
-        if probes := state.affordable(stage(state), kept(state, runs)):
+    for later, stage in zip(range(len(stages), 0, -1), stages, strict=True):
+        if probes := state.affordable(stage(state), kept(state, later)):
             return probes
-    return []
+    return state.affordable(fresh(state))
 
 
-def kept(state: SearchState, runs: int) -> float:
-    """Returns the number of reference runs that are kept for the job as given and for some runs of the best point.
+def kept(state: SearchState, later: int) -> float:
+    """Returns the number of reference runs that are kept for the job as given, and for a run of each later stage.
 
     A run of the best point counts at most as a reference run. It has an epoch before the common checkpoint, and may end
     an epoch late. The job as given is allowed two reference runs. It needs them only if its learning rate is worse.
     """
-    if not runs:
-        return 0.0
     assert state.cold is not None
     best = state.estimates()[0]
     samples = min(state.reference_samples, best.time_s * state.rate(best.settings))
     given = 1 if state.cold.by_key[RATE] == state.job.optimizer.learning_rate else 2
-    return given + runs * (samples + 2 * state.training_samples) / state.one_run
+    return given + later * (samples + 2 * state.training_samples) / state.one_run
 
 
 def safest(state: SearchState) -> Price:

@@ -38,6 +38,10 @@ LENGTH = 8
 OPTIMUM = 0.5
 """Best effective learning rate of all surfaces."""
 
+AT_ONCE = 0.3
+"""Epochs of the best settings that a probe gains once, in its first epoch, if its effective learning rate is 1/e of the
+cold start's. On recorded curves of LeNet and cifar10_full it is 0.2 to 0.8 (`rudra bench strategies`)."""
+
 
 def stale(job: Job) -> float:
     """Updates between reading and writing: as many as there are others that update alone."""
@@ -79,8 +83,8 @@ class Surface(NamedTuple):
         return not (point.settings and self.only) or point.settings["protocol.name"] in self.only
 
     def worth(self, price: Price, rate: float, momentum: float) -> float:
-        """Progress per epoch. Zero: diverges. Staleness acts as momentum."""
-        effective = rate * (1 + price.staleness) / (1 - momentum)
+        """Progress per epoch. Zero: diverges."""
+        effective = effective_rate(price, rate, momentum)
         if effective > self.cliff:
             return 0.0
         off = math.log(effective / OPTIMUM) / self.width
@@ -89,8 +93,8 @@ class Surface(NamedTuple):
 
     def of(self, state: SearchState, settings: Settings) -> float:
         """Progress per epoch with settings. Another outer optimiser or average over time makes it slower."""
-        optimizer, price = JOB.optimizer, state.price(settings)
-        rate, momentum = settings.get(RATE, optimizer.learning_rate), settings.get(MOMENTUM, optimizer.momentum)
+        price = state.price(settings)
+        rate, momentum = rate_and_momentum(settings)
         others = settings.keys() - price.point.settings.keys() - OF_STRATEGIES
         return self.worth(price, rate, momentum) * 0.9 ** len(others)
 
@@ -109,6 +113,15 @@ def best_of(surface: Surface, series: tuple[float, ...]) -> float:
     tried = itertools.product(prices_of(surface), series, MOMENTA)
     speeds = (surface.worth(price, rate, momentum) * price.samples_per_s for price, rate, momentum in tried)
     return 1 / max(speeds)
+
+
+def effective_rate(price: Price, rate: float, momentum: float) -> float:
+    """Staleness acts as momentum."""
+    return rate * (1 + price.staleness) / (1 - momentum)
+
+
+def rate_and_momentum(settings: Settings) -> tuple[float, float]:
+    return settings.get(RATE, JOB.optimizer.learning_rate), settings.get(MOMENTUM, JOB.optimizer.momentum)
 
 
 def _groups(point: Candidate) -> int:
@@ -148,14 +161,22 @@ class Trained:
         noise: float = 0.03,
         seed: int = 0,
         measured: ProbeNoise | None = None,
+        at_once: float = 0.0,
     ) -> None:
         self._state, self._surface, self._noise, self._seed, self._measured = state, surface, noise, seed, measured
+        self._at_once = at_once
         self.trained = 0
 
     def _progress(self, probe: Probe, epochs: int) -> float:
-        name = probe.origin.rpartition("-")[0]
-        before = self._progress(self._state.probes[name], self._state.probes[name].epochs) if name else 0.0
-        return before + self._surface.of(self._state, probe.by_key) * epochs
+        made = self._surface.of(self._state, probe.by_key) * epochs
+        if not probe.origin:
+            return made
+        cold = self._state.probes[probe.origin.rpartition("-")[0]]
+        lower = self._effective_rate(cold) / self._effective_rate(probe)
+        return self._progress(cold, cold.epochs) + self._at_once * math.log(lower) + made
+
+    def _effective_rate(self, probe: Probe) -> float:
+        return effective_rate(self._state.price(probe.by_key), *rate_and_momentum(probe.by_key))
 
     def __call__(self, probe: Probe, before: Outcome | None) -> Outcome:
         self.trained += 1
@@ -200,6 +221,7 @@ class Search:
         noise: Standard deviation of a probe's progress, in epochs of the best settings.
         seed: Seed of the noise.
         measured: Gradient noise scale of the cold start.
+        at_once: What lower learning rates gain at once, see `AT_ONCE`.
     """
 
     def __init__(
@@ -211,8 +233,9 @@ class Search:
         noise: float = 0.03,
         seed: int = 0,
         measured: ProbeNoise | None = None,
+        at_once: float = 0.0,
     ) -> None:
-        self._measured = measured
+        self._measured, self._at_once = measured, at_once
         self.path, self._strategy = path / NAME, shipped()[strategy]
         self.surface, self._budget, self._noise, self._seed = surface, budget, noise, seed
         self.within: float = math.inf
@@ -225,7 +248,7 @@ class Search:
             order: Order of training within a round.
         """
         state = new_state(self.surface, self._budget)
-        trained = Trained(state, self.surface, self._noise, self._seed, self._measured)
+        trained = Trained(state, self.surface, self._noise, self._seed, self._measured, self._at_once)
 
         def train(probe: Probe, before: Outcome | None) -> Outcome:
             if trained.trained == dies_after:

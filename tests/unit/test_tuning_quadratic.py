@@ -93,7 +93,8 @@ def test_short_probes_judge_by_averaged_weights(tmp_path: Path, seed: int) -> No
     own = next(p for p in others if p.dominated is None and p.point.job.training.minibatch_size == 8)
     target = Target("validation", "loss", False, LEVEL)
     sizes: dict[str, Any] = {"training_samples": EPOCH, "budget": 8, "longest": MOST // EPOCH}
-    state = SearchState(job, target, [given, own], untimed={RATE, MOMENTUM}, given={MOMENTUM: [0.9]}, **sizes)
+    only = {MOMENTUM: [0.9], "optimizer.average.window": [None]}
+    state = SearchState(job, target, [given, own], untimed={RATE, MOMENTUM}, given=only, **sizes)
     lead(state, guided.ask, Journal(tmp_path / NAME, {}), Trainer(state, seed), lambda probe: None)
     winner = answer_of(state, job).winner
     assert winner is not None

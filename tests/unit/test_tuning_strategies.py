@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from surfaces import EPOCH, JOB, OPTIMUM, SURFACES, TARGET, Search, Surface, Trained, averages, new_state
+from surfaces import AT_ONCE, EPOCH, JOB, OPTIMUM, SURFACES, TARGET, Search, Surface, Trained, averages, new_state
 
 from rudra.errors import ConfigError, RunError
 from rudra.tuning.answer import Finalist, answer_of
@@ -49,7 +49,13 @@ Searches = dict[str, tuple[Search, SearchState]]
 @pytest.fixture(scope="module")
 def guided(tmp_path_factory: pytest.TempPathFactory) -> Searches:
     searches = {
-        name: Search(tmp_path_factory.mktemp("guided"), "guided", surface, noise=NOISE)
+        name: Search(
+            tmp_path_factory.mktemp("guided"),
+            "guided",
+            surface,
+            noise=NOISE,
+            at_once=0.0 if name == "flat" else AT_ONCE,
+        )
         for name, surface in SURFACES.items()
     }
     return {name: (search, search.run()) for name, search in searches.items()}
@@ -58,7 +64,7 @@ def guided(tmp_path_factory: pytest.TempPathFactory) -> Searches:
 @pytest.mark.parametrize("name", SURFACES)
 def test_the_default_finds_a_point_that_is_nearly_as_soon_as_the_best(guided: Searches, name: str) -> None:
     search, state = guided[name]
-    assert search.lateness(state) <= 1.5
+    assert search.lateness(state) <= 1.2
     assert state.spent <= 8 * state.one_run
     winner = answer_of(state, JOB).winner
     assert winner is not None
@@ -66,7 +72,7 @@ def test_the_default_finds_a_point_that_is_nearly_as_soon_as_the_best(guided: Se
 
 
 def test_the_default_finds_it_with_the_samples_of_few_reference_runs(guided: Searches) -> None:
-    assert median(search.within for search, _ in guided.values()) <= 3
+    assert median(search.within for search, _ in guided.values()) <= 4
 
 
 @pytest.mark.parametrize("name", SURFACES)

@@ -18,8 +18,6 @@ from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
     MOMENTUM,
     RATE,
-    TO_END,
-    TO_PROLONG,
     from_common,
     in_order,
     momenta,
@@ -49,7 +47,7 @@ Coordinates = tuple[float, ...]
 
 def ask(state: SearchState) -> list[Probe]:
     optuna = _optuna()
-    return in_order(state, (lambda now: _round(optuna, now), TO_PROLONG), (prolonged, TO_END))
+    return in_order(state, lambda now: _round(optuna, now), prolonged)
 
 
 def _optuna() -> Any:

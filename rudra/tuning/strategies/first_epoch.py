@@ -7,12 +7,12 @@ arXiv 2307.15422.
 from collections.abc import Iterator
 
 from rudra.tuning.probes import Probe
-from rudra.tuning.rounds import TO_END, TO_PROLONG, from_common, in_order, prolonged, spread
+from rudra.tuning.rounds import from_common, in_order, prolonged, spread
 from rudra.tuning.state import SearchState
 
 
 def ask(state: SearchState) -> list[Probe]:
-    return in_order(state, (_first, TO_PROLONG), (prolonged, TO_END))
+    return in_order(state, _first, prolonged)
 
 
 def _first(state: SearchState) -> Iterator[Probe]:

@@ -15,7 +15,7 @@ LATEST = 3.0
 
 
 def ask(state: SearchState) -> list[Probe]:
-    return in_order(state, (_unfinished, 0))
+    return in_order(state, _unfinished)
 
 
 def _unfinished(state: SearchState) -> Iterator[Probe]:

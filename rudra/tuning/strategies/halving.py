@@ -6,7 +6,7 @@ Probes are prolonged, not repeated. Source of the idea: Jamieson and Talwalkar 2
 import itertools
 
 from rudra.tuning.probes import Probe
-from rudra.tuning.rounds import FINALISTS, TO_END, TO_PROLONG, from_common, in_order, kept, prolonged, spread
+from rudra.tuning.rounds import FINALISTS, from_common, in_order, kept, prolonged, spread
 from rudra.tuning.state import SearchState, key_of
 
 FIRST = 0.5
@@ -14,14 +14,14 @@ FIRST = 0.5
 
 
 def ask(state: SearchState) -> list[Probe]:
-    return in_order(state, (_round, TO_PROLONG), (prolonged, TO_END))
+    return in_order(state, _round, prolonged)
 
 
 def _round(state: SearchState) -> list[Probe]:
     """Returns the first round, or the better half of the latest one, twice as long."""
     mine = {probe.settings: probe for probe in state.probes.values() if probe.origin and probe != state.reference}
     if not mine:
-        count = max(0, int(FIRST * state.left(kept(state, TO_PROLONG))))
+        count = max(0, int(FIRST * state.left(kept(state, 2))))
         first = (from_common(state, settings, 1) for settings in spread(state))
         return [*itertools.islice((probe for probe in first if probe.name not in state.probes), count)]
     longest = max(probe.epochs for probe in mine.values())

@@ -16,8 +16,6 @@ from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
     MOMENTUM,
     RATE,
-    TO_END,
-    TO_PROLONG,
     from_common,
     in_order,
     momenta,
@@ -31,7 +29,7 @@ FINE = (0.1, 0.2)
 
 
 def ask(state: SearchState) -> list[Probe]:
-    return in_order(state, (_steady, TO_PROLONG), (prolonged, TO_END))
+    return in_order(state, _steady, prolonged)
 
 
 def _steady(state: SearchState) -> list[Probe]:
