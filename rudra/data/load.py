@@ -108,7 +108,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
         train: Whether to load the training split. If not, it is read only for the description, the
             mean for the test set, or a held-out part.
         test: Whether to load the test split, and the validation split.
-        seed: Seed of the job, which selects held-out samples.
+        seed: Seed of the job, which selects held-out samples unless the table has a seed for that.
         ignored: Label that the loss ignores. It may be outside the classes of the user's own datasets.
 
     Raises:
@@ -116,6 +116,7 @@ def load(table: DataTable, *, train: bool = True, test: bool = True, seed: int =
             classes of the user's datasets is unknown.
         DataError: A file is missing or damaged, or its labels are out of range.
     """
+    seed = seed if table.split_seed is None else table.split_seed
     if isinstance(table.name, str) and ":" not in table.name:
         reader = choose("[data] name", table.name, READERS)
         found = _load_shipped(table, reader, train, test, seed)

@@ -41,8 +41,8 @@ class Score(NamedTuple):
 Find = Callable[[Probe, int], tuple[int, Path] | None]
 """Probe, number of epochs -> number of epochs of its nearest checkpoint, and the path: see `Trainer.checkpoint`."""
 
-Evaluate = Callable[[int, Sequence[Path]], list[float]]
-"""Seed, checkpoints -> the target's metric on the test set."""
+Evaluate = Callable[[Sequence[Path]], list[float]]
+"""Checkpoints -> the target's metric on the test set."""
 
 
 def ends_of(state: SearchState, settings: Settings, *, fresh: bool) -> list[Probe]:
@@ -84,10 +84,7 @@ def final_scores(
         ends = {probe: end for probe in probes if (end := find(probe, _wanted(state, probe))) is not None}
         if not ends:
             return ()
-        scores: dict[Probe, float] = {}
-        for seed in sorted({probe.seed for probe in ends}):
-            mine = [probe for probe in ends if probe.seed == seed]
-            scores |= dict(zip(mine, evaluate(seed, [ends[probe][1] for probe in mine]), strict=True))
+        scores = dict(zip(ends, evaluate([path for _, path in ends.values()]), strict=True))
         entry = {"kind": "test", "scores": [[probe.name, ends[probe][0], scores[probe]] for probe in ends]}
         journal.add(entry)
     known = {name: (epochs, value) for name, epochs, value in entry["scores"]}
@@ -115,8 +112,8 @@ def evaluator(job: Job, target: Target, test_limit: int | None) -> Evaluate:
         test_limit: Number of test samples in the user's job. None: all.
     """
 
-    def evaluate(seed: int, paths: Sequence[Path]) -> list[float]:
-        whole = job.with_(data={"test_limit": test_limit}, training={"seed": job.training.seed + seed})
+    def evaluate(paths: Sequence[Path]) -> list[float]:
+        whole = job.with_(data={"test_limit": test_limit})
         values = [target.of(scores) for scores in on_test_set(whole, paths)]
         return [float("nan") if value is None else value for value in values]
 

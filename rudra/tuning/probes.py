@@ -97,17 +97,18 @@ Train = Callable[[Probe, Outcome | None], Outcome]
 
 
 def searched(job: Job, target: Target) -> Job:
-    """Returns the job that probes vary: with a validation split, and an average of the weights over time.
+    """Returns the job that probes vary: with one validation split for all seeds.
 
     Args:
         job: The user's job.
         target: Target on the validation split.
     """
     split = job.data.validation_split or HELD_OUT
+    seed = job.training.seed if job.data.split_seed is None else job.data.split_seed
     return job.without_tests().with_(
         hooks=(),
         changes=(),
-        data={"validation_split": split, "test_limit": 64},
+        data={"validation_split": split, "split_seed": seed, "test_limit": 64},
         training={"evaluate": True, "target": target.text, "target_window": 1, "stop_at_target": False},
         results={"keep_checkpoints": "1 epochs", "checkpoint_every": "never", "keep_every": None},
         optimizer={"schedule": "step", "milestones": (), "schedule_options": {}, "schedule_every": "epoch"},

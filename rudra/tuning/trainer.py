@@ -72,6 +72,11 @@ class Trainer:
         """Returns the job of a probe."""
         return averaged(with_settings(self._job, settings), self._state.training_samples)
 
+    def _seeded(self, probe: Probe) -> Job:
+        """Returns the job of a probe with its seed."""
+        job = self.job_of(probe.by_key)
+        return job.with_(training={"seed": job.training.seed + probe.seed}) if probe.seed else job
+
     def train(self, probe: Probe, before: Outcome | None) -> Outcome:
         """Trains a probe up to its length, as far as it is not known. See `Train`."""
         digest = self._digest(probe)
@@ -129,8 +134,7 @@ class Trainer:
         """
         done = self._store.latest(digest, len(found.evaluations))
         begin = self._store.checkpoint(digest, done) if done else self._origin(probe)
-        job, total = self.job_of(probe.by_key), probe.begins_at + probe.epochs
-        job = job.with_(training={"epochs": total, "seed": job.training.seed + probe.seed})
+        job = self._seeded(probe).with_(training={"epochs": probe.begins_at + probe.epochs})
         if measures := not (begin or probe.seed):
             job = _with_norms(job)
         output, failed, began = self._store.scratch(f"part-{digest}.h5"), "", time.monotonic()
@@ -176,8 +180,7 @@ class Trainer:
 
     def _digest(self, probe: Probe) -> str:
         """Returns a digest of everything that decides the weights of a probe, except its length."""
-        job = self.job_of(probe.by_key)
-        seeded = job.with_(training={"seed": job.training.seed + probe.seed})
+        seeded = self._seeded(probe)
         before = self._before(probe) if probe.origin else None
         origin = [self._digest(before), before.epochs] if before else []
         about = ["real", seeded.to_json()] if self._state.real else [trajectory(seeded)]  # its time is also measured

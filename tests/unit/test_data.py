@@ -441,6 +441,22 @@ def test_real_cifar10() -> None:
     assert abs(float(train.batch(np.arange(2000))[0].mean())) < 0.01
 
 
+def test_one_seed_of_the_split_holds_out_the_same_samples_whatever_the_run_s_seed() -> None:
+    table = DataTable(name="digits", train_limit=100, validation_split=0.3)
+
+    def held(table: DataTable, seed: int) -> torch.Tensor:
+        found = load(table, seed=seed).validation
+        assert found is not None
+        inputs = found.batch(np.arange(len(found)))[0]
+        assert isinstance(inputs, torch.Tensor)
+        return inputs
+
+    shared = table.model_copy(update={"split_seed": 5})
+    assert torch.equal(held(shared, 1), held(shared, 2))
+    assert torch.equal(held(shared, 1), held(table, 5))
+    assert not torch.equal(held(table, 1), held(table, 2))
+
+
 def test_what_is_held_out_is_neither_learned_nor_lost() -> None:
     """Every sample of the training set is in one part; seeds choose others, limits come first."""
     table = DataTable(name="digits", train_limit=100, validation_split=0.3, subtract_mean=False)

@@ -139,9 +139,9 @@ def test_the_finalists_are_evaluated_once_at_the_target(finished: SearchState, t
     *there, gone = [end for settings in finalists for end in ends_of(finished, settings, fresh=True)]
     asked: list[str] = []
 
-    def evaluate(seed: int, paths: Sequence[Path]) -> list[float]:
-        asked.extend(f"{seed} {path.name}" for path in paths)
-        return [0.5 + seed / 100 for _ in paths]
+    def evaluate(paths: Sequence[Path]) -> list[float]:
+        asked.extend(path.name for path in paths)
+        return [0.5 + place / 100 for place in range(len(paths))]
 
     def find(probe: Probe, epochs: int) -> tuple[int, Path] | None:
         return None if probe == gone else (epochs, tmp_path / f"{probe.name} {epochs}")
@@ -150,8 +150,8 @@ def test_the_finalists_are_evaluated_once_at_the_target(finished: SearchState, t
         return final_scores(finished, [*there, gone], Journal(tmp_path / NAME, {}), find, evaluate)
 
     scores = read()
-    assert [(score.seed, score.value) for score in scores] == [(end.seed, 0.5 + end.seed / 100) for end in there]
-    ends = [f"{end.seed} {end.name} {score.epochs}" for end, score in zip(there, scores, strict=True)]
+    assert [(score.seed, score.value) for score in scores] == [(end.seed, 0.5 + n / 100) for n, end in enumerate(there)]
+    ends = [f"{end.name} {score.epochs}" for end, score in zip(there, scores, strict=True)]
     assert sorted(asked) == sorted(ends)
     marks = [finished.outcomes[end.name].marks for end in there]
     for score, its in zip(scores, marks, strict=True):

@@ -69,6 +69,13 @@ class DataTable(Table):
         description="fraction of the training set that is held out: no gradient uses it, and every evaluation also "
         "measures it",
     )
+    split_seed: int | None = Field(
+        None,
+        ge=0,
+        lt=2**63,
+        description="seed of the choice of held-out samples, of validation_split and test_split. With one number, runs "
+        "with different seeds are evaluated on the same samples. Default: training.seed",
+    )
     target: str | None = Field(
         None, description="entry that holds the target, if the items of your dataset are dictionaries"
     )
