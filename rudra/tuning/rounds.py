@@ -299,14 +299,14 @@ def _own_periods(state: SearchState) -> dict[object, set[Any]]:
 def started(state: SearchState, price: Price) -> dict[str, Any]:
     """Returns the first settings for a point.
 
-    The learning rate is the cold start's, scaled to the noise of the point's gradients. The momentum is the job's, less
-    what the point's staleness adds.
+    The momentum is the job's, less what the point's staleness adds. The learning rate gives the effective rate of the
+    cold start.
     """
     assert state.cold is not None
-    settings = price.point.settings
-    implicit = 1 - 1 / (1 + price.staleness) if price.staleness > 0.5 else 0.0
-    momentum = max(0.0, state.job.optimizer.momentum - implicit)
-    return {**with_momentum(state, settings, momentum), RATE: suited(state, state.cold.by_key, settings)}
+    batch, cold = state.batch(price.point.settings), state.cold.by_key
+    implicit = 1 - 1 / (1 + batch.staleness) if batch.stale else 0.0
+    found = with_momentum(state, price.point.settings, max(0.0, state.job.optimizer.momentum - implicit))
+    return {**found, RATE: suited(state, cold, found)}
 
 
 def spread(state: SearchState) -> Iterator[Settings]:
@@ -330,9 +330,10 @@ def spread(state: SearchState) -> Iterator[Settings]:
 
 
 def suited(state: SearchState, settings: Settings, other: Settings) -> float:
-    """Returns the learning rate of some settings for a point with another batch, as one that a search may try."""
+    """Returns a learning rate for other settings that suits them as well, as one that a search may try."""
     noise = state.noise.samples if state.noise else math.nan
-    return nearest(rates(state), rescaled(settings[RATE], noise, state.batch(settings), state.batch(other)))
+    rate = rescaled(settings[RATE], noise, state.batch(settings), state.batch(other))
+    return nearest(rates(state), rate * (1 - other.get(MOMENTUM, 0.0)) / (1 - settings.get(MOMENTUM, 0.0)))
 
 
 def prolonged(state: SearchState) -> Iterator[Probe]:

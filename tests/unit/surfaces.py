@@ -12,6 +12,7 @@ from rudra.job.job import Job
 from rudra.job.target import Target
 from rudra.tuning import space
 from rudra.tuning.answer import answer_of
+from rudra.tuning.batches import batch_of
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.prices import Price, dominated
 from rudra.tuning.probes import Outcome, Probe, ProbeNoise
@@ -117,7 +118,17 @@ def best_of(surface: Surface, series: tuple[float, ...]) -> float:
 
 def effective_rate(price: Price, rate: float, momentum: float) -> float:
     """Staleness acts as momentum."""
-    return rate * (1 + price.staleness) / (1 - momentum)
+    return rate * modulated(price.point) * (1 + price.staleness) / (1 - momentum)
+
+
+def modulated(point: Candidate) -> float:
+    """Factor on the learning rate by the point's protocol."""
+    if point.name not in _FACTORS:
+        _FACTORS[point.name] = batch_of(point.job).factor
+    return _FACTORS[point.name]
+
+
+_FACTORS: dict[str, float] = {}
 
 
 def rate_and_momentum(settings: Settings) -> tuple[float, float]:

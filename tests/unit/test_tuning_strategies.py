@@ -12,7 +12,7 @@ from surfaces import AT_ONCE, EPOCH, JOB, OPTIMUM, SURFACES, TARGET, Search, Sur
 
 from rudra.errors import ConfigError, RunError
 from rudra.tuning.answer import Finalist, answer_of
-from rudra.tuning.batches import UpdateBatch, nearest, rescaled
+from rudra.tuning.batches import CAUTION, UpdateBatch, nearest, rescaled
 from rudra.tuning.journal import NAME, Journal
 from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.remarks import remarks
@@ -317,9 +317,11 @@ def batch(samples: int, factor: float = 1.0, staleness: float = 0.0) -> UpdateBa
         (1e-9, batch(64), batch(16), 1.0),  # far above B it is constant
         (64, batch(64), batch(32), 2 / 3),
         (1e9, batch(64, 0.5), batch(16, 0.25), 0.5),  # the modulation has done half of it
-        (1e-9, batch(64), batch(8, 1 / 8, 7.0), 1.0),  # a staler point gets no higher rate
+        (64, batch(64), batch(8, 1 / 8, 7.0), CAUTION),  # as many samples are under way, and modulation is as strong
+        (math.nan, batch(64), batch(8, 1.0, 7.0), CAUTION / 8),
+        (math.nan, batch(8, 1.0, 7.0), batch(32, 1.0, 1.0), 4.0),
         (1e-9, batch(64), batch(8, 1 / 8), 8.0),
-        (math.nan, batch(64), batch(8, 1 / 8), 1.0),
+        (math.nan, batch(64), batch(8, 1 / 8), 8.0),
     ],
 )
 def test_the_noise_of_gradients_centres_the_learning_rate(

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rudra.tuning.batches import nearest
 from rudra.tuning.probes import Probe
 from rudra.tuning.rounds import (
     FINALISTS,
@@ -174,9 +173,6 @@ def _around(state: SearchState, settings: Settings) -> Iterator[tuple[str, Setti
             for other in around(values, settings[key]):
                 if other != settings[key]:
                     changed = {**settings, key: other}
-                    if key == MOMENTUM:
-                        rate = settings[RATE] * (1 - other) / (1 - settings[MOMENTUM])
-                        changed[RATE] = nearest(rates(state), rate)
-                    elif key != RATE:
+                    if key != RATE:
                         changed[RATE] = suited(state, settings, changed)
                     yield key, changed
