@@ -4,7 +4,9 @@ No other module knows CUDA. A new kind of device is a subclass of `DeviceKind` i
 `cluster.device` in a job.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,6 +20,12 @@ CPU = torch.device("cpu")
 
 AMPERE = (8, 0)
 """Compute capability of the first GPUs that round factors to TF32."""
+
+_NOT_DETERMINISTIC = (
+    (" does not have a deterministic implementation", ""),
+    ("this operation is not deterministic because it uses CuBLAS", "a product of matrices by cuBLAS"),
+)
+"""Text in torch's error, and the name of the operation. No name: the text follows the name."""
 
 Placing = Literal["device", "staged", "direct"]
 """Placement of buffers. "device": on the computing device. "staged": in main memory, where MPI reads and writes, with
@@ -50,6 +58,10 @@ class DeviceKind:
     def about(self, place: int) -> str:
         """Returns name and memory of one of these devices, for people."""
         return self.noun
+
+    def model(self, device: torch.device) -> str:
+        """Returns the model of a device, on which the last bits of results depend. Empty: the processor's."""
+        return ""
 
     def select(self, device: torch.device) -> None:
         """Makes a device the default of this thread, for code that names no device."""
@@ -89,6 +101,9 @@ class Cuda(DeviceKind):
     def about(self, place: int) -> str:
         gpu = torch.cuda.get_device_properties(place)
         return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+
+    def model(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
 
     def select(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
@@ -222,6 +237,16 @@ def virtual(wanted: str, *, window: bool) -> torch.device:
     return DEVICES[virtual_kind(wanted, window=window)].device(0)
 
 
+def replaying(recorded: str, *, window: bool) -> str:
+    """Returns the kind of device of a replay: the kind of the run if such a device is here, else the CPU.
+
+    Args:
+        recorded: Kind of device of the run.
+        window: As for `virtual_kind`.
+    """
+    return recorded if here(recorded) and not window else "cpu"
+
+
 def placing(device: torch.device, *, gpu_aware_mpi: bool) -> Placing:
     """Returns the placement of buffers for a rank that computes on a device."""
     return "device" if device.type == "cpu" else "direct" if gpu_aware_mpi else "staged"
@@ -246,6 +271,57 @@ def selection() -> Callable[[], None]:
 def page_locked(length: int) -> npt.NDArray[np.uint8]:
     """Allocates bytes in main memory that a GPU copies at full speed and in parallel with other work."""
     return torch.zeros(length, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def set_deterministic(wanted: bool) -> Callable[[], None]:
+    """Sets whether torch uses only operations that give the same bits each time, in this process.
+
+    It must be called before the process computes on a GPU: cuBLAS reads its variable only once.
+
+    Returns:
+        A function that restores the previous settings.
+    """
+    cudnn, before = torch.backends.cudnn, torch.get_deterministic_debug_mode()
+    searched = cudnn.benchmark
+    if wanted or before:  # torch imports its compiler here, which takes seconds
+        torch.use_deterministic_algorithms(wanted)
+    if wanted:
+        cudnn.benchmark = False
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+    def restore() -> None:
+        if before != torch.get_deterministic_debug_mode():
+            torch.set_deterministic_debug_mode(before)
+        cudnn.benchmark = searched
+
+    return restore
+
+
+@contextmanager
+def operations_named() -> Iterator[None]:
+    """Raises ConfigError if torch has no deterministic form of an operation, instead of torch's error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (text := _deterministic_text(error)) is None:
+            raise
+        raise ConfigError(text) from error
+
+
+def _deterministic_text(error: BaseException) -> str | None:
+    text = str(error)
+    for part, name in _NOT_DETERMINISTIC:
+        before, found, _ = text.partition(part)
+        if found and isinstance(error, RuntimeError):
+            what = name or before.split()[-1]
+            has = f"torch has no deterministic form of {what}"
+            return f"[cluster] deterministic = true: {has}; use another operation, or deterministic = false"
+    return None
+
+
+def fault_text(error: BaseException) -> str | None:
+    """Returns what to say about an error that torch raised because of a device or its settings. None: another error."""
+    return memory_text(error) or _deterministic_text(error)
 
 
 def memory_text(error: BaseException) -> str | None:
