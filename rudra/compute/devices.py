@@ -73,6 +73,20 @@ class DeviceKind:
     def finish(self, device: torch.device) -> None:
         """Waits until a device has finished its work."""
 
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Returns the bytes of memory that this process can still use on a device. None: no limit is known.
+
+        Main memory has none: the ranks of a node share it, and the system lends more than it has.
+        """
+        return None
+
+    def peak_bytes(self, device: torch.device, work: Callable[[], object]) -> int:
+        """Returns the bytes that work takes at its peak, beyond the bytes in use before. 0: there are no statistics.
+
+        Work is done only if there are statistics.
+        """
+        return 0
+
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         """Sets how this process multiplies float32 numbers on a device: exactly, or with factors rounded to TF32.
 
@@ -114,6 +128,18 @@ class Cuda(DeviceKind):
 
     def finish(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+    def peak_bytes(self, device: torch.device, work: Callable[[], object]) -> int:
+        self.finish(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        self.finish(device)
+        return torch.cuda.max_memory_allocated(device) - before
 
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         if rounded and torch.cuda.get_device_capability(device) < AMPERE:

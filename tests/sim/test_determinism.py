@@ -1,9 +1,9 @@
-"""`cluster.deterministic`: torch's setting, the line about an operation without such a form, and replays of such runs."""
+"""`cluster.deterministic`: torch's setting, the line about an operation without such a form, and replays."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import h5py
 import pytest
@@ -42,7 +42,7 @@ def put(numbers: torch.Tensor) -> torch.Tensor:
 class Seen(nn.Linear):
     """Notes the settings in each pass."""
 
-    noted: set[Any] = set()
+    noted: ClassVar[set[Any]] = set()
 
     def __init__(self) -> None:
         super().__init__(12, 4)
