@@ -60,7 +60,7 @@ class DeviceKind:
         return self.noun
 
     def model(self, device: torch.device) -> str:
-        """Returns the model of a device, on which the last bits of results depend. Empty: the processor's."""
+        """Returns the model of a device. The last bits of results depend on it. Empty: it is the processor."""
         return ""
 
     def select(self, device: torch.device) -> None:
@@ -300,9 +300,9 @@ def page_locked(length: int) -> npt.NDArray[np.uint8]:
 
 
 def set_deterministic(wanted: bool) -> Callable[[], None]:
-    """Sets whether torch uses only operations that give the same bits each time, in this process.
+    """Sets whether torch uses only operations with bitwise identical results each time, in this process.
 
-    It must be called before the process computes on a GPU: cuBLAS reads its variable only once.
+    It must be called before the process computes on a GPU, because cuBLAS reads its variable only once.
 
     Returns:
         A function that restores the previous settings.

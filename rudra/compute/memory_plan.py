@@ -86,7 +86,7 @@ class MemoryPlan(NamedTuple):
         state: State of the optimiser, if the learner updates its weights.
         data: One mini-batch.
         activations: Tensors that autograd saves.
-        workspaces: Gradients of activations in the backward pass, and the memory that operations use meanwhile.
+        workspaces: Gradients of activations in the backward pass, and temporary memory of operations.
         evaluation: Weights and one batch of an evaluation.
     """
 

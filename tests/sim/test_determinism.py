@@ -101,7 +101,7 @@ class Putting(nn.Linear):
         where = {"training": self.training, "evaluation": not self.training, "later": Putting.passes > 12}
         if where.get(self.when, self.when == "forward"):
             put(output)
-        return InBackward.apply(output) if self.when == "backward" else output
+        return InBackward.apply(output) if self.when == "backward" else output  # type: ignore[no-untyped-call]
 
     passes = 0
 
@@ -205,4 +205,13 @@ def test_a_file_without_the_model_of_its_device_is_replayed(tmp_path: Path) -> N
     rudra.simulate(job, output=path, progress="quiet").close()
     with h5py.File(path, "r+") as file:
         del file.attrs["device_model"]
+    assert rudra.replay(path, job=job, quiet=True).identical
+
+
+@pytest.mark.gpu
+def test_a_deterministic_run_on_this_gpu_is_repeated_bit_for_bit(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    path, job = tmp_path / "run.h5", make_job("async", 3).with_(cluster={"device": "cuda", **ON})
+    rudra.simulate(job, output=path, progress="quiet").close()
     assert rudra.replay(path, job=job, quiet=True).identical

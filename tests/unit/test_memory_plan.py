@@ -73,7 +73,7 @@ def test_what_autograd_saves_of_a_linear_layer_is_counted_exactly() -> None:
     assert (found.weights, found.gradients, found.state) == (size, 2 * size, 0)
 
 
-class Living(TorchDispatchMode):
+class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of all tensors that operations have made and that still live, and their peak.
 
     Args:
@@ -81,7 +81,7 @@ class Living(TorchDispatchMode):
     """
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sizes = {tensor.untyped_storage().data_ptr(): 0 for tensor in given}
         self.peak = 0
 
@@ -116,6 +116,26 @@ def test_a_step_and_an_evaluation_take_no_more_than_predicted(name: str) -> None
     assert peaks[0] <= step <= 1.6 * peaks[0]
     evaluation = parts["evaluation"] - parts["weights"] - found.data.at(32)
     assert peaks[1] <= 1.01 * evaluation
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_on_a_gpu_takes_no_more_than_predicted(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    job, gpu = job_of(name), torch.device("cuda", 0)
+    found, data = plan_of(job, gpu), load(job.data)
+    assert data.training is not None
+    flat = FlatModel(models.build(job.model, data.info, 0).to(gpu), tasks.make(job.task, data.info.classes))
+    weights, out = torch.zeros(2, flat.size, device=gpu)
+    flat.read_into(weights)
+    flat.bind(weights)
+    batch = data.training.batch(torch.arange(64).numpy())
+    flat.gradient(*batch, out, 0)
+    peak = DEVICES["cuda"].peak_bytes(gpu, lambda: flat.gradient(*batch, out, 0))
+    parts = found.parts(64)
+    step = sum(parts[part] for part in ("data", "activations", "workspaces", "gradients")) - parts["weights"]
+    assert peak <= step <= 2 * peak
 
 
 class Small(DeviceKind):
