@@ -5,6 +5,7 @@ No other module knows CUDA. A new kind of device is a subclass of `DeviceKind` i
 """
 
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
@@ -21,11 +22,8 @@ CPU = torch.device("cpu")
 AMPERE = (8, 0)
 """Compute capability of the first GPUs that round factors to TF32."""
 
-_NOT_DETERMINISTIC = (
-    (" does not have a deterministic implementation", ""),
-    ("this operation is not deterministic because it uses CuBLAS", "a product of matrices by cuBLAS"),
-)
-"""Text in torch's error, and the name of the operation. No name: the text follows the name."""
+_NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation|not deterministic .* uses CuBLAS")
+"""Text in torch's errors about an operation, with its name unless it is a product of matrices."""
 
 Placing = Literal["device", "staged", "direct"]
 """Placement of buffers. "device": on the computing device. "staged": in main memory, where MPI reads and writes, with
@@ -335,14 +333,12 @@ def operations_named() -> Iterator[None]:
 
 
 def _deterministic_text(error: BaseException) -> str | None:
-    text = str(error)
-    for part, name in _NOT_DETERMINISTIC:
-        before, found, _ = text.partition(part)
-        if found and isinstance(error, RuntimeError):
-            what = name or before.split()[-1]
-            has = f"torch has no deterministic form of {what}"
-            return f"[cluster] deterministic = true: {has}; use another operation, or deterministic = false"
-    return None
+    """Returns what to say about an operation without a deterministic form. None: it is another error."""
+    found = _NOT_DETERMINISTIC.search(str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    has = f"torch has no deterministic form of {found[1] or 'a product of matrices by cuBLAS'}"
+    return f"[cluster] deterministic = true: {has}; use another operation, or deterministic = false"
 
 
 def fault_text(error: BaseException) -> str | None:

@@ -225,7 +225,8 @@ def _batches(job: Job, plan: Plan) -> Iterator[tuple[str, int, Job, Plan]]:
     """Yields the largest mini-batch of each part of a run: its key, its number of samples, the job and the plan."""
     for _, its, its_plan in job.parts(plan):
         if its.scheduled:
-            most = max(table.bounds.most for table in its.hogbatch.team(its_plan.learner_numbers))
+            team = its.hogbatch.team(its_plan.learner_numbers)
+            most = max(table.bounds.most for table in [t for t in team if t.device != "cpu"] or team)
             yield f"[hogbatch] workers: max = {most}", most, its, its_plan
         else:
             most = its.training.minibatch_size

@@ -198,7 +198,10 @@ def test_a_later_mini_batch_that_does_not_fit_is_refused_before_training(
 def test_batches_that_a_coordinator_assigns_are_checked_at_their_largest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workers = [{"kind": "large", "min": 16, "max": 96}]
+    workers = [
+        {"kind": "large", "min": 16, "max": 96, "learners": [0]},
+        {"kind": "small", "max": 200, "device": "cpu", "learners": [1]},
+    ]
     job = job_of("mlp").with_(protocol={"name": "hogbatch"}, hogbatch={"workers": workers})
     monkeypatch.setitem(DEVICES, "cpu", Small(plan_of(job).total(40)))
     with pytest.raises(ConfigError, match=r"\[hogbatch\] workers: max = 96: a learner takes .*; use 1 to 40"):

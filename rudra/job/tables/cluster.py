@@ -133,8 +133,8 @@ class ClusterTable(Table):
     )
     deterministic: bool = Field(
         False,
-        description="true: torch uses only operations whose results are bitwise identical each time, which may be slower. "
-        "A model with an operation that has no such form is refused",
+        description="true: torch uses only operations whose results are bitwise identical each time, which may be "
+        "slower. A model with an operation that has no such form is refused",
     )
     gpu_aware_mpi: bool = Field(
         False,
