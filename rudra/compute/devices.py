@@ -307,15 +307,13 @@ def set_deterministic(wanted: bool) -> Callable[[], None]:
     """
     cudnn, before = torch.backends.cudnn, torch.get_deterministic_debug_mode()
     searched = cudnn.benchmark
-    if wanted or before:  # torch imports its compiler here, which takes seconds
-        torch.use_deterministic_algorithms(wanted)
+    torch.set_deterministic_debug_mode("error" if wanted else "default")
     if wanted:
         cudnn.benchmark = False
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
 
     def restore() -> None:
-        if before != torch.get_deterministic_debug_mode():
-            torch.set_deterministic_debug_mode(before)
+        torch.set_deterministic_debug_mode(before)
         cudnn.benchmark = searched
 
     return restore
