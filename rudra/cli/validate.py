@@ -161,7 +161,7 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         check_devices(job, plan)
         if found.plan is not None and devices.here(kind := devices.wanted_kind(job.cluster.device)):
             its = devices.DEVICES[kind]
-            check_memory(job, plan, found.plan, its, its.free_bytes(its.device(0)))
+            check_memory(job, plan, found.plan, its, its.device(0), found.samples.training)
     except ConfigError as error:  # a machine that only prepares jobs may have no GPU
         log.warning(f"{job.name}: {error}; a run on this machine is refused")
     if text := too_few(job, found.samples.training):
@@ -177,7 +177,7 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         more["schedule"] = f"{job.optimizer.schedule}, a rate for each update: {span}"
     if found.plan is not None:
         at_its = "on its device, in addition to torch"
-        more["learner memory"] = f"about {found.plan.text(most_at_once(job, plan))}; {at_its}"
+        more["learner memory"] = f"about {found.plan.text(most_at_once(job, plan, found.samples.training))}; {at_its}"
     held = f", {found.samples.validation:,} validation" if found.samples.validation else ""
     tried = 1 if job.scheduled else job.training.minibatch_size
     kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in found.memory.items())

@@ -54,7 +54,7 @@ def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = 
     """
     kind = kind_of(device)
     if kind.free_bytes(device) is not None and (found := planned(job, plan, data, device)) is not None:
-        check_memory(job, plan, found, kind, kind.free_bytes(device))  # after the device has loaded its libraries
+        check_memory(job, plan, found, kind, device, data.info.training_samples)
     task = tasks.make(job.task, data.info.classes)
 
     def model() -> torch.nn.Module:

@@ -139,7 +139,7 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
     learner, training = plan.learners[0], job.training
     task = tasks.make(job.task, data.info.classes)
     flat = FlatModel(models.build(job.model, data.info, training.seed).to(device), task, 1, training.precision)
-    most = min(most_at_once(job, plan), len(data.training))
+    most = most_at_once(job, plan, len(data.training))
     sizes = MEASURED if most >= MEASURED[-1] else (most,)
     works = [Work(plan.roles[learner].index, 0, size, 0) for size in sizes]
     source = GradientSource(job, plan.roles[learner].index, works[0], flat, data.training, prefetch=False)
@@ -195,7 +195,9 @@ def _storages(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
     return (tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout is torch.strided)
 
 
-def check_memory(job: Job, plan: Plan, found: MemoryPlan, kind: DeviceKind, free: int | None) -> None:
+def check_memory(
+    job: Job, plan: Plan, found: MemoryPlan, kind: DeviceKind, device: torch.device, training_samples: int
+) -> None:
     """Checks that the mini-batches of all parts of a run fit into the memory of a device.
 
     Args:
@@ -203,12 +205,14 @@ def check_memory(job: Job, plan: Plan, found: MemoryPlan, kind: DeviceKind, free
         plan: Role assignment.
         found: Predicted memory.
         kind: Kind of the device.
-        free: Bytes that are free there. None: there is no limit.
+        device: Device of the learner.
+        training_samples: Size of the training set.
 
     Raises:
         ConfigError: They do not fit. The text has the largest μ that fits.
     """
-    for where, batch, its, its_plan in _batches(job, plan):
+    free = kind.free_bytes(device)
+    for where, batch, its, its_plan in _batches(job, plan, training_samples):
         samples = at_once(its, its_plan)
         needed = found.total(samples(batch))
         if free is None or needed <= free:
@@ -221,21 +225,21 @@ def check_memory(job: Job, plan: Plan, found: MemoryPlan, kind: DeviceKind, free
         raise ConfigError(f"{text}, and {least}; use a smaller model, or a smaller training.evaluation_batch_size")
 
 
-def _batches(job: Job, plan: Plan) -> Iterator[tuple[str, int, Job, Plan]]:
+def _batches(job: Job, plan: Plan, training_samples: int) -> Iterator[tuple[str, int, Job, Plan]]:
     """Yields the largest mini-batch of each part of a run: its key, its number of samples, the job and the plan."""
     for _, its, its_plan in job.parts(plan):
         if its.scheduled:
             team = its.hogbatch.team(its_plan.learner_numbers)
             most = max(table.bounds.most for table in [t for t in team if t.device != "cpu"] or team)
-            yield f"[hogbatch] workers: max = {most}", most, its, its_plan
+            yield f"[hogbatch] workers: max = {most}", min(most, training_samples), its, its_plan
         else:
             most = its.training.minibatch_size
             yield f"[training] minibatch_size = {most} (μ)", most, its, its_plan
 
 
-def most_at_once(job: Job, plan: Plan) -> int:
+def most_at_once(job: Job, plan: Plan, training_samples: int) -> int:
     """Returns the most samples that a learner computes at once in a run."""
-    return max(at_once(its, its_plan)(batch) for _, batch, its, its_plan in _batches(job, plan))
+    return max(at_once(its, its_plan)(batch) for _, batch, its, its_plan in _batches(job, plan, training_samples))
 
 
 def at_once(job: Job, plan: Plan) -> Callable[[int], int]:

@@ -206,6 +206,7 @@ def test_batches_that_a_coordinator_assigns_are_checked_at_their_largest(
     monkeypatch.setitem(DEVICES, "cpu", Small(plan_of(job).total(40)))
     with pytest.raises(ConfigError, match=r"\[hogbatch\] workers: max = 96: a learner takes .*; use 1 to 40"):
         simulated(job, tmp_path / "run.h5")
+    simulated(job.with_(data={"train_limit": 40}), tmp_path / "run.h5")  # no batch can have more samples
 
 
 def test_a_model_that_does_not_fit_at_all_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
