@@ -62,19 +62,21 @@ def through(sizes: Sequence[int], found: Sequence[float]) -> LinearBytes:
 
 
 class StepMemory(NamedTuple):
-    """Memory of the gradient of one mini-batch, in bytes.
+    """Memory of the gradient and of the evaluation of one mini-batch, in bytes.
 
     Attributes:
         data: Inputs and targets.
         activations: Tensors that autograd saves, without the weights and the data.
         largest: Largest of them.
         peak: Peak of the step beyond model, gradient and data, by statistics of the device. 0: it has none.
+        evaluation: Peak of an evaluation beyond model and data, by statistics or estimated.
     """
 
     data: int
     activations: int
     largest: int
     peak: int
+    evaluation: int
 
 
 class MemoryPlan(NamedTuple):
@@ -150,7 +152,7 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
     state = job.optimizer.state_vectors * vector * here if plan.traits(learner).updates else 0
     passed = [_PASSED * step.largest for step in steps]
     beyond = [step.peak - step.activations - more - kept for step, more in zip(steps, passed, strict=True)]
-    largest, of_data = through(sizes, [step.largest for step in steps]), through(sizes, [step.data for step in steps])
+    of_data, tested = through(sizes, [s.data for s in steps]), through(sizes, [s.evaluation for s in steps])
     count = training.evaluation_batch_size
     return MemoryPlan(
         weights=vector * (here + (several and flat.size > flat.parameter_count)),
@@ -159,7 +161,7 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
         data=of_data,
         activations=through(sizes, [step.activations for step in steps]),
         workspaces=through(sizes, [more + max(0, left) for more, left in zip(passed, beyond, strict=True)]),
-        evaluation=vector + of_data.at(count) + _HELD * largest.at(count) if training.evaluate else 0,
+        evaluation=vector + of_data.at(count) + tested.at(count) if training.evaluate else 0,
     )
 
 
@@ -174,8 +176,10 @@ def _measured(flat: FlatModel, batch: Any, seed: int) -> StepMemory:
     sizes: dict[int, int] = {}
     with torch.autograd.graph.saved_tensors_hooks(_noting(sizes, set(_storages(kept))), lambda tensor: tensor):
         flat.gradient(inputs, target, out, seed)
-    peak = kind_of(flat.device).peak_bytes(flat.device, lambda: flat.gradient(inputs, target, out, seed))
-    return StepMemory(sum(map(bytes_of, given)), sum(sizes.values()), max(sizes.values(), default=0), peak)
+    kind, largest = kind_of(flat.device), max(sizes.values(), default=0)
+    peak = kind.peak_bytes(flat.device, lambda: flat.gradient(inputs, target, out, seed))
+    tested = kind.peak_bytes(flat.device, lambda: flat.evaluate_batch(inputs, target)) or _HELD * largest
+    return StepMemory(sum(map(bytes_of, given)), sum(sizes.values()), largest, peak, tested)
 
 
 def _noting(sizes: dict[int, int], kept: Collection[int]) -> Callable[[torch.Tensor], torch.Tensor]:

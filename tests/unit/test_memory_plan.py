@@ -73,6 +73,15 @@ def test_what_autograd_saves_of_a_linear_layer_is_counted_exactly() -> None:
     assert (found.weights, found.gradients, found.state) == (size, 2 * size, 0)
 
 
+def test_learners_of_a_rank_have_vectors_of_their_own_and_owners_the_state_of_their_optimiser() -> None:
+    job = job_of().with_(protocol={"name": "hardsync"}, topology={"name": "groups"}, optimizer={"name": "adam"})
+    one, both = (plan_of(job.with_(cluster={"learners_per_rank": count})) for count in (1, 2))
+    assert (one.state, both.state) == (2 * one.weights, 4 * one.weights)
+    assert (both.weights, both.gradients) == (2 * one.weights, 3 * one.weights)
+    parts = plan_of(job.with_(training={"microbatches": 2}))
+    assert (parts.weights, parts.gradients) == (one.weights, 3 * one.weights), "a sum of gradients, and no buffers"
+
+
 class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Bytes of all tensors that operations have made and that still live, and their peak.
 
@@ -136,6 +145,10 @@ def test_a_step_on_a_gpu_takes_no_more_than_predicted(name: str) -> None:
     parts = found.parts(64)
     step = sum(parts[part] for part in ("data", "activations", "workspaces", "gradients")) - parts["weights"]
     assert peak <= step <= 2 * peak
+    tests = [part[:32] for part in batch]
+    assert (
+        DEVICES["cuda"].peak_bytes(gpu, lambda: flat.evaluate_batch(*tests)) <= parts["evaluation"] - parts["weights"]
+    )
 
 
 class Small(DeviceKind):
@@ -240,17 +253,19 @@ class Counting(Small):
 
     def peak_bytes(self, device: torch.device, work: Callable[[], object]) -> int:
         Counting.calls += 1
-        return 10**7 + 5000 * memory_plan.MEASURED[Counting.calls % 2 == 0]
+        return 10**7 + 5000 * memory_plan.MEASURED[Counting.calls > 2]
 
     calls = 0
 
 
-def test_memory_that_only_statistics_show_is_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_of_a_device_show_workspaces_and_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("mlp")
+    monkeypatch.setattr(Counting, "calls", 0)
     monkeypatch.setitem(DEVICES, "cpu", Counting(1))
     found = plan_of(job)
     copies = found.gradients - found.weights
     assert found.activations.at(64) + found.workspaces.at(64) + copies == pytest.approx(10**7 + 5000 * 64, abs=8)
+    assert found.evaluation - found.weights - found.data.at(32) == 10**7 + 5000 * 32
 
 
 @pytest.mark.parametrize(("free", "fits"), [(10**9, True), (10**6, False)])
