@@ -33,6 +33,11 @@ def memory_bytes(name: str) -> int:
     return 0
 
 
+def bytes_text(size: int) -> str:
+    """Returns a number of bytes with three digits, in MB or GB."""
+    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
+
+
 def free_earlier_runs() -> None:
     """Frees the tensors of earlier runs in this process, which refer to each other, if it has grown by `GROWTH`.
 

@@ -133,12 +133,14 @@ def main(argv: Sequence[str]) -> int:
     except MemoryError as error:
         print(f"rudra: too little memory: {printable(str(error)) or 'none is left'}", file=sys.stderr)
         return 1
-    except RuntimeError as error:  # torch's error of a GPU, in a process that may not have imported torch
-        if type(error).__name__ != "OutOfMemoryError":
+    except RuntimeError as error:
+        if "torch" not in sys.modules:
             raise
-        from rudra.compute.devices import memory_text
+        from rudra.compute.devices import fault_text
 
-        print(f"rudra: {memory_text(error)}", file=sys.stderr)
+        if (text := fault_text(error)) is None:
+            raise
+        print(f"rudra: {text}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         from rudra.mpi.launch import world_rank

@@ -7,6 +7,7 @@ from rudra.cli.options import counted, job_of, job_options, protocol_text
 from rudra.errors import ConfigError
 from rudra.log import log
 from rudra.machine import cores
+from rudra.memory import bytes_text
 
 if TYPE_CHECKING:
     from protocols import Protocol
@@ -140,6 +141,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     """Tries one mini-batch in this process. Returns its results, and facts that only the data determines."""
+    from rudra.compute import devices
+    from rudra.compute.memory_plan import check_memory, most_at_once
     from rudra.compute.schedule import schedule_of
     from rudra.core.bucket_rules import refusal
     from rudra.data.fingerprint import REPEATABLE
@@ -156,6 +159,9 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     found = rehearse(job, plan)
     try:
         check_devices(job, plan)
+        if found.plan is not None and devices.here(kind := devices.wanted_kind(job.cluster.device)):
+            its = devices.DEVICES[kind]
+            check_memory(job, plan, found.plan, its, its.device(0), found.samples.training)
     except ConfigError as error:  # a machine that only prepares jobs may have no GPU
         log.warning(f"{job.name}: {error}; a run on this machine is refused")
     if text := too_few(job, found.samples.training):
@@ -169,11 +175,14 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         rates = [factor * rate for rate in schedule_of(job, plan, found.samples.training).rates]
         span = f"{rates[0]:.4g} at first, {max(rates):.4g} at most, {rates[-1]:.4g} at the end"
         more["schedule"] = f"{job.optimizer.schedule}, a rate for each update: {span}"
+    if found.plan is not None:
+        at_its = "on its device, in addition to torch"
+        more["learner memory"] = f"about {found.plan.text(most_at_once(job, plan, found.samples.training))}; {at_its}"
     held = f", {found.samples.validation:,} validation" if found.samples.validation else ""
     tried = 1 if job.scheduled else job.training.minibatch_size
-    kinds = ", ".join(f"{kind} {_megabytes(size)}" for kind, size in found.memory.items())
+    kinds = ", ".join(f"{kind} {bytes_text(size)}" for kind, size in found.memory.items())
     who = "a server whose learners are on other nodes" if plan.served else "learners on several nodes"
-    apart = f"; more at {who}: {_megabytes(found.apart_bytes)}"
+    apart = f"; more at {who}: {bytes_text(found.apart_bytes)}"
     return {
         "data": f"{found.samples.training:,} training{held} and {found.samples.test:,} test samples",
         "model": f"{found.parameters:,} parameters; a gradient of {counted(tried, 'sample')} "
@@ -181,25 +190,21 @@ def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
         **more,
         **costs,
         **({"a step sends": _crossed_text(found.crossed, len(plan.learners))} if found.crossed else {}),
-        "memory": f"about, for each rank: {kinds}; data, once on each node: {_megabytes(found.data_bytes)}"
+        "memory": f"about, for each rank: {kinds}; data, once on each node: {bytes_text(found.data_bytes)}"
         f"{apart if found.apart_bytes else ''}",
     }
 
 
 def _crossed_text(one: "Crossed", learners: int) -> str:
     """Describes the traffic of a step: 2 W (O + P) of tensors, as in the RALP paper (§4.3), and the rest separately."""
-    tensors = _megabytes(learners * (one.activations + one.parameters))
+    tensors = bytes_text(learners * (one.activations + one.parameters))
     apart = {"buffers": one.buffers, "generators": one.generator, "headers": one.headers}
-    others = ", ".join(f"{_megabytes(learners * size)} of {what}" for what, size in apart.items() if size)
+    others = ", ".join(f"{bytes_text(learners * size)} of {what}" for what, size in apart.items() if size)
     return (
         f"{tensors} of tensors: for each of {counted(learners, 'learner')} activations of "
-        f"{_megabytes(one.activations // 2)} and parameters of {_megabytes(one.parameters // 2)}, both ways; "
+        f"{bytes_text(one.activations // 2)} and parameters of {bytes_text(one.parameters // 2)}, both ways; "
         f"{others}; no targets"
     )
-
-
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:,.3g} MB" if size < 1e9 else f"{size / 1e9:,.3g} GB"
 
 
 def _staleness_text(protocol: "Protocol", plan: "Plan", modulation: str) -> str:

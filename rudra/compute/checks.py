@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from rudra.compute.devices import operations_named
 from rudra.compute.flat import FlatModel
 from rudra.compute.together import put_together, vmap_gradients
 from rudra.data.samples import Batch
@@ -64,7 +65,8 @@ def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, sin
     model.read_into(weights)
     model.bind(weights)
     try:
-        model.gradient(*(sample if single else put_together(joined, [sample, sample])), out, 0)
+        with operations_named():
+            model.gradient(*(sample if single else put_together(joined, [sample, sample])), out, 0)
     except (RuntimeError, TypeError, ValueError) as error:
         what = " ".join(str(error).split()).partition(". ")[0][:200]  # advice for developers may follow
         if single is not None and isinstance(error, ValueError):  # raised by BatchNorm

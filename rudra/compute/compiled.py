@@ -68,6 +68,8 @@ class CompiledStep:
         import torch._dynamo.config as dynamo
         import torch._inductor.config as inductor  # both imports are slow
 
+        if hasattr(inductor, "deterministic"):  # newer versions of torch have it
+            inductor.deterministic = torch.are_deterministic_algorithms_enabled()
         inductor.compile_threads = 1  # in this process: worker processes next to MPI ranks cause trouble
         self._module, self._task = module, task
         self._parameters = list(parameters)

@@ -4,7 +4,10 @@ No other module knows CUDA. A new kind of device is a subclass of `DeviceKind` i
 `cluster.device` in a job.
 """
 
-from collections.abc import Callable, Collection, Sequence
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,6 +21,9 @@ CPU = torch.device("cpu")
 
 AMPERE = (8, 0)
 """Compute capability of the first GPUs that round factors to TF32."""
+
+_NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation|not deterministic .* uses CuBLAS")
+"""Text in torch's errors about an operation, with its name unless it is a product of matrices."""
 
 Placing = Literal["device", "staged", "direct"]
 """Placement of buffers. "device": on the computing device. "staged": in main memory, where MPI reads and writes, with
@@ -51,6 +57,10 @@ class DeviceKind:
         """Returns name and memory of one of these devices, for people."""
         return self.noun
 
+    def model(self, device: torch.device) -> str:
+        """Returns the model of a device. The last bits of results depend on it. Empty: it is the processor."""
+        return ""
+
     def select(self, device: torch.device) -> None:
         """Makes a device the default of this thread, for code that names no device."""
 
@@ -60,6 +70,20 @@ class DeviceKind:
 
     def finish(self, device: torch.device) -> None:
         """Waits until a device has finished its work."""
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Returns the bytes of memory that this process can still use on a device. None: no limit is known.
+
+        Main memory has none: the ranks of a node share it, and the system lends more than it has.
+        """
+        return None
+
+    def peak_bytes(self, device: torch.device, work: Callable[[], object]) -> int:
+        """Returns the bytes that work takes at its peak, beyond the bytes in use before. 0: there are no statistics.
+
+        Work is done only if there are statistics.
+        """
+        return 0
 
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         """Sets how this process multiplies float32 numbers on a device: exactly, or with factors rounded to TF32.
@@ -90,6 +114,9 @@ class Cuda(DeviceKind):
         gpu = torch.cuda.get_device_properties(place)
         return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
 
+    def model(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
     def select(self, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
@@ -99,6 +126,18 @@ class Cuda(DeviceKind):
 
     def finish(self, device: torch.device) -> None:
         torch.cuda.synchronize(device)
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+    def peak_bytes(self, device: torch.device, work: Callable[[], object]) -> int:
+        self.finish(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        self.finish(device)
+        return torch.cuda.max_memory_allocated(device) - before
 
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         if rounded and torch.cuda.get_device_capability(device) < AMPERE:
@@ -222,6 +261,16 @@ def virtual(wanted: str, *, window: bool) -> torch.device:
     return DEVICES[virtual_kind(wanted, window=window)].device(0)
 
 
+def replaying(recorded: str, *, window: bool) -> str:
+    """Returns the kind of device of a replay: the kind of the run if such a device is here, else the CPU.
+
+    Args:
+        recorded: Kind of device of the run.
+        window: As for `virtual_kind`.
+    """
+    return recorded if here(recorded) and not window else "cpu"
+
+
 def placing(device: torch.device, *, gpu_aware_mpi: bool) -> Placing:
     """Returns the placement of buffers for a rank that computes on a device."""
     return "device" if device.type == "cpu" else "direct" if gpu_aware_mpi else "staged"
@@ -246,6 +295,53 @@ def selection() -> Callable[[], None]:
 def page_locked(length: int) -> npt.NDArray[np.uint8]:
     """Allocates bytes in main memory that a GPU copies at full speed and in parallel with other work."""
     return torch.zeros(length, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def set_deterministic(wanted: bool) -> Callable[[], None]:
+    """Sets whether torch uses only operations with bitwise identical results each time, in this process.
+
+    It must be called before the process computes on a GPU, because cuBLAS reads its variable only once.
+
+    Returns:
+        A function that restores the previous settings.
+    """
+    cudnn, before = torch.backends.cudnn, torch.get_deterministic_debug_mode()
+    searched = cudnn.benchmark
+    torch.set_deterministic_debug_mode("error" if wanted else "default")
+    if wanted:
+        cudnn.benchmark = False
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+    def restore() -> None:
+        torch.set_deterministic_debug_mode(before)
+        cudnn.benchmark = searched
+
+    return restore
+
+
+@contextmanager
+def operations_named() -> Iterator[None]:
+    """Raises ConfigError if torch has no deterministic form of an operation, instead of torch's error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (text := _deterministic_text(error)) is None:
+            raise
+        raise ConfigError(text) from error
+
+
+def _deterministic_text(error: BaseException) -> str | None:
+    """Returns what to say about an operation without a deterministic form. None: it is another error."""
+    found = _NOT_DETERMINISTIC.search(str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    has = f"torch has no deterministic form of {found[1] or 'a product of matrices by cuBLAS'}"
+    return f"[cluster] deterministic = true: {has}; use another operation, or deterministic = false"
+
+
+def fault_text(error: BaseException) -> str | None:
+    """Returns what to say about an error that torch raised because of a device or its settings. None: another error."""
+    return memory_text(error) or _deterministic_text(error)
 
 
 def memory_text(error: BaseException) -> str | None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CHUNK, slices
-from rudra.compute.devices import CPU, kind_of, selection
+from rudra.compute.devices import CPU, kind_of, selection, set_deterministic
 from rudra.compute.rows import RowFormat
 from rudra.compute.staging import Staging
 from rudra.compute.statedict import StateEntry
@@ -29,14 +29,21 @@ from rudra.probe import probed
 
 @contextmanager
 def torch_as_in(cluster: ClusterTable) -> Iterator[None]:
-    """Sets threads and denormals as a job asks, and restores the previous settings afterwards."""
-    restore = arithmetic_of_thread()
-    torch.set_num_threads(cluster.threads_per_rank or 1)
-    torch.set_flush_denormal(cluster.flush_denormals)
+    """Sets threads, denormals and determinism as a job asks, and restores the previous settings afterwards."""
+    of_thread = arithmetic_of_thread()
+    of_process = prepare_torch(cluster, cluster.threads_per_rank or 1)
     try:
         yield
     finally:
-        restore()
+        of_process()
+        of_thread()
+
+
+def prepare_torch(cluster: ClusterTable, threads: int) -> Callable[[], None]:
+    """Sets threads, denormals and determinism as a job asks. Returns a function that restores determinism."""
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(cluster.flush_denormals)
+    return set_deterministic(cluster.deterministic)
 
 
 def arithmetic_of_thread() -> Callable[[], None]:

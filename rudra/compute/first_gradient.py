@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rudra.compute import models, tasks
 from rudra.compute.buffers import changed, tried
 from rudra.compute.checks import check_gradient
-from rudra.compute.devices import CPU
+from rudra.compute.devices import CPU, kind_of, operations_named
 from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
+from rudra.compute.memory_plan import check_memory, planned
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.stages import cut_model
 from rudra.compute.tasks import Task
@@ -33,6 +34,7 @@ _AGREE = 1e-6
 """Largest difference between two computations of a gradient, relative to its norm, that counts as agreement."""
 
 
+@operations_named()
 def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = CPU) -> Gradients:
     """Tries the first mini-batch of the first learner in training mode, and selects how gradients are computed.
 
@@ -46,9 +48,13 @@ def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = 
         `training.gradients` of the job: `"autograd"` or `"direct"`.
 
     Raises:
-        ConfigError: The model changes its weights itself, or torch cannot compute its gradient in the job's precision
-            or with the job's mini-batches. Exceptions of the user's own code propagate.
+        ConfigError: The job does not fit into the memory of the device, the model changes its weights itself, or torch
+            cannot compute its gradient in the job's precision, with the job's mini-batches or by deterministic
+            operations. Exceptions of the user's own code propagate.
     """
+    kind = kind_of(device)
+    if kind.free_bytes(device) is not None and (found := planned(job, plan, data, device)) is not None:
+        check_memory(job, plan, found, kind, device, data.info.training_samples)
     task = tasks.make(job.task, data.info.classes)
 
     def model() -> torch.nn.Module:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rudra.compute.buffers import changed, tried
+from rudra.compute.devices import operations_named
 from rudra.compute.networks import MODELS
 from rudra.compute.tasks import Task
 from rudra.data import trees
@@ -71,7 +72,8 @@ def _finish_lazy_layers(module: nn.Module, info: DataInfo) -> None:
 def _taking(info: DataInfo) -> Iterator[None]:
     """Raises ConfigError if a model does not accept the inputs."""
     try:
-        yield
+        with operations_named():
+            yield
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         what = " ".join(str(error).split())
         if info.sparse:

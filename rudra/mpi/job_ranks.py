@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
+from rudra.compute.devices import fault_text
 from rudra.errors import RudraError, RunError
 from rudra.job.tables import FaultToleranceTable
 from rudra.log import log, speak_as
@@ -69,7 +70,8 @@ class JobRanks:
             report = (error.exit_code, str(error))
         except BaseException as error:  # the user's code may also raise SystemExit
             line = f"{self.name} failed at start-up: {type(error).__name__}: {error}"
-            report = (1, f"{line}\n{traceback.format_exc()}")
+            text = fault_text(error)
+            report = (1, f"{line}\n{traceback.format_exc()}" if text is None else f"{self.name}: {text}")
         self.meet()
         reports: list[tuple[int, str] | None] = self.comm.allgather(report)
         first = next((r for r in reports if r is not None), None)

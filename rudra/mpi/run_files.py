@@ -62,7 +62,7 @@ class RunFiles:
         statistics: Machine | None,
         info: DataInfo,
         data: NodeData,
-        buckets: Mapping[str, Any],
+        facts: Mapping[str, Any],
         progress: dict[str, Any],
     ) -> None:
         """Creates the files. All ranks call this together.
@@ -74,7 +74,7 @@ class RunFiles:
             statistics: machine of the statistics server, on its rank, or None on other ranks.
             info: description of the data.
             data: data of this rank.
-            buckets: attributes of the result file about buckets of gradients.
+            facts: attributes of the result file about buckets of gradients, and the model of the GPUs.
             progress: keyword arguments `mode` and `columns` of the progress bar.
         """
         (written, plan), comm = resolved, ranks.comm
@@ -102,7 +102,7 @@ class RunFiles:
             "hosts": [host for host, _ in places],
             "cores_per_node": fewest,
             **machines,
-            **buckets,
+            **facts,
             "data_fingerprints": json.dumps(data.plain_prints),
             **why,
         }

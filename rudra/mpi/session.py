@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from rudra.compute.devices import memory_text
+from rudra.compute.devices import fault_text
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
 from rudra.core.layout import NamedVectors
@@ -194,7 +194,7 @@ class _Session:
                 lost = isinstance(error, RunError) and error.lost
                 self._give_up(error.exit_code, f"{self._ranks.name}: {error.report.removeprefix('rudra: ')}", lost=lost)
             except BaseException as error:
-                if text := memory_text(error):
+                if text := fault_text(error):
                     self._give_up(1, f"{self._ranks.name}: {text}")
                 line = f"{self._ranks.name} failed: {type(error).__name__}: {error}"
                 self._give_up(1, f"{line}\n{traceback.format_exc()}")

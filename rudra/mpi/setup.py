@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from rudra.compute import devices
 from rudra.compute.averaging import CHUNK
-from rudra.compute.executor import Executor
+from rudra.compute.executor import Executor, prepare_torch
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
 from rudra.compute.learners import ReplicaExecutor
@@ -125,8 +125,7 @@ class RankSetup:
         kinds = [self.plan.traits(i) for i in self.roles]
         learns = any(kind.trains or kind.concludes for kind in kinds)
         serves = any(kind.serves for kind in kinds)
-        torch.set_num_threads(self.job.cluster.threads_per_rank or 1 if learns or serves else 1)
-        torch.set_flush_denormal(self.job.cluster.flush_denormals)
+        prepare_torch(self.job.cluster, self.job.cluster.threads_per_rank or 1 if learns or serves else 1)
         devices.kind_of(self._device).select(self._device)  # for the user's model and pinned memory
         if learns:
             keep_freed_memory()
@@ -316,8 +315,10 @@ class RankSetup:
         """Creates the files."""
         settled, statistics = ResolvedJob(self.job, self.plan), self.machines.get(self.plan.statistics)
         network, copies = self._network
-        buckets = about_buckets(network, self.auto, copies=copies or LEAST_COPIED * self.pulls)
-        self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, buckets, progress)
+        facts = about_buckets(network, self.auto, copies=copies or LEAST_COPIED * self.pulls)
+        models = {*self._ranks.comm.allgather(devices.kind_of(self._device).model(self._device))}
+        facts["device_model"] = "; ".join(sorted(models - {""}))  # servers compute in main memory
+        self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, facts, progress)
 
     def make_machine(self, role: int, plan: Plan, position: TrainingState) -> Machine:
         """Creates a role for a restart. A role that updates weights restores the checkpoint just written."""

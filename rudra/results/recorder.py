@@ -72,6 +72,7 @@ ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs
     "seed": "seed of weights, sampling, dropout and simulated time",
     "threads_per_rank": "threads that torch had on each learner",
     "device": "device that gradients were computed on",
+    "device_model": "model of the GPUs that computed; empty on CPUs",
     "flush_denormals": "whether denormal numbers were treated as zero",
     "replayable": "whether `rudra replay` can repeat the run",
     "not_replayable": "why it cannot; else empty",
@@ -262,6 +263,7 @@ def attributes(
         "seed": job.training.seed,
         "threads_per_rank": job.cluster.threads_per_rank,
         "device": job.cluster.device,
+        "device_model": "",
         "flush_denormals": job.cluster.flush_denormals,
         "replayable": obstacle is None,
         "not_replayable": obstacle or "",
@@ -316,8 +318,11 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
         return "workers overwrote weights ([hogbatch] gpu_write = 'overwrite'), which no server does"
     if job.hogbatch.shares_weights and (job.optimizer.warm_up or job.optimizer.schedule_every == "update"):
         return "workers had rates of when they got work ([optimizer] warm_up or schedule_every = 'update'), in a window"
-    if job.cluster.device != "cpu":
-        return f"device {job.cluster.device}, whose kernels may add in another order each time"
+    if job.cluster.device != "cpu" and not job.cluster.deterministic:
+        kernels = f"device {job.cluster.device}, whose kernels may add in another order each time"
+        return f"{kernels} without [cluster] deterministic = true"
+    if job.cluster.device != "cpu" and job.hogbatch.learners_on_cpu(plan):
+        return f"some workers computed on the CPU, and others on device {job.cluster.device}"
     if driver == "simulation" and not job.simulation.tensors:
         return "the simulation had no tensors ([simulation] tensors = false)"
     if driver == "simulation" and job.simulation.batching != "none":

@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rudra.compute.devices import CPU
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
+from rudra.compute.memory_plan import MemoryPlan, planned
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.replicas import AveragerExecutor
 from rudra.compute.stages import FirstStageExecutor
@@ -93,6 +95,7 @@ class Rehearsal:
         memory: Kind of role -> approximate bytes that its rank will take, with Python and torch.
         apart_bytes: Bytes that a server takes in addition if all learners are on other nodes, for gradients in buckets.
             Without a server, bytes that a learner takes in addition, for updates that begin early.
+        plan: Memory of a learner on its device, as counted on the CPU. None: it cannot be predicted.
         data_bytes: Bytes of the data, stored once on every node.
         crossed: Bytes per mini-batch of a learner that has only the first layers.
         unrepeatable: Reason why the samples cannot be drawn again, or empty if they can.
@@ -106,6 +109,7 @@ class Rehearsal:
     metrics: tuple[str, ...]
     memory: dict[str, int]
     apart_bytes: int
+    plan: MemoryPlan | None
     data_bytes: int
     crossed: Crossed | None
     unrepeatable: str
@@ -146,6 +150,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
             if isinstance(owner, AveragerExecutor):
                 owner.perform(StepReplica(GRADIENT, REPLICA, 0.0))
         why = unrepeatable(fingerprints(loaded))
+        on_device = planned(job, plan, loaded, CPU)
     held_out = 0 if loaded.validation is None else len(loaded.validation)
     return Rehearsal(
         parameters=sum(owner.parameters for owner in owners.values()),
@@ -156,6 +161,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         metrics=metrics,
         memory=_memory(job, plan, made, alone, of_model),
         apart_bytes=_apart_bytes(job, plan, owners),
+        plan=on_device,
         data_bytes=max(0, with_data - alone),
         crossed=_crossed(made[plan.learners[0]]),
         unrepeatable=why,

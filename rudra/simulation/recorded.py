@@ -56,6 +56,7 @@ def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | Non
     job, plan, path = resolved.job, resolved.plan, start.output
     shares = expected_shares(job, plan) if job.cluster.shares == "auto" else None
     with torch_as_in(job.cluster):
+        model = ""
         if job.simulation.tensors:
             device = devices.virtual(job.cluster.device, window=plan.window)
             data = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
@@ -64,6 +65,7 @@ def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | Non
                 gradients = try_first_gradient(job, plan, data, device)
             job = settle(job, gradients=gradients, shares=shares)
             cluster = make_cluster(job, plan, data, device)
+            model = devices.DEVICES[job.cluster.device].model(device)
         else:
             job = settle(job, gradients=job.training.gradients, shares=shares)
             cluster = without_tensors(job)
@@ -97,6 +99,7 @@ def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | Non
                 training_samples=samples,
                 **_of_data(cluster.fingerprints),
                 classes=cluster.info.classes,
+                device_model=model,
                 hosts=[socket.gethostname()],
                 **_of_buckets(job, plan, cluster),
             )

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from rudra.compute import models
+from rudra.compute import devices, models
+from rudra.compute.devices import DEVICES
 from rudra.compute.executor import torch_as_in
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
@@ -148,10 +149,11 @@ def replay(
         if until is not None:
             target = path.with_name(f"{path.stem}-{until}.pt") if output is None else Path(output)
             check_output(target, force)
-        for line in surroundings(results):
+        kind = devices.replaying(job.cluster.device, window=plan.window)
+        for line in surroundings(results, kind):
             log.warning(f"{path}: {line}")
     with torch_as_in(job.cluster):
-        replayed, made = _repeat(job, plan, record, until, target, quiet)
+        replayed, made = _repeat(job, plan, record, until, target, quiet, DEVICES[kind].device(0))
     if norms is None or not replayed.identical:
         return replayed
     add_norms(path, norms, made)
@@ -172,15 +174,23 @@ def _check_addition(results: Results, every: int, until: int | None) -> None:
         )
 
 
-def surroundings(results: Results) -> list[str]:
-    """Returns one line for each difference between this machine and the run's machine that may change the last bits."""
-    then = results.attributes
+def surroundings(results: Results, kind: str = "cpu") -> list[str]:
+    """Returns one line for each difference between this machine and the run's machine that may change the last bits.
+
+    Args:
+        results: Results of the run.
+        kind: Kind of device that computes here.
+    """
+    then, here = results.attributes, DEVICES[kind]
     lines = [
         f"{name.replace('_', ' ')} was {printable(str(then[name]))}, here it is {value}; "
         "the weights may differ in their last bits"
         for name, value in arithmetic().items()
         if then[name] != value
     ]
+    ran, now = then.get("device_model") or then["device"], here.model(here.device(0)) or kind
+    if ran != now:
+        lines.append(f"computed on {printable(ran)}, here on {now}; the weights may differ in their last bits")
     if then["threads_per_rank"] > cores():
         lines.append(f"computed with {then['threads_per_rank']} threads; they share {cores()} cores here")
     with torch_as_in(ClusterTable(flush_denormals=False)):
@@ -191,15 +201,29 @@ def surroundings(results: Results) -> list[str]:
 
 
 def _repeat(
-    job: Job, plan: Plan, record: RecordedRun, until: int | None, target: Path | None, quiet: bool
+    job: Job,
+    plan: Plan,
+    record: RecordedRun,
+    until: int | None,
+    target: Path | None,
+    quiet: bool,
+    device: torch.device,
 ) -> tuple[Replayed, Mapping[TableName, list[Rows]]]:
     """Repeats a run. Returns the result, and the rows of norms that were made."""
     updates = record.updates_count if until is None else until
     loaded = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
     _check_data(record, loaded)
     info = loaded.info
+    on_ranks = record.attributes["driver"] == "mpi"
     executors = make_executors(
-        job, plan, tuple(range(len(plan.roles))), loaded, prefetch=False, first_weights=final_weights
+        job,
+        plan,
+        tuple(range(len(plan.roles))),
+        loaded,
+        prefetch=False,
+        device=device,
+        placing=devices.placing(device, gpu_aware_mpi=job.cluster.gpu_aware_mpi) if on_ranks else "device",
+        first_weights=final_weights,
     )
     for executor in executors.values():
         executor.prepare()

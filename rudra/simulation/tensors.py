@@ -76,6 +76,7 @@ class RealTensors:
         if sender.size_of(source_buffer) != receiver.size_of(to_buffer):
             self._make_own((to, to_buffer))
             receiver.slice_for(to_buffer, source).copy_(sender.slice_for(source_buffer, to))
+            self._held((to, to_buffer)).version += 1
             return
         self._share((source, source_buffer), (to, to_buffer))
         if self._halves and source_buffer.startswith(GRADIENT):
@@ -226,6 +227,7 @@ class RealTensors:
         return made
 
     def _release(self, buffer: Buffer) -> None:
+        buffer.version += 1  # it will hold something else
         self._free.setdefault(len(buffer.vector), []).append(buffer)
 
     def _held(self, place: RoleBuffer) -> Buffer:

@@ -10,6 +10,7 @@ import user_code
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from rudra.compute import devices
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
 from rudra.core.wire import tail_bytes
@@ -82,6 +83,22 @@ def test_a_run_on_copies_is_repeated_without_them_bit_for_bit(staged: dict[str, 
     assert_repeated(staged[name])
 
 
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_copies_is_repeated_on_copies_bit_for_bit(
+    staged: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a replay on a GPU does."""
+    made: list[bool] = []
+
+    def placing(device: torch.device, *, gpu_aware_mpi: bool) -> devices.Placing:
+        made.append(gpu_aware_mpi)
+        return "staged"
+
+    monkeypatch.setattr(devices, "placing", placing)
+    assert_repeated(staged[name])
+    assert made == [False]
+
+
 @pytest.mark.parametrize("name", DIRECT)
 def test_a_run_of_which_mpi_reads_tensors_is_repeated_bit_for_bit(direct: dict[str, Path], name: str) -> None:
     assert_repeated(direct[name])
@@ -138,6 +155,20 @@ def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path, capfd: pytest.Captu
     with pytest.raises(ConfigError, match=text):
         rudra.run(job, output=tmp_path / "run.h5", progress="quiet")
     assert "starting" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("after", "code"), [(0, 2), (8, 1)])
+def test_an_operation_without_a_deterministic_form_ends_a_run_with_one_line(
+    after: int, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job({"name": "async"}, cluster={"learners": 2, "deterministic": True})
+    job = job.with_(model={"name": user_code.Putting, "options": {"after": after}})
+    with pytest.raises(RudraError) as caught:
+        rudra.run(job, output=tmp_path / "run.h5", progress="quiet")
+    assert caught.value.exit_code == code
+    told = [line for line in capfd.readouterr().err.splitlines() if "put_" in line or "Traceback" in line]
+    hint = "torch has no deterministic form of put_; use another operation, or deterministic = false"
+    assert [line.endswith(f"[cluster] deterministic = true: {hint}") for line in told] == [True]
 
 
 # With a GPU.
@@ -235,3 +266,12 @@ def test_a_large_worker_on_a_gpu_learns_beside_a_small_one_on_the_cpu(
         assert results.attributes["device"] == "cuda"
         assert {*results.gradients["learner"]} == {0, 1}
         assert results.summary()["final_test_error"] < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["async", "one group", "half"])
+def test_a_deterministic_run_on_a_gpu_is_repeated_bit_for_bit(gpu: torch.device, tmp_path: Path, name: str) -> None:
+    job = make_job(**RUNS[name]).with_(cluster={"learners": 2, "device": "cuda", "deterministic": True})
+    with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.attributes["device_model"] == torch.cuda.get_device_name(gpu)
+    assert_repeated(tmp_path / "run.h5")

@@ -299,6 +299,21 @@ def _deadly(plain: Any, count: int, *, before: bool) -> Any:
     return call
 
 
+class Putting(nn.Sequential):
+    """`everything`, with an operation that has no deterministic form after some passes of this process."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__(everything())
+        self.left = after
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            torch.zeros(1).put_(torch.tensor([0]), torch.ones(1))
+        output: torch.Tensor = super().forward(inputs)
+        return output
+
+
 def everything() -> nn.Module:
     """Dropout, and BatchNorm's statistics, which travel as buffers."""
     return nn.Sequential(

@@ -129,7 +129,12 @@ class ClusterTable(Table):
     device: Literal["cpu", "cuda", "auto"] = Field(
         "cpu",
         description="device for gradients and evaluation. auto: GPUs if every learner has one, else CPUs. Runs on "
-        "GPUs cannot be replayed",
+        "GPUs can be replayed only with deterministic = true",
+    )
+    deterministic: bool = Field(
+        False,
+        description="true: torch uses only operations whose results are bitwise identical each time, which may be "
+        "slower. A model with an operation that has no such form is refused",
     )
     gpu_aware_mpi: bool = Field(
         False,

@@ -1,0 +1,257 @@
+"""Memory that the training of a learner takes on its device, predicted before training from small mini-batches.
+
+Autograd saves tensors for the backward pass: the activations. Their bytes grow linearly with the samples. They are
+counted in the gradients of two small mini-batches, on any device, and extrapolated. The rest follows from the size of
+the model and from the activations. If the device has statistics, a step that takes more than predicted adds the
+difference as a workspace, for instance of cuDNN.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from rudra.compute import models, tasks
+from rudra.compute.devices import DeviceKind, kind_of
+from rudra.compute.flat import FlatModel
+from rudra.compute.gradients import GradientSource
+from rudra.core.work import Work, portion
+from rudra.data.load import Data
+from rudra.data.sparse import bytes_of
+from rudra.data.trees import moved, named
+from rudra.errors import ConfigError
+from rudra.job.job import Job
+from rudra.memory import bytes_text
+from topologies import Plan
+
+MEASURED = (4, 8)
+"""Samples of the measured mini-batches. A job whose mini-batches are smaller is measured once, at their size."""
+
+_PASSED = 2
+"""Gradients of activations that a backward pass holds at a time: of an operation's output, and of its input."""
+
+_HELD = 4
+"""Activations that an evaluation holds at a time: input and output of two operations, as in a block with a shortcut."""
+
+
+class LinearBytes(NamedTuple):
+    """Bytes as a linear function of the number of samples.
+
+    Attributes:
+        fixed: Bytes without samples.
+        per_sample: Bytes of each sample.
+    """
+
+    fixed: float
+    per_sample: float
+
+    def at(self, samples: int) -> int:
+        """Returns the bytes at a number of samples."""
+        return math.ceil(self.fixed + self.per_sample * samples)
+
+
+def through(sizes: Sequence[int], found: Sequence[float]) -> LinearBytes:
+    """Returns the line through one or two measurements. One measurement is proportional to the samples."""
+    if len(sizes) == 1:
+        return LinearBytes(0.0, found[0] / sizes[0])
+    slope = max(0.0, (found[1] - found[0]) / (sizes[1] - sizes[0]))
+    return LinearBytes(max(0.0, found[0] - slope * sizes[0]), slope)
+
+
+class StepMemory(NamedTuple):
+    """Memory of the gradient and of the evaluation of one mini-batch, in bytes.
+
+    Attributes:
+        data: Inputs and targets.
+        activations: Tensors that autograd saves, without the weights and the data.
+        largest: Largest of them.
+        peak: Peak of the step beyond model, gradient and data, by statistics of the device. 0: it has none.
+        evaluation: Peak of an evaluation beyond model and data, by statistics or estimated.
+    """
+
+    data: int
+    activations: int
+    largest: int
+    peak: int
+    evaluation: int
+
+
+class MemoryPlan(NamedTuple):
+    """Predicted memory of a learner on its device, in bytes.
+
+    Attributes:
+        weights: Weights.
+        gradients: Gradients, with the copies that autograd makes.
+        state: State of the optimiser, if the learner updates its weights.
+        data: One mini-batch.
+        activations: Tensors that autograd saves.
+        workspaces: Gradients of activations in the backward pass, and temporary memory of operations.
+        evaluation: Weights and one batch of an evaluation.
+    """
+
+    weights: int
+    gradients: int
+    state: int
+    data: LinearBytes
+    activations: LinearBytes
+    workspaces: LinearBytes
+    evaluation: int
+
+    def parts(self, samples: int) -> dict[str, int]:
+        """Returns the bytes of each part, if the learner computes a number of samples at once."""
+        return {
+            name: part.at(samples) if isinstance(part, LinearBytes) else part for name, part in self._asdict().items()
+        }
+
+    def total(self, samples: int) -> int:
+        """Returns the bytes of all parts."""
+        return sum(self.parts(samples).values())
+
+    def text(self, samples: int) -> str:
+        """Describes the plan in one line."""
+        parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in self.parts(samples).items() if size)
+        return f"{bytes_text(self.total(samples))} with {samples} samples at once: {parts}"
+
+
+def planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPlan | None:
+    """Predicts the memory of a learner on a device.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        data: Data with the training set.
+        device: Device of the learner.
+
+    Returns:
+        None if layers are placed on a stage server, or if the model does not compute the small mini-batches. The first
+        gradient then shows what is wrong.
+    """
+    if plan.stage is not None:
+        return None
+    with suppress(Exception):  # of torch, or of the user's code
+        return _planned(job, plan, data, device)
+    return None
+
+
+def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPlan:
+    assert data.training is not None
+    learner, training = plan.learners[0], job.training
+    task = tasks.make(job.task, data.info.classes)
+    flat = FlatModel(models.build(job.model, data.info, training.seed).to(device), task, 1, training.precision)
+    most = most_at_once(job, plan, len(data.training))
+    sizes = MEASURED if most >= MEASURED[-1] else (most,)
+    works = [Work(plan.roles[learner].index, 0, size, 0) for size in sizes]
+    source = GradientSource(job, plan.roles[learner].index, works[0], flat, data.training, prefetch=False)
+    steps = [_measured(flat, source.minibatch(0, work), source.seed(0)) for work in works]
+    vector, kept = 4 * flat.size, 4 * flat.parameter_count
+    here = sum(plan.traits(role).trains for role in plan.on_rank(plan.roles[learner].world_rank))
+    several = training.microbatches > 1
+    state = job.optimizer.state_vectors * vector * here if plan.traits(learner).updates else 0
+    passed = [_PASSED * step.largest for step in steps]
+    beyond = [step.peak - step.activations - more - kept for step, more in zip(steps, passed, strict=True)]
+    of_data, tested = through(sizes, [s.data for s in steps]), through(sizes, [s.evaluation for s in steps])
+    count = training.evaluation_batch_size
+    return MemoryPlan(
+        weights=vector * (here + (several and flat.size > flat.parameter_count)),
+        gradients=vector * (here + several) + kept,
+        state=state,
+        data=of_data,
+        activations=through(sizes, [step.activations for step in steps]),
+        workspaces=through(sizes, [more + max(0, left) for more, left in zip(passed, beyond, strict=True)]),
+        evaluation=vector + of_data.at(count) + tested.at(count) if training.evaluate else 0,
+    )
+
+
+def _measured(flat: FlatModel, batch: Any, seed: int) -> StepMemory:
+    """Computes a gradient at the initial weights, and counts its memory."""
+    weights, out = torch.empty(2, flat.size, device=flat.device)
+    flat.read_into(weights)
+    flat.bind(weights)
+    inputs, target = (moved(tree, flat.device) for tree in batch)
+    given = [tensor for tree in (inputs, target) for _, tensor in named(tree)]
+    kept = [weights, *flat.module.parameters(), *flat.module.buffers(), *given]
+    sizes: dict[int, int] = {}
+    with torch.autograd.graph.saved_tensors_hooks(_noting(sizes, set(_storages(kept))), lambda tensor: tensor):
+        flat.gradient(inputs, target, out, seed)
+    kind, largest = kind_of(flat.device), max(sizes.values(), default=0)
+    peak = kind.peak_bytes(flat.device, lambda: flat.gradient(inputs, target, out, seed))
+    tested = kind.peak_bytes(flat.device, lambda: flat.evaluate_batch(inputs, target)) or _HELD * largest
+    return StepMemory(sum(map(bytes_of, given)), sum(sizes.values()), largest, peak, tested)
+
+
+def _noting(sizes: dict[int, int], kept: Collection[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a hook that notes the storages of saved tensors, each once, except those that are kept anyway."""
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        for place in _storages([tensor]):
+            if place not in kept:
+                sizes[place] = tensor.untyped_storage().nbytes()
+        return tensor.detach()  # a node that holds its own output would never be freed
+
+    return note
+
+
+def _storages(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
+    """Yields the addresses of dense tensors."""
+    return (tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout is torch.strided)
+
+
+def check_memory(
+    job: Job, plan: Plan, found: MemoryPlan, kind: DeviceKind, device: torch.device, training_samples: int
+) -> None:
+    """Checks that the mini-batches of all parts of a run fit into the memory of a device.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        found: Predicted memory.
+        kind: Kind of the device.
+        device: Device of the learner.
+        training_samples: Size of the training set.
+
+    Raises:
+        ConfigError: They do not fit. The text has the largest μ that fits.
+    """
+    free = kind.free_bytes(device)
+    for where, batch, its, its_plan in _batches(job, plan, training_samples):
+        samples = at_once(its, its_plan)
+        needed = found.total(samples(batch))
+        if free is None or needed <= free:
+            continue
+        text = f"{where}: a learner takes {bytes_text(needed)} on its {kind.noun}, where {bytes_text(free)} are free"
+        fits = bisect_right(range(1, batch), free, key=lambda mu: found.total(samples(mu)))
+        if fits:
+            raise ConfigError(f"{text}; use 1 to {fits}, or more training.microbatches")
+        least = f"{bytes_text(found.total(1))} with a single sample does not fit either"
+        raise ConfigError(f"{text}, and {least}; use a smaller model, or a smaller training.evaluation_batch_size")
+
+
+def _batches(job: Job, plan: Plan, training_samples: int) -> Iterator[tuple[str, int, Job, Plan]]:
+    """Yields the largest mini-batch of each part of a run: its key, its number of samples, the job and the plan."""
+    for _, its, its_plan in job.parts(plan):
+        if its.scheduled:
+            team = its.hogbatch.team(its_plan.learner_numbers)
+            most = max(table.bounds.most for table in [t for t in team if t.device != "cpu"] or team)
+            yield f"[hogbatch] workers: max = {most}", min(most, training_samples), its, its_plan
+        else:
+            most = its.training.minibatch_size
+            yield f"[training] minibatch_size = {most} (μ)", most, its, its_plan
+
+
+def most_at_once(job: Job, plan: Plan, training_samples: int) -> int:
+    """Returns the most samples that a learner computes at once in a run."""
+    return max(at_once(its, its_plan)(batch) for _, batch, its, its_plan in _batches(job, plan, training_samples))
+
+
+def at_once(job: Job, plan: Plan) -> Callable[[int], int]:
+    """Returns a function from μ to the most samples that a learner computes at once."""
+
+    def samples(mu: int) -> int:
+        shared = job.cluster.parts and not job.scheduled
+        parts = [portion(plan, role, mu, job.cluster.parts).count for role in plan.learners] if shared else [mu]
+        return -(-max(parts) // job.training.microbatches)
+
+    return samples
