@@ -104,8 +104,7 @@ def _train(setting: Setting, size: int, rate: float, training: Pair, test: Pair)
 
 @torch.no_grad()
 def _accuracy(loop: Loop, test: Pair) -> float:
-    inputs, labels = test
-    right = sum(
-        int((loop.network(x).argmax(1) == y).sum()) for x, y in zip(inputs.split(1000), labels.split(1000), strict=True)
-    )
-    return right / len(labels)
+    right = 0
+    for inputs, labels in zip(*(torch.split(tensor, 1000) for tensor in test), strict=True):
+        right += int((loop.network(inputs).argmax(1) == labels).sum())
+    return right / len(test[1])

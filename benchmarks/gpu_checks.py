@@ -33,16 +33,18 @@ LENGTH, TOKENS = 16, 65
 
 def rows(setting: Setting) -> list[Row]:
     """Returns the rows of the section."""
-    resnet: tuple[str, dict[str, Any]] = setting.sized(("resnet32", {}), ("resnet32", {"blocks": 1}))
-    networks: list[tuple[str, dict[str, Any]]] = [("lenet", {}), resnet, ("lstm", {})]
+    networks: list[tuple[str, dict[str, Any]]] = [
+        ("lenet", {}),
+        ("resnet32", setting.sized({}, {"blocks": 1})),
+        ("lstm", {}),
+    ]
+    ranks = setting.sized([("lenet", 16), ("vgg16", 64)], [("lenet", 16)], [])
+    mistakes = setting.sized([*REFUSALS], [*REFUSALS], ["tf32"])
     return [
         *(row(f"gradient of {name}", 2, partial(gradient, name, options)) for name, options in networks),
         row("twice the same bits", 2 * SIMULATION_S, same_bits),
-        *([] if setting.scale == "quick" else [row("steps of a rank", RUN_S, rank_steps)]),
-        *(
-            row(f"refusal: {name}", COMMAND_S, partial(refused, name))
-            for name in setting.sized([*REFUSALS], [*REFUSALS], ["tf32"])
-        ),
+        *(row(f"steps of a rank, {name}, μ = {size}", RUN_S, partial(rank_steps, name, size)) for name, size in ranks),
+        *(row(f"refusal: {name}", COMMAND_S, partial(refused, name)) for name in mistakes),
     ]
 
 
@@ -87,19 +89,24 @@ def same_bits(setting: Setting) -> Figures:
     return {"steps": STEPS, "same bits": "yes" if sums[0] == sums[1] else "no"}
 
 
-def rank_steps(setting: Setting) -> Figures:
+def rank_steps(name: str, size: int, setting: Setting) -> Figures:
     """Counts on the rank of a learner what each of its steps costs, after some steps to warm up."""
     file = setting.directory / "steps.json"
     options = {"device": setting.machine.name, "file": str(file)}
     hook = {"at": "update", "role": "learner 0", "call": watch, "options": options}
-    job = learner_job(setting, "lenet", 16, WARM + COUNTED + PROFILED + 2).with_(hooks=[hook])
+    job = learner_job(setting, name, size, WARM + COUNTED + PROFILED + 2).with_(hooks=[hook])
     with rudra.run(job, output=setting.directory / "steps.h5", force=True, progress="quiet"):
         found = json.loads(file.read_text(encoding="utf-8"))
-    copies = {name: found.pop(name, 0.0) / PROFILED for name in ("pageable copies", "copies", "bytes")}
-    counted = {name: found.pop(name, 0.0) / COUNTED for name in ("waits", "allocations")}
     if setting.machine.is_host:
         return {"peak MB": found["peak MB"], "waits, allocations and copies": "not on the host"}
-    each = {f"{name} per step": value for name, value in (counted | copies).items()}
+    steps = {
+        "waits": COUNTED,
+        "allocations": COUNTED,
+        "pageable copies": PROFILED,
+        "copies": PROFILED,
+        "bytes": PROFILED,
+    }
+    each = {f"{what} per step": found[what] / count for what, count in steps.items()}
     return {**each, "peak MB": found["peak MB"]}
 
 

@@ -109,7 +109,7 @@ class Cuda(Machine):
         return DEVICES[self.in_jobs].about(0)
 
     def graph(self, step: Callable[[], object]) -> Callable[[], object]:
-        beside = torch.cuda.Stream()  # as torch requires before a capture
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch requires steps there before a capture
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
             for _ in range(3):

@@ -71,7 +71,8 @@ def learner_job(
     )
 
 
-_counters: dict[str, StepCounter] = {}
+counters: dict[str, StepCounter] = {}
+"""Counters of this rank by the files that `watch` writes."""
 
 
 def watch(moment: rudra.Moment, device: str, file: str) -> None:
@@ -82,13 +83,13 @@ def watch(moment: rudra.Moment, device: str, file: str) -> None:
         device: Name in `MACHINES`.
         file: File to write.
     """
-    counter = _counters.setdefault(file, MACHINES[device]().counter())
     if moment.step == WARM:
-        counter.start()
+        counters[file] = MACHINES[device]().counter()
+        counters[file].start()
     elif moment.step == WARM + COUNTED:
-        Path(file).write_text(json.dumps(counter.stop()), encoding="utf-8")
-        counter.start_copies()
+        Path(file).write_text(json.dumps(counters[file].stop()), encoding="utf-8")
+        counters[file].start_copies()
     elif moment.step == WARM + COUNTED + PROFILED:
-        found = json.loads(Path(file).read_text(encoding="utf-8")) | counter.stop_copies()
+        found = json.loads(Path(file).read_text(encoding="utf-8")) | counters[file].stop_copies()
         found["peak MB"] = MACHINES[device]().peak_mb()
         Path(file).write_text(json.dumps(found), encoding="utf-8")

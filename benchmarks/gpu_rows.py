@@ -127,14 +127,14 @@ def attempt(name: str, measure: Callable[[], Figures]) -> Found:
     """Returns the outcome of a measurement. An error becomes the row's problem."""
     try:
         return Found(name, measure())
-    except LeftOut as why:
-        return Found(name, problem=f"left out: {why}")
     except Exception as error:  # the other rows do not depend on this one
         return failure(name, error)
 
 
 def failure(name: str, error: Exception) -> Found:
     """Returns the outcome of a row that an error has ended."""
+    if isinstance(error, LeftOut):
+        return Found(name, problem=f"left out: {error}")
     kind = "" if isinstance(error, RudraError | CheckFailed) else f"{type(error).__name__}: "
     trace = "".join(traceback.format_exception(error)[-6:])
     return Found(name, problem=f"failed: {kind}{one_line(error)}"[:LONGEST], trace=trace)
@@ -163,7 +163,6 @@ def measured(each: Row, setting: Setting) -> Iterator[Found]:
     if setting.left_s < each.expected_s:
         yield Found(each.name, problem=f"left out: {setting.left_s:.0f} s of the budget are left")
         return
-    outcomes = iter(())
     try:
         with ends_after(setting.left_s):
             outcomes = iter(each.measure(setting))

@@ -1,7 +1,8 @@
 """Section "speed" of `rudra bench gpu`: images/s of one learner and of plain torch loops, measured in turns."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,15 +14,11 @@ from torch.nn import functional
 import rudra
 from benchmarks.gpu_jobs import CLASSES, SHAPES, images, learner_job
 from benchmarks.gpu_rows import Found, LeftOut, Row, Setting, failure
-from rudra.bench.ranks import MOMENTUM, RATE, in_turns
-from rudra.benchmark_report import ratios, spread
+from rudra.bench.ranks import MOMENTUM, RATE
+from rudra.benchmark_report import Cell, ratios, spread
 from rudra.compute import models
 from rudra.data.load import DataInfo
 from rudra.job.job import Job
-
-OURS = "Rudra"
-RUN_S = 12.0
-"""Expected seconds of a run."""
 
 Rate = Callable[[], float]
 """Function that measures images/s."""
@@ -35,7 +32,7 @@ class Case:
         model: Name of a shipped model.
         size: Mini-batch.
         options: Options of the model.
-        ways: Names of the loops in `LOOPS` to compare with.
+        ways: Names in `OURS` and `LOOPS`, in the order of a turn.
         expected_s: Expected seconds of all turns.
     """
 
@@ -112,7 +109,7 @@ def reduced(setting: Setting, loop: Loop) -> Step:
     loop.computes = torch.compile(loop.network, mode="reduce-overhead")
 
     def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         loop.step()
 
     return step
@@ -121,7 +118,7 @@ def reduced(setting: Setting, loop: Loop) -> Step:
 def ddp(setting: Setting, loop: Loop) -> Step:
     """Returns a step whose network is wrapped in DDP, with one rank."""
     if not distributed.is_initialized():
-        store = f"file://{setting.directory}/store"
+        store = f"file://{setting.directory}/store-{time.monotonic_ns()}"
         distributed.init_process_group(setting.machine.backend, init_method=store, rank=0, world_size=1)
     ids = None if setting.machine.is_host else [setting.machine.device.index]
     loop.computes = torch.nn.parallel.DistributedDataParallel(
@@ -133,60 +130,85 @@ def ddp(setting: Setting, loop: Loop) -> Step:
 LOOPS: dict[str, Callable[[Setting, Loop], Step]] = {
     "eager": eager,
     "graph": graphed,
-    "DDP": ddp,
     "reduce-overhead": reduced,
+    "DDP": ddp,  # last: a thread of NCCL would disturb captures
 }
 """Loops to compare with, by name. Each returns the function that computes one step on the chosen samples."""
 
-FULL = [
-    Case("lenet", 16, ways=tuple(LOOPS), expected_s=60),
-    Case("resnet32", 16, ways=tuple(LOOPS), expected_s=90),
-    Case("lenet", 4, ways=tuple(LOOPS), expected_s=50),
-    Case("lenet", 64, ways=tuple(LOOPS), expected_s=50),
-    Case("resnet32", 64, ways=tuple(LOOPS), expected_s=80),
-    Case("vgg16", 64, ways=tuple(LOOPS), expected_s=80),
+OURS: dict[str, dict[str, Any]] = {"Rudra": {}, "Rudra compiled": {"training": {"compile": True}}}
+"""Runs with one learner by name, as tables of their jobs. Loops are compared with the first one."""
+
+COMPARED = {"Rudra compiled": "reduce-overhead"}
+"""Loops that other runs are compared with."""
+
+PLAIN = ("Rudra", "eager", "graph", "DDP")
+MAIN = [
+    Case("lenet", 16, ways=(*OURS, *LOOPS), expected_s=80),
+    Case("resnet32", 16, ways=(*OURS, *LOOPS), expected_s=110),
+    Case("vgg16", 64, ways=("Rudra", *LOOPS), expected_s=60),
+]
+MORE = [
+    Case("lenet", 4, ways=("Rudra", *LOOPS), expected_s=40),
+    Case("lenet", 64, ways=("Rudra", *LOOPS), expected_s=40),
+    Case("resnet32", 64, ways=("Rudra", *LOOPS), expected_s=60),
 ]
 SMALL = [
-    Case("lenet", 16, ways=tuple(LOOPS), expected_s=50),
-    Case("resnet32", 4, {"blocks": 1}, ("eager", "graph", "DDP"), 20),
-    Case("lenet", 4, {}, ("eager", "graph", "DDP"), 20),
-    Case("vgg16", 4, {"width": 8}, ("eager", "graph", "DDP"), 20),
+    Case("lenet", 16, ways=("Rudra", *LOOPS), expected_s=50),
+    Case("resnet32", 4, {"blocks": 1}, PLAIN, 20),
+    Case("vgg16", 4, {"width": 8}, PLAIN, 20),
 ]
-QUICK = [Case("lenet", 16, ways=("eager", "graph", "DDP"), expected_s=5)]
+QUICK = [Case("lenet", 16, ways=PLAIN, expected_s=5)]
 
 
 def rows(setting: Setting) -> list[Row]:
-    """Returns the rows of the section: one for each network and mini-batch, which has one outcome for each loop."""
-    cases = setting.sized(FULL, SMALL, QUICK)
+    """Returns the rows of the section: one for each network and mini-batch, which has one outcome for each way."""
+    return _rows(setting.sized(MAIN, SMALL, QUICK))
+
+
+def more_rows(setting: Setting) -> list[Row]:
+    """Returns the rows of the section with other mini-batches."""
+    return _rows(setting.sized(MORE, [Case("lenet", 4, ways=PLAIN, expected_s=20)], []))
+
+
+def _rows(cases: Sequence[Case]) -> list[Row]:
     return [Row(case.name, partial(compare, case), case.expected_s) for case in cases]
 
 
 def compare(case: Case, setting: Setting) -> Iterator[Found]:
-    """Measures a case in turns, and yields the images/s of Rudra and of each loop."""
-    rates: dict[str, Rate] = {}
+    """Measures a case in turns, and yields the images/s of each run of Rudra and of each loop.
+
+    A way that fails is left out of later turns. The others do not depend on it.
+    """
     span_s = setting.sized(1.0, 0.5, 0.1)
+    rates: dict[str, Rate] = {}
+    figures: defaultdict[str, list[float]] = defaultdict(list)
     try:
-        for name in case.ways:
+        for name in (name for name in case.ways if name in LOOPS):
             try:
                 rates[name] = _loop_rate(setting, case, name, span_s)
-            except LeftOut as why:
-                yield Found(f"{case.name}: {name}", problem=f"left out: {why}")
-            except Exception as error:  # the other loops do not depend on this one
+            except Exception as error:
                 yield failure(f"{case.name}: {name}", error)
         fastest = max((rate() for rate in rates.values()), default=100.0)
         steps = int(min(setting.sized(3000, 300, 30), max(20, fastest * 2 * span_s / case.size)))
-        figures: dict[str, list[float]] = {}
-        for turn in in_turns(setting.sized(2, 0), figures):
-            turn[OURS] = run_rate(setting, case, steps)
-            turn |= {name: rate() for name, rate in rates.items()}
+        rates |= {name: partial(run_rate, setting, case, steps, OURS[name]) for name in case.ways if name in OURS}
+        for _ in range(setting.sized(2, 1)):
+            for name in [name for name in case.ways if name in rates]:
+                try:
+                    figures[name].append(rates[name]())
+                except Exception as error:
+                    del rates[name]
+                    yield failure(f"{case.name}: {name}", error)
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
-    ours = figures[OURS]
-    yield Found(f"{case.name}: {OURS}", {"images/s": spread(ours)})
-    for name in rates:
-        theirs = figures[name]
-        yield Found(f"{case.name}: {name}", {"images/s": spread(theirs), f"{OURS} / {name}": ratios(ours, theirs)})
+    first, *_ = OURS
+    for name in (name for name in case.ways if name in rates):
+        shown: dict[str, Cell] = {"images/s": spread(figures[name])}
+        if name in LOOPS and first in rates:
+            shown[f"{first} / {name}"] = ratios(figures[first], figures[name])
+        if (other := COMPARED.get(name)) in rates:
+            shown[f"{name} / {other}"] = ratios(figures[name], figures[other])
+        yield Found(f"{case.name}: {name}", shown)
 
 
 def _loop_rate(setting: Setting, case: Case, name: str, span_s: float) -> Rate:
@@ -209,9 +231,9 @@ def _loop_rate(setting: Setting, case: Case, name: str, span_s: float) -> Rate:
     return lambda: count * case.size / steps(count)
 
 
-def run_rate(setting: Setting, case: Case, steps: int) -> float:
+def run_rate(setting: Setting, case: Case, steps: int, tables: Mapping[str, Any]) -> float:
     """Returns the images/s of a run with one learner, without the first fifth of its steps."""
-    job = learner_job(setting, case.model, case.size, steps, dict(case.options))
+    job = learner_job(setting, case.model, case.size, steps, dict(case.options)).with_(**tables)
     with rudra.run(job, output=setting.directory / "speed.h5", force=True, progress="quiet") as results:
         time_s = results.minibatches["time_s"]
     first = len(time_s) // 5
