@@ -115,7 +115,7 @@ class _Journal:
         path: The file.
         machine: The measured device, whose name is part of every line.
         show: Prints a line.
-        found: All outcomes so far.
+        found: Outcomes of the rows until now.
         left_out: Notes about sections that were left out.
     """
 

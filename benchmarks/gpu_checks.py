@@ -42,7 +42,7 @@ def rows(setting: Setting) -> list[Row]:
     mistakes = setting.sized([*REFUSALS], [*REFUSALS], ["tf32"])
     return [
         *(row(f"gradient of {name}", 2, partial(gradient, name, options)) for name, options in networks),
-        row("twice the same bits", 2 * SIMULATION_S, same_bits),
+        row("identical weights", 2 * SIMULATION_S, same_bits),
         *(row(f"steps of a rank, {name}, μ = {size}", RUN_S, partial(rank_steps, name, size)) for name, size in ranks),
         *(row(f"refusal: {name}", COMMAND_S, partial(refused, name)) for name in mistakes),
     ]
@@ -86,7 +86,7 @@ def same_bits(setting: Setting) -> Figures:
             sums.append(results.summary()["weights_sha256"])
     if sums[0] != sums[1] and is_promised:
         raise CheckFailed(f"the weights after {STEPS} steps differ: {sums[0][:12]} and {sums[1][:12]}")
-    return {"steps": STEPS, "same bits": "yes" if sums[0] == sums[1] else "no"}
+    return {"steps": STEPS, "identical": "yes" if sums[0] == sums[1] else "no"}
 
 
 def rank_steps(name: str, size: int, setting: Setting) -> Figures:

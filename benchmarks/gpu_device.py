@@ -72,7 +72,7 @@ class Machine:
 
 
 class StepCounter:
-    """Counter of what a rank's steps cost. The base class is that of the host, where nothing is counted."""
+    """Counter of waits, allocations and copies of a rank's steps. The base class is for the host, and counts nothing."""
 
     def start(self) -> None:
         """Starts to count waits and allocations."""

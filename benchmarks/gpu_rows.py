@@ -1,4 +1,4 @@
-"""Rows and sections of `rudra bench gpu`, and the setting in which they are measured."""
+"""Rows and sections of `rudra bench gpu`, and their common setting."""
 
 import signal
 import time
@@ -68,7 +68,7 @@ def _text(value: Cell) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all rows need.
+    """Setting of all rows.
 
     Attributes:
         machine: Device to measure.
@@ -159,7 +159,7 @@ def ends_after(seconds: float) -> Iterator[None]:
 
 
 def measured(each: Row, setting: Setting) -> Iterator[Found]:
-    """Yields the outcomes of a row. What the budget does not allow is left out."""
+    """Yields the outcomes of a row. If the budget is too small for it, the row is left out."""
     if setting.left_s < each.expected_s:
         yield Found(each.name, problem=f"left out: {setting.left_s:.0f} s of the budget are left")
         return

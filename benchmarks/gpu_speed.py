@@ -48,7 +48,7 @@ class Case:
 
 
 class Loop:
-    """A network trained by a few lines of torch, on data that lie on the device.
+    """A network trained by a few lines of torch, with its data on the device.
 
     Args:
         setting: Setting of the benchmark.
