@@ -75,7 +75,7 @@ BENCHMARKS = {  # name -> comparison and goal
         "the learner is named; the predicted gain is within 20 % of the measured one",
     ),
     "gpu": (
-        "checks of a GPU, and one learner on it against plain torch loops and CUDA graphs; --device host: on the CPU",
+        "checks of a GPU, and one learner on it against plain torch loops and CUDA graphs; or on the CPU",
         "no row fails; images/s >= 0.9 (lenet) and 0.95 (resnet32) of a CUDA graph, and twice eager torch at μ = 16",
     ),
     "hogbatch": (

@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -59,11 +60,8 @@ class Machine:
         """Captures a step in a CUDA graph. Returns the function that replays it. None: there are no graphs."""
         return None
 
-    def forget_peak(self) -> None:
-        """Starts a new measurement of `peak_mb`."""
-
     def peak_mb(self) -> float:
-        """Returns the largest memory since `forget_peak`, in MB. On the host: of the process since its start."""
+        """Returns the largest memory of this process until now, in MB: on a GPU what torch has allocated there."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
     def counter(self) -> "StepCounter":
@@ -72,7 +70,7 @@ class Machine:
 
 
 class StepCounter:
-    """Counter of waits, allocations and copies of a rank's steps. The base class is for the host, and counts nothing."""
+    """Counter of waits, allocations and copies of a rank's steps. The base class counts nothing, as on the host."""
 
     def start(self) -> None:
         """Starts to count waits and allocations."""
@@ -120,9 +118,6 @@ class Cuda(Machine):
             step()
         return graph.replay
 
-    def forget_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
-
     def peak_mb(self) -> float:
         return torch.cuda.max_memory_allocated() / 1e6
 
@@ -134,19 +129,16 @@ class CudaCounter(StepCounter):
     """Counter of torch's waits for the GPU, of allocations, and of copies over the bus."""
 
     def __init__(self) -> None:
-        self._waits = self._allocations = 0
+        self._catching = ExitStack()
+        self._warnings: list[warnings.WarningMessage] = []
+        self._allocations = 0
         self._profile: Any = None
 
     def start(self) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the mode is a prototype
-            torch.cuda.set_sync_debug_mode("warn")
+        self._warnings = self._catching.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        warnings.showwarning = self._seen
-        self._waits, self._allocations = 0, self._allocated()
-
-    def _seen(self, message: Warning | str, *_: Any, **__: Any) -> None:
-        self._waits += "synchronizing" in str(message)
+        torch.cuda.set_sync_debug_mode("warn")
+        self._allocations = self._allocated()
 
     @staticmethod
     def _allocated() -> int:
@@ -154,7 +146,9 @@ class CudaCounter(StepCounter):
 
     def stop(self) -> dict[str, float]:
         torch.cuda.set_sync_debug_mode("default")
-        return {"waits": self._waits, "allocations": self._allocated() - self._allocations}
+        self._catching.close()
+        waits = sum("called a synchronizing" in str(each.message) for each in self._warnings)
+        return {"waits": waits, "allocations": self._allocated() - self._allocations}
 
     def start_copies(self) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])

@@ -106,6 +106,7 @@ def graphed(setting: Setting, loop: Loop) -> Step:
 
 def reduced(setting: Setting, loop: Loop) -> Step:
     """Returns a step whose network torch has compiled."""
+    torch.compiler.reset()  # shapes of earlier cases would make this one dynamic
     loop.computes = torch.compile(loop.network, mode="reduce-overhead")
 
     def step() -> None:

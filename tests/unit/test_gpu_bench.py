@@ -276,6 +276,17 @@ def test_a_rank_counts_waits_before_it_records_copies(tmp_path: Path, monkeypatc
     assert found == {"waits": 60, "copies": 20}
 
 
+def test_each_goal_is_of_a_row_and_a_figure_that_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_speed, "run_rate", lambda *_: 50.0)
+    monkeypatch.setattr(gpu_speed, "_loop_rate", lambda *_: lambda: 100.0)
+    setting = Setting(Machine(), "full", tmp_path)
+    found = [outcome for each in gpu_speed.rows(setting) for outcome in measured(each, setting)]
+    assert not [each.row for each in found if each.problem]
+    goals = gpu._goals(found, "full")
+    assert [goal.figure for goal in goals] == [0.5] * len(gpu.GOALS)
+    assert gpu._goals(found, "small") == []
+
+
 def test_each_device_has_a_name_and_a_backend() -> None:
     assert {name: (cls.in_jobs, cls.backend) for name, cls in MACHINES.items()} == {
         "host": ("cpu", "gloo"),
