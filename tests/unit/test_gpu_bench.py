@@ -7,15 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed
 
 from benchmarks import gpu, gpu_accuracy, gpu_checks, gpu_jobs, gpu_speed
-from benchmarks.gpu_device import MACHINES, Machine, StepCounter, copies_in
+from benchmarks.gpu_device import MACHINES, CudaCounter, Machine, StepCounter, copies_in
 from benchmarks.gpu_rows import CheckFailed, Figures, Found, LeftOut, Row, Section, Setting, ends_after, measured, row
 from rudra.benchmark_report import Spread
 from rudra.cli.main import main
@@ -244,6 +246,20 @@ def test_copies_over_the_bus_are_counted_by_kind() -> None:
     ]
     assert copies_in(events) == {"pageable copies": 1, "copies": 2, "bytes": 12}
     assert copies_in([]) == {"pageable copies": 0, "copies": 0, "bytes": 0}
+
+
+def test_waits_are_the_warnings_of_torch_between_start_and_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    allocated = iter([100, 130])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"allocation.all.allocated": next(allocated)})
+    counter, filters = CudaCounter(), [*warnings.filters]
+    counter.start()
+    for text in ("called a synchronizing CUDA operation", "called a synchronizing CUDA operation", "another"):
+        warnings.warn(text, UserWarning, stacklevel=1)
+    assert counter.stop() == {"waits": 2, "allocations": 30}
+    assert modes == ["warn", "default"]
+    assert warnings.filters == filters
 
 
 def test_a_rank_counts_waits_before_it_records_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
