@@ -21,7 +21,7 @@ RATES = {16: (0.005, 0.01, 0.02), 64: (0.02, 0.05, 0.1), 256: (0.05, 0.1, 0.2)}
 def rows(setting: Setting) -> list[Row]:
     """Returns the rows of the section: the run, and one plain loop for each mini-batch."""
     sizes = setting.sized([16, 64, 256], [64], [64])
-    plain = [row(f"plain loop, μ = {size}", setting.sized(15, 10), partial(plain_loop, size)) for size in sizes]
+    plain = [row(f"plain loop, μ = {size}", setting.sized(15, 40, 5), partial(plain_loop, size)) for size in sizes]
     return plain if setting.scale == "quick" else [row("job fashion, one learner", 60, our_run), *plain]
 
 

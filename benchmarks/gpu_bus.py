@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu_rows import Figures, LeftOut, Row, Setting, row
 from benchmarks.shared import seconds
 from rudra.bench.ranks import in_turns
-from rudra.benchmark_report import ratios, spread
+from rudra.benchmark_report import Cell, ratios, spread
 from rudra.compute.devices import page_locked
 from rudra.compute.optim import UpdateRule
 from rudra.job.job import Job
@@ -59,7 +59,7 @@ def copied(setting: Setting, *, locked: bool, back: bool) -> Figures:
     figures: dict[str, list[float]] = {}
     for turn in in_turns(setting.sized(3, 1, 0), figures):
         turn["s"] = _timed(setting, lambda: to.copy_(source, non_blocking=True))
-    return {"GB/s": spread(here.nbytes / taken / 1e9 for taken in figures["s"])}
+    return {"MB": here.nbytes / 1e6, "GB/s": spread(here.nbytes / taken / 1e9 for taken in figures["s"])}
 
 
 def updated(setting: Setting) -> Figures:
@@ -83,5 +83,5 @@ def updated(setting: Setting) -> Figures:
         turn["device"] = _timed(setting, lambda: on_device.step(gradient, 1e-6))
         turn["host"] = _timed(setting, lambda: on_host.step(their_gradient, 1e-6))
         turn["staged"] = _timed(setting, staged)
-    shown: dict[str, object] = {f"{name} ms": spread(1e3 * s for s in taken) for name, taken in figures.items()}
-    return {**shown, "staged / device": ratios(figures["staged"], figures["device"])}  # type: ignore[dict-item]
+    shown: dict[str, Cell] = {f"{name} ms": spread(1e3 * s for s in taken) for name, taken in figures.items()}
+    return {"MB": ours.nbytes / 1e6, **shown, "staged / device": ratios(figures["staged"], figures["device"])}

@@ -25,7 +25,7 @@ LARGEST = 1e-4
 """Largest difference of a gradient on the device from that on the CPU, relative to its norm, that rounding explains."""
 
 STEPS = 20
-RUN_S, SIMULATION_S, COMMAND_S = 12.0, 4.0, 6.0
+RUN_S, SIMULATION_S, COMMAND_S = 12.0, 4.0, 8.0
 """Expected seconds of a run on ranks, of a short simulation, and of a command that ends at once."""
 
 LENGTH, TOKENS = 16, 65
