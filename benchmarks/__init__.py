@@ -74,6 +74,10 @@ BENCHMARKS = {  # name -> comparison and goal
         "explanation of a run with a learner three times as slow, and its predicted gain of shares against a run's",
         "the learner is named; the predicted gain is within 20 % of the measured one",
     ),
+    "gpu": (
+        "checks of a GPU, and one learner on it against plain torch loops and CUDA graphs; or on the CPU",
+        "no row fails; images/s >= 0.9 (lenet) and 0.95 (resnet32) of a CUDA graph, and twice eager torch at μ = 16",
+    ),
     "hogbatch": (
         "workers that share weights in a window: two against one and against torch's Hogwild",
         ">= 1.7 times the samples/s of one; >= 1.5 times torch's at μ = 1 and 8; <= 3 % waiting",

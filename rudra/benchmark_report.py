@@ -68,12 +68,15 @@ class Report:
         columns: heads of the table. The first is the head of the rows' names.
         rows: rows with one cell for each column.
         notes: lines below the table.
+        goals: goals with their figures.
+        failures: names of rows that an error has ended. The command then ends with exit code 1.
     """
 
     columns: Sequence[str]
     rows: list[Sequence[Cell]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     goals: list[Goal] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
 
     def as_text(self, *, goals: bool = True) -> str:
         lines = [list(self.columns), *([_text(cell) for cell in row] for row in self.rows)]

@@ -10,7 +10,9 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
+from functools import partial
 from importlib import metadata
+from inspect import signature
 from typing import Any
 
 from rudra import package_check
@@ -70,14 +72,19 @@ def module_of(name: str) -> Any:
     return importlib.import_module(f"{package}.{name}")
 
 
-def measure(name: str, *, quick: bool, as_json: bool, **more: Any) -> None:
+def measure(name: str, *, quick: bool, as_json: bool, **more: Any) -> bool:
     """Runs a benchmark and prints its results, whether it reaches its goals or not.
+
+    A benchmark whose function `run` has an argument `show` gets a function that prints a line before the results.
 
     Args:
         name: name of the benchmark.
         quick: whether to use the smallest sizes.
         as_json: whether to print one JSON object.
         more: keyword arguments that only this benchmark accepts.
+
+    Returns:
+        Whether all rows were measured: no error has ended one.
 
     Raises:
         RudraError: the benchmark failed.
@@ -87,11 +94,15 @@ def measure(name: str, *, quick: bool, as_json: bool, **more: Any) -> None:
         log.warning(f"warning: the machine is busy (load {load:.1f}); figures may be off")
     if (root := str(package_check.ROOT)) not in sys.path[:1]:
         sys.path.insert(0, root)  # ranks import the benchmark from here
-    report: Report = module_of(name).run(quick=quick, **more)
+    run = module_of(name).run
+    if "show" in signature(run).parameters:
+        more["show"] = (lambda line: None) if as_json else partial(print, flush=True)
+    report: Report = run(quick=quick, **more)
     if as_json:
         print(json.dumps({"benchmark": name, "quick": quick, **_machine(load), **report.as_dict()}), flush=True)
     else:  # the smallest sizes cannot show whether goals are reached
         print(f"{name}: {known()[name]}\n\n{report.as_text(goals=not quick)}\n", flush=True)
+    return not report.failures
 
 
 def _machine(load: float) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from inspect import signature
 from pathlib import Path
 
 from rudra.bench import known, listing, measure, module_of, tables
-from rudra.errors import ConfigError, meant, unknown
+from rudra.errors import EXIT_FAILED, ConfigError, meant, unknown
 
 SUMMARY = "measure Rudra against torch, MPI and memory on this machine"
 
@@ -20,9 +20,10 @@ EXAMPLES = {
     "rudra bench": "list the benchmarks with their goals",
     "rudra bench overhead ddp": "run two of them",
     "rudra bench pingpong --quick": "try one on the smallest sizes, without goals",
+    "rudra bench gpu --budget 300": "check and measure a GPU within five minutes",
 }
 
-OPTIONS = ("only", "keep")
+OPTIONS = ("only", "keep", "budget", "device")
 """Options of some benchmarks."""
 
 
@@ -34,8 +35,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object for each benchmark")
     about = "for some benchmarks: only runs with these words, such as sma ddp 32; a wrong word lists the valid ones"
     parser.add_argument("--only", nargs="+", metavar="WORD", help=about)
-    about = "for some benchmarks: keep finished runs there, and do not repeat them"
+    about = "for some benchmarks: keep finished runs there, and do not repeat them. gpu: append its rows"
     parser.add_argument("--keep", type=Path, metavar="PATH", help=about)
+    about = "gpu: seconds after which it ends, and names what it has left out. Default: 480"
+    parser.add_argument("--budget", type=float, metavar="S", help=about)
+    about = "gpu: cuda, or host for small sizes on the CPU. Default: cuda, or host with --quick"
+    parser.add_argument("--device", metavar="NAME", help=about)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -54,6 +59,5 @@ def execute(arguments: argparse.Namespace) -> int:
         if more:
             raise ConfigError(f"--{next(iter(more))} needs a benchmark; `rudra bench` lists them")
         print(listing())
-    for name in arguments.names:
-        measure(name, quick=arguments.quick, as_json=arguments.json, **more)
-    return 0
+    measured = [measure(name, quick=arguments.quick, as_json=arguments.json, **more) for name in arguments.names]
+    return 0 if all(measured) else EXIT_FAILED

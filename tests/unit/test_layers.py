@@ -96,7 +96,7 @@ def test_each_variant_of_a_role_has_a_state_machine_and_an_executor() -> None:
     assert MACHINES.keys() == EXECUTORS.keys() == {*Variant}
 
 
-def test_only_the_module_of_devices_knows_cuda() -> None:
+def test_only_the_module_of_devices_and_that_of_a_benchmark_know_cuda() -> None:
     knows = {
         str(file.relative_to(ROOT))
         for file in SOURCES
@@ -107,7 +107,7 @@ def test_only_the_module_of_devices_knows_cuda() -> None:
             and any(isinstance(n, ast.Constant) and n.value == "cuda" for n in ast.walk(node))
         )
     }
-    assert knows == {"rudra/compute/devices.py"}
+    assert knows == {"rudra/compute/devices.py", "benchmarks/gpu_device.py"}
 
 
 def test_protocols_and_topologies_name_nothing_of_rudra_in_a_string() -> None:
