@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor, StatisticsExecutor
@@ -204,7 +205,7 @@ def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float,
 
 
 def _outcome(executor: Executor, action: ExecutorAction) -> Computed:
-    (computed,) = executor.perform(action)
+    (computed,) = finished(executor.perform(action))
     assert isinstance(computed, Computed)
     return computed
 
