@@ -26,6 +26,7 @@ class Topology:
         staged: Number of stage servers, which hold the last layers.
         scheduled: Whether the parameter server assigns the samples.
         window: Whether learners update shared weights.
+        one_rank: Whether one rank hosts all roles.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Topology:
     staged: int = 0
     scheduled: bool = False
     window: bool = False
+    one_rank: bool = False
 
     def draw(self, nodes: Sequence[int]) -> Plan:
         """Returns the plan for the node of every learner. Callers use `plan` or `fit` instead.
@@ -46,6 +48,8 @@ class Topology:
             plan = replace(plan, scheduled=True, window=self.window)
         if self.staged:
             plan = with_stage_servers(plan, self.staged)
+        if self.one_rank:
+            return on_one_rank(plan)
         if self.per_rank == 1:
             return plan
         hosted = Counter(role.world_rank for role in plan.roles)
@@ -81,6 +85,8 @@ class Topology:
         Raises:
             ValueError: There are too few ranks, or their number does not fit the number of learners.
         """
+        if self.one_rank:
+            return self.plan(learners or 1)
         order = {node: i for i, node in enumerate(dict.fromkeys(places))}
         ranks: list[list[int]] = [[] for _ in order]
         for rank, node in enumerate(places):
@@ -200,6 +206,17 @@ def with_stage_servers(plan: Plan, count: int) -> Plan:
     return replace(plan, roles=(*plan.roles, *servers))
 
 
+def on_one_rank(plan: Plan) -> Plan:
+    """Returns a plan whose roles are all on rank 0.
+
+    Raises:
+        ValueError: The learners are on several nodes.
+    """
+    if len({plan.roles[learner].node for learner in plan.learners}) > 1:
+        raise ValueError("[cluster] one_rank = true: the learners are on several nodes; use one_rank = false")
+    return replace(plan, roles=tuple(replace(role, world_rank=0) for role in plan.roles))
+
+
 def sharing_ranks(plan: Plan, per_rank: int) -> Plan:
     """Returns a plan whose learners share ranks with their neighbours in the same node and compute group.
 
@@ -246,6 +263,7 @@ def load(
     staged: int = 0,
     scheduled: bool = False,
     window: bool = False,
+    one_rank: bool = False,
 ) -> Topology:
     """Binds a topology to its options.
 
@@ -256,6 +274,7 @@ def load(
         staged: Number of stage servers, which hold the last layers.
         scheduled: Whether the parameter server assigns the samples.
         window: Whether learners update shared weights.
+        one_rank: Whether one rank hosts all roles.
 
     Raises:
         KeyError: The name is unknown.
@@ -274,7 +293,7 @@ def load(
     except TypeError as error:
         valid = ", ".join([*signature.parameters][1:]) or "none"
         raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
-    return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled, window)
+    return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled, window, one_rank)
 
 
 _signature = lru_cache(maxsize=64)(inspect.signature)  # a job makes its topology many times

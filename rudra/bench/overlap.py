@@ -18,6 +18,7 @@ import torch
 
 from rudra.bench.ranks import LEARNER, alexnet_job, on_ranks, train
 from rudra.benchmark_report import Goal, Report, Spread, ratios, spread
+from rudra.compute.device.streams import finished
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
@@ -186,10 +187,10 @@ def _alone(job: Job, learner: int, steps: int) -> float:
     executor.buffer(WEIGHTS).vector.copy_(torch.randn(executor.size) * 0.01)
     torch.set_flush_denormal(True)
     for step in range(WARM_UP):
-        next(executor.perform(Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT)))
+        finished(executor.perform(Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT)))
     began = time.perf_counter()
     for step in range(WARM_UP, steps):
-        next(executor.perform(Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT)))
+        finished(executor.perform(Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT)))
     taken = (time.perf_counter() - began) / (steps - WARM_UP)
     executor.close()
     return taken

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rudra.compute.device.streams import Number, Pending, Stream
 from rudra.errors import ConfigError
 from topologies import Plan
 
@@ -85,6 +86,10 @@ class DeviceKind:
         """
         return 0
 
+    def stream(self, device: torch.device) -> Stream:
+        """Returns a stream for the work of a role."""
+        return Stream()
+
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         """Sets how this process multiplies float32 numbers on a device: exactly, or with factors rounded to TF32.
 
@@ -95,6 +100,49 @@ class DeviceKind:
     def generator(self, device: torch.device) -> torch.Generator:
         """Returns the generator that layers on a device draw from."""
         return torch.default_generator
+
+
+class CudaStream(Stream):
+    """Stream of a GPU. Numbers come back through page-locked memory.
+
+    Args:
+        stream: Stream of torch. Work that torch does outside `submit` uses the default stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def submit(self, work: Callable[[], Sequence[Number]]) -> Pending:
+        with torch.cuda.stream(self._stream):
+            numbers = work()
+            there = [number for number in numbers if isinstance(number, torch.Tensor)]
+            came = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
+            if there:
+                came.copy_(torch.stack([number.double() for number in there]), non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _OnGpu(numbers, came, event)
+
+
+class _OnGpu(Pending):
+    """Work of a GPU.
+
+    Args:
+        numbers: Its numbers.
+        came: Memory that receives those on the GPU.
+        event: Event after the work.
+    """
+
+    def __init__(self, numbers: Sequence[Number], came: torch.Tensor, event: torch.cuda.Event) -> None:
+        self._numbers, self._came, self._event = numbers, came, event
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def numbers(self) -> list[float]:
+        self._event.synchronize()
+        came = iter(self._came.tolist())
+        return [next(came) if isinstance(number, torch.Tensor) else number for number in self._numbers]
 
 
 class Cuda(DeviceKind):
@@ -138,6 +186,9 @@ class Cuda(DeviceKind):
         work()
         self.finish(device)
         return torch.cuda.max_memory_allocated(device) - before
+
+    def stream(self, device: torch.device) -> Stream:
+        return CudaStream(torch.cuda.current_stream(device))
 
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         if rounded and torch.cuda.get_device_capability(device) < AMPERE:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rudra.compute.autograd import Forward
+from rudra.compute.device.streams import Number
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel, figures
 from rudra.compute.plain_code import is_plain
@@ -96,7 +97,7 @@ class EarlyForward:
         weights: torch.Tensor,
         out: torch.Tensor,
         ready: Ready | None = None,
-    ) -> tuple[float, float]:
+    ) -> tuple[Number, Number]:
         """Computes what `FlatModel.gradient` computes, after `forward`, whose weights are complete now."""
         model = self._model
         model.bind(weights)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from rudra.compute.device.streams import known
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, Sums
 from rudra.compute.tasks import Task
@@ -51,7 +52,7 @@ def add_batch(sums: Sums, model: FlatModel, weights: torch.Tensor, split: Sample
 
 
 def score_of(name: str, sums: Sums, samples: int, task: Task) -> SplitMetrics:
-    """Computes the metrics of a split from sums over all its samples."""
-    means = {metric: total / samples for metric, total in sums.items()}
+    """Computes the metrics of a split from sums over all its samples. Waits for the device."""
+    means = {metric: total / samples for metric, total in zip(sums, known(sums.values()), strict=True)}
     loss, error = means.pop(LOSS), means.pop(ERROR)
     return SplitMetrics(name, loss, error, tuple({**task.derived(loss), **means}.items()))

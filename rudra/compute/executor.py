@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CHUNK, slices
+from rudra.compute.device.streams import Pending
 from rudra.compute.devices import CPU, kind_of, selection, set_deterministic
 from rudra.compute.rows import RowFormat
 from rudra.compute.staging import Staging
@@ -155,8 +156,12 @@ class Executor:
         """Whether the role computes on its buffers directly and not on copies on a GPU."""
         return self._stage is None
 
-    def perform(self, action: ExecutorAction) -> Iterator[Event | None]:
-        """Performs a local action. Yields None after each piece of long work but the last, then an event."""
+    def perform(self, action: ExecutorAction) -> Iterator[Event | Pending | None]:
+        """Performs a local action.
+
+        Yields:
+            None after each piece of long work but the last, work of a device as long as it is not done, then an event.
+        """
         done = getattr(self, self._METHODS[type(action)])(action)
         return done if isinstance(done, Iterator) else iter((done,))
 

@@ -18,6 +18,7 @@ from torch import nn
 from rudra.compute.autograd import Autograd
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
+from rudra.compute.device.streams import Number
 from rudra.compute.devices import kind_of
 from rudra.compute.direct import LARGE, direct_layers
 from rudra.compute.final_gradients import Ready
@@ -25,7 +26,7 @@ from rudra.compute.flat_buffers import FlatBuffers
 from rudra.compute.hooks import hooked
 from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear
-from rudra.compute.tasks import Classification, LossReduction, Task
+from rudra.compute.tasks import Classification, LossReduction, Task, number
 from rudra.compute.views import FlatViews
 from rudra.core.layout import Entry, EntryKind
 from rudra.data.trees import called, moved
@@ -220,7 +221,7 @@ class FlatModel:
         out: torch.Tensor | RowGradient,
         seed: int | torch.Tensor,
         ready: Ready | None = None,
-    ) -> tuple[float, float]:
+    ) -> tuple[Number, Number]:
         """Computes the gradient of the mean loss at the bound weights.
 
         Args:
@@ -235,12 +236,12 @@ class FlatModel:
                 only the whole gradient becomes final, as with compiled code, rows, or the scaled loss of float16.
 
         Returns:
-            Mean loss and number of wrong samples; NaN if the task defines no error.
+            Mean loss and number of wrong samples; NaN if the task defines no error. A device may still compute them.
 
         Raises:
             DataError: A label is outside the model's classes.
         """
-        rows = out if isinstance(out, RowGradient) else None
+        rows, target = out if isinstance(out, RowGradient) else None, moved(target, self.device)
         if self.chain is not None and self.chain.takes(inputs):
             views = self.views.of(out) if isinstance(out, torch.Tensor) else self.views.of(out.rest, self._rows)
             self.seed(seed)  # the task's loss may draw random numbers
@@ -283,6 +284,8 @@ class FlatModel:
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
         """Computes `gradient` for a batch of several mini-batches. Returns the loss and the error of each sample."""
         losses, wrong = self._backward(inputs, target, out, seed, "none", self._scale)
+        if isinstance(wrong, torch.Tensor):
+            wrong = wrong.numpy(force=True)
         return losses.numpy(force=True), np.full(len(losses), np.nan) if wrong is None else wrong
 
     def seed(self, seed: int | torch.Tensor) -> None:
@@ -306,7 +309,7 @@ class FlatModel:
         reduction: LossReduction,
         scale: float,
         ready: Ready | None = None,
-    ) -> tuple[torch.Tensor, npt.NDArray[Any] | None]:
+    ) -> tuple[torch.Tensor, npt.NDArray[Any] | torch.Tensor | None]:
         self.set_mode(training=True)
         rows = into if isinstance(into, RowGradient) else None
         out = into.rest if isinstance(into, RowGradient) else into
@@ -340,7 +343,7 @@ class FlatModel:
             scaled_gradient.mul_(1 / scale)
         return loss.detach(), self.task.wrong(passed.output, target)
 
-    def evaluate_batch(self, inputs: Any, target: Any) -> tuple[float, float, dict[str, float]]:
+    def evaluate_batch(self, inputs: Any, target: Any) -> tuple[Number, Number, dict[str, Number]]:
         """Evaluates the bound weights on one batch.
 
         Returns:
@@ -355,8 +358,8 @@ class FlatModel:
             output, loss = self.autograd.loss(self.module, inputs, there)
             metrics = self.task.measure(output, there)
         self._buffers.collect()
-        wrong = self.task.wrong(output, target)
-        return loss.item(), math.nan if wrong is None else float(wrong.mean()), metrics
+        wrong = self.task.wrong(output, there)
+        return number(loss), math.nan if wrong is None else _mean(wrong), metrics
 
     def set_mode(self, *, training: bool) -> None:
         if self._training is not training:  # visiting every submodule takes longer than a small layer
@@ -364,6 +367,14 @@ class FlatModel:
             self._training = training
 
 
-def figures(loss: torch.Tensor, wrong: npt.NDArray[Any] | None) -> tuple[float, float]:
-    """Returns the mean loss and the number of wrong samples."""
-    return loss.item(), math.nan if wrong is None else float(np.sum(wrong, dtype=np.float32))
+def figures(loss: torch.Tensor, wrong: npt.NDArray[Any] | torch.Tensor | None) -> tuple[Number, Number]:
+    """Returns the mean loss and the number of wrong samples. On a device nobody waits for them."""
+    if wrong is None:
+        return number(loss), math.nan
+    if isinstance(wrong, torch.Tensor):
+        return number(loss), number(wrong.sum(dtype=torch.float32))
+    return number(loss), float(np.sum(wrong, dtype=np.float32))
+
+
+def _mean(wrong: npt.NDArray[Any] | torch.Tensor) -> Number:
+    return number(wrong.double().mean()) if isinstance(wrong, torch.Tensor) else float(wrong.mean())

@@ -6,13 +6,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from protocols.hogbatch import parts
+from rudra.compute.device.streams import Number, known
 from rudra.compute.early_forward import EarlyForward, ForwardPass
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
@@ -50,6 +51,22 @@ class BatchResult:
     samples: int
 
 
+class BatchFigures(NamedTuple):
+    """Training error of one mini-batch that a device may still compute.
+
+    Attributes:
+        loss: Mean loss over the samples.
+        errors: Wrong samples, each by its share; NaN if the task defines no error.
+        work: Samples of the mini-batch.
+        batch: These samples.
+    """
+
+    loss: Number
+    errors: Number
+    work: Work
+    batch: Batch
+
+
 class GradientSource:
     """Gradients of one learner as pure functions of weights, step and work, independent of caller and time.
 
@@ -85,8 +102,8 @@ class GradientSource:
         weights: torch.Tensor,
         out: torch.Tensor | RowGradient,
         ready: Ready | None = None,
-    ) -> BatchResult:
-        """Computes the gradient of one step.
+    ) -> BatchFigures:
+        """Computes the gradient of one step. A device may still compute it when this returns.
 
         Args:
             step: Step number. Consecutive steps are prefetched.
@@ -108,9 +125,9 @@ class GradientSource:
         weights: torch.Tensor,
         out: torch.Tensor | RowGradient,
         ready: Ready | None = None,
-    ) -> BatchResult:
+    ) -> BatchFigures:
         """Computes the gradient as `compute` does, from samples that the caller has drawn."""
-        return self._checked(work, batch, *self._gradient(batch, weights, out, self.seed(step), ready))
+        return BatchFigures(*self._gradient(batch, weights, out, self.seed(step), ready), work, batch)
 
     @property
     def can_pass_early(self) -> bool:
@@ -142,12 +159,18 @@ class GradientSource:
         weights: torch.Tensor,
         out: torch.Tensor,
         ready: Ready | None = None,
-    ) -> BatchResult:
+    ) -> BatchFigures:
         """Computes what `of_batch` computes, after `forward_early`."""
-        return self._checked(work, batch, *self._early.gradient(passed, *batch, weights, out, ready))
+        return BatchFigures(*self._early.gradient(passed, *batch, weights, out, ready), work, batch)
 
-    def _checked(self, work: Work, batch: Batch, loss: float, errors: float) -> BatchResult:
-        inputs, target = batch
+    def checked(self, figures: BatchFigures) -> BatchResult:
+        """Returns the result of a mini-batch. Waits for its device.
+
+        Raises:
+            DataError: The loss is not finite because of a sample.
+        """
+        work, (inputs, target) = figures.work, figures.batch
+        loss, errors = known((figures.loss, figures.errors))
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
             sample = self._inputs.indices([work])[int(wrong.argmax())]
             raise DataError(
@@ -162,7 +185,7 @@ class GradientSource:
         out: torch.Tensor | RowGradient,
         seed: int,
         ready: Ready | None = None,
-    ) -> tuple[float, float]:
+    ) -> tuple[Number, Number]:
         """Computes `FlatModel.gradient` in the parts that the job sets: their mean, weighted by samples.
 
         Each part continues with the generator state and the buffers of the part before.
@@ -174,7 +197,9 @@ class GradientSource:
             return model.gradient(inputs, target, out, seed, ready)
         assert isinstance(out, torch.Tensor), "gradients in rows are of whole mini-batches"
         trained, last = slice(model.parameter_count), 0
-        mean, loss, errors, state = torch.zeros_like(out), 0.0, 0.0, None
+        loss: Number = 0.0
+        errors: Number = 0.0
+        mean, state = torch.zeros_like(out), None
         if buffers := model.size > model.parameter_count:
             weights = weights.clone()
         model.bind(weights)
@@ -188,7 +213,8 @@ class GradientSource:
             if buffers:
                 weights[model.parameter_count :] = out[model.parameter_count :]
         out[trained] = mean[trained]
-        return float(np.float32(loss)), errors  # as a whole batch gives it: records keep it exactly
+        # Single precision, as a whole batch gives it: records keep it exactly.
+        return loss.float() if isinstance(loss, torch.Tensor) else float(np.float32(loss)), errors
 
     def prepare(self) -> None:
         """Compiles the step with one discarded gradient, so that the first step takes no longer than others.
@@ -334,7 +360,7 @@ def _prepare(
             ready.put(error)
 
 
-Sums = defaultdict[str, float]
-"""Metrics summed over samples: loss, error, and metrics by name."""
+Sums = defaultdict[str, Number]
+"""Metrics summed over samples: loss, error, and metrics by name. A device may still compute them."""
 
 LOSS, ERROR = "loss", "error"

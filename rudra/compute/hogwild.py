@@ -49,10 +49,10 @@ class _Thread:
     def compute(self, step: int, work: Work, batch: Batch, weights: torch.Tensor) -> BatchResult:
         """Computes a gradient at weights in main memory, and returns it in main memory."""
         if self._stage is None:
-            return self.source.of_batch(step, work, batch, weights, self.gradient)
-        result = self.source.of_batch(step, work, batch, self.there(weights), self._stage.gradient)
+            return self.source.checked(self.source.of_batch(step, work, batch, weights, self.gradient))
+        figures = self.source.of_batch(step, work, batch, self.there(weights), self._stage.gradient)
         self.gradient.copy_(self._stage.gradient)
-        return result
+        return self.source.checked(figures)
 
     def there(self, weights: torch.Tensor) -> torch.Tensor:
         """Moves weights from main memory to the device of the thread."""
@@ -152,7 +152,8 @@ class HogwildExecutor(Sharing, LearnerExecutor):
 
     def gradient_at(self, step: int, work: Work, batch: Batch, weights: torch.Tensor, out: torch.Tensor) -> BatchResult:
         """Computes a gradient for a caller that accesses the window itself."""
-        return self._threads[0].source.of_batch(step, work, batch, weights, out)
+        source = self._threads[0].source
+        return source.checked(source.of_batch(step, work, batch, weights, out))
 
     def close(self) -> None:
         if self._pool is not None:

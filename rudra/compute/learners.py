@@ -12,13 +12,14 @@ import torch
 from msgspec import structs
 
 from rudra.compute.arrivals import Arrivals
-from rudra.compute.devices import finish
+from rudra.compute.device.streams import Number, Pending, Stream, known
+from rudra.compute.devices import kind_of
 from rudra.compute.early_pass import EarlyPass
 from rudra.compute.evaluation import add_batch, evaluate, score_of
 from rudra.compute.executor import Executor, performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import ERROR, LOSS, BatchResult, GradientSource, Sums
+from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource, Sums
 from rudra.compute.norms import NormMeter
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.vectors import Buffer
@@ -66,6 +67,7 @@ class LearnerExecutor(Executor):
     """
 
     source: GradientSource
+    _stream: Stream
     pushes_at_once = True
     examined: Examined | None = None
     ready: Ready | None = None
@@ -74,29 +76,37 @@ class LearnerExecutor(Executor):
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """Sets the source of gradients, and whether its learner pushes at once."""
         self.source, self.pushes_at_once = source, pushes_at_once
+        self._stream = kind_of(source.model.device).stream(source.model.device)
 
     def prepare(self) -> None:
         super().prepare()
         self.source.prepare()
 
     @performs(Compute)
-    def compute(self, action: Compute) -> Iterator[Computed]:
+    def compute(self, action: Compute) -> Iterator[Computed | Pending]:
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self.norms is not None and self.ready is not None and self.norms.covers_gradient(action.timestamp):
             self.ready = self.norms.watching(gradient.vector, self.ready)
-        if self._stage is None:
-            outcome = self._gradient(action, weights, gradient)
-            if self.direct:
-                finish(self.device)  # MPI may overwrite the weights at once
-        else:
-            staged = self._stage.gradient
-            outcome = self.source.compute(action.step, action.work, self._stage.weights(weights), staged)
-            gradient.vector.copy_(staged)  # returns when the copy is complete: MPI may send it at once
-        yield self.computed(action, outcome)
+        found: list[BatchFigures] = []
 
-    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchResult:
+        def work() -> tuple[Number, Number]:
+            found.append(figures := self._gradient(action, weights, gradient))
+            return figures.loss, figures.errors
+
+        pending = self._stream.submit(work)
+        while not pending.done():
+            yield pending
+        loss, errors = pending.numbers()
+        yield self.computed(action, self.source.checked(found[0]._replace(loss=loss, errors=errors)))
+
+    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         """Computes a gradient in its buffer."""
-        return self.source.compute(action.step, action.work, weights.vector, gradient.gradient, self.ready)
+        if self._stage is None:
+            return self.source.compute(action.step, action.work, weights.vector, gradient.gradient, self.ready)
+        staged = self._stage.gradient
+        figures = self.source.compute(action.step, action.work, self._stage.weights(weights), staged)
+        gradient.vector.copy_(staged, non_blocking=True)
+        return figures
 
     @performs(ComputeEvaluationPart)
     def assess(self, action: ComputeEvaluationPart) -> Iterator[EvaluationPartComputed | None]:
@@ -111,7 +121,8 @@ class LearnerExecutor(Executor):
                 add_batch(sums, self.source.model, weights, split, size, batch)
                 yield None
             count = min(mine.stop * size, len(split)) - mine.start * size
-            found += [(name.encode(), metric.encode()[:64], count, total) for metric, total in sums.items()]
+            totals = zip(sums, known(sums.values()), strict=True)
+            found += [(name.encode(), metric.encode()[:64], count, total) for metric, total in totals]
         yield EvaluationPartComputed(action.part, np.array(found, records.SUM))
 
     def weights_to_test(self, name: str) -> torch.Tensor:
@@ -216,7 +227,7 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
             self._early.keep()
         return done
 
-    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchResult:
+    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         early, self._computed = self._early, action
         if early is None or not early.fits_gradient(action, weights):
             self._drop_early()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rudra.compute.arrivals import Arrivals
 from rudra.compute.early_forward import ForwardPass
-from rudra.compute.gradients import BatchResult
+from rudra.compute.gradients import BatchFigures
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Compute
@@ -98,7 +98,7 @@ class PullingExecutor(LearnerExecutor):
         except Exception:  # the usual computation begins with all weights, and raises any other exception again
             self._pulled = None
 
-    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchResult:
+    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         pulled, self._pulled = self._pulled, None
         self._computed = action
         if pulled is None or not pulled.fits(action, weights):

@@ -21,6 +21,7 @@ from rudra.compute.averaging import average
 from rudra.compute.buffers import buffers_of
 from rudra.compute.carried import CarriedState
 from rudra.compute.cuts import chain
+from rudra.compute.device.streams import known
 from rudra.compute.executor import performs
 from rudra.compute.flat import FlatModel
 from rudra.compute.flat_buffers import travels
@@ -280,7 +281,7 @@ class LastStageExecutor(PieceExecutor, ServerExecutor):
         activations = came[:floats].view(samples, *shape).detach().requires_grad_()
         seed = came[floats:].view(torch.uint8).clone() if self._cut.random else source.seed(action.step)
         model.bind(self.buffer(action.weights).vector)
-        loss, errors = model.gradient(activations, target, self.buffer(action.gradient).vector, seed)
+        loss, errors = known(model.gradient(activations, target, self.buffer(action.gradient).vector, seed))
         self._give_back(action.activations)
         returned = self.buffer(action.returned).vector[:floats]
         if activations.grad is None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from rudra.compute.device.streams import Number
 from rudra.data import trees
 from rudra.errors import ConfigError, DataError, unknown
 from rudra.job.table import short
@@ -40,14 +41,14 @@ class Task:
         self.classes = classes
         self.own: dict[str, Callable[[Any, Any], Any]] = {}
 
-    def measure(self, output: Any, target: Any) -> dict[str, float]:
+    def measure(self, output: Any, target: Any) -> dict[str, Number]:
         """Computes all metrics of one batch."""
         output = self.matched(output, target)
         own = {name: metric(output, target) for name, metric in self.own.items()}
         for name, value in own.items():
             if math.prod(shape := tuple(getattr(value, "shape", ()))) != 1:
                 raise ConfigError(f"[task] metrics: {name} gave shape {shape}; a metric is one number")
-        return {name: float(value) for name, value in {**self.metrics(output, target), **own}.items()}
+        return {name: number(value) for name, value in {**self.metrics(output, target), **own}.items()}
 
     def compared(self, output: Any) -> Any:
         """Selects the tensor to compare with targets: the output, or its `logits` (Hugging Face) if it has them."""
@@ -61,8 +62,11 @@ class Task:
         """Computes the mean loss over the samples, a scalar. With "none", the loss of each sample, (samples,)."""
         raise NotImplementedError
 
-    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | None:
-        """Computes the wrong share of each sample, (samples,). None if the task defines no error."""
+    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | torch.Tensor | None:
+        """Computes the wrong share of each sample, (samples,). None if the task defines no error.
+
+        It may stay on the device of the output, so that nobody waits for it.
+        """
         return None
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
@@ -125,8 +129,9 @@ class Classification(Task):
             raise DataError(f"a sample has label {int(wrong[0])}; the model's are 0 to {output.shape[1] - 1}") from None
         return loss if weight is None or reduction == "mean" else loss * (len(target) / weight[target].sum())
 
-    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any]:
-        differs: npt.NDArray[Any] = output.numpy(force=True).argmax(1) != target.numpy(force=True)
+    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | torch.Tensor:
+        found: Any = _small(output.detach())
+        differs: npt.NDArray[Any] | torch.Tensor = found.argmax(1) != _small(target.to(output.device))
         return differs
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
@@ -162,10 +167,9 @@ class MultiLabel(Task):
         loss = functional.binary_cross_entropy_with_logits(output, target, reduction=reduction)
         return loss if reduction == "mean" else loss.mean(1)
 
-    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any]:
+    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | torch.Tensor:
         best = output.detach().argmax(1, keepdim=True)
-        missed: npt.NDArray[Any] = (target.gather(1, best.to(target.device))[:, 0] == 0).numpy(force=True)
-        return missed
+        return _small(target.to(best.device).gather(1, best)[:, 0] == 0)
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
         hits = target.gather(1, output.topk(max(self._k), dim=1).indices)
@@ -193,11 +197,11 @@ class Language(Task):
         each: torch.Tensor = (tokens.view(target.shape) * learned).sum(1) / learned.sum(1).clamp(min=1)
         return each.mean() if reduction == "mean" else each
 
-    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any]:
+    def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | torch.Tensor:
+        target = target.to(output.device)
         learned = target >= 0
-        differs = (output.detach().argmax(2).to(target.device) != target) & learned
-        share: npt.NDArray[Any] = (differs.sum(1) / learned.sum(1).clamp(min=1)).numpy(force=True)
-        return share
+        differs = (output.detach().argmax(2) != target) & learned
+        return _small(differs.sum(1) / learned.sum(1).clamp(min=1))
 
     def derived(self, loss: float) -> Mapping[str, float]:
         return {"perplexity": math.exp(min(loss, 700.0))}
@@ -324,6 +328,18 @@ def make(table: TaskTable, classes: int) -> Task:
         name, function = _found("metrics", metric, {})
         task.own[name.rpartition(":")[2]] = function
     return task
+
+
+def number(value: float | torch.Tensor) -> Number:
+    """Returns a number in double precision. One on a device stays there."""
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        return value.detach().double().reshape(())
+    return float(value)
+
+
+def _small(tensor: torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
+    """Returns a tensor in main memory as an array, because NumPy handles small ones faster. Others stay as they are."""
+    return tensor.numpy() if tensor.device.type == "cpu" else tensor
 
 
 def _are_numbers(*values: Any) -> bool:

@@ -130,5 +130,5 @@ def vmap_gradients(
         torch._foreach_copy_(views, [gradient[index] for gradient in found.values()])
         out[model.parameter_count :] = vectors[0 if shared else index, model.parameter_count :]
     wrong = [model.task.wrong(*pair) for pair in zip(output, target, strict=True)]
-    sums = [np.nan if each is None else each.sum() for each in wrong]
+    sums = [np.nan if each is None else float(each.sum()) for each in wrong]
     return losses.numpy(force=True), np.array(sums, np.float32)

@@ -660,6 +660,25 @@ def groups_on_one_rank(part: JobPart) -> Iterator[str]:
 
 
 @part_rule
+def one_rank(part: JobPart) -> Iterator[str]:
+    """Checks keys that need several ranks."""
+    job, plan = part.job, part.plan
+    if not job.cluster.one_rank:
+        return
+    on = "[cluster] one_rank = true is not supported with"
+    if (per_rank := job.cluster.learners_per_rank) > 1:
+        yield f"{on} learners_per_rank = {per_rank}; use learners_per_rank = 1"
+    if plan.window:
+        yield f"{on} [hogbatch] weights = 'shared'; use weights = 'server'"
+    if plan.overlapped:
+        yield f"{on} topology {named(job.topology.name)}, whose learners have threads; use topology adv or base"
+    if plan.reduction == "mpi":
+        yield f"{on} [topology] options.reduction = 'mpi'; use reduction = 'ordered'"
+    if job.fault_tolerance.straggler_timeout_s is not None:
+        yield f"{on} [fault_tolerance] straggler_timeout_s; remove straggler_timeout_s"
+
+
+@part_rule
 def shares(part: JobPart) -> Iterator[str]:
     given, learners = part.job.cluster.parts, part.plan.learner_numbers
     if not part.job.cluster.shares:

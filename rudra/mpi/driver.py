@@ -16,6 +16,7 @@ from functools import partial
 
 from mpi4py import MPI
 
+from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor
 from rudra.compute.learners import LearnerExecutor
 from rudra.core.actions import (
@@ -264,7 +265,7 @@ class Rank:
                 self._handle(role, Tick())
             if self._recorder is not None:
                 self._recorder.idle()
-            busy = bool(self._work.beside)
+            busy = self._work.under_way
             self._idleness.pause(now, self.plan, self._roles.waits, origin=self._origin, busy=busy)
         self._close()
         return self._code
@@ -404,7 +405,7 @@ class Rank:
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
         else:
-            self._roles.events.extend((role, event) for event in work if event is not None)
+            self._roles.events.extend((role, event) for event in finished(work))
 
     def _save(self, role: int, action: Save) -> None:
         """Sends a role's state for a checkpoint to the owner of the weights, which writes the checkpoint."""

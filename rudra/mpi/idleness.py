@@ -64,7 +64,7 @@ class Idleness:
             plan: current role assignment.
             waits: returns, for each role of this rank, a text about its wait.
             origin: origin of the clock of all ranks, on this rank's clock.
-            busy: whether other threads of this rank work.
+            busy: whether other threads or devices work for this rank.
 
         Raises:
             RunError: the wait is too long, or no surviving rank can end it.

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
+from rudra.compute.device.streams import Pending, finished
 from rudra.compute.executor import arithmetic_of_thread
 from rudra.core.events import Event
 from rudra.mpi.comm_threads import WorkerThread
@@ -24,7 +25,9 @@ class LongWork:
         self.beside = 0
         self._wake = wake
         self.results: deque[Callable[[], None]] = deque()
-        self._pieces: deque[tuple[int, Iterator[Event | None]]] = deque()  # executor actions; one piece of each in turn
+        self._pieces: deque[tuple[int, Iterator[Event | Pending | None]]] = (
+            deque()
+        )  # executor actions; one piece of each in turn
         self._computer: WorkerThread | None = None
 
     def post(self, result: Callable[[], None]) -> None:
@@ -52,21 +55,31 @@ class LongWork:
         self.beside += 1
         thread.submit(lambda: self.post(partial(take, work())))
 
-    def begin(self, role: int, work: Iterator[Event | None], done: Callable[[Event], None]) -> None:
+    def begin(self, role: int, work: Iterator[Event | Pending | None], done: Callable[[Event], None]) -> None:
         """Begins a long action of a role. `done` is called with its event if a separate thread performs the action."""
         if self._computer is None:
             self._pieces.append((role, work))
         else:
-            self.do_beside(self._computer, lambda: next(event for event in work if event is not None), done)
+            self.do_beside(self._computer, lambda: finished(work)[0], done)
 
     def advance(self) -> tuple[int, Event | None] | None:
-        """Does a piece of long work. Returns its role, and its event after the last piece. None: there is no work."""
-        if not self._pieces:
-            return None
-        role, work = self._pieces.popleft()
-        if (event := next(work)) is None:
-            self._pieces.append((role, work))
-        return role, event
+        """Does a piece of long work. Returns its role, and its event after the last piece.
+
+        None: there is no work, or all of it waits for a device.
+        """
+        for _ in range(len(self._pieces)):
+            role, work = self._pieces.popleft()
+            found = next(work)
+            if found is None or isinstance(found, Pending):
+                self._pieces.append((role, work))
+            if not isinstance(found, Pending):
+                return role, found
+        return None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether other threads or devices work for this rank."""
+        return bool(self.beside or self._pieces)
 
     def drop(self, roles: Collection[int]) -> None:
         """Drops the unfinished work of some roles."""

@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 from rudra.compute import devices
+from rudra.compute.device.streams import finished
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.core.actions import Compute
@@ -90,7 +91,7 @@ class Trial:
         found = {}
         for role, executor in self._learners.items():
             began = time.perf_counter()
-            next(executor.perform(Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT)))
+            finished(executor.perform(Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT)))
             found[role] = time.perf_counter() - began
         return found
 

@@ -27,6 +27,7 @@ from rudra.mpi.bucket_rule import BucketRule
 from rudra.mpi.comm_threads import CommThread, Post
 from rudra.mpi.failures import PAUSE_S, Losses
 from rudra.mpi.leases import Going
+from rudra.mpi.local_traffic import LocalTraffic
 from rudra.mpi.pull_buckets import WeightBuckets
 from rudra.mpi.push_buckets import IncomingPushes, OutgoingPushes
 from rudra.mpi.tags import CHANNELS, FIRST_TAG, GRADIENTS, REDUCTIONS, STATES, WEIGHTS
@@ -117,6 +118,8 @@ class TensorTraffic:
         self._weights = WeightBuckets(comm, tags.tag, executors, hurries)
         take = self._incoming.take
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena, take)
+        about: dict[str, Any] = {"halves": halves, "received": self._received, "sent": self._sent}
+        self._local = LocalTraffic(executors, **about) if comm.size == 1 else None
         self._wait = losses.wait
         self._threads: dict[int, CommThread] = {}
         self._carrier: CommThread | None = None  # carries buckets, may be one of these threads
@@ -165,10 +168,13 @@ class TensorTraffic:
         """Sends a tensor of a role."""
         assert action.buffer is not None
         to = self._plan.roles[action.to].world_rank
-        self._wake(to)
         channel = GRADIENTS if action.message.kind in GRADIENT_KINDS else WEIGHTS
-        halves = self._halves and channel == GRADIENTS
         going = Going(role, action.buffer, action.to)
+        if self._local is not None:
+            self._local.send(going, action.message, gradient=channel == GRADIENTS)
+            return
+        self._wake(to)
+        halves = self._halves and channel == GRADIENTS
         tag = self._tags.tag(action.to, channel, role)
         if to in self._arena.neighbours:
             most = GENERATIONS - 1 - self._plan.traits(role).overlaps
@@ -200,6 +206,13 @@ class TensorTraffic:
         else:
             tag, or_tags = self._tags.tag(role, channel, action.source), []
         wanted = Wanted(role, action.buffer, source, tag, halves, or_tags)
+        if action.source is not None:
+            plan = self._plan
+            if plan.in_parts(role, action.source) or plan.in_parts(action.source, role):
+                wanted.part_of = action.source
+        if self._local is not None:
+            self._local.receive(wanted, action.source, gradient=action.gradient)
+            return
         self._look_near(wanted, gradient=action.gradient)
         if action.gradient and self._incoming.used:
             senders = self._incoming.senders(role)
@@ -211,10 +224,6 @@ class TensorTraffic:
             received = self._in_time(partial(self._received, wanted))
             self._threads[channel].carry(start, received, receives=True)
             return
-        if action.source is not None:
-            plan = self._plan
-            if plan.in_parts(role, action.source) or plan.in_parts(action.source, role):
-                wanted.part_of = action.source
         if channel == WEIGHTS and action.source is not None and self._weights.come(role, action.source):
             self._receive_buckets(wanted, action.source)
         else:
@@ -248,11 +257,13 @@ class TensorTraffic:
 
     def withdraw(self, role: int, buffer: str) -> None:
         """Cancels a receive, unless its tensor is already arriving. That tensor is then received as usual."""
-        if self._transfers.withdraw(role, buffer):
+        if (self._transfers if self._local is None else self._local).withdraw(role, buffer):
             self._announce(role, ReceiveCancelled(buffer))
 
     def drop(self, role: int) -> None:
         """Stops all transfers from and to a role."""
+        if self._local is not None:
+            self._local.drop(role)
         self._transfers.drop(role, self._plan.roles[role].world_rank)
         self._incoming.drop(role)
 
@@ -271,6 +282,8 @@ class TensorTraffic:
         """Abandons transfers between roles that regroup with another plan."""
         self._plan = plan
         going = self._transfers.abandon(roles, plan.statistics)
+        if self._local is not None:
+            going += self._local.abandon(roles, plan.statistics)
         for role in roles:
             self._executors[role].lent = Counter(send.name for send in going if send.role == role)
         self._incoming.abandon()

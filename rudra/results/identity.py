@@ -36,6 +36,7 @@ RESUME_MAY_CHANGE = (
     "training.evaluate_training_set",
     "training.evaluation_batch_size",
     "cluster.learners_per_rank",
+    "cluster.one_rank",
     "cluster.node_memory",
     "cluster.buckets",
 )

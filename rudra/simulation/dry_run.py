@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rudra.compute.device.streams import finished
 from rudra.compute.devices import CPU
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
@@ -210,7 +211,7 @@ def _gradient(owners: Mapping[int, Executor], learner: Executor) -> tuple[float,
 
 
 def _outcome(executor: Executor, action: ExecutorAction) -> Computed:
-    (computed,) = executor.perform(action)
+    (computed,) = finished(executor.perform(action))
     assert isinstance(computed, Computed)
     return computed
 

@@ -13,6 +13,7 @@ import torch
 from msgspec import structs
 
 from rudra.compute.averaging import average
+from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor
 from rudra.compute.half import from_half, to_half
 from rudra.compute.learners import LearnerExecutor
@@ -126,7 +127,7 @@ class RealTensors:
                 for field_ in action.changes:
                     name = getattr(action, field_)
                     self._hold((role, name), self._new(role, name))
-                (found,) = self._executors[role].perform(action)
+                (found,) = finished(self._executors[role].perform(action))
                 if isinstance(action, RunLastStage):
                     self.posted(role, action.activations)
                 elif isinstance(action, BackpropFirstStage):
@@ -135,13 +136,14 @@ class RealTensors:
         names = (*(getattr(action, field_) for field_ in action.changes), *getattr(action, "gradients", ()))
         for name in filter(None, names):
             self._make_own((role, name))
-        event = next((e for e in self._executors[role].perform(action) if e is not None), None)
+        event = next(iter(finished(self._executors[role].perform(action))), None)
         return structs.replace(event, seconds=seconds) if event is not None and hasattr(event, "seconds") else event
 
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
         self._hold((role, action.gradient), self._new(role, action.gradient))
-        (computed,) = self._learner(role).compute(action)
+        (computed,) = finished(self._learner(role).compute(action))
+        assert isinstance(computed, Computed)
         self._forget_stale((role, action.weights))
         return computed
 

@@ -313,7 +313,9 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
 
 
 def _compute(learner: "LearnerExecutor", step: int) -> None:
-    next(learner.perform(Compute(step, learner.source.work.after(step), WEIGHTS, GRADIENT)))
+    from rudra.compute.device.streams import finished
+
+    finished(learner.perform(Compute(step, learner.source.work.after(step), WEIGHTS, GRADIENT)))
 
 
 def _evaluation_s(statistics: "Executor", batches: int) -> float:

@@ -58,6 +58,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     server, *others = (rank["copies"] for rank in ranks)
     assert 0 < server < 3, "it is the statistics server where there is no other"
     assert min(others) > 30
+    assert all(rank["asked"] > 1.3 * rank["copies"] for rank in ranks[-3:]), "gradients were late"
     return paths
 
 

@@ -494,12 +494,24 @@ def run_mortal(sends: int, payload: dict[str, Any]) -> int:
 
 
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
-    """As `train_all`, with vectors that lie as on a GPU; how often learners and tests used a copy, and MPI theirs."""
+    """As `train_all`, with vectors that lie as on a GPU and gradients that are late, as there.
+
+    Returns how often learners and tests used a copy, how often MPI used theirs, and how often a gradient was late.
+    """
+    from rudra.compute.device.adverse import AdverseDevice
+    from rudra.compute.devices import DEVICES, DeviceKind
     from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import setup
 
     make, weights, read, copies, direct = setup.make_executors, Staging.weights, DirectBuffer.read, [], []
+    device = AdverseDevice(comm.rank)
+
+    class Late(DeviceKind):
+        def stream(self, device_: torch.device) -> Any:
+            return device.stream()
+
+    DEVICES["cpu"] = Late()
 
     def placed(*arguments: Any, **keywords: Any) -> Any:
         return make(*arguments, **{**keywords, "placing": placing})
@@ -514,7 +526,7 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
 
     setup.make_executors, Staging.weights, DirectBuffer.read = placed, copied, read_there  # type: ignore[method-assign]
     train_all(comm, directory, jobs)
-    return {"copies": len(copies), "direct": len(direct)}
+    return {"copies": len(copies), "direct": len(direct), "asked": device.asked}
 
 
 def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:

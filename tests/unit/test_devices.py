@@ -1,6 +1,8 @@
 """Where ranks compute, and that copies on another device change no bit."""
 
 import sys
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -10,15 +12,23 @@ import pytest
 import torch
 from torch import nn
 
+from rudra.compute.device.adverse import AdverseDevice
+from rudra.compute.device.streams import Pending, Stream, finished
 from rudra.compute.devices import CPU, DEVICES, DeviceKind, agreed, here, of_rank, virtual_kind
+from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
+from rudra.core.actions import Compute
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
+from rudra.core.events import Computed, Event, Hashed
 from rudra.core.messages import Weights
 from rudra.core.wire import tail_bytes
+from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import ClusterTable
+from rudra.mpi.long_work import LongWork
 from rudra.simulation import checked_run
 from topologies import Plan
 from topologies import load as load_topology
@@ -183,6 +193,115 @@ def test_copies_change_no_bit(
         assert plain.rows[table].tobytes() == staged.rows[table].tobytes()
     copies = [staged.executors[role]._stage for role in (*staged.plan.learners, staged.plan.statistics)]
     assert all(stage is not None and stage._held is not None for stage in copies), "all of them have used theirs"
+
+
+class Late(DeviceKind):
+    """CPUs that compute gradients as late as they may."""
+
+    def __init__(self, seed: int) -> None:
+        self.there = AdverseDevice(seed)
+
+    def stream(self, device: torch.device) -> Stream:
+        return self.there.stream()
+
+
+@pytest.mark.parametrize("placing", ["staged", "device"])
+def test_gradients_that_are_late_change_no_bit(placing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = job("softsync", 4, n=2, model={"name": network}, data={"train_limit": 240, "test_limit": 60})
+    monkeypatch.setattr(checked_run, "make_executors", partial(make_executors, placing=placing))
+    plain = train(run, Ranks)
+    for seed in range(5):
+        monkeypatch.setitem(DEVICES, "cpu", Late(seed))
+        late = train(run, Ranks)
+        assert torch.equal(plain.weights, late.weights)
+        assert plain.rows["gradients"].tobytes() == late.rows["gradients"].tobytes()
+
+
+def test_a_late_device_keeps_the_order_of_a_stream_and_no_other() -> None:
+    orders = set()
+    for seed in range(50):
+        device, seen = AdverseDevice(seed), list[str]()
+        one, other = device.stream(), device.stream()
+        works = [stream.submit(partial(_noted, seen, name)) for stream, name in ((one, "a"), (other, "b"), (one, "c"))]
+        assert not seen, "it begins nothing before it is asked"
+        assert works[2].numbers() == [1.0]
+        assert seen.index("a") < seen.index("c")
+        orders.add(tuple(seen))
+    assert orders == {("a", "c"), ("a", "b", "c"), ("b", "a", "c")}
+
+
+def _noted(seen: list[str], name: str) -> list[float]:
+    seen.append(name)
+    return [1.0]
+
+
+def test_a_rank_does_other_work_while_a_device_computes() -> None:
+    device, rung = AdverseDevice(0), []
+    stream, work = device.stream(), LongWork(lambda: rung.append(True))
+
+    def action() -> Iterator[Event | Pending | None]:
+        pending = stream.submit(lambda: [2.5])
+        while not pending.done():
+            yield pending
+        yield Computed(0, pending.numbers()[0], 0.0, 4)
+
+    def pieces() -> Iterator[Event | Pending | None]:
+        yield None
+        yield Hashed("a")
+
+    device.go_on = lambda: None  # type: ignore[method-assign]
+    work.begin(0, action(), lambda event: None)
+    work.begin(1, pieces(), lambda event: None)
+    assert [work.advance(), work.advance(), work.advance()] == [(1, None), (1, Hashed("a")), None]
+    assert work.under_way
+    device.do_one()
+    assert work.advance() == (0, Computed(0, 2.5, 0.0, 4))
+    assert work.advance() is None
+    assert not work.under_way
+    assert not rung, "the same thread asks again"
+
+
+def test_a_thread_that_has_nothing_else_to_do_waits_for_the_device() -> None:
+    stream, work, done = AdverseDevice(3).stream(), LongWork(lambda: None), []
+
+    def action() -> Iterator[Event | Pending | None]:
+        pending = stream.submit(lambda: [2.5])
+        while not pending.done():
+            yield pending
+        yield Computed(0, pending.numbers()[0], 0.0, 4)
+
+    work.compute_beside()
+    work.begin(0, action(), done.append)
+    ends = time.monotonic() + 30
+    while not done and time.monotonic() < ends:
+        work.take_results()
+        time.sleep(1e-3)
+    work.close()
+    assert done == [Computed(0, 2.5, 0.0, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["lenet", "resnet8"])
+def test_a_gradient_waits_for_no_device(model: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    gpu = torch.device("cuda", 0)
+    run = Job(model={"name": model}, cluster={"learners": 1}).resolved()
+    plan = run.plan()
+    about = {"prefetch": False, "device": gpu, "placing": "staged"}
+    (executor,) = make_executors(run, plan, plan.learners[:1], load(run.data, test=False), **about).values()
+    assert isinstance(executor, LearnerExecutor)
+    actions = [Compute(step, executor.source.work.after(step), WEIGHTS, GRADIENT) for step in range(6)]
+    for action in actions[:3]:
+        finished(executor.perform(action))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        first = executor.perform(actions[3])
+        pending = next(first)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert isinstance(pending, Pending)
+    assert len(finished(first)) == 1
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch is older than 2.9")

@@ -41,7 +41,7 @@ def gradients(steps: list[int], *, prefetch: bool, learner: int = 0) -> list[tup
     weights, found = torch.linspace(-1, 1, model.size), []
     for step in steps:
         out = torch.empty(model.size)
-        found.append((source.compute(step, source.work.after(step), weights, out), out.tolist()))
+        found.append((source.checked(source.compute(step, source.work.after(step), weights, out)), out.tolist()))
     source.close()
     return found
 
@@ -234,7 +234,7 @@ def test_microbatches_are_torch_s_gradient_accumulation(microbatches: int) -> No
     weights, out = torch.empty(model.size), torch.empty(model.size)
     model.read_into(weights)
     before = weights.clone()
-    result = source.compute(0, source.work, weights, out)
+    result = source.checked(source.compute(0, source.work, weights, out))
     assert torch.equal(weights, before)
     inputs, target = source.minibatch(0, source.work)
     torch.manual_seed(source.seed(0))

@@ -114,6 +114,11 @@ class ClusterTable(Table):
         description="largest number of learners on an MPI rank, which computes them one after another. Learners of a "
         "rank are neighbours on one node and in one compute group",
     )
+    one_rank: bool = Field(
+        False,
+        description="true: one MPI rank hosts all roles, so they share one process and, on a GPU, one copy of the data "
+        "and of CUDA. Tensors between them stay where they are computed",
+    )
     threads_per_rank: int | None = Field(
         None,
         ge=1,
