@@ -15,6 +15,10 @@ from rudra.tuning.probes import Outcome, Probe, ProbeNoise
 from rudra.tuning.ruler import Mark, Ruler, crossed, reached
 from rudra.tuning.space import Settings
 
+SURE, UNSURE = 2, 1.15
+"""Epochs of a probe that decides, and the factor on the time of a shorter one in the ranking. A lower learning rate
+gains at once and never again. So an epoch shows which points may be better, and two show which are."""
+
 
 class Estimate(NamedTuple):
     """Time to the target of a candidate.
@@ -35,6 +39,11 @@ class Estimate(NamedTuple):
     epochs: int
     low_s: float
     high_s: float
+
+    @property
+    def sure(self) -> bool:
+        """Whether its probe is long enough to decide."""
+        return self.certain or self.epochs >= SURE
 
 
 class SearchState:
@@ -226,13 +235,16 @@ class SearchState:
         return None if self.cold is None else self.outcomes[self.cold.name].noise
 
     def estimates(self) -> list[Estimate]:
-        """Returns the estimates of all candidates with a probe from the common checkpoint, the best one first."""
+        """Returns the estimates of all candidates with a probe from the common checkpoint, the best one first.
+
+        One that is not sure is better only if it is clearly sooner.
+        """
         return self._ranked
 
     @cached_property
     def _ranked(self) -> list[Estimate]:
         made = [self._estimate(p) for p in self.probes.values() if p.origin and self.outcomes[p.name].marks]
-        return sorted(made, key=lambda e: (e.time_s, -e.epochs))
+        return sorted(made, key=lambda e: (e.time_s * (1.0 if e.sure else UNSURE), -e.epochs))
 
     def _estimate(self, probe: Probe) -> Estimate:
         """Returns the estimate of a candidate from its probe."""

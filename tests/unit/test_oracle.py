@@ -1,5 +1,7 @@
 """Searches on recorded curves of real training."""
 
+from statistics import median
+
 import pytest
 
 from benchmarks.oracle import CLUSTERS, RECORDED, TASKS
@@ -9,11 +11,10 @@ from rudra.tuning.strategies import shipped
 CASES = [(task, cluster) for task in TASKS for cluster in CLUSTERS if (RECORDED / f"{task}-{cluster}.jsonl").is_file()]
 
 
-@pytest.mark.parametrize("easier", EASIER)
-def test_the_default_finds_nearly_the_best_point_of_an_oracle(easier: float) -> None:
-    found = Case("fashion-mnist", "even", easier).searched(shipped()["guided"])
-    assert found.late <= 1.15
-    assert found.until <= 4
+def test_the_default_finds_nearly_the_best_points_of_oracles() -> None:
+    found = [Case(*case, easier).searched(shipped()["guided"]) for case in CASES for easier in EASIER]
+    assert sum(each.late > 1.15 for each in found) <= len(found) / 6
+    assert median(each.until for each in found) <= 4
 
 
 @pytest.mark.parametrize(("task", "cluster"), CASES)

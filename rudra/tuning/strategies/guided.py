@@ -11,9 +11,6 @@
 4. The best three are prolonged, each by as much as it has, until one has reached the target and no other can be sooner.
 5. Winner, runner-up and the job as given are trained from the initial weights to the target, with fresh seeds.
 
-A lower learning rate gains at once, and never again. So one epoch tells which points may be better, and the second one
-tells which are.
-
 Steps 2 and 3 ask for one probe at a time, because each one drops others. A point is dropped if it would be later than
 the best prediction even with samples that are worth 1.25 times the best known worth, or if a probe diverged that was no
 harder in any respect.
@@ -49,13 +46,10 @@ from rudra.tuning.rounds import (
     suited,
 )
 from rudra.tuning.space import OF_STRATEGIES, Settings, finest, with_settings
-from rudra.tuning.state import Estimate, SearchState, key_of
+from rudra.tuning.state import SURE, SearchState, key_of
 
 FINER_RATES, FINER_MOMENTA = (1.5, 1 / 1.5), (0.1, -0.1)
 """Factors on the learning rate, and differences of the momentum, of the last neighbours."""
-
-SURE = 2
-"""Epochs of a probe that others are compared with."""
 
 ATTEMPTS = 2
 """Number of first probes of a family that may diverge, the second one with a lower learning rate."""
@@ -70,19 +64,12 @@ def _next(state: SearchState) -> list[Probe]:
 
     It is one probe, because each one prunes others.
     """
-    if new := _new_best(state):
-        return [from_common(state, new.settings, SURE)]
+    if not (best := state.estimates()[0]).sure:
+        return [from_common(state, best.settings, SURE)]
     first, others = _families(state)
     near = _neighbours(state)
     wanted = itertools.chain(first, next(near, ()), others, *near, _finer(state))
     return [from_common(state, settings, 1) for settings in itertools.islice(wanted, 1)]
-
-
-def _new_best(state: SearchState) -> Estimate | None:
-    """Returns the best estimate if its probe is short, and it is clearly better than that of any longer probe."""
-    best, *others = state.estimates()
-    soonest_s = min((other.time_s for other in others if other.epochs >= SURE), default=math.inf)
-    return best if best.epochs < SURE and not best.certain and LATER * best.time_s < soonest_s else None
 
 
 def _families(state: SearchState) -> tuple[list[Settings], list[Settings]]:
