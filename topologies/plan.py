@@ -143,6 +143,11 @@ class Plan:
         """Number of MPI ranks that the plan needs."""
         return 1 + max(role.world_rank for role in self.roles)
 
+    @property
+    def local(self) -> bool:
+        """Whether one rank hosts all roles, and nothing is reduced, so that no tensor passes through MPI."""
+        return self.ranks == 1 and not self.groups and self.sharing == "nothing"
+
     @cached_property
     def server(self) -> int:
         """Id of the role that decides about the weights: the parameter server, or the first learner if there is none.

@@ -322,9 +322,11 @@ def replaying(recorded: str, *, window: bool) -> str:
     return recorded if here(recorded) and not window else "cpu"
 
 
-def placing(device: torch.device, *, gpu_aware_mpi: bool) -> Placing:
+def placing(device: torch.device, plan: Plan, *, gpu_aware_mpi: bool) -> Placing:
     """Returns the placement of buffers for a rank that computes on a device."""
-    return "device" if device.type == "cpu" else "direct" if gpu_aware_mpi else "staged"
+    if device.type == "cpu" or plan.local:
+        return "device"
+    return "direct" if gpu_aware_mpi else "staged"
 
 
 def finish(device: torch.device) -> None:

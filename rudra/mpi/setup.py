@@ -194,7 +194,7 @@ class RankSetup:
             data,
             prefetch=not in_memory(data.training),
             device=self._device,
-            placing=devices.placing(self._device, gpu_aware_mpi=self.job.cluster.gpu_aware_mpi),
+            placing=devices.placing(self._device, self.plan, gpu_aware_mpi=self.job.cluster.gpu_aware_mpi),
             first_weights=final_weights,
             memory=self.arena.allocate if self._near else None,
         )

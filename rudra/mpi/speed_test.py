@@ -60,7 +60,7 @@ class Trial:
             data,
             prefetch=not in_memory(data.training),
             device=device,
-            placing=devices.placing(device, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
+            placing=devices.placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
         )
         for role, executor in made.items():
             assert isinstance(executor, LearnerExecutor)

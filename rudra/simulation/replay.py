@@ -222,7 +222,7 @@ def _repeat(
         loaded,
         prefetch=False,
         device=device,
-        placing=devices.placing(device, gpu_aware_mpi=job.cluster.gpu_aware_mpi) if on_ranks else "device",
+        placing=devices.placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi) if on_ranks else "device",
         first_weights=final_weights,
     )
     for executor in executors.values():

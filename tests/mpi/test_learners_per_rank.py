@@ -52,11 +52,23 @@ ASYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
     "groups": ("async", {"name": "groups", "options": {"groups": 2}}),
     "groups by mpi": ("async", {"name": "groups", "options": {"groups": 2, "reduction": "mpi"}}),
 }
-TOGETHER = ["hardsync", "async"]
+TOGETHER: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "server": ("hardsync", {"name": "base"}, {}),
+    "stale": ("async", {"name": "base"}, {"cluster": {"gradient_format": "float16"}}),
+    "shards": ("softsync", {"name": "sharded", "options": {"shards": 2}}, {"protocol": {"n": 3}}),
+    "tree": ("softsync", {"name": "adv", "options": {"fan_out": 2}}, {"protocol": {"n": 2}}),
+    "one group": ("hardsync", {"name": "groups"}, {}),
+    "two groups": ("async", {"name": "groups", "options": {"groups": 2}}, {}),
+    "replicas": ("sma", {"name": "replicas"}, {}),
+    "changed": ("softsync", {"name": "base"}, {"changes": [{"at_update": 4, "protocol": {"name": "hardsync"}}]}),
+}
+"""Runs on one rank: protocol, topology, other tables."""
 
 
-def together(protocol: str) -> rudra.Job:
-    return make_job({"name": user_code.Together}, protocol, 1, user_code.broad).with_(cluster={"learners": 1})
+def together(name: str) -> rudra.Job:
+    protocol, topology, tables = TOGETHER[name]
+    job = make_job(topology, protocol, 1, user_code.broad)
+    return job.with_(**tables).with_(cluster={"learners": 4, "one_rank": True})
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +81,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Any], 
     }
     for name, (protocol, topology) in ASYNCHRONOUS.items():
         runs["asynchronous", name] = make_job(topology, protocol, 3, user_code.broad, user_code.delayed)
-    runs |= {("together", protocol): together(protocol) for protocol in TOGETHER}
+    runs |= {("together", name): together(name) for name in TOGETHER}
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
     on_ranks(user_code.train_as_needed, LEARNERS + 1, jobs={str(paths[case]): job for case, job in runs.items()})
@@ -119,15 +131,22 @@ def test_asynchronous_runs_of_ranks_with_several_learners_count_right_and_are_re
         assert replays(path)
 
 
-@pytest.mark.parametrize("protocol", TOGETHER)
-def test_a_run_on_one_rank_is_replayed(recorded: dict[tuple[str, Any], Path], protocol: str) -> None:
-    """A user's topology; all that roles send each other goes from the rank to itself."""
-    path, job = recorded["together", protocol], together(protocol)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_run_on_one_rank_is_replayed(recorded: dict[tuple[str, Any], Path], name: str) -> None:
+    path = recorded["together", name]
     with rudra.open_results(path) as results:
         assert set(results.roles["world_rank"]) == {0}
-        assert len(results.updates) == 60
+        assert results.learners["pushed"].sum() == 60
+        assert len(results.updates) >= 10
+    assert replays(path)
+
+
+@pytest.mark.parametrize("name", ["server", "one group", "replicas"])
+def test_a_synchronous_run_on_one_rank_is_the_simulated_one(recorded: dict[tuple[str, Any], Path], name: str) -> None:
+    with rudra.open_results(recorded["together", name]) as results:
         digest = results.summary()["weights_sha256"]
-    assert rudra.replay(path, job=job, quiet=True).weights_sha256 == digest
+    with rudra.simulate(together(name).with_(cluster={"one_rank": False}), progress="quiet") as results:
+        assert results.summary()["weights_sha256"] == digest
 
 
 @pytest.mark.parametrize(

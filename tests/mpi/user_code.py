@@ -766,17 +766,6 @@ def train_as_needed(
     return {}
 
 
-class Together:
-    """Everything on one rank: what roles send each other stays there."""
-
-    @staticmethod
-    def plan(nodes: list[int]) -> Any:
-        from topologies import Plan, Role
-
-        servers = Role("parameter server", 0, 0), Role("statistics server", 0, 0, parent=0)
-        return Plan((*servers, *(Role("learner", i, i, parent=0, node=node) for i, node in enumerate(nodes))))
-
-
 def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, Any]:
     """Groups of any shape, whose ranks lie on pretended nodes, reduce gradients of noise; what came out wrong.
 

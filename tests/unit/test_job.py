@@ -150,6 +150,29 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         "[protocol] modulation 'sqr' is unknown; valid: auto, none, sqrt, n, mean_staleness, gradient_staleness, "
         "package.module:callable; did you mean sqrt?",
     ),
+    (
+        {"cluster": {**FOUR, "one_rank": True, "learners_per_rank": 2}},
+        "[cluster] one_rank = true is not supported with learners_per_rank = 2; use learners_per_rank = 1",
+    ),
+    (
+        {"cluster": {**FOUR, "one_rank": True}, "topology": {"name": "groups", "options": {"reduction": "mpi"}}},
+        "[cluster] one_rank = true is not supported with [topology] options.reduction = 'mpi'; use reduction = "
+        "'ordered'",
+    ),
+    (
+        {"cluster": {**FOUR, "one_rank": True}, "topology": {"name": "adv*"}, "protocol": {"name": "async"}},
+        "[cluster] one_rank = true is not supported with topology adv*, whose learners have threads; use topology adv "
+        "or base",
+    ),
+    (
+        {
+            "cluster": {**FOUR, "one_rank": True},
+            "protocol": {"name": "hardsync"},
+            "fault_tolerance": {"straggler_timeout_s": 5.0},
+        },
+        "[cluster] one_rank = true is not supported with [fault_tolerance] straggler_timeout_s; remove "
+        "straggler_timeout_s",
+    ),
     ({"protocol": {"n": 5}, "cluster": FOUR}, "[protocol] n = 5 is not supported with 4 learners; use 1 to 4"),
     ({"protocol": {"n": 0}}, "[protocol] n must be >= 1, not 0"),
     ({"protocol": {"name": "hardsync", "n": 2}, "cluster": FOUR}, f"[protocol] hardsync takes no n{AWAY}"),
