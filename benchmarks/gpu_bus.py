@@ -9,7 +9,7 @@ from benchmarks.gpu_rows import Figures, LeftOut, Row, Setting, row
 from benchmarks.shared import seconds
 from rudra.bench.ranks import in_turns
 from rudra.benchmark_report import Cell, ratios, spread
-from rudra.compute.devices import page_locked
+from rudra.compute.device.cuda import page_locked
 from rudra.compute.optim import UpdateRule
 from rudra.job.job import Job
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from rudra.compute.devices import CPU, DEVICES, kind_of
+from rudra.compute.device.devices import DEVICES, kind_of
+from rudra.compute.device.kind import CPU
 from rudra.errors import ConfigError
 from rudra.machine import cores
 

@@ -85,7 +85,9 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
             times.append(max(time, 1 / time) if 2 * inside > len(measured_s) else math.inf)
             expected = f"{low:.3g} to {high:.3g}"
             report.rows.append((point, predicted_s, speed, said_s, expected, time, f"{inside} of {len(measured_s)}"))
-    report.notes.append(f"LeNet, two learners; a validation loss <= {LOSS}; medians of seeds {', '.join(map(str, SEEDS))}")
+    report.notes.append(
+        f"LeNet, two learners; a validation loss <= {LOSS}; medians of seeds {', '.join(map(str, SEEDS))}"
+    )
     last = -1 - len(speeds) // 5
     report.goals = [
         Goal("seconds of an epoch within 10 %, in 8 of 10", sorted(speeds)[last:][:1], at_most=0.1),

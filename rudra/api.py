@@ -168,7 +168,7 @@ def simulate(
 
 def _simulate(written: Job, asked: StartRequest, progress: dict[str, Any]) -> None:
     """Simulates a job and writes its result file."""
-    from rudra.compute.devices import virtual_kind
+    from rudra.compute.device.placement import virtual_kind
     from rudra.simulation.recorded import simulate
 
     assert asked.output is not None

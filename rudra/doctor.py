@@ -114,7 +114,7 @@ def _torch() -> Finding:
 def _gpus() -> Finding:
     """Examines the GPUs that learners of this node would use."""
     with suppress(ImportError, OSError):
-        from rudra.compute.devices import seen  # and torch, which may be broken
+        from rudra.compute.device.devices import seen  # and torch, which may be broken
 
         if found := seen():
             return Finding("gpus", "ok", "; ".join(found))

@@ -86,11 +86,11 @@ def check_devices(job: Job, plan: Plan) -> None:
     """Raises ConfigError if learners need GPUs, and this machine has none."""
     if not job.cluster.accelerated:
         return
-    from rudra.compute import devices  # imports torch, which the launching process usually does not need
+    from rudra.compute.device import devices, placement  # and torch, which the launching process usually does without
 
     wanted, host = job.cluster.device, socket.gethostname()
     counts = [devices.here(wanted)] * plan.ranks
-    devices.agreed(wanted, plan, counts, [host] * plan.ranks, job.hogbatch.learners_on_cpu(plan))
+    placement.agreed(wanted, plan, counts, [host] * plan.ranks, job.hogbatch.learners_on_cpu(plan))
 
 
 def _check_size(job: Job, plan: Plan) -> None:

@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
     except RuntimeError as error:
         if "torch" not in sys.modules:
             raise
-        from rudra.compute.devices import fault_text
+        from rudra.compute.device.faults import fault_text
 
         if (text := fault_text(error)) is None:
             raise

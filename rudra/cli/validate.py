@@ -141,7 +141,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _rehearsed(job: "Job", plan: "Plan") -> dict[str, str]:
     """Tries one mini-batch in this process. Returns its results, and facts that only the data determines."""
-    from rudra.compute import devices
+    from rudra.compute.device import devices
     from rudra.compute.memory_plan import check_memory, most_at_once
     from rudra.compute.schedule import schedule_of
     from rudra.core.bucket_rules import refusal

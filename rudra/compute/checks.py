@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from rudra.compute.devices import operations_named
+from rudra.compute.device.faults import operations_named
 from rudra.compute.flat import FlatModel
 from rudra.compute.together import put_together, vmap_gradients
 from rudra.data.samples import Batch

@@ -10,8 +10,10 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CHUNK, slices
+from rudra.compute.device.devices import kind_of, selection
+from rudra.compute.device.faults import set_deterministic
+from rudra.compute.device.kind import CPU
 from rudra.compute.device.streams import Pending
-from rudra.compute.devices import CPU, kind_of, selection, set_deterministic
 from rudra.compute.rows import RowFormat
 from rudra.compute.staging import Staging
 from rudra.compute.statedict import StateEntry

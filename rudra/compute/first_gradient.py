@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rudra.compute import models, tasks
 from rudra.compute.buffers import changed, tried
 from rudra.compute.checks import check_gradient
-from rudra.compute.devices import CPU, kind_of, operations_named
+from rudra.compute.device.devices import kind_of
+from rudra.compute.device.faults import operations_named
+from rudra.compute.device.kind import CPU
 from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
 from rudra.compute.memory_plan import check_memory, planned

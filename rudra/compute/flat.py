@@ -18,8 +18,8 @@ from torch import nn
 from rudra.compute.autograd import Autograd
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
+from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Number
-from rudra.compute.devices import kind_of
 from rudra.compute.direct import LARGE, direct_layers
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat_buffers import FlatBuffers

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rudra.compute.devices import kind_of
+from rudra.compute.device.devices import kind_of
 from rudra.compute.executor import Executor, arithmetic_of_thread, performs
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.compute.learners import LearnerExecutor

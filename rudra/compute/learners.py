@@ -12,8 +12,8 @@ import torch
 from msgspec import structs
 
 from rudra.compute.arrivals import Arrivals
+from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Number, Pending, Stream, known
-from rudra.compute.devices import kind_of
 from rudra.compute.early_pass import EarlyPass
 from rudra.compute.evaluation import add_batch, evaluate, score_of
 from rudra.compute.executor import Executor, performs

@@ -7,7 +7,8 @@ import torch
 
 from rudra.compute import models, tasks
 from rudra.compute.correcting import corrector_of
-from rudra.compute.devices import CPU, Placing
+from rudra.compute.device.kind import CPU
+from rudra.compute.device.placement import Placing
 from rudra.compute.executor import Executor
 from rudra.compute.first_gradient import portion_of
 from rudra.compute.flat import FlatModel, Gradients

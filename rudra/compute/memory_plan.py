@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rudra.compute import models, tasks
-from rudra.compute.devices import DeviceKind, kind_of
+from rudra.compute.device.devices import kind_of
+from rudra.compute.device.kind import DeviceKind
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.core.work import Work, portion

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from rudra.compute.buffers import changed, tried
-from rudra.compute.devices import operations_named
+from rudra.compute.device.faults import operations_named
 from rudra.compute.networks import MODELS
 from rudra.compute.tasks import Task
 from rudra.data import trees

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rudra.compute.cuts import LayerChain
-from rudra.compute.devices import finish
+from rudra.compute.device.devices import finish
 from rudra.core.placement import Layer
 
 

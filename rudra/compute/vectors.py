@@ -9,7 +9,9 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.averaging import CACHE_LINE
-from rudra.compute.devices import CPU, finish, lock_pages, page_locked
+from rudra.compute.device.cuda import lock_pages, page_locked
+from rudra.compute.device.devices import finish
+from rudra.compute.device.kind import CPU
 from rudra.compute.half import from_half, to_half
 from rudra.compute.rows import RowFormat, RowGradient
 from rudra.core.digest import digest_of, sample

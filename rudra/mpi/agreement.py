@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
-from rudra.compute import devices
+from rudra.compute.device import devices
 from rudra.errors import RudraError
 from rudra.job.tables import ClusterTable
 from rudra.machine import cores

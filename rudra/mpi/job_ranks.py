@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from mpi4py import MPI
 
-from rudra.compute.devices import fault_text
+from rudra.compute.device.faults import fault_text
 from rudra.errors import RudraError, RunError
 from rudra.job.tables import FaultToleranceTable
 from rudra.log import log, speak_as

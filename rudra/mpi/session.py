@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from rudra.compute.devices import fault_text
+from rudra.compute.device.faults import fault_text
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
 from rudra.core.layout import NamedVectors

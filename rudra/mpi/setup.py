@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from rudra.compute import devices
 from rudra.compute.averaging import CHUNK
+from rudra.compute.device import devices, placement
 from rudra.compute.executor import Executor, prepare_torch
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
@@ -194,7 +194,7 @@ class RankSetup:
             data,
             prefetch=not in_memory(data.training),
             device=self._device,
-            placing=devices.placing(self._device, self.plan, gpu_aware_mpi=self.job.cluster.gpu_aware_mpi),
+            placing=placement.placing(self._device, self.plan, gpu_aware_mpi=self.job.cluster.gpu_aware_mpi),
             first_weights=final_weights,
             memory=self.arena.allocate if self._near else None,
         )

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from rudra.compute import devices
+from rudra.compute.device import placement
 from rudra.compute.device.streams import finished
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
@@ -60,7 +60,7 @@ class Trial:
             data,
             prefetch=not in_memory(data.training),
             device=device,
-            placing=devices.placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
+            placing=placement.placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
         )
         for role, executor in made.items():
             assert isinstance(executor, LearnerExecutor)

@@ -219,7 +219,8 @@ class _Learner:
     @classmethod
     def of(cls, job: Job) -> "_Learner":
         """Returns a learner of a resolved job. torch must be as in the job."""
-        from rudra.compute import devices, models, tasks
+        from rudra.compute import models, tasks
+        from rudra.compute.device import placement
         from rudra.compute.flat import FlatModel
         from rudra.compute.gradients import GradientSource
         from rudra.compute.shortcuts import gradients_of
@@ -227,7 +228,7 @@ class _Learner:
         from rudra.data.load import load
 
         size, training = job.training.minibatch_size, job.training
-        device = devices.virtual(job.cluster.device, window=False)
+        device = placement.virtual(job.cluster.device, window=False)
         data = load(job.data, test=False, seed=training.seed, ignored=job.task.ignored)
         assert data.training is not None
         task = tasks.make(job.task, data.info.classes)

@@ -128,7 +128,7 @@ def choose_devices(
     Raises:
         ConfigError: A rank lacks a GPU that the job requires, or its MPI library cannot use it.
     """
-    from rudra.compute import devices  # and torch, which a process that starts ranks does without
+    from rudra.compute.device import placement  # and torch, which a process that starts ranks does without
 
     job, plan = resolved
     gpus, hosts, on_cpu = (
@@ -136,13 +136,13 @@ def choose_devices(
         [rank.host for rank in ranks],
         job.hogbatch.learners_on_cpu(plan),
     )
-    kind = devices.agreed(job.cluster.device, plan, gpus, hosts, on_cpu)
+    kind = placement.agreed(job.cluster.device, plan, gpus, hosts, on_cpu)
     if job.cluster.gpu_aware_mpi and kind != "cpu" and not all(rank.gpu_aware for rank in ranks):
         other = [rank.gpu_aware for rank in ranks].index(False)
         who = f"the MPI library of rank {other} on {hosts[other]}, which reports no GPU support"
         raise ConfigError(f"[cluster] gpu_aware_mpi = true is not supported by {who}; use gpu_aware_mpi = false")
     places = [rank.node for rank in ranks]
-    device = devices.of_rank(kind, number, plan, places, gpus[number], on_cpu)
+    device = placement.of_rank(kind, number, plan, places, gpus[number], on_cpu)
     return ResolvedJob(job.with_(cluster={"device": kind}), plan), device
 
 

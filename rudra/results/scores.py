@@ -5,7 +5,8 @@ from pathlib import Path
 
 import torch
 
-from rudra.compute import devices, models, tasks
+from rudra.compute import models, tasks
+from rudra.compute.device import placement
 from rudra.compute.evaluation import evaluate
 from rudra.compute.executor import torch_as_in
 from rudra.compute.flat import FlatModel
@@ -32,7 +33,7 @@ def on_test_set(job: Job, paths: Sequence[Path]) -> list[dict[str, float]]:
     with torch_as_in(job.cluster):
         data = load(job.data, train=False, seed=job.training.seed, ignored=job.task.ignored)
         assert data.test is not None  # a job without a test set cannot be trained
-        device = devices.virtual(job.cluster.device, window=job.hogbatch.shares_weights)
+        device = placement.virtual(job.cluster.device, window=job.hogbatch.shares_weights)
         module = models.build(job.model, data.info, job.training.seed).to(device)
         flat = FlatModel(module, tasks.make(job.task, data.info.classes), precision=job.training.precision)
         found: list[dict[str, float]] = []

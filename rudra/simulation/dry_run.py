@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rudra.compute.device.kind import CPU
 from rudra.compute.device.streams import finished
-from rudra.compute.devices import CPU
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor, StatisticsExecutor

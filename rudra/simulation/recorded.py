@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from rudra.compute import devices
+from rudra.compute.device import devices, placement
 from rudra.compute.executor import torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.core.bucket_rules import pairs_of_nodes
@@ -58,7 +58,7 @@ def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | Non
     with torch_as_in(job.cluster):
         model = ""
         if job.simulation.tensors:
-            device = devices.virtual(job.cluster.device, window=plan.window)
+            device = placement.virtual(job.cluster.device, window=plan.window)
             data = load(job.data, seed=job.training.seed, ignored=job.task.ignored)
             gradients: str = job.training.gradients
             if start.checkpoint is None or gradients == "auto":

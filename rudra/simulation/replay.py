@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from tqdm import tqdm
 
-from rudra.compute import devices, models
-from rudra.compute.devices import DEVICES
+from rudra.compute import models
+from rudra.compute.device import placement
+from rudra.compute.device.devices import DEVICES
 from rudra.compute.executor import torch_as_in
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
@@ -149,7 +150,7 @@ def replay(
         if until is not None:
             target = path.with_name(f"{path.stem}-{until}.pt") if output is None else Path(output)
             check_output(target, force)
-        kind = devices.replaying(job.cluster.device, window=plan.window)
+        kind = placement.replaying(job.cluster.device, window=plan.window)
         for line in surroundings(results, kind):
             log.warning(f"{path}: {line}")
     with torch_as_in(job.cluster):
@@ -222,7 +223,7 @@ def _repeat(
         loaded,
         prefetch=False,
         device=device,
-        placing=devices.placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi) if on_ranks else "device",
+        placing=placement.placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi) if on_ranks else "device",
         first_weights=final_weights,
     )
     for executor in executors.values():

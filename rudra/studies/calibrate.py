@@ -265,7 +265,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
         job: resolved job.
         sizes: values of μ.
     """
-    from rudra.compute.devices import placing, virtual
+    from rudra.compute.device.placement import placing, virtual
     from rudra.compute.executor import torch_as_in
     from rudra.compute.first_gradient import try_first_gradient
     from rudra.compute.learners import LearnerExecutor

@@ -10,7 +10,7 @@ import user_code
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from rudra.compute import devices
+from rudra.compute.device import placement
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
 from rudra.core.wire import tail_bytes
@@ -91,11 +91,11 @@ def test_a_run_on_copies_is_repeated_on_copies_bit_for_bit(
     """As a replay on a GPU does."""
     made: list[bool] = []
 
-    def placing(device: torch.device, *, gpu_aware_mpi: bool) -> devices.Placing:
+    def placing(device: torch.device, plan: Any, *, gpu_aware_mpi: bool) -> placement.Placing:
         made.append(gpu_aware_mpi)
         return "staged"
 
-    monkeypatch.setattr(devices, "placing", placing)
+    monkeypatch.setattr(placement, "placing", placing)
     assert_repeated(staged[name])
     assert made == [False]
 

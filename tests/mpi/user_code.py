@@ -499,7 +499,8 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
     Returns how often learners and tests used a copy, how often MPI used theirs, and how often a gradient was late.
     """
     from rudra.compute.device.adverse import AdverseDevice
-    from rudra.compute.devices import DEVICES, DeviceKind
+    from rudra.compute.device.devices import DEVICES
+    from rudra.compute.device.kind import DeviceKind
     from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import setup

@@ -13,8 +13,10 @@ from torch import nn
 
 import rudra
 from rudra.cli.main import main
-from rudra.compute import devices
-from rudra.compute.devices import DEVICES, DeviceKind, fault_text, set_deterministic
+from rudra.compute.device import placement
+from rudra.compute.device.devices import DEVICES
+from rudra.compute.device.faults import fault_text, set_deterministic
+from rudra.compute.device.kind import DeviceKind
 from rudra.errors import ConfigError
 
 ON = {"deterministic": True}
@@ -187,7 +189,7 @@ def test_a_deterministic_run_on_a_gpu_is_replayed_on_one(
     monkeypatch.setitem(DEVICES, "cuda", Fake())
     rudra.simulate(job, output=path, progress="quiet").close()
     if driver == "mpi":  # its learners compute on copies
-        monkeypatch.setattr(devices, "placing", lambda device, gpu_aware_mpi: "staged")
+        monkeypatch.setattr(placement, "placing", lambda device, plan, gpu_aware_mpi: "staged")
         with h5py.File(path, "r+") as file:
             file.attrs["driver"] = "mpi"
     capsys.readouterr()

@@ -14,7 +14,7 @@ from rules import Eager
 from torch import nn
 
 import rudra
-from rudra.compute import devices
+from rudra.compute.device import placement
 from rudra.compute.executor import Executor
 from rudra.compute.making import make_executors
 from rudra.compute.vectors import Buffer
@@ -378,9 +378,9 @@ def test_a_model_that_needs_real_tensors_is_built_for_its_size_alone(tmp_path: P
 
 def test_no_gpu_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert devices.virtual("auto", window=False).type == "cpu"
+    assert placement.virtual("auto", window=False).type == "cpu"
     with pytest.raises(ConfigError, match=r"\[cluster\] device = 'cuda': torch sees no GPU here; valid: cpu, auto"):
-        devices.virtual("cuda", window=False)
+        placement.virtual("cuda", window=False)
 
 
 @pytest.mark.gpu

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from rudra.compute.device.adverse import AdverseDevice
+from rudra.compute.device.devices import DEVICES, here
+from rudra.compute.device.kind import CPU, DeviceKind
+from rudra.compute.device.placement import agreed, of_rank, virtual_kind
 from rudra.compute.device.streams import Pending, Stream, finished
-from rudra.compute.devices import CPU, DEVICES, DeviceKind, agreed, here, of_rank, virtual_kind
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.staging import Staging

@@ -107,7 +107,7 @@ def test_only_the_module_of_devices_and_that_of_a_benchmark_know_cuda() -> None:
             and any(isinstance(n, ast.Constant) and n.value == "cuda" for n in ast.walk(node))
         )
     }
-    assert knows == {"rudra/compute/devices.py", "benchmarks/gpu_device.py"}
+    assert knows == {"rudra/compute/device/cuda.py", "benchmarks/gpu_device.py"}
 
 
 def test_protocols_and_topologies_name_nothing_of_rudra_in_a_string() -> None:

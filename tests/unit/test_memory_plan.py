@@ -15,7 +15,8 @@ from torch.utils.data import TensorDataset
 import rudra
 from rudra.cli.main import main
 from rudra.compute import memory_plan, models, tasks
-from rudra.compute.devices import CPU, DEVICES, DeviceKind
+from rudra.compute.device.devices import DEVICES
+from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.flat import FlatModel
 from rudra.compute.memory_plan import MemoryPlan, planned
 from rudra.data.load import load

@@ -1,0 +1,142 @@
+"""GPUs that torch uses through `torch.cuda`. No other module of Rudra calls it."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rudra.compute.device.kind import DeviceKind
+from rudra.compute.device.streams import Number, Pending, Stream
+from rudra.errors import ConfigError
+from rudra.log import log
+
+AMPERE = (8, 0)
+"""Compute capability of the first GPUs that round factors to TF32."""
+
+
+class CudaStream(Stream):
+    """Stream of a GPU. Numbers come back through page-locked memory.
+
+    Args:
+        stream: Stream of torch. Work that torch does outside `submit` uses the default stream.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def submit(self, work: Callable[[], Sequence[Number]]) -> Pending:
+        with torch.cuda.stream(self._stream):
+            numbers = work()
+            there = [number for number in numbers if isinstance(number, torch.Tensor)]
+            came = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
+            if there:
+                came.copy_(torch.stack([number.double() for number in there]), non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self._stream)
+        return _OnGpu(numbers, came, event)
+
+
+class _OnGpu(Pending):
+    """Work of a GPU.
+
+    Args:
+        numbers: Its numbers.
+        came: Memory that receives those on the GPU.
+        event: Event after the work.
+    """
+
+    def __init__(self, numbers: Sequence[Number], came: torch.Tensor, event: torch.cuda.Event) -> None:
+        self._numbers, self._came, self._event = numbers, came, event
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def numbers(self) -> list[float]:
+        self._event.synchronize()
+        came = iter(self._came.tolist())
+        return [next(came) if isinstance(number, torch.Tensor) else number for number in self._numbers]
+
+
+class Cuda(DeviceKind):
+    """GPUs of NVIDIA."""
+
+    type = "cuda"
+    noun = "GPU"
+    page_locks = True
+
+    def count(self) -> int:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+    def device(self, place: int) -> torch.device:
+        return torch.device("cuda", place)
+
+    def about(self, place: int) -> str:
+        gpu = torch.cuda.get_device_properties(place)
+        return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+
+    def model(self, device: torch.device) -> str:
+        return torch.cuda.get_device_name(device)
+
+    def select(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)
+
+    def selected(self) -> torch.device | None:
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return self.device(torch.cuda.current_device()) if is_used else None
+
+    def finish(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+    def peak_bytes(self, device: torch.device, work: Callable[[], object]) -> int:
+        self.finish(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        self.finish(device)
+        return torch.cuda.max_memory_allocated(device) - before
+
+    def stream(self, device: torch.device) -> Stream:
+        return CudaStream(torch.cuda.current_stream(device))
+
+    def set_products(self, device: torch.device, *, rounded: bool) -> None:
+        if rounded and torch.cuda.get_device_capability(device) < AMPERE:
+            text = f"{torch.cuda.get_device_name(device)} does not have it"
+            raise ConfigError(f"[training] precision = 'tf32': {text}; valid there: float32, float16")
+        cudnn: Any = torch.backends.cudnn
+        if hasattr(cudnn, "conv"):  # torch 2.9 or newer
+            for product in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn):
+                product.fp32_precision = "tf32" if rounded else "ieee"
+        else:
+            torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = rounded
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        return torch.cuda.default_generators[device.index or 0]
+
+
+def page_locked(length: int) -> npt.NDArray[np.uint8]:
+    """Allocates bytes in main memory that a GPU copies at full speed and in parallel with other work.
+
+    torch's own allocator would take the next power of two.
+    """
+    memory = np.full(length, 0, np.uint8)
+    lock_pages(memory)
+    return memory
+
+
+def lock_pages(memory: npt.NDArray[np.uint8]) -> None:
+    """Page-locks existing memory until it is freed. If the system refuses, copies are slower, and a line says so."""
+    place, runtime = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if code := int(runtime.cudaHostRegister(place, memory.nbytes, 0)):
+        log.warning(f"{memory.nbytes / 1e6:,.0f} MB could not be page-locked (CUDA error {code}): copies are slower")
+        with suppress(RuntimeError):  # torch would raise this error as that of its next kernel
+            torch.zeros(1, device="cuda")
+        return
+    weakref.finalize(memory, runtime.cudaHostUnregister, place)

@@ -1,0 +1,68 @@
+"""Deterministic operations, and what to say about errors that torch raises because of a device or its settings."""
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rudra.errors import ConfigError
+
+_NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation|not deterministic .* uses CuBLAS")
+"""Text in torch's errors about an operation, with its name unless it is a product of matrices."""
+
+
+def set_deterministic(wanted: bool) -> Callable[[], None]:
+    """Sets whether torch uses only operations with bitwise identical results each time, in this process.
+
+    It must be called before the process computes on a GPU, because cuBLAS reads its variable only once.
+
+    Returns:
+        A function that restores the previous settings.
+    """
+    cudnn, before = torch.backends.cudnn, torch.get_deterministic_debug_mode()
+    searched = cudnn.benchmark
+    torch.set_deterministic_debug_mode("error" if wanted else "default")
+    if wanted:
+        cudnn.benchmark = False
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+
+    def restore() -> None:
+        torch.set_deterministic_debug_mode(before)
+        cudnn.benchmark = searched
+
+    return restore
+
+
+@contextmanager
+def operations_named() -> Iterator[None]:
+    """Raises ConfigError if torch has no deterministic form of an operation, instead of torch's error."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (text := _deterministic_text(error)) is None:
+            raise
+        raise ConfigError(text) from error
+
+
+def _deterministic_text(error: BaseException) -> str | None:
+    """Returns what to say about an operation without a deterministic form. None: it is another error."""
+    found = _NOT_DETERMINISTIC.search(str(error))
+    if found is None or not isinstance(error, RuntimeError):
+        return None
+    has = f"torch has no deterministic form of {found[1] or 'a product of matrices by cuBLAS'}"
+    return f"[cluster] deterministic = true: {has}; use another operation, or deterministic = false"
+
+
+def fault_text(error: BaseException) -> str | None:
+    """Returns what to say about an error that torch raised because of a device or its settings. None: another error."""
+    return memory_text(error) or _deterministic_text(error)
+
+
+def memory_text(error: BaseException) -> str | None:
+    """Returns what to say about an error if memory was exhausted, in main memory or on a GPU. None: it was not."""
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return None
+    what = ". ".join(" ".join(str(error).split()).split(". ")[:2]).removesuffix(".") or "none is left"
+    return f"too little memory: {what}; use a smaller training.minibatch_size, or more training.microbatches"

@@ -1,0 +1,80 @@
+"""Kind of device that computes."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from rudra.compute.device.streams import Stream
+
+CPU = torch.device("cpu")
+
+
+class DeviceKind:
+    """Kind of device. The base class is the CPU, whose work is complete when torch returns.
+
+    Attributes:
+        type: Class attribute. Type of torch's devices of this kind.
+        noun: Class attribute. One such device, in messages.
+        page_locks: Class attribute. Whether it copies page-locked main memory at full speed, in parallel with other
+            work.
+    """
+
+    type: ClassVar[str] = "cpu"
+    noun: ClassVar[str] = "CPU"
+    page_locks: ClassVar[bool] = False
+
+    def count(self) -> int:
+        """Returns the number of devices that torch sees in this process."""
+        return 1
+
+    def device(self, place: int) -> torch.device:
+        """Returns one of these devices."""
+        return CPU
+
+    def about(self, place: int) -> str:
+        """Returns name and memory of one of these devices, for people."""
+        return self.noun
+
+    def model(self, device: torch.device) -> str:
+        """Returns the model of a device. The last bits of results depend on it. Empty: it is the processor."""
+        return ""
+
+    def select(self, device: torch.device) -> None:
+        """Makes a device the default of this thread, for code that names no device."""
+
+    def selected(self) -> torch.device | None:
+        """Returns the default device of this thread. None: nobody has selected one."""
+        return None
+
+    def finish(self, device: torch.device) -> None:
+        """Waits until a device has finished its work."""
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Returns the bytes of memory that this process can still use on a device. None: no limit is known.
+
+        Main memory has none: the ranks of a node share it, and the system lends more than it has.
+        """
+        return None
+
+    def peak_bytes(self, device: torch.device, work: Callable[[], object]) -> int:
+        """Returns the bytes that work takes at its peak, beyond the bytes in use before. 0: there are no statistics.
+
+        Work is done only if there are statistics.
+        """
+        return 0
+
+    def stream(self, device: torch.device) -> Stream:
+        """Returns a stream for the work of a role."""
+        return Stream()
+
+    def set_products(self, device: torch.device, *, rounded: bool) -> None:
+        """Sets how this process multiplies float32 numbers on a device: exactly, or with factors rounded to TF32.
+
+        Raises:
+            ConfigError: The device cannot round them.
+        """
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Returns the generator that layers on a device draw from."""
+        return torch.default_generator
