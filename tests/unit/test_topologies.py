@@ -548,6 +548,18 @@ def test_a_topology_of_the_user_shares_ranks_also_when_it_is_fitted() -> None:
     assert [role.world_rank for role in mine.fit([3, 8, 8, 3]).roles] == [0, 0, 3, 1, 2]
 
 
+def test_one_rank_hosts_all_roles_of_one_node() -> None:
+    alone = topologies.load("base", one_rank=True)
+    assert {role.world_rank for role in alone.fit([0, 0, 0], 2).roles} == {0}
+    assert alone.plan(2).local
+    assert not topologies.load("base").plan(2).local
+    assert not topologies.load("groups", one_rank=True).plan(2).local, "its sums are made in main memory"
+    with pytest.raises(
+        ValueError, match=r"^\[cluster\] one_rank = true: the learners are on several nodes; use one_ra"
+    ):
+        alone.plan(2, [0, 1])
+
+
 def test_a_topology_that_shares_ranks_itself_says_who_shares_one() -> None:
     mine = SimpleNamespace(plan=together, __name__="mine")
     assert topologies.load(mine, {"each": 1}, 2).plan(4).ranks == 3, "servers may share one with each other"
