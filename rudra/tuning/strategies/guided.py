@@ -2,8 +2,8 @@
 
 1. Cold start and reference run.
 2. One epoch of the fastest point of every protocol, and of families that are faster than the best point. A family has
-   the same number of gradients in an update. Each point has a learning rate for the noise of its batch, and as much
-   less momentum as its staleness adds.
+   the same number of gradients in an update. Each point has the effective rate of the cold start, and as much less
+   momentum as its staleness adds. Much faster families have longer probes, because their samples cost little time.
 3. Neighbours of the best point: other learning rates, momenta, mini-batch sizes and periods, until none is better. Then
    the other families, and neighbours of the next points. Last come smaller steps of rate and momentum,
    the outer optimiser, and the average over time. A new best point has a second epoch before others are compared with
@@ -51,6 +51,9 @@ from rudra.tuning.state import SURE, SearchState, key_of
 FINER_RATES, FINER_MOMENTA = (1.5, 1 / 1.5), (0.1, -0.1)
 """Factors on the learning rate, and differences of the momentum, of the last neighbours."""
 
+FASTER, LONG = 4.0, 4
+"""Ratio of samples per second at which a family has long probes, and their least number of epochs."""
+
 ATTEMPTS = 2
 """Number of first probes of a family that may diverge, the second one with a lower learning rate."""
 
@@ -67,9 +70,27 @@ def _next(state: SearchState) -> list[Probe]:
     if not (best := state.estimates()[0]).sure:
         return [from_common(state, best.settings, SURE)]
     first, others = _families(state)
+    if not first and (longer := next(_too_short(state), None)):
+        return [longer]
     near = _neighbours(state)
     wanted = itertools.chain(first, next(near, ()), others, *near, _finer(state))
     return [from_common(state, settings, 1) for settings in itertools.islice(wanted, 1)]
+
+
+def _too_short(state: SearchState) -> Iterator[Probe]:
+    """Best probes of families that are much faster than the best point, twice as long, up to the reference's samples.
+
+    Their samples cost little time, and may be worth more later.
+    """
+    best, *others = state.estimates()
+    most = max(LONG, math.ceil(state.reference_samples / state.training_samples))
+    seen = {state.batch(best.settings).family}
+    for estimate in others:
+        family = state.batch(estimate.settings).family
+        faster = state.rate(estimate.settings) > FASTER * state.rate(best.settings)
+        if family not in seen and faster and not estimate.certain and estimate.epochs < most:
+            yield from_common(state, estimate.settings, min(2 * estimate.epochs, most))
+        seen.add(family)
 
 
 def _families(state: SearchState) -> tuple[list[Settings], list[Settings]]:
