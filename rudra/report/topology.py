@@ -287,7 +287,8 @@ def sharing(cast: Cast) -> str:
             found.append(f"ranks {spans(ranks)} on {'each of ' * place.several}{where}")
     if len(found) > _MOST_SPANS:
         found = [*found[: _MOST_SPANS - 1], f"… {found[-1]}"]
-    return "; ".join(found) or "none, as each rank has its own node"
+    alone = "there is one rank" if cast.plan.ranks == 1 else "each rank has its own node"
+    return "; ".join(found) or f"none, as {alone}"
 
 
 class ShownNode(NamedTuple):
@@ -331,7 +332,7 @@ def summary(plan: Plan, per_update: int) -> list[str]:
     ranks = len({role.world_rank for role in plan.roles})
     of = "reference" if plan.sharing == "reference" else "replica" if plan.averaging else "gradient"
     update = f"{per_update:,} {of}{_s(per_update)} per update (c)"
-    return [f"{ranks:,} ranks: {roles(plan)}", f"{update}; {message(plan, per_update)}"]
+    return [f"{ranks:,} rank{_s(ranks)}: {roles(plan)}", f"{update}; {message(plan, per_update)}"]
 
 
 def roles(plan: Plan) -> str:

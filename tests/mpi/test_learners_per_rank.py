@@ -145,8 +145,9 @@ def test_a_run_on_one_rank_is_replayed(recorded: dict[tuple[str, Any], Path], na
 def test_a_synchronous_run_on_one_rank_is_the_simulated_one(recorded: dict[tuple[str, Any], Path], name: str) -> None:
     with rudra.open_results(recorded["together", name]) as results:
         digest = results.summary()["weights_sha256"]
-    with rudra.simulate(together(name).with_(cluster={"one_rank": False}), progress="quiet") as results:
-        assert results.summary()["weights_sha256"] == digest
+    for one_rank in (True, False):
+        with rudra.simulate(together(name).with_(cluster={"one_rank": one_rank}), progress="quiet") as results:
+            assert results.summary()["weights_sha256"] == digest
 
 
 @pytest.mark.parametrize(
