@@ -34,7 +34,7 @@ POINTS: dict[str, tuple[str, str, int]] = {
     "sma-16": ("sma", "replicas", 16),
     "sma-32": ("sma", "replicas", 32),
     "average-32": ("average", "replicas", 32),
-    "diloco-32": ("diloco", "replicas", 32),
+    "softsync-64": ("softsync", "base", 64),
 }
 """Name -> protocol, topology and mini-batch size of a search."""
 
