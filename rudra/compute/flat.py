@@ -241,7 +241,7 @@ class FlatModel:
         Raises:
             DataError: A label is outside the model's classes.
         """
-        rows, target = out if isinstance(out, RowGradient) else None, moved(target, self.device)
+        rows = out if isinstance(out, RowGradient) else None
         if self.chain is not None and self.chain.takes(inputs):
             views = self.views.of(out) if isinstance(out, torch.Tensor) else self.views.of(out.rest, self._rows)
             self.seed(seed)  # the task's loss may draw random numbers
@@ -311,6 +311,7 @@ class FlatModel:
         ready: Ready | None = None,
     ) -> tuple[torch.Tensor, npt.NDArray[Any] | torch.Tensor | None]:
         self.set_mode(training=True)
+        target = moved(target, self.device)
         rows = into if isinstance(into, RowGradient) else None
         out = into.rest if isinstance(into, RowGradient) else into
         views = self.views.of(out, None if rows is None else self._rows)

@@ -169,8 +169,11 @@ class GradientSource:
         Raises:
             DataError: The loss is not finite because of a sample.
         """
-        work, (inputs, target) = figures.work, figures.batch
-        loss, errors = known((figures.loss, figures.errors))
+        return self.confirmed(known((figures.loss, figures.errors)), figures.work, figures.batch)
+
+    def confirmed(self, numbers: Sequence[float], work: Work, batch: Batch) -> BatchResult:
+        """Returns the result of a mini-batch with its loss and errors, which are known. Raises as `checked`."""
+        (loss, errors), (inputs, target) = numbers, batch
         if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
             sample = self._inputs.indices([work])[int(wrong.argmax())]
             raise DataError(

@@ -37,7 +37,7 @@ from rudra.core.actions import (
 from rudra.core.buckets import copied
 from rudra.core.buffer_names import WEIGHTS
 from rudra.core.events import Computed, Evaluated, EvaluationPartComputed, Updated
-from rudra.data.samples import Samples
+from rudra.data.samples import Batch, Samples
 from rudra.job.job import Job
 
 TRAIN = "train"
@@ -87,17 +87,17 @@ class LearnerExecutor(Executor):
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self.norms is not None and self.ready is not None and self.norms.covers_gradient(action.timestamp):
             self.ready = self.norms.watching(gradient.vector, self.ready)
-        found: list[BatchFigures] = []
+        batches: list[Batch] = []
 
         def work() -> tuple[Number, Number]:
-            found.append(figures := self._gradient(action, weights, gradient))
-            return figures.loss, figures.errors
+            loss, errors, _, batch = self._gradient(action, weights, gradient)
+            batches.append(batch)
+            return loss, errors
 
         pending = self._stream.submit(work)
         while not pending.done():
             yield pending
-        loss, errors = pending.numbers()
-        yield self.computed(action, self.source.checked(found[0]._replace(loss=loss, errors=errors)))
+        yield self.computed(action, self.source.confirmed(pending.numbers(), action.work, *batches))
 
     def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         """Computes a gradient in its buffer."""

@@ -130,8 +130,11 @@ class Classification(Task):
         return loss if weight is None or reduction == "mean" else loss * (len(target) / weight[target].sum())
 
     def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | torch.Tensor:
-        found: Any = _small(output.detach())
-        differs: npt.NDArray[Any] | torch.Tensor = found.argmax(1) != _small(target.to(output.device))
+        differs: npt.NDArray[Any] | torch.Tensor
+        if output.is_cpu:
+            differs = output.numpy(force=True).argmax(1) != target.numpy(force=True)
+        else:
+            differs = output.detach().argmax(1) != target.to(output.device)
         return differs
 
     def metrics(self, output: Any, target: Any) -> Mapping[str, float | torch.Tensor]:
@@ -332,14 +335,14 @@ def make(table: TaskTable, classes: int) -> Task:
 
 def number(value: float | torch.Tensor) -> Number:
     """Returns a number in double precision. One on a device stays there."""
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        return value.detach().double().reshape(())
-    return float(value)
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    return value.item() if value.is_cpu else value.detach().double().reshape(())
 
 
 def _small(tensor: torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
     """Returns a tensor in main memory as an array, because NumPy handles small ones faster. Others stay as they are."""
-    return tensor.numpy() if tensor.device.type == "cpu" else tensor
+    return tensor.numpy() if tensor.is_cpu else tensor
 
 
 def _are_numbers(*values: Any) -> bool:
