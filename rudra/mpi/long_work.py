@@ -3,11 +3,26 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from typing import NamedTuple
 
 from rudra.compute.device.streams import Pending, finished
 from rudra.compute.executor import arithmetic_of_thread
 from rudra.core.events import Event
 from rudra.mpi.comm_threads import WorkerThread
+
+
+class _Action(NamedTuple):
+    """An action of an executor that is not over.
+
+    Attributes:
+        role: role of the executor.
+        work: rest of the action.
+        pending: work of a device that the action waits for. None: it waits for none.
+    """
+
+    role: int
+    work: Iterator[Event | Pending | None]
+    pending: Pending | None = None
 
 
 class LongWork:
@@ -25,9 +40,7 @@ class LongWork:
         self.beside = 0
         self._wake = wake
         self.results: deque[Callable[[], None]] = deque()
-        self._pieces: deque[tuple[int, Iterator[Event | Pending | None]]] = (
-            deque()
-        )  # executor actions; one piece of each in turn
+        self._pieces: deque[_Action] = deque()  # one piece of each in turn
         self._computer: WorkerThread | None = None
 
     def post(self, result: Callable[[], None]) -> None:
@@ -58,7 +71,7 @@ class LongWork:
     def begin(self, role: int, work: Iterator[Event | Pending | None], done: Callable[[Event], None]) -> None:
         """Begins a long action of a role. `done` is called with its event if a separate thread performs the action."""
         if self._computer is None:
-            self._pieces.append((role, work))
+            self._pieces.append(_Action(role, work))
         else:
             self.do_beside(self._computer, lambda: finished(work)[0], done)
 
@@ -68,12 +81,14 @@ class LongWork:
         None: there is no work, or all of it waits for a device.
         """
         for _ in range(len(self._pieces)):
-            role, work = self._pieces.popleft()
+            role, work, _ = self._pieces.popleft()
             found = next(work)
-            if found is None or isinstance(found, Pending):
-                self._pieces.append((role, work))
-            if not isinstance(found, Pending):
-                return role, found
+            if isinstance(found, Pending):
+                self._pieces.append(_Action(role, work, found))
+                continue
+            if found is None:
+                self._pieces.append(_Action(role, work))
+            return role, found
         return None
 
     @property
@@ -82,8 +97,11 @@ class LongWork:
         return bool(self.beside or self._pieces)
 
     def drop(self, roles: Collection[int]) -> None:
-        """Drops the unfinished work of some roles."""
-        self._pieces = deque(work for work in self._pieces if work[0] not in roles)
+        """Drops the unfinished work of some roles. Waits for their devices, which would still write into buffers."""
+        for action in self._pieces:
+            if action.role in roles and action.pending is not None:
+                action.pending.numbers()
+        self._pieces = deque(action for action in self._pieces if action.role not in roles)
 
     def close(self) -> None:
         """Ends the computing thread."""

@@ -263,6 +263,26 @@ def test_a_rank_does_other_work_while_a_device_computes() -> None:
     assert not rung, "the same thread asks again"
 
 
+def test_work_that_is_dropped_writes_nothing_later() -> None:
+    device, written = AdverseDevice(0), list[str]()
+    stream, work = device.stream(), LongWork(lambda: None)
+
+    def action() -> Iterator[Event | Pending | None]:
+        pending = stream.submit(partial(_noted, written, "gradient"))
+        while not pending.done():
+            yield pending
+        yield Hashed("never")
+
+    device.go_on = lambda: None  # type: ignore[method-assign]
+    work.begin(0, action(), lambda event: None)
+    assert work.advance() is None
+    assert written == []
+    work.drop({0})
+    assert written == ["gradient"], "the host has waited"
+    assert work.advance() is None
+    assert not work.under_way
+
+
 def test_a_thread_that_has_nothing_else_to_do_waits_for_the_device() -> None:
     stream, work, done = AdverseDevice(3).stream(), LongWork(lambda: None), []
 
