@@ -369,7 +369,7 @@ class FlatModel:
 
 
 def figures(loss: torch.Tensor, wrong: npt.NDArray[Any] | torch.Tensor | None) -> tuple[Number, Number]:
-    """Returns the mean loss and the number of wrong samples. On a device nobody waits for them."""
+    """Returns the mean loss and the number of wrong samples, which a device may still compute."""
     if wrong is None:
         return number(loss), math.nan
     if isinstance(wrong, torch.Tensor):

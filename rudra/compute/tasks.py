@@ -65,7 +65,7 @@ class Task:
     def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | torch.Tensor | None:
         """Computes the wrong share of each sample, (samples,). None if the task defines no error.
 
-        It may stay on the device of the output, so that nobody waits for it.
+        The result may stay on the device of the output, so that the host does not wait for it.
         """
         return None
 

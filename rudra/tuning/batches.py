@@ -61,6 +61,11 @@ class UpdateBatch(NamedTuple):
         """Whether most gradients are stale."""
         return self.staleness > STALE
 
+    @property
+    def momentum(self) -> float:
+        """Momentum that the staleness adds."""
+        return 1 - 1 / (1 + self.staleness) if self.stale else 0.0
+
 
 def batch_of(job: Job) -> UpdateBatch:
     """Returns the batch of an update of a job."""

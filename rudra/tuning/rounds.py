@@ -303,10 +303,10 @@ def started(state: SearchState, price: Price) -> dict[str, Any]:
     cold start.
     """
     assert state.cold is not None
-    batch, cold = state.batch(price.point.settings), state.cold.by_key
-    implicit = 1 - 1 / (1 + batch.staleness) if batch.stale else 0.0
-    found = with_momentum(state, price.point.settings, max(0.0, state.job.optimizer.momentum - implicit))
-    return {**found, RATE: suited(state, cold, found)}
+    settings = price.point.settings
+    momentum = max(0.0, state.job.optimizer.momentum - state.batch(settings).momentum)
+    found = with_momentum(state, settings, momentum)
+    return {**found, RATE: suited(state, state.cold.by_key, found)}
 
 
 def spread(state: SearchState) -> Iterator[Settings]:

@@ -9,9 +9,9 @@ one ruler measures every protocol.
     worth = (samples of the reference to the target) / (samples to the target)
     time to the target = (samples to the target) / (samples per second)
 
-A probe has two slopes: of all its epochs, and of all but the first. The smaller one counts, because a learning rate
-below the reference's gains at once, and never again. On curves of LeNet this raised the rank correlation of predicted
-and true times from 0.71-0.74 to 0.83-0.91 with probes of two epochs (`rudra bench strategies`).
+A probe has two slopes: of all its epochs, and of all but the first. The smaller one counts: a learning rate below the
+reference's has a gain in its first epoch that does not come again. On curves of LeNet this raised the rank correlation
+of predicted and true times from 0.71-0.74 to 0.83-0.91 with probes of two epochs (`rudra bench strategies`).
 """
 
 import math

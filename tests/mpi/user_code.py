@@ -500,19 +500,13 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
     """
     from rudra.compute.device.adverse import AdverseDevice
     from rudra.compute.device.devices import DEVICES
-    from rudra.compute.device.kind import DeviceKind
     from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import setup
 
     make, weights, read, copies, direct = setup.make_executors, Staging.weights, DirectBuffer.read, [], []
     device = AdverseDevice(comm.rank)
-
-    class Late(DeviceKind):
-        def stream(self, device_: torch.device) -> Any:
-            return device.stream()
-
-    DEVICES["cpu"] = Late()
+    DEVICES["cpu"] = device
 
     def placed(*arguments: Any, **keywords: Any) -> Any:
         return make(*arguments, **{**keywords, "placing": placing})

@@ -16,7 +16,7 @@ from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES, here
 from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.device.placement import agreed, of_rank, virtual_kind
-from rudra.compute.device.streams import Pending, Stream, finished
+from rudra.compute.device.streams import Pending, finished
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.staging import Staging
@@ -197,23 +197,13 @@ def test_copies_change_no_bit(
     assert all(stage is not None and stage._held is not None for stage in copies), "all of them have used theirs"
 
 
-class Late(DeviceKind):
-    """CPUs that compute gradients as late as they may."""
-
-    def __init__(self, seed: int) -> None:
-        self.there = AdverseDevice(seed)
-
-    def stream(self, device: torch.device) -> Stream:
-        return self.there.stream()
-
-
 @pytest.mark.parametrize("placing", ["staged", "device"])
 def test_gradients_that_are_late_change_no_bit(placing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = job("softsync", 4, n=2, model={"name": network}, data={"train_limit": 240, "test_limit": 60})
     monkeypatch.setattr(checked_run, "make_executors", partial(make_executors, placing=placing))
     plain = train(run, Ranks)
     for seed in range(5):
-        monkeypatch.setitem(DEVICES, "cpu", Late(seed))
+        monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(seed))
         late = train(run, Ranks)
         assert torch.equal(plain.weights, late.weights)
         assert plain.rows["gradients"].tobytes() == late.rows["gradients"].tobytes()

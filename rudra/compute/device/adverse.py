@@ -1,6 +1,6 @@
 """A device for tests that does work as late as it may, and in any order that its streams allow.
 
-If the host uses results before it has waited for them, it gets other bits. So a missing wait shows without a GPU.
+If the host uses a result before it waits for it, the bits are others. So a test finds a missing wait without a GPU.
 """
 
 import math
@@ -8,11 +8,14 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
+from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.device.streams import Number, Pending, Stream, known
 
 
-class AdverseDevice:
-    """Device whose order of work is random.
+class AdverseDevice(DeviceKind):
+    """CPU whose order of work is random.
 
     Args:
         seed: Decides the order.
@@ -26,8 +29,7 @@ class AdverseDevice:
         self._queues: list[deque[AdverseWork]] = []
         self.asked = 0
 
-    def stream(self) -> "AdverseStream":
-        """Returns a new stream."""
+    def stream(self, device: torch.device = CPU) -> Stream:
         self._queues.append(deque())
         return AdverseStream(self, self._queues[-1])
 

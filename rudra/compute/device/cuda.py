@@ -136,7 +136,7 @@ def lock_pages(memory: npt.NDArray[np.uint8]) -> None:
     place, runtime = memory.ctypes.data, torch.cuda.cudart()  # type: ignore[no-untyped-call]
     if code := int(runtime.cudaHostRegister(place, memory.nbytes, 0)):
         log.warning(f"{memory.nbytes / 1e6:,.0f} MB could not be page-locked (CUDA error {code}): copies are slower")
-        with suppress(RuntimeError):  # torch would raise this error as that of its next kernel
+        with suppress(RuntimeError):  # torch would report this error at its next kernel
             torch.zeros(1, device="cuda")
         return
     weakref.finalize(memory, runtime.cudaHostUnregister, place)

@@ -1,4 +1,4 @@
-"""The kinds of devices that there are.
+"""All kinds of devices.
 
 A new kind is a subclass of `DeviceKind` in `DEVICES`, and a value of `cluster.device` in a job.
 """

@@ -54,7 +54,7 @@ class Stream:
             work: Uses the device, and returns numbers. The host may not touch its inputs and outputs before it is done.
 
         Raises:
-            Exception: What the work raises. A device may raise it later, when it is asked whether the work is done.
+            Exception: An exception of the work. A device may raise it later, in `Pending.done` or `Pending.numbers`.
         """
         return Done(known(work()))
 

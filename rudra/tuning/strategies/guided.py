@@ -52,7 +52,7 @@ FINER_RATES, FINER_MOMENTA = (1.5, 1 / 1.5), (0.1, -0.1)
 """Factors on the learning rate, and differences of the momentum, of the last neighbours."""
 
 FASTER, LONG = 4.0, 4
-"""Ratio of samples per second at which a family has long probes, and their least number of epochs."""
+"""A family with over `FASTER` times the samples per second of the best point has probes of `LONG` epochs or more."""
 
 ATTEMPTS = 2
 """Number of first probes of a family that may diverge, the second one with a lower learning rate."""
