@@ -254,6 +254,11 @@ class StatisticsExecutor(Executor):
         batch = split.batch(np.arange(min(self._batch_size, len(split))))
         return (*self._flat.evaluate_batch(*batch)[2], *self._flat.task.derived(0.0))
 
+    @property
+    def batches(self) -> int:
+        """Number of batches of one evaluation."""
+        return sum(math.ceil(len(split) / self._batch_size) for split in self._splits.values())
+
     @performs(Evaluate)
     def evaluate(self, action: Evaluate) -> Iterator[Evaluated | None]:
         began = time.perf_counter()

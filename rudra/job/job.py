@@ -170,6 +170,11 @@ class Job(JobFields):
         """Returns the job without a function that decides changes."""
         return self.with_(decisions={"call": None, "options": {}, "at": "epoch"})
 
+    @property
+    def evaluations_decide(self) -> bool:
+        """Whether evaluations decide when the training ends, or how it continues."""
+        return bool(self.training.target or self.training.patience or self.optimizer.plateau or self.decisions.call)
+
     def without_tests(self) -> Job:
         """Returns the job without evaluations and the features that need them, for measurements of time."""
         return self.without_decisions().with_(

@@ -173,8 +173,8 @@ class SimulationTable(Table):
         None,
         ge=1,
         description="number of cores of a node. If learners use all of them, they are delayed by servers on the node, "
-        "by transfers inside the node, by transfers to and from other nodes (cpu_s_per_byte), and by communication "
-        "threads (communication_s). Default: no delay",
+        "by transfers inside the node, by transfers to and from other nodes (cpu_s_per_byte), by communication threads "
+        "(communication_s), and by evaluations (evaluation_core_s). Default: no delay",
     )
     cpu_s_per_byte: float = Field(
         0.0,
@@ -232,6 +232,12 @@ class SimulationTable(Table):
         "write between slices",
     )
     evaluation_s: float = Field(0.1, ge=0, description="time of one evaluation of the weights, in seconds")
+    evaluation_core_s: float = Field(
+        0.0,
+        ge=0,
+        description="core's time that one evaluation takes, in seconds. If learners fill cores_per_node, it delays them, "
+        "and the evaluation takes longer than evaluation_s",
+    )
     faults: tuple[Fault, ...] = Field(
         (),
         description="list of tables: learners that die or slow down, at given or random times (see the page on "

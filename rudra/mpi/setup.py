@@ -24,6 +24,7 @@ from rudra.compute.pulled_pass import PullingExecutor
 from rudra.core.bucket_rules import held, pairs_of_nodes, passes_early, pulling
 from rudra.core.buckets import LEAST_COPIED, NetworkSpeed, auto_size, copied
 from rudra.core.phases import Phases
+from rudra.core.priority import NICE
 from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
@@ -129,8 +130,8 @@ class RankSetup:
         devices.kind_of(self._device).select(self._device)  # for the user's model and pinned memory
         if learns:
             keep_freed_memory()
-        if self.keeps_results and not learns:
-            os.nice(max(0, 10 - os.nice(0)))  # training has priority; an earlier run in this process may have set this
+        if self.keeps_results and not learns and not self.job.evaluations_decide:
+            os.nice(max(0, NICE - os.nice(0)))  # training has priority; an earlier run in this process may have set this
         self._node = self._ranks.comm.Split_type(MPI.COMM_TYPE_SHARED)
         tests = self.keeps_results or (learns and self.job.training.evaluate == "workers")
         self._data = NodeData(self._ranks, self._node, self.job, train=learns, test=tests)

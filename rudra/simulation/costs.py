@@ -35,6 +35,7 @@ from rudra.core.actions import (
 from rudra.core.backward import SHARE, WHOLE, Leads
 from rudra.core.forward import EarlyTimes
 from rudra.core.layout import Placed
+from rudra.core.priority import WEIGHT
 from rudra.core.work import by_speed, portion, speeds_text
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -96,6 +97,25 @@ def paces_of(job: Job, plan: Plan) -> dict[int, Pace]:
     return found
 
 
+class Crowded(NamedTuple):
+    """Evaluation on a node whose learners use all cores.
+
+    Attributes:
+        node: The node.
+        seconds: Duration of the evaluation.
+        delay_s: Seconds by which it delays each learner of the node.
+    """
+
+    node: int
+    seconds: float
+    delay_s: float
+
+    @property
+    def slowdown(self) -> float:
+        """Factor on the time of the learners during the evaluation."""
+        return self.seconds / (self.seconds - self.delay_s)
+
+
 class CostModel:
     """Durations in one cluster.
 
@@ -108,11 +128,13 @@ class CostModel:
         placed: How the model is divided between learners and a stage server.
         paces: Paces of learners whose batches may have any size. `compute_s` then holds the time of the first batch.
         overlap: Gradients and weights that are sent in buckets. None: all are sent as a whole.
+        urgent: Whether evaluations have the priority of the training, because they decide.
 
     Attributes:
         paces: Paces by learner, as passed in.
         node: Node of every role.
         crowding: Node with learners -> factor on their times, because ranks share the node.
+        evaluation: Evaluation on a node whose learners use all cores. None: it delays nobody.
         compute_s: Mean duration of a mini-batch, for every learner's role, also if it is dormant.
         guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them. Empty if it lists all.
         pieces: Fraction of that duration that each kind of a learner's computation takes.
@@ -129,6 +151,7 @@ class CostModel:
         placed: Placed | None = None,
         paces: Mapping[int, Pace] | None = None,
         overlap: Overlap | None = None,
+        urgent: bool = True,
     ) -> None:
         self.paces, self._overlap = paces or {}, overlap
         self._pushers: dict[int, tuple[frozenset[int], Leads]] = {}  # by the role that takes gradients
@@ -154,6 +177,8 @@ class CostModel:
         computers = {plan.roles[role].world_rank: self.node[role] for role in plan.learners}
         ranks = Counter(computers.values())  # learners of one rank take turns, so they count once
         self.crowding = {place: 1 + table.node_slowdown * (count - 1) for place, count in ranks.items()}
+        self._ranks = ranks
+        self.evaluation = self.evaluation_of(urgent=urgent)
         self.compute_s = self._compute_times(minibatch_size, shares)
         self._local_s: dict[type[ExecutorAction], tuple[float, float]] = {
             Accumulate: _affine(table.gradient_s, table.gradient_s_per_byte),
@@ -180,6 +205,8 @@ class CostModel:
         if part not in self._local_s_of:
             taken = {kind: self.local_seconds(kind) * part for kind in self._local_s}
             self._local_s_of[part] = {kind: seconds for kind, seconds in taken.items() if seconds}
+        if self.evaluation is not None and role == self.plan.statistics:
+            return self._local_s_of[part] | {Evaluate: self.evaluation.seconds}
         if role not in self.plan.stages:
             return self._local_s_of[part]
         added_s = self._local_s_of[part].get(Accumulate, 0.0) * (max(map(len, self.plan.groups), default=1) - 1)
@@ -203,6 +230,21 @@ class CostModel:
             return self._placed.crossing
         # An owner of weights sends and receives only its part of a tensor.
         return min(self.part(sender), self.part(receiver))
+
+    def evaluation_of(self, *, urgent: bool) -> Crowded | None:
+        """Returns the cost of an evaluation among learners that use all cores of its node.
+
+        Args:
+            urgent: See `CostModel`.
+        """
+        cores, core_s, weight = self.table.cores_per_node, self.table.evaluation_core_s, 1.0 if urgent else WEIGHT
+        if cores is None or not core_s:
+            return None
+        node = self.node[self.plan.statistics]
+        wanted = self._ranks.get(node, 0)
+        if wanted < cores:
+            return None
+        return Crowded(node, core_s * max(1.0, (wanted + weight) / (cores * weight)), core_s / wanted)
 
     def _compute_times(self, minibatch_size: int, shares: tuple[float, ...]) -> dict[int, float]:
         table, plan, learners = self.table, self.plan, self.plan.whole.learners

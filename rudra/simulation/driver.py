@@ -17,6 +17,7 @@ from rudra.core.actions import (
     CancelReceive,
     Commit,
     Compute,
+    Evaluate,
     ExecutorAction,
     Fail,
     Finish,
@@ -43,7 +44,7 @@ from rudra.roles.learner import Learner
 from rudra.roles.machine import States
 from rudra.roles.replica import Replica
 from rudra.simulation.actor import Actor
-from rudra.simulation.costs import CostModel
+from rudra.simulation.costs import CostModel, Crowded
 from rudra.simulation.faults import Faults
 from rudra.simulation.network import Network
 from rudra.simulation.queue import EventQueue, owner
@@ -117,6 +118,7 @@ class Simulation:
         self._planned, self._performed = tensors.planned, tensors.perform
         self.actors: dict[int, Actor] = {}
         self._learners_on: dict[int, list[Actor]] = {}  # by node, if its cores may be short
+        self._evaluated_until = 0.0  # end of an evaluation that delays learners
         self._beside: list[Simulation] = []
         if beside is not None:
             beside._beside.append(self)
@@ -351,10 +353,30 @@ class Simulation:
             seconds = actor.compute_s() * self._pieces[kind]
         else:
             seconds, time = actor.local_s.get(kind, 0.0), max(time, actor.busy_until)  # after an update, for example
+            if kind is Evaluate and self.costs.evaluation is not None:
+                self._delay_learners(self.costs.evaluation, time)
+        if time < self._evaluated_until and kind is not Evaluate:
+            seconds = self._among_evaluation(actor, time, seconds)
         if actor.early and kind in (Compute, BackpropFirstStage):
             backward = self.costs.backward if kind is Compute else 1.0
             self.network.push_early(actor, time - ahead_s, seconds + ahead_s, backward)
         heappush(self._heap, (time + seconds, next(self._first), self._over, actor, action))
+
+    def _delay_learners(self, evaluation: Crowded, time: float) -> None:
+        """Lets an evaluation that begins delay the learners on its node that compute: half of a mini-batch is left."""
+        self._evaluated_until = time + evaluation.seconds
+        for learner in self._learners_on.get(evaluation.node, ()):
+            if learner.computing:
+                rest_s = self.costs.compute_s[learner.role] / 2
+                learner.delay_s += min(rest_s * (evaluation.slowdown - 1), evaluation.delay_s)
+
+    def _among_evaluation(self, actor: Actor, time: float, seconds: float) -> float:
+        """Returns the time of a computation that begins during an evaluation."""
+        evaluation = self.costs.evaluation
+        if evaluation is None or self.costs.node[actor.role] != evaluation.node:
+            return seconds
+        left_s = self._evaluated_until - time
+        return min(seconds * evaluation.slowdown, seconds + left_s * evaluation.delay_s / evaluation.seconds)
 
     def _end(self, actor: Actor, action: ExecutorAction) -> None:
         if actor.delay_s:

@@ -1,7 +1,8 @@
 """Predictions of a job's cost before it runs: its roles run in virtual time, without tensors and without data.
 
 The simulation covers only as many updates as a steady rate needs, and an epoch's time follows from this rate. It omits
-evaluations, start and end: they are off the training path, or do not grow with the epoch.
+start and end, which do not grow with the epoch. Evaluations are on the training path only where they need the learners'
+cores: an epoch then takes longer by the delay of one.
 """
 
 import math
@@ -37,7 +38,7 @@ from rudra.prepare import cost_files
 from rudra.prepare.resolve import resolve_virtual, settle
 from rudra.simulation.assembly import assemble
 from rudra.simulation.cluster import without_tensors
-from rudra.simulation.costs import CostModel, expected_shares
+from rudra.simulation.costs import CostModel, Crowded, expected_shares
 from rudra.simulation.efficiency import Efficiency, efficiency
 from rudra.simulation.efficiency import as_text as efficiency_text
 from rudra.simulation.timing_only import TimingOnly
@@ -151,7 +152,8 @@ def predict(
     """
     if job.scheduled and updates is not None:
         raise ConfigError("--updates: under protocol hogbatch whole epochs are simulated; valid: none")
-    measured = cost_files.source(job)
+    measured, evaluates = cost_files.source(job), job.training.evaluate in (True, "always")
+    urgent = job.evaluations_decide
     job = cost_files.load(job)
     resolved = resolve_virtual(_timed(job))
     job, plan = resolved.job, resolved.plan
@@ -168,6 +170,8 @@ def predict(
     simulation = assemble(job, plan, meter, rows, training_samples=simulated, **about)
     simulation.run()
     found = _evaluate(job, plan, simulation.costs, meter, rows, training_samples, size)
+    if evaluates and (evaluation := simulation.costs.evaluation_of(urgent=urgent)) is not None:
+        found = _with_evaluations(found, simulation.costs, evaluation)
     if job.scheduled:
         return replace(found, costs=measured)
     return replace(found, costs=measured, efficiency=efficiency(job, simulation.costs, size, found.samples_per_s))
@@ -281,6 +285,18 @@ def _evaluate(
         guessed=model.guessed,
         workers=workers,
     )
+
+
+def _with_evaluations(found: Prediction, costs: CostModel, evaluation: Crowded) -> Prediction:
+    """Adds the delay by one evaluation in each epoch. If it takes longer than an epoch, some epochs have none.
+
+    The learners of other nodes wait for those that it delays, unless the protocol is asynchronous.
+    """
+    plan, delay_s = costs.plan, evaluation.delay_s * min(1.0, found.epoch_s / evaluation.seconds)
+    if plan.served and not plan.groups and not found.job.make_protocol(plan).waits:
+        delay_s *= sum(costs.node[role] == evaluation.node for role in plan.learners) / len(plan.learners)
+    slower = 1 + delay_s / found.epoch_s
+    return replace(found, epoch_s=found.epoch_s * slower, samples_per_s=found.samples_per_s / slower)
 
 
 def _epochs_rate(epochs: npt.NDArray[Any], updates: npt.NDArray[Any]) -> tuple[int, float]:

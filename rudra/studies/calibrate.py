@@ -268,7 +268,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
     from rudra.compute.device.placement import placing, virtual
     from rudra.compute.executor import torch_as_in
     from rudra.compute.first_gradient import try_first_gradient
-    from rudra.compute.learners import LearnerExecutor
+    from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
     from rudra.compute.making import make_executors
     from rudra.compute.owners import OwnerExecutor
     from rudra.data.load import load
@@ -308,7 +308,8 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
             correction_s = _median_s(
                 lambda turn: server.perform(Correct(GRADIENT, WEIGHTS, held, 0, turn, 0, 1, 1)), 30
             )
-        evaluation_s = _evaluation_s(statistics, math.ceil(info.test_samples / job.training.evaluation_batch_size))
+        assert isinstance(statistics, StatisticsExecutor)
+        evaluation_s = _evaluation_s(statistics)
     return Alone(compute_s, gradient_s, copy_s, evaluation_s, info.training_samples, correction_s, cpu_s_per_byte())
 
 
@@ -318,14 +319,14 @@ def _compute(learner: "LearnerExecutor", step: int) -> None:
     finished(learner.perform(Compute(step, learner.source.work.after(step), WEIGHTS, GRADIENT)))
 
 
-def _evaluation_s(statistics: "Executor", batches: int) -> float:
+def _evaluation_s(statistics: "StatisticsExecutor") -> float:
     """Returns the time of one evaluation, extrapolated from the batches of one second."""
     began, done = time.perf_counter(), 0
     for _ in statistics.perform(Evaluate(WEIGHTS)):
         done += 1
         if time.perf_counter() - began > 1.0:
             break
-    return (time.perf_counter() - began) * batches / done
+    return (time.perf_counter() - began) * max(1.0, statistics.batches / done)
 
 
 def _mean(times: npt.ArrayLike) -> float:
@@ -455,6 +456,7 @@ gradient_s_per_byte = {found.gradient_s / held:.3g}  # {found.gradient_s * 1e3:.
 update_s_per_byte = {found.update_s / held:.3g}  # {found.update_s * 1e3:.3g} ms
 copy_s_per_byte = {found.copy_s / held:.3g}  # {found.copy_s * 1e3:.3g} ms{corrected}
 evaluation_s = {found.evaluation_s:.3g}
+evaluation_core_s = {found.evaluation_s:.3g}
 {layers}
 
 [measured]

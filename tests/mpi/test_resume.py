@@ -126,7 +126,7 @@ def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path) -> None:
 
 def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path) -> None:
     """A measure that never gets better: each second test after the first lowers the rate, the fifth ends the run."""
-    more = '[task]\nmetrics = ["user_code:always"]\n[topology]\nname = "groups"\noptions.groups = 1\n'
+    more = '[task]\nmetrics = ["user_code:always", "user_code:priority"]\n[topology]\nname = "groups"\noptions.groups = 1\n'
     job = job_file(tmp_path, "hardsync", more=more)
     output, text = tmp_path / "out.h5", job.read_text()
     text = text.replace("epochs = 4\n", 'epochs = 50\npatience = 5\ntarget = "always >= 2"\n')
@@ -137,7 +137,8 @@ def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path)
     code, _, err = finish(start("run", job, "--output", output, "--resume"))
     assert code == 0, err
     with rudra.open_results(output) as results:
-        epochs, updates, events = results.epochs, results.updates, results.events
+        epochs, updates, events, metrics = results.epochs, results.updates, results.events, results.metrics
+    assert {*metrics["value"][metrics["name"] == b"priority"]} == {0.0}  # evaluations decide
     tested = epochs["epoch"][epochs["evaluated"] == 1]
     (patience,) = events[events["kind"] == b"patience"]
     assert f", up to epoch {tested[5]}, brought no new best" in patience["text"].decode()

@@ -49,6 +49,7 @@ COSTS = {
     "gradient_s": TIMES,
     "update_s": st.sampled_from([0.0, 1e-3, 0.05, 0.3]),
     "evaluation_s": st.sampled_from([0.0, 0.01, 1.0, 10.0]),
+    "evaluation_core_s": st.sampled_from([0.0, 0.01, 10.0]),
     "detection_s": st.sampled_from([0.0, 1e-3, 0.1, 1.0]),
 }
 

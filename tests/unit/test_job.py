@@ -685,3 +685,18 @@ def test_damaged_job_of_an_older_file_is_translated_as_far_as_it_goes(
     damaged: dict[str, Any], found: dict[str, Any]
 ) -> None:
     assert translated(damaged) == found
+
+
+@pytest.mark.parametrize(
+    ("tables", "decide"),
+    [
+        ({}, False),
+        ({"results": {"keep_best": True}}, False),
+        ({"training": {"target": "accuracy >= 0.9"}}, True),
+        ({"training": {"patience": 3}}, True),
+        ({"optimizer": {"schedule": "plateau", "decay_factor": 0.5}}, True),
+    ],
+)
+def test_which_jobs_are_decided_by_evaluations(tables: dict[str, Any], decide: bool) -> None:
+    assert Job(**tables).evaluations_decide is decide
+    assert not Job(**tables).without_tests().evaluations_decide
