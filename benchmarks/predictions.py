@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.shared import check_only, chosen, data_directory
 from rudra.api import run as train
 from rudra.benchmark_report import Goal, Report, ratios, spread
@@ -131,7 +133,10 @@ def _calibrated(job: Job, place: Path, quick: bool) -> Path:
 
 
 def _measured(job: Job, place: Path, seeds: Collection[int]) -> tuple[list[float], list[float]]:
-    """Runs a job on real ranks. Returns the seconds of an epoch and until the target, by seed. They are kept."""
+    """Runs a job on real ranks. Returns the seconds of an epoch and until the target, by seed. They are kept.
+
+    The first epoch does not count: no evaluation runs beside it.
+    """
     kept = place / "measured.json"
     if kept.is_file():
         epochs_s, times_s = json.loads(kept.read_text())
@@ -143,7 +148,7 @@ def _measured(job: Job, place: Path, seeds: Collection[int]) -> tuple[list[float
             train(seeded, output=place / "run.h5", force=True, progress="quiet").close()
         with open_results(place / "run.h5") as results:
             time_s = results.epochs["time_s"]
-            epochs_s.append(float(time_s[-1]) / len(time_s))
+            epochs_s.append(float(np.median(np.diff(time_s))) if len(time_s) > 1 else float(time_s[0]))
             reached = results.summary()["time_to_target_s"]
             times_s.append(math.inf if reached is None else float(reached))
     kept.write_text(json.dumps([epochs_s, times_s]))
