@@ -1,4 +1,4 @@
-"""What `rudra tune` predicts in virtual time, against runs of its answers on real ranks.
+"""Predictions of `rudra tune` in virtual time, against runs of its answers on real ranks.
 
 Costs are measured once. Each search is limited to one protocol, topology and mini-batch size, and chooses rate and
 momentum. Its answer then runs with fresh seeds on two ranks with learners. The machine must be otherwise idle.
@@ -135,7 +135,7 @@ def _calibrated(job: Job, place: Path, quick: bool) -> Path:
 def _measured(job: Job, place: Path, seeds: Collection[int]) -> tuple[list[float], list[float]]:
     """Runs a job on real ranks. Returns the seconds of an epoch and until the target, by seed. They are kept.
 
-    The first epoch does not count: no evaluation runs beside it.
+    The first epoch does not count: no evaluation delays it.
     """
     kept = place / "measured.json"
     if kept.is_file():

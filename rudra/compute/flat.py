@@ -23,6 +23,7 @@ from rudra.compute.device.streams import Number
 from rudra.compute.direct import LARGE, direct_layers
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat_buffers import FlatBuffers
+from rudra.compute.graphs import GraphedPass, GraphedPasses, Passed
 from rudra.compute.hooks import hooked
 from rudra.compute.rows import RowFormat, RowGradient
 from rudra.compute.sparse import SparseLinear
@@ -61,6 +62,7 @@ class FlatModel:
     Attributes:
         chain: Faster code than autograd for supported inputs. None: there is none.
         autograd: Gradients of all other inputs.
+        graphs: Passes that the device repeats from a record. None: it computes all passes operation by operation.
         views: Views of vectors with the model's layout.
         hooked: Whether hooks may observe or change a pass.
 
@@ -123,12 +125,19 @@ class FlatModel:
             if compiled
             else None
         )
+        self.graphs: GraphedPasses | None = None
         self._weights = torch.empty(0)  # the bound vector
         self._training: bool | None = None
         self.views = FlatViews(self.layout, _KEPT * roles)
         self._views_behind = FlatViews(self.layout[len(self._parameters) :], _KEPT * roles)
         writing = direct_layers(module, self._parameters) if direct else {}
         self.autograd = Autograd(module, self.task, self._parameters, self.layout, self.views, writing, precision)
+
+    def record_passes(self) -> None:
+        """Lets the device record passes, and repeat them. Results are bitwise identical."""
+        self.graphs = GraphedPasses(self.device, self._unseeded)
+        if self.hooked:
+            self.graphs.refuse("hooks of the model may run Python code in each step")
 
     def bind(self, weights: torch.Tensor) -> None:
         """Makes the module compute with these weights, without a copy.
@@ -242,6 +251,10 @@ class FlatModel:
             DataError: A label is outside the model's classes.
         """
         rows = out if isinstance(out, RowGradient) else None
+        if ready is None and isinstance(out, torch.Tensor) and (graphed := self._graphed(inputs, target, out)):
+            self.seed(seed)
+            loss, wrong, output = graphed.repeat(inputs, target)
+            return figures(loss, wrong if isinstance(wrong, torch.Tensor) else self.task.wrong(output, graphed.target))
         if self.chain is not None and self.chain.takes(inputs):
             views = self.views.of(out) if isinstance(out, torch.Tensor) else self.views.of(out.rest, self._rows)
             self.seed(seed)  # the task's loss may draw random numbers
@@ -253,8 +266,14 @@ class FlatModel:
                 views[0].zero_().index_add_(0, *found)
             wrong = self.task.wrong(output, target)
         else:
-            loss, wrong = self._backward(inputs, target, out, seed, "mean", self._scale, ready)
+            loss, wrong, _ = self._backward(inputs, target, out, seed, "mean", self._scale, ready)
         return figures(loss, wrong)
+
+    def _graphed(self, inputs: Any, target: Any, out: torch.Tensor) -> GraphedPass | None:
+        """Returns the record of a pass. None: the pass is to be computed operation by operation."""
+        if self.graphs is None or self.autograd.guard.sums_next:  # the sum is a number that the host needs
+            return None
+        return self.graphs.of(inputs, target, self._weights, out)
 
     def compiled_difference(self, inputs: Any, target: Any) -> float:
         """Compares the gradients of compiled code and torch at the bound weights.
@@ -283,7 +302,7 @@ class FlatModel:
         self, inputs: Any, target: Any, out: torch.Tensor, seed: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
         """Computes `gradient` for a batch of several mini-batches. Returns the loss and the error of each sample."""
-        losses, wrong = self._backward(inputs, target, out, seed, "none", self._scale)
+        losses, wrong, _ = self._backward(inputs, target, out, seed, "none", self._scale)
         if isinstance(wrong, torch.Tensor):
             wrong = wrong.numpy(force=True)
         return losses.numpy(force=True), np.full(len(losses), np.nan) if wrong is None else wrong
@@ -305,11 +324,12 @@ class FlatModel:
         inputs: Any,
         target: Any,
         into: torch.Tensor | RowGradient,
-        seed: int | torch.Tensor,
+        seed: int | torch.Tensor | None,
         reduction: LossReduction,
         scale: float,
         ready: Ready | None = None,
-    ) -> tuple[torch.Tensor, npt.NDArray[Any] | torch.Tensor | None]:
+    ) -> Passed:
+        """Computes a gradient by autograd or by compiled code. Without a seed it draws from the generator as it is."""
         self.set_mode(training=True)
         target = moved(target, self.device)
         rows = into if isinstance(into, RowGradient) else None
@@ -317,12 +337,13 @@ class FlatModel:
         views = self.views.of(out, None if rows is None else self._rows)
         behind = out[len(out) - self.size + self.parameter_count :]
         behind.copy_(self._weights[self.parameter_count :])
-        self.seed(seed)
+        if seed is not None:
+            self.seed(seed)
         compiled = self._step if reduction == "mean" else None
         if compiled is not None and compiled.whole:
             with self.changing_buffers(behind):
                 loss, output = compiled(inputs, target, views, self.device)
-            return loss, self.task.wrong(output, target)
+            return Passed(loss, self.task.wrong(output, target), output)
         if isinstance(inputs, torch.Tensor) and inputs.is_leaf:
             inputs.grad = None
         function = None if compiled is None else compiled.loss
@@ -342,7 +363,10 @@ class FlatModel:
             if not scaled_gradient.isfinite().all():
                 return self._backward(inputs, target, into, seed, reduction, scale * _LESS)
             scaled_gradient.mul_(1 / scale)
-        return loss.detach(), self.task.wrong(passed.output, target)
+        return Passed(loss.detach(), self.task.wrong(passed.output, target), passed.output)
+
+    def _unseeded(self, inputs: Any, target: Any, out: torch.Tensor) -> Passed:
+        return self._backward(inputs, target, out, None, "mean", self._scale)
 
     def evaluate_batch(self, inputs: Any, target: Any) -> tuple[Number, Number, dict[str, Number]]:
         """Evaluates the bound weights on one batch.

@@ -89,6 +89,7 @@ class GradientSource:
         self._learner = learner
         self._microbatches = job.training.microbatches
         self._stops = job.fault_tolerance.non_finite_loss == "stop"
+        self._needs_graph = job.cluster.graphs == "on"
         self.work, self.model = work, model
         self._early = EarlyForward(model)
         self._inputs = _Inputs(self._seed, split, Augmentation(job.augment), self.seed)
@@ -223,8 +224,11 @@ class GradientSource:
         """Compiles the step with one discarded gradient, so that the first step takes no longer than others.
 
         Raises:
-            ConfigError: torch.compile does not support this model, or its gradient differs from torch's.
+            ConfigError: torch.compile does not support this model, or its gradient differs from torch's. Or the job
+                demands a graph, and the step cannot be recorded.
         """
+        if self._needs_graph:
+            self._try_graph()
         if not self.model.compiled:
             return
         weights = torch.zeros(self.model.size, device=self.model.device)
@@ -240,6 +244,20 @@ class GradientSource:
         if difference > _COMPILED:
             text = f"the compiled gradient differs from torch's by {difference:.1g} of its norm"
             raise ConfigError(f"[training] compile = true: {text}; valid for this model: false")
+
+    def _try_graph(self) -> None:
+        """Records a step, and drops the record: the graphs of the run belong to other vectors."""
+        model, batch = self.model, self._inputs.minibatch(0, self.work)
+        weights = torch.zeros(model.size, device=model.device)
+        model.read_into(weights)
+        model.record_passes()
+        assert model.graphs is not None
+        while not model.graphs.tried:
+            self._gradient(batch, weights, torch.empty_like(weights), 0)
+        if model.graphs.refusal:
+            text = f"the step of this model cannot be recorded: {model.graphs.refusal}"
+            raise ConfigError(f"[cluster] graphs = 'on': {text}; valid for this model: auto, off")
+        model.record_passes()
 
     def minibatch(self, step: int, work: Work) -> Batch:
         """Returns the samples of one step."""

@@ -7,6 +7,7 @@ import torch
 
 from rudra.compute import models, tasks
 from rudra.compute.correcting import corrector_of
+from rudra.compute.device.devices import kind_of
 from rudra.compute.device.kind import CPU
 from rudra.compute.device.placement import Placing
 from rudra.compute.executor import Executor
@@ -111,7 +112,11 @@ def make_executors(
     """
     task = tasks.make(job.task, data.info.classes)
     kinds = [plan.traits(role) for role in roles]
-    compiled = job.training.compile and any(kind.trains for kind in kinds)
+    trains = any(kind.trains for kind in kinds)
+    compiled = job.training.compile and trains
+    if trains and job.cluster.graphs == "on" and not kind_of(device).records:
+        noun = kind_of(device).noun
+        raise ConfigError(f"[cluster] graphs = 'on': a {noun} has no graphs; valid there: auto, off")
     if compiled and data.info.sparse:
         raise ConfigError("[training] compile = true: steps on sparse inputs cannot be compiled; valid: false")
 
@@ -119,7 +124,10 @@ def make_executors(
 
     def model(roles: int = 1) -> FlatModel:
         module = models.build(job.model, data.info, job.training.seed).to(device)
-        return FlatModel(module, task, roles, job.training.precision, compiled=compiled, gradients=gradients)
+        flat = FlatModel(module, task, roles, job.training.precision, compiled=compiled, gradients=gradients)
+        if trains and kind_of(device).records and job.cluster.graphs != "off":
+            flat.record_passes()
+        return flat
 
     def piece(roles: int, *, back: bool) -> tuple[FlatModel, ModelCut]:
         """Returns the layers on one side of the cut, with their own parameters."""

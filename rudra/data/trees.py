@@ -44,6 +44,11 @@ def named(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield from named(value, f"{name}[{key!r}]" if name else str(key))
 
 
+def leaves(tree: Any) -> Iterator[torch.Tensor]:
+    """Yields all tensors, in order."""
+    return (tensor for _, tensor in named(tree))
+
+
 def called(module: Callable[..., Any], inputs: Any) -> Any:
     """Returns the output of a model for one tensor, several in order, or several by name."""
     args, keywords = arguments(inputs)

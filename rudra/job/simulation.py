@@ -235,8 +235,8 @@ class SimulationTable(Table):
     evaluation_core_s: float = Field(
         0.0,
         ge=0,
-        description="core's time that one evaluation takes, in seconds. If learners fill cores_per_node, it delays them, "
-        "and the evaluation takes longer than evaluation_s",
+        description="core's time that one evaluation takes, in seconds. If learners fill cores_per_node, it delays "
+        "them, and the evaluation takes longer than evaluation_s",
     )
     faults: tuple[Fault, ...] = Field(
         (),

@@ -131,7 +131,7 @@ class RankSetup:
         if learns:
             keep_freed_memory()
         if self.keeps_results and not learns and not self.job.evaluations_decide:
-            os.nice(max(0, NICE - os.nice(0)))  # training has priority; an earlier run in this process may have set this
+            os.nice(max(0, NICE - os.nice(0)))  # an earlier run in this process may have done so
         self._node = self._ranks.comm.Split_type(MPI.COMM_TYPE_SHARED)
         tests = self.keeps_results or (learns and self.job.training.evaluate == "workers")
         self._data = NodeData(self._ranks, self._node, self.job, train=learns, test=tests)

@@ -25,6 +25,7 @@ INDIFFERENT = (
     "cluster.learners_per_rank",
     "cluster.node_memory",
     "cluster.buckets",
+    "cluster.graphs",
 )
 """Keys of the `DECISIVE` tables that have no effect on the weights."""
 

@@ -39,6 +39,7 @@ RESUME_MAY_CHANGE = (
     "cluster.one_rank",
     "cluster.node_memory",
     "cluster.buckets",
+    "cluster.graphs",
 )
 
 LENGTH = tuple(f"training.{key}" for key in ("epochs", "target", "target_window", "stop_at_target", "patience"))

@@ -41,8 +41,7 @@ from rudra.studies.tcp_cost import cpu_s_per_byte
 from topologies import base
 
 if TYPE_CHECKING:
-    from rudra.compute.executor import Executor
-    from rudra.compute.learners import LearnerExecutor
+    from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 
 Runs = Sequence[tuple[Job, StartRequest]]
 """Jobs, each with its beginning."""

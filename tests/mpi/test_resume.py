@@ -126,7 +126,8 @@ def test_a_target_counts_the_tests_from_before_a_stop(tmp_path: Path) -> None:
 
 def test_patience_and_plateau_count_the_tests_from_before_a_stop(tmp_path: Path) -> None:
     """A measure that never gets better: each second test after the first lowers the rate, the fifth ends the run."""
-    more = '[task]\nmetrics = ["user_code:always", "user_code:priority"]\n[topology]\nname = "groups"\noptions.groups = 1\n'
+    metrics = '["user_code:always", "user_code:priority"]'
+    more = f'[task]\nmetrics = {metrics}\n[topology]\nname = "groups"\noptions.groups = 1\n'
     job = job_file(tmp_path, "hardsync", more=more)
     output, text = tmp_path / "out.h5", job.read_text()
     text = text.replace("epochs = 4\n", 'epochs = 50\npatience = 5\ntarget = "always >= 2"\n')

@@ -1,17 +1,24 @@
 """A device for tests that does work as late as it may, and in any order that its streams allow.
 
-If the host uses a result before it waits for it, the bits are others. So a test finds a missing wait without a GPU.
+If the host uses a result before it waits for it, the result differs. So a test finds a missing wait without a GPU.
 """
 
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from rudra.compute.device.kind import CPU, DeviceKind
+from rudra.compute.device.graphs import Graph, NotRecordedError, waited
+from rudra.compute.device.kind import CPU, DeviceKind, Result
 from rudra.compute.device.streams import Number, Pending, Stream, known
+
+Operation = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any]
+"""Operation of torch: function, arguments, named arguments and results."""
 
 
 class AdverseDevice(DeviceKind):
@@ -23,6 +30,8 @@ class AdverseDevice(DeviceKind):
     Attributes:
         asked: How often the host asked whether work is done.
     """
+
+    records = True
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -43,6 +52,65 @@ class AdverseDevice(DeviceKind):
         """Does the first work of one stream, if there is any."""
         if waiting := [queue for queue in self._queues if queue]:
             self._chance.choice(waiting).popleft().do()
+
+    def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
+        recorder = _Recorder()
+        try:
+            with recorder:
+                made = work()
+        except RuntimeError as error:
+            raise NotRecordedError(waited(error)) from error
+        return RecordedGraph(recorder.operations), made
+
+
+class RecordedGraph(Graph):
+    """Torch's operations with the tensors that they have read and written, in order.
+
+    As on a GPU, a repetition runs no Python code of the model. It uses the numbers and the memory of the recording.
+    """
+
+    def __init__(self, operations: list[Operation]) -> None:
+        self._operations = operations
+
+    def replay(self) -> None:
+        for function, arguments, named, results in self._operations:
+            again = function(*arguments, **named)
+            for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and not _same_memory(old, new):
+                    old.copy_(new)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes all operations of torch.
+
+    Attributes:
+        operations: The operations.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _NUMBERS:
+            raise RuntimeError("the host waits for a number")
+        results = func(*args, **(kwargs or {}))
+        self.operations.append(tree_map(_memory, (func, args, kwargs or {}, results)))
+        return results
+
+
+_ATEN = torch.ops.aten
+_NUMBERS = (_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.nonzero.default)
+"""Operations whose result the host waits for."""
+
+
+def _memory(value: Any) -> Any:
+    """Returns another tensor with the memory of a tensor: models and optimisers move theirs to other memory."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class AdverseStream(Stream):

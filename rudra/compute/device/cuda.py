@@ -1,15 +1,16 @@
 """GPUs that torch uses through `torch.cuda`. No other module of Rudra calls it."""
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra.compute.device.kind import DeviceKind
+from rudra.compute.device.graphs import Graph, NotRecordedError, waited
+from rudra.compute.device.kind import DeviceKind, Result
 from rudra.compute.device.streams import Number, Pending, Stream
 from rudra.errors import ConfigError
 from rudra.log import log
@@ -61,12 +62,37 @@ class _OnGpu(Pending):
         return [next(came) if isinstance(number, torch.Tensor) else number for number in self._numbers]
 
 
+class CudaGraph(Graph):
+    """Graph of a GPU."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+@contextmanager
+def _waiting_refused() -> Iterator[None]:
+    """Lets torch raise RuntimeError where the host would wait for a GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 class Cuda(DeviceKind):
     """GPUs of NVIDIA."""
 
     type = "cuda"
     noun = "GPU"
     page_locks = True
+    records = True
+
+    def __init__(self) -> None:
+        self._pool: Any = None  # memory of all graphs: they run one after another, on one stream
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -105,6 +131,21 @@ class Cuda(DeviceKind):
 
     def stream(self, device: torch.device) -> Stream:
         return CudaStream(torch.cuda.current_stream(device))
+
+    def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(device))
+        try:
+            with torch.cuda.stream(stream), _waiting_refused():  # an error while CUDA records would spoil its generator
+                work()
+            torch.cuda.current_stream(device).wait_stream(stream)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+                made = work()
+        except RuntimeError as error:
+            raise NotRecordedError(waited(error)) from error
+        return CudaGraph(graph), made
 
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         if rounded and torch.cuda.get_device_capability(device) < AMPERE:

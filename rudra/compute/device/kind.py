@@ -1,11 +1,14 @@
 """Kind of device that computes."""
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
+from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.streams import Stream
+
+Result = TypeVar("Result")
 
 CPU = torch.device("cpu")
 
@@ -18,11 +21,13 @@ class DeviceKind:
         noun: Class attribute. One such device, in messages.
         page_locks: Class attribute. Whether it copies page-locked main memory at full speed, in parallel with other
             work.
+        records: Class attribute. Whether it repeats recorded work, without the host's code.
     """
 
     type: ClassVar[str] = "cpu"
     noun: ClassVar[str] = "CPU"
     page_locks: ClassVar[bool] = False
+    records: ClassVar[bool] = False
 
     def count(self) -> int:
         """Returns the number of devices that torch sees in this process."""
@@ -67,6 +72,21 @@ class DeviceKind:
     def stream(self, device: torch.device) -> Stream:
         """Returns a stream for the work of a role."""
         return Stream()
+
+    def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
+        """Records work for repetitions.
+
+        Args:
+            device: The device.
+            work: Uses the device. It is done once or more, and may draw random numbers, but not seed their generator.
+
+        Returns:
+            The recorded work, and its result. The tensors in it hold new values after each repetition.
+
+        Raises:
+            NotRecordedError: The work cannot be repeated, for example because the host waits for a number in it.
+        """
+        raise NotRecordedError(f"a {self.noun} repeats no recorded work")
 
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         """Sets how this process multiplies float32 numbers on a device: exactly, or with factors rounded to TF32.

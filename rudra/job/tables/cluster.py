@@ -141,6 +141,12 @@ class ClusterTable(Table):
         description="true: torch uses only operations whose results are bitwise identical each time, which may be "
         "slower. A model with an operation that has no such form is refused",
     )
+    graphs: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="record the step of a model on a GPU as a CUDA graph, and repeat it. auto: if the model can be "
+        "recorded. on: a model that cannot be recorded is refused. Results are bitwise identical with deterministic = "
+        "true",
+    )
     gpu_aware_mpi: bool = Field(
         False,
         description="true: MPI reads and writes the learners' vectors on their GPUs. Needs a GPU-aware MPI library, "
