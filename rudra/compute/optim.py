@@ -236,9 +236,12 @@ class UpdateRule:
         else:
             norm = torch.linalg.vector_norm(torch.cat([others[0], self.norms(gradient), others[1]]))
         scale = most / (norm + 1e-6)
-        clips = bool(norm.isfinite() and scale < 1)
-        self._clipped = scale if clips else 1.0
-        return self._times(scale, gradient, slice(None)) if clips else gradient
+        clips = norm.isfinite() & (scale < 1)
+        if norm.is_cpu and not clips:
+            self._clipped = 1.0
+            return gradient
+        self._clipped = torch.where(clips, scale, 1.0)  # a device decides without the host
+        return self._times(self._clipped, gradient, slice(None))
 
     def _times(self, scale: float | torch.Tensor, gradient: torch.Tensor, part: slice) -> torch.Tensor:
         """Returns a part of the gradient at another scale, valid until the next call."""

@@ -12,12 +12,14 @@ from msgspec import structs
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.carried import CarriedState
+from rudra.compute.device.streams import Number
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor
 from rudra.compute.step_ahead import StepAhead
+from rudra.compute.tasks import number
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Correct, PullReplica, ResetReplica, SetOptimizer, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, REFERENCE, REPLICA, WEIGHTS
@@ -80,13 +82,14 @@ class ElasticExecutor(LearnerExecutor):
         gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
         replica, weights, parameters = buffer.vector, self.buffer(action.weights).vector, self.parameters
         difference = self.renew(action.difference).vector if action.difference else None
-        early, squares = action.elasticity is not None, 0.0
+        early = action.elasticity is not None
+        squares: Number = 0.0
 
         def differ(part: slice) -> None:
             nonlocal squares
             assert difference is not None
             torch.sub(weights[part], replica[part], out=difference[part])
-            squares += float(torch.dot(difference[part], difference[part]))
+            squares += number(torch.dot(difference[part], difference[part]))
 
         def before(part: slice) -> torch.Tensor:
             if difference is not None and early:
@@ -113,7 +116,8 @@ class ElasticExecutor(LearnerExecutor):
             if difference is not None:
                 difference[parameters:] = replica[parameters:]
         buffer.version += 1
-        return ReplicaStepped(time.perf_counter() - began, math.nan if difference is None else math.sqrt(squares))
+        distance = math.nan if difference is None else math.sqrt(float(squares))  # waits for a device once
+        return ReplicaStepped(time.perf_counter() - began, distance)
 
     @performs(ResetReplica)
     def restart(self, action: ResetReplica) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from mpi4py import MPI
 
-from rudra.compute.device.faults import fault_text
+from rudra.compute.device.faults import fault_text, loss_text
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.parts import joined
 from rudra.core.layout import NamedVectors
@@ -194,6 +194,8 @@ class _Session:
                 lost = isinstance(error, RunError) and error.lost
                 self._give_up(error.exit_code, f"{self._ranks.name}: {error.report.removeprefix('rudra: ')}", lost=lost)
             except BaseException as error:
+                if text := loss_text(error):
+                    self._die(text)
                 if text := fault_text(error):
                     self._give_up(1, f"{self._ranks.name}: {text}")
                 line = f"{self._ranks.name} failed: {type(error).__name__}: {error}"
@@ -330,6 +332,15 @@ class _Session:
             if not self._ranks.launched:
                 log.error(f"{self._name}: {reason}; {checkpoint.how_to_resume(self._start.output)}")
         os._exit(1)
+
+    def _die(self, text: str) -> NoReturn:
+        """Ends this rank as if it had been killed: the others go on without it, or end, as after any loss."""
+        if self._setup.keeps_results:
+            self._give_up(1, f"{self._ranks.name}: {text}; {checkpoint.how_to_resume(self._start.output)}", lost=True)
+        log.error(f"{self._ranks.name}: {text}")
+        failures.heard()
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
 
     def _give_up(self, code: int, text: str, *, lost: bool = False) -> NoReturn:
         """Ends every rank. The statistics server saves the results and reports. Other ranks first wait for it."""

@@ -36,6 +36,7 @@ IN_BUCKETS = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.
     ("protocol", "topology", "dies"),
     [
         ("softsync", "base", "dying"),
+        ("softsync", "base", "losing"),
         ("hardsync", "adv", "dying"),
         ("async", "sharded", "dying"),
         ("hardsync", "base", "parted"),
@@ -45,7 +46,7 @@ IN_BUCKETS = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.
     ],
 )
 def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topology: str, dies: str) -> None:
-    """A learner that is parted has sent a part of its gradient when it dies."""
+    """A learner that is parted has sent a part of its gradient when it dies. One that is losing loses its GPU."""
     rank = 3 if topology == "base" else 5
     options = {"adv": "\noptions.fan_out = 2", "sharded": "\noptions.shards = 3"}.get(topology, "")
     job = job_file(tmp_path, protocol, f"{dies}_{rank}", topology=f'name = "{topology}"{options}')
@@ -54,8 +55,10 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
     wait_for_deaths(process, output, steps=user_code.DIES_AFTER)
     code, _, err = finish(process)
     assert code == 0, err
-    (line,) = ours(err)
+    *before, line = ours(err)
     assert line.startswith(f"rudra: parameter server (rank 0): learner 1 (rank {rank}) died; 2 learners are left")
+    own = "rudra: learner 1 (rank 3): its GPU is lost: CUDA error: an illegal memory access was encountered"
+    assert before == ([own] if dies == "losing" else [])
     with rudra.open_results(output) as results:
         assert results.status == "finished"
         (lost,) = results.events[results.events["kind"] == b"lost"]

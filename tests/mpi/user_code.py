@@ -202,6 +202,8 @@ class Trap(nn.Module):
                 raise ValueError("the user's own bug")
             if self.deed == "exhaust":
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has no more.")
+            if self.deed == "lose":
+                raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
             if self.deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.deed == "hang":
@@ -227,6 +229,10 @@ class Trap(nn.Module):
 
 def dying_3() -> nn.Module:
     return Trap(DIES_AFTER, "kill", 3)
+
+
+def losing_3() -> nn.Module:
+    return Trap(DIES_AFTER, "lose", 3)
 
 
 def parted_3() -> nn.Module:

@@ -281,6 +281,15 @@ def test_a_gradient_without_a_finite_norm_does_what_it_does_without_clipping(val
     assert not clipped[5].abs() < 1e20
 
 
+def test_the_host_needs_no_number_to_clip_on_a_device() -> None:
+    """Tensors without data have no numbers, so reading one would fail."""
+    weights = torch.zeros(SIZE, device="meta")
+    rule = UpdateRule(OptimizerTable(name="rmsprop", clip_norm=1.0), weights, layout())
+    rule.step(torch.ones(SIZE, device="meta"), 0.1)
+    with pytest.raises(RuntimeError, match="meta"):
+        float(rule.clip_factor)
+
+
 @pytest.mark.parametrize("pattern", ["*.bia", "CONV.*", "norm.running_mean"])
 def test_a_pattern_that_matches_nothing_is_refused(pattern: str) -> None:
     table = OptimizerTable(groups=[{"parameters": ["*.bias", pattern]}])

@@ -158,6 +158,9 @@ class Cuda(DeviceKind):
         else:
             torch.backends.cuda.matmul.allow_tf32 = cudnn.allow_tf32 = rounded
 
+    def lost(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+
     def generator(self, device: torch.device) -> torch.Generator:
         return torch.cuda.default_generators[device.index or 0]
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from rudra.compute.device.devices import DEVICES
 from rudra.errors import ConfigError
 
 _NOT_DETERMINISTIC = re.compile(r"(\S+) does not have a deterministic implementation|not deterministic .* uses CuBLAS")
@@ -58,6 +59,12 @@ def _deterministic_text(error: BaseException) -> str | None:
 def fault_text(error: BaseException) -> str | None:
     """Returns what to say about an error that torch raised because of a device or its settings. None: another error."""
     return memory_text(error) or _deterministic_text(error)
+
+
+def loss_text(error: BaseException) -> str | None:
+    """Returns what to say about an error after which this process cannot use its device. None: another error."""
+    kind = next((kind for kind in DEVICES.values() if kind.lost(error)), None)
+    return None if kind is None else f"its {kind.noun} is lost: {str(error).partition(chr(10))[0].strip()}"
 
 
 def memory_text(error: BaseException) -> str | None:

@@ -95,6 +95,10 @@ class DeviceKind:
             ConfigError: The device cannot round them.
         """
 
+    def lost(self, error: BaseException) -> bool:
+        """Returns whether an error says that this process can use no device of this kind any more."""
+        return False
+
     def generator(self, device: torch.device) -> torch.Generator:
         """Returns the generator that layers on a device draw from."""
         return torch.default_generator
