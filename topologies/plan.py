@@ -145,8 +145,8 @@ class Plan:
 
     @property
     def local(self) -> bool:
-        """Whether one rank hosts all roles, and nothing is reduced, so that no tensor passes through MPI."""
-        return self.ranks == 1 and not self.groups and self.sharing == "nothing"
+        """Whether one rank hosts all roles, so that no tensor passes through MPI."""
+        return self.ranks == 1
 
     @cached_property
     def server(self) -> int:

@@ -663,7 +663,7 @@ def groups_on_one_rank(part: JobPart) -> Iterator[str]:
 def one_rank(part: JobPart) -> Iterator[str]:
     """Checks keys that need several ranks."""
     job, plan = part.job, part.plan
-    if not job.cluster.one_rank:
+    if job.cluster.one_rank is not True:
         return
     on = "[cluster] one_rank = true is not supported with"
     if (per_rank := job.cluster.learners_per_rank) > 1:

@@ -92,7 +92,7 @@ class PartReduction:
             for number in range(len(its.sums))
             if number != its.home
         }
-        self._room = torch.zeros(min(CHUNK, its.step))
+        self._room = torch.empty(0)  # scratch memory for a slice
         self.begun: dict[int, tuple[Reduce, Buffer]] = {}
         self._row_requests: list[MPI.Request] = []  # receives of the other ranks' rows
         self._expects = False  # whether the receives of a reduction that has not begun here are pending
@@ -228,8 +228,8 @@ class PartReduction:
                 continue
             vectors, factors = self._addends(buffers, owner)
             into = self._vector(buffers[0])[its.of_rank[owner]]
-            for part in slices(0, len(into), CHUNK):
-                into[part].copy_(added(([vector[part] for vector in vectors], factors), self._room[: len(into[part])]))
+            for part, room in self._slices(into):
+                into[part].copy_(added(([vector[part] for vector in vectors], factors), room))
             self._requests.send(self._array(buffers[0])[its.of_rank[owner]], owner)
 
     def _add(self, buffers: Sequence[Buffer]) -> None:
@@ -238,9 +238,17 @@ class PartReduction:
         into = self._vector(buffers[0])[its.of_rank[its.me]]
         sums = {number: ([torch.from_numpy(came)], [1]) for number, came in self._sums_of_others.items()}
         ordered: list[Addends] = [sums.get(i) or self._addends(buffers, its.me) for i in range(len(its.sums))]
-        for part in slices(0, len(into), CHUNK):
+        for part, room in self._slices(into):
             of_part = [([vector[part] for vector in vectors], factors) for vectors, factors in ordered]
-            finish_mean(into[part], of_part, sum(self.rows.factors), self._room[: len(into[part])])
+            finish_mean(into[part], of_part, sum(self.rows.factors), room)
+
+    def _slices(self, vector: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yields slices to add at once, and scratch memory for each. A device adds whole vectors at once."""
+        most = CHUNK if vector.is_cpu else max(1, len(vector))
+        if len(self._room) < min(most, len(vector)):
+            self._room = torch.zeros(min(most, len(vector)), device=vector.device)
+        for part in slices(0, len(vector), most):
+            yield part, self._room[: part.stop - part.start]
 
     def _exchange_means(self, buffers: Sequence[Buffer], *, to_all: bool) -> None:
         """Sends each finished slice to one rank of each node that needs it."""

@@ -62,10 +62,27 @@ def resolve(job: Job, decided: Decided, *, cores: int) -> ResolvedJob:
     Raises:
         RudraError: The job does not allow these values, or its model cannot be cut.
     """
-    job = job.with_(**decided).resolved(cores=cores)
+    written = job.with_(**decided)
+    job = _on_one_rank(written, cores) or written.resolved(cores=cores)
     if job.placement.by_rule:
         job = job.with_(placement={"cut": choose_cut(job)})
     return ResolvedJob(job, job.plan())
+
+
+def _on_one_rank(written: Job, cores: int) -> Job | None:
+    """Returns the job on one rank if all learners would share the only GPU here. None: it has several ranks."""
+    cluster = written.cluster
+    if cluster.one_rank != "auto" or cluster.device == "cpu":
+        return None
+    from rudra.compute.device.devices import here  # and torch, which a process that starts ranks does without
+
+    if here(cluster.device) != 1:
+        return None
+    try:
+        job = written.with_(cluster={"one_rank": True}).resolved(cores=cores)
+        return job if job.plan().local else None
+    except ConfigError:  # it needs several ranks
+        return None
 
 
 def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:

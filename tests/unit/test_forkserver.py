@@ -180,3 +180,22 @@ def test_the_fork_server_ends_with_what_it_was_for(tmp_path: Path) -> None:
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_fork_server_asks_no_gpu_before_it_forks() -> None:
+    """A process whose parent has asked CUDA for its devices cannot use them."""
+    code = """
+import torch.cuda
+
+def asked(*_, **__):
+    raise AssertionError("CUDA is asked")
+
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device", "get_device_properties"):
+    setattr(torch.cuda, name, asked)
+torch._C._cuda_init = torch._C._cuda_getDeviceCount = asked
+from rudra.worker import import_modules
+import_modules()
+assert "rudra.mpi.session" in __import__("sys").modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from rudra.compute.averaging import average
 from rudra.compute.executor import Executor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.replicas import AveragerExecutor
+from rudra.compute.vectors import Buffer
 from rudra.compute.waiting import NotInTime
 from rudra.core.actions import PullReplica, Reduce, StepReplica, Update
 from rudra.core.buckets import MOST, parts
@@ -326,3 +327,17 @@ def test_a_death_while_the_thread_advances_leaves_nothing_to_begin(monkeypatch: 
     monkeypatch.setattr(reduction, "_begin_part", lambda number, *about: begun.append(number))
     assert not reduction.drive(role)
     assert not begun
+
+
+def test_gradients_on_one_rank_are_added_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing copies them to main memory, so they may be on a device."""
+
+    def copied(buffer: Buffer) -> None:
+        raise AssertionError("a vector is copied to main memory")
+
+    monkeypatch.setattr(Buffer, "array", property(copied))
+    rank = Rank(World(random.Random(3), False, 1), 0)
+    rank.join(dict.fromkeys(range(3), 0), 0, [], 0)
+    for _ in range(2_000):
+        rank.act()
+    assert rank.step == STEPS

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 
+from rudra.compute.device.devices import DEVICES
+from rudra.compute.device.kind import DeviceKind
 from rudra.errors import ConfigError, RudraError, TopologyError
 from rudra.job.boundary import START, Boundary
 from rudra.job.job import Job
@@ -40,6 +42,40 @@ def test_resolve_decided_keys_win_over_what_the_machine_offers() -> None:
     decided = {"cluster": {"learners": 2, "threads_per_rank": 3}, "training": {"warm_start": None}}
     job, plan = resolve(Job(), decided, cores=64)
     assert (len(plan.learners), job.cluster.threads_per_rank) == (2, 3)
+
+
+class Gpus(DeviceKind):
+    """Devices that only their number is known of."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def count(self) -> int:
+        return self._count
+
+
+@pytest.mark.parametrize(
+    ("cluster", "tables", "gpus", "started"),
+    [
+        ({"device": "cuda"}, {}, 1, 1),
+        ({"device": "auto"}, {}, 1, 1),
+        ({"device": "cuda"}, {"topology": {"name": "groups"}}, 1, 1),
+        ({"device": "cuda"}, {"protocol": {"name": "sma"}}, 1, 1),
+        ({"device": "auto"}, {}, 0, 6),
+        ({"device": "cuda"}, {}, 2, 6),
+        ({"device": "cpu"}, {}, 1, 6),
+        ({"device": "cuda", "one_rank": False}, {}, 1, 6),
+        ({"device": "cuda", "learners_per_rank": 2}, {}, 1, 4),
+        ({"device": "cuda"}, {"protocol": {"name": "async"}, "topology": {"name": "adv*"}}, 1, 6),
+    ],
+)
+def test_resolve_learners_share_a_rank_if_they_share_the_only_gpu(
+    cluster: dict[str, Any], tables: dict[str, Any], gpus: int, started: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DEVICES, "cuda", Gpus(gpus))
+    job, plan = resolve(Job(cluster=cluster, **tables), {}, cores=8)
+    assert plan.ranks == started
+    assert job.cluster.threads_per_rank == {1: 8, 4: 4}.get(started, 2)
 
 
 def test_fit_all_ranks_without_a_server_are_learners() -> None:

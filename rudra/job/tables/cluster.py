@@ -114,10 +114,11 @@ class ClusterTable(Table):
         description="largest number of learners on an MPI rank, which computes them one after another. Learners of a "
         "rank are neighbours on one node and in one compute group",
     )
-    one_rank: bool = Field(
-        False,
+    one_rank: bool | Literal["auto"] = Field(
+        "auto",
         description="true: one MPI rank hosts all roles, so they share one process and, on a GPU, one copy of the data "
-        "and of CUDA. Tensors between them stay where they are computed",
+        "and of CUDA. Tensors between them stay where they are computed. auto: true if `rudra run` starts the ranks, "
+        "the machine has one GPU for all learners, and the job allows it",
     )
     threads_per_rank: int | None = Field(
         None,
