@@ -38,6 +38,33 @@ def test_every_image_is_moved_and_mirrored_by_itself(crop: int, flip: bool) -> N
     assert {mirrored for _, _, mirrored in chosen} == ({False, True} if flip else {False})
 
 
+def moved_one_by_one(images: torch.Tensor, crop: int, flip: bool, key: int) -> torch.Tensor:
+    """Returns what a loop over the images gives, with a generator of its own."""
+    count, _, height, width = images.shape
+    draws = np.random.Philox(key=key).random_raw(3 * count).reshape(count, 3).tolist()
+    padded = np.pad(images.numpy(), ((0, 0), (0, 0), (crop, crop), (crop, crop)))
+    result = torch.empty_like(images)
+    for place, (one, two, three) in enumerate(draws):
+        down, right = ((draw >> 32) * (2 * crop + 1) >> 32 for draw in (one, two))
+        window = padded[place, :, down : down + height, right : right + width]
+        result.numpy()[place] = window[:, :, ::-1] if flip and three >> 63 else window
+    return result
+
+
+@pytest.mark.parametrize("crop", range(5))
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("shape", [(16, 3, 8, 8), (7, 1, 5, 9), (1, 2, 1, 3), (3, 4, 6, 1)])
+def test_images_are_moved_as_in_a_loop(crop: int, flip: bool, shape: tuple[int, ...]) -> None:
+    images = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    change = Augmentation(AugmentTable(crop=crop, flip=flip))
+    keys = [0, 5, 2**63 - 1, 77]
+    shifts = torch.split(torch.from_numpy(change.shifts(keys, len(images))), len(images))
+    for key, of_step in zip(keys, shifts, strict=True):
+        wanted = moved_one_by_one(images, crop, flip, key)
+        assert torch.equal(change.moved(images, of_step), wanted), "as a gather"
+        assert torch.equal(change(images, key), wanted), "in main memory"
+
+
 def test_the_key_decides_and_the_original_stays() -> None:
     before = IMAGES.clone()
     change = Augmentation(AugmentTable(crop=2, flip=True))
