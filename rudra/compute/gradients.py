@@ -4,6 +4,7 @@ import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -13,8 +14,10 @@ import numpy.typing as npt
 import torch
 
 from protocols.hogbatch import parts
+from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Number, known
 from rudra.compute.early_forward import EarlyForward, ForwardPass
+from rudra.compute.feed import Feed, Given, Minibatch
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.rows import RowGradient
@@ -23,7 +26,8 @@ from rudra.core.work import Work
 from rudra.data import trees
 from rudra.data.augmentation import Augmentation
 from rudra.data.load import asked_at_once, in_memory
-from rudra.data.samples import Batch, Samples
+from rudra.data.resident import Resident
+from rudra.data.samples import Batch, Samples, indices_of_whole
 from rudra.data.sampling import Sampler, mix, seed_all
 from rudra.data.sparse import bytes_of, finite_rows, stretch
 from rudra.data.sparse import split as rows_split
@@ -40,6 +44,7 @@ _COMPILED = 1e-3
 
 _DEPTH = 2  # mini-batches that the input thread prepares in advance
 _TOGETHER_BYTES = 1 << 17  # drawn at once from samples in memory: small relative to a cache, and per learner
+_INDEX_BYTES = 32  # of a sample that a device gathers: its index, and the movement of its image
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,44 @@ class GradientSource:
         self._inputs = _Inputs(self._seed, split, Augmentation(job.augment), self.seed)
         # A data set that draws random numbers is read in this thread, without concurrent draws.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
+        self._feed: Feed | None = None
+        self._taken: tuple[Minibatch, Given] | None = None
+        self._ahead = False  # whether the step after it has been sent, as far as possible
+
+    def feed_device(self, resident: Resident | None) -> None:
+        """Sends the mini-batches of `take` to the device of the model while it computes others.
+
+        Args:
+            resident: Training set on the device. Only indices are sent then. None: samples are sent.
+        """
+        about = kind_of(self.model.device), self.model.device
+        if resident is None:
+            self._feed = Feed(lambda step, work: {(step, work): self._drawn(step, work)}, lambda batch: batch, *about)
+        else:
+            self._feed = Feed(self._inputs.indices_of_steps, lambda rows: self._inputs.gathered(resident, rows), *about)
+        self._sends_ahead = resident is not None or self._inputs.in_memory
+
+    def take(self, step: int, work: Work) -> Given | None:
+        """Begins a step, whose mini-batch must be on the device before `compute`. None: `compute` draws it itself.
+
+        Raises:
+            Exception: Exceptions of the user's data set.
+        """
+        if self._feed is None:
+            return None
+        given = self._feed.take(step, work)
+        self._taken, self._ahead = ((step, work), given), False
+        return given
+
+    def send_ahead(self) -> None:
+        """Sends the mini-batch of the next step, if it can be drawn at once."""
+        if self._feed is None or self._taken is None or self._ahead:
+            return
+        step, work = self._taken[0]
+        if work.stride and (self._sends_ahead or (self._prefetched is not None and self._prefetched.is_ready)):
+            self._ahead = True
+            with suppress(Exception):  # the step itself raises it again
+                self._feed.send_ahead(step + 1, work.after(1))
 
     def compute(
         self,
@@ -261,6 +304,12 @@ class GradientSource:
 
     def minibatch(self, step: int, work: Work) -> Batch:
         """Returns the samples of one step."""
+        if self._feed is not None and self._taken is not None and self._taken[0] == (step, work):
+            return self._feed.finish(self._taken[1].content)
+        return self._drawn(step, work)
+
+    def _drawn(self, step: int, work: Work) -> Batch:
+        """Draws the samples of one step in main memory."""
         ahead = self._prefetched if work.stride else None
         return (self._inputs if ahead is None else ahead).minibatch(step, work)
 
@@ -297,9 +346,10 @@ class _Inputs:
         self._seed, self._seed_of = seed, seed_of  # of the job, and of a step
         self._sampler: Sampler | None = None
         self._sample_bytes = 0
-        if in_memory(split):
+        self.in_memory = in_memory(split)
+        if self.in_memory:
             self._sample_bytes = sum(bytes_of(tensor) for tensor in split.batch(np.zeros(1, np.int64)))
-        self._drawn: dict[tuple[int, Work], Batch] = {}
+        self._drawn: dict[Minibatch, Batch] = {}
 
     def indices(self, works: Sequence[Work]) -> npt.NDArray[np.int64]:
         """Returns the sample indices of mini-batches of one stream."""
@@ -316,22 +366,45 @@ class _Inputs:
             self._drawn = dict(self._draw(step, work))
         return self._drawn.pop(wanted)  # removed from the cache: the caller may change it
 
-    def _draw(self, step: int, work: Work) -> Iterator[tuple[tuple[int, Work], Batch]]:
+    def indices_of_steps(self, step: int, work: Work) -> dict[Minibatch, torch.Tensor]:
+        """Returns what `gathered` needs for the mini-batches of several steps: (count, 1 or 4) int64 for each."""
+        step, works = _together(step, work, _INDEX_BYTES)
+        rows = indices_of_whole(self._split, self.indices(works))[:, None]
+        if self._augmentation.moves:
+            keys = [mix(self._seed_of(step + number), _CHANGING) for number in range(len(works))]
+            rows = np.concatenate([rows, self._augmentation.shifts(keys, work.count)], axis=1)
+        of_steps = torch.split(torch.from_numpy(rows), work.count)
+        return {(step + number, works[number]): each for number, each in enumerate(of_steps)}
+
+    def gathered(self, resident: Resident, rows: torch.Tensor) -> Batch:
+        """Returns a mini-batch, bitwise the same as `minibatch`, on the device where the set and its indices are."""
+        inputs, target = resident.batch(rows[:, 0])
+        if self._augmentation.moves:
+            self._augmentation.check(inputs)
+            inputs = self._augmentation.moved(inputs, rows[:, 1:])
+        return inputs, target
+
+    def _draw(self, step: int, work: Work) -> Iterator[tuple[Minibatch, Batch]]:
         """Yields the mini-batches of several steps."""
-        size, together = work.count, 1
-        if self._sample_bytes and work.stride:
-            together = max(1, _TOGETHER_BYTES // (self._sample_bytes * size))
-        before = min(step % together, work.first // work.stride) if work.stride else 0
-        step -= before
-        works = [work.after(i - before) for i in range(together)]
+        size = work.count
+        step, works = _together(step, work, self._sample_bytes)
         if self._split.random:
             seed_all(mix(self._seed_of(step), _DRAWING))
         drawn = self._split.batch(self.indices(works))
-        pairs = [drawn] if together == 1 else zip(rows_split(drawn[0], size), drawn[1].split(size), strict=True)
+        pairs = [drawn] if len(works) == 1 else zip(rows_split(drawn[0], size), drawn[1].split(size), strict=True)
         for number, (inputs, target) in enumerate(pairs):
             if not self._augmentation.idle:
                 inputs = self._augmentation(inputs, mix(self._seed_of(step + number), _CHANGING))
             yield (step + number, works[number]), (inputs, target)
+
+
+def _together(step: int, work: Work, sample_bytes: int) -> tuple[int, list[Work]]:
+    """Returns which steps are drawn together: the first, and the work of each."""
+    if not sample_bytes or not work.stride:
+        return step, [work]
+    together = max(1, _TOGETHER_BYTES // (sample_bytes * work.count))
+    before = min(step % together, work.first // work.stride)
+    return step - before, [work.after(i - before) for i in range(together)]
 
 
 class _Prefetched:
@@ -345,6 +418,11 @@ class _Prefetched:
             target=_prepare, args=(inputs, self._wanted, self._ready), name="rudra-input", daemon=True
         )
         self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next mini-batch is ready, or has failed."""
+        return not self._ready.empty()
 
     def minibatch(self, step: int, work: Work) -> Batch:
         if self._asked and self._asked[0] != (step, work):  # not the predicted step: discard prefetched ones

@@ -88,14 +88,18 @@ class LearnerExecutor(Executor):
         if self.norms is not None and self.ready is not None and self.norms.covers_gradient(action.timestamp):
             self.ready = self.norms.watching(gradient.vector, self.ready)
         batches: list[Batch] = []
+        given = self.source.take(action.step, action.work)
 
         def work() -> tuple[Number, Number]:
             loss, errors, _, batch = self._gradient(action, weights, gradient)
             batches.append(batch)
             return loss, errors
 
-        pending = self._stream.submit(work)
+        pending = self._stream.submit(work, after=() if given is None else (given.copied,))
+        if given is not None:
+            given.half.used = pending
         while not pending.done():
+            self.source.send_ahead()
             yield pending
         yield self.computed(action, self.source.confirmed(pending.numbers(), action.work, *batches))
 

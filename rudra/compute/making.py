@@ -16,6 +16,7 @@ from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
 from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, ReplicaExecutor, StatisticsExecutor
+from rudra.compute.memory_plan import resident_set
 from rudra.compute.norms import meter_of_learner, meter_of_owner
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor, ServerExecutor
@@ -38,6 +39,7 @@ from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
 from rudra.core.rows import dense_because
 from rudra.data.load import Data
+from rudra.data.sparse import all_dense
 from rudra.errors import ConfigError
 from rudra.job.changes import JobChange
 from rudra.job.job import Job
@@ -157,6 +159,8 @@ def make_executors(
             f"[protocol] correction = '{named(job.protocol.correction)}' is not supported with gradients in rows, as a "
             "sparse first layer has; use momentum > 0, or dense inputs"
         )
+    fed = learners and kind_of(device).apart and all_dense(data.info.sample)
+    resident = resident_set(job, plan, data, device) if fed else None
     hooks = hooks_of(job, plan.whole, roles, flat.layout)
     made: dict[int, Executor] = {}
     for role in roles:
@@ -184,6 +188,8 @@ def make_executors(
             assert data.training is not None
             work = portions[role].work(0)
             source = GradientSource(job, plan.roles[role].index, work, own, data.training, prefetch=prefetch)
+            if fed and not isinstance(executor, HogwildExecutor | FirstStageExecutor):
+                source.feed_device(resident)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
             executor.norms = meter_of_learner(job, plan, own.layout)
             if job.training.evaluate == "workers":

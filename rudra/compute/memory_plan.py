@@ -21,6 +21,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.core.work import Work, portion
 from rudra.data.load import Data
+from rudra.data.resident import Resident, stored_in_memory
 from rudra.data.sparse import bytes_of
 from rudra.data.trees import moved, named
 from rudra.errors import ConfigError
@@ -87,7 +88,7 @@ class MemoryPlan(NamedTuple):
         weights: Weights.
         gradients: Gradients, with the copies that autograd makes.
         state: State of the optimiser, if the learner updates its weights.
-        data: One mini-batch.
+        data: One mini-batch, or two if one is copied while the other is computed.
         activations: Tensors that autograd saves.
         workspaces: Gradients of activations in the backward pass, and temporary memory of operations.
         evaluation: Weights and one batch of an evaluation.
@@ -159,7 +160,7 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
         weights=vector * (here + (several and flat.size > flat.parameter_count)),
         gradients=vector * (here + several) + kept,
         state=state,
-        data=of_data,
+        data=LinearBytes(*(part * (1 + kind_of(device).apart) for part in of_data)),
         activations=through(sizes, [step.activations for step in steps]),
         workspaces=through(sizes, [more + max(0, left) for more, left in zip(passed, beyond, strict=True)]),
         evaluation=vector + of_data.at(count) + tested.at(count) if training.evaluate else 0,
@@ -256,3 +257,23 @@ def at_once(job: Job, plan: Plan) -> Callable[[int], int]:
         return -(-max(parts) // job.training.microbatches)
 
     return samples
+
+
+def resident_set(job: Job, plan: Plan, data: Data, device: torch.device) -> Resident | None:
+    """Copies the training set to a device, as it is stored, if it fits beside a learner.
+
+    Half of the free memory is left: other ranks may use the device too.
+
+    Returns:
+        None: it does not fit, it is not in memory, or the user's own code changes samples in main memory.
+    """
+    samples, free = data.training, kind_of(device).free_bytes(device)
+    stored = None if samples is None or job.augment.name is not None else stored_in_memory(samples)
+    if samples is None or stored is None:
+        return None
+    if free is not None:
+        found = planned(job, plan, data, device)
+        needed = 0 if found is None else found.total(most_at_once(job, plan, len(samples)))
+        if sum(array.nbytes for array in stored) > (free - needed) / 2:
+            return None
+    return Resident(samples, device)

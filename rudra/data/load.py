@@ -312,7 +312,10 @@ def _load_users(table: DataTable, seed: int, ignored: int | None, ask: Ask) -> D
     if table.validation_split is not None:
         as_tested = split(_as_tested(first, second), whole.classes, limit=table.train_limit, name="validation")
         validation = as_tested if paired else None
-    training: Samples = split(first, whole.classes, limit=table.train_limit)
+    own = split(first, whole.classes, limit=table.train_limit)
+    for each in filter(None, (own if paired else whole, testing, validation)):
+        each.check_labels()
+    training: Samples = own
     test: Samples = testing
     if not paired:
         assert table.test_split is not None

@@ -1,5 +1,6 @@
 """Samples by number: splits of a data set that Rudra reads, and subsets of any samples."""
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -7,11 +8,20 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from rudra.data.sources import Source, Sparse, are_tokens
+from rudra.data.sources import Rows, Source, Sparse, are_tokens
 from rudra.data.sparse import rows_of
 
 Batch = tuple[Any, Any]
 """Inputs and targets: tensors whose first dimension is the sample, or tuples and dictionaries of such tensors."""
+
+Conversion = Callable[[torch.Tensor, torch.Tensor], Batch]
+"""Function from stored inputs and targets to a mini-batch."""
+
+KINDS = {
+    np.dtype(kind): getattr(torch, kind)
+    for kind in ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+}
+"""Types of numbers that torch gathers on any device."""
 
 
 class Samples(Protocol):
@@ -101,6 +111,33 @@ class Split(Dataset[Batch]):
             np.copyto(converted, rows)
         return inputs, labels
 
+    def stored(self) -> tuple[Rows, Rows] | None:
+        """Returns inputs and targets as they are in memory. None: they are not in memory as arrays."""
+        inputs, targets = self.inputs.stored, self.targets.stored
+        return None if inputs is None or targets is None else (inputs, targets)
+
+    def conversion(self, device: torch.device) -> Conversion:
+        """Returns a function that converts stored rows on a device as `batch` does, bitwise identical."""
+        kinds = [self.inputs.dtype, *([] if self.mean is None else [self.mean.dtype])]
+        if self.mean is None and self._scaled:
+            kinds.append(self.scale.dtype)
+        exact = KINDS[np.result_type(*kinds)]
+        mean = None if self.mean is None else torch.tensor(self.mean, device=device)
+        scale = torch.tensor(self.scale, device=device) if self._scaled else None
+        labels = torch.int64 if self.targets.dtype.kind in "iu" else torch.float32
+
+        def convert(rows: torch.Tensor, targets: torch.Tensor) -> Batch:
+            if self._tokens:
+                return rows.to(torch.int64), targets.to(labels)
+            inputs = rows.to(exact)
+            if mean is not None:
+                inputs = (inputs - mean).float()
+            if scale is not None:
+                inputs = inputs * scale
+            return inputs.float(), targets.to(labels)
+
+        return convert
+
     def __getitem__(self, index: int) -> Batch:
         inputs, labels = self.batch(np.array([index]))
         return inputs[0], labels[0]
@@ -133,3 +170,11 @@ def whole_of(samples: Samples | None) -> Samples | None:
     while isinstance(samples, Subset):
         samples = samples.samples
     return samples
+
+
+def indices_of_whole(samples: Samples, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Returns the indices that samples have in `whole_of(samples)`."""
+    while isinstance(samples, Subset):
+        indices = samples.indices[indices]
+        samples = samples.samples
+    return indices

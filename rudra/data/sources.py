@@ -36,6 +36,7 @@ class Source(Protocol):
         shape: Shape (N, …) of the array.
         dtype: Type of the rows.
         in_memory: Whether rows are available without reading a file.
+        stored: Array in memory whose row i gives row i of the source after a conversion. None: there is none.
     """
 
     @property
@@ -46,6 +47,9 @@ class Source(Protocol):
 
     @property
     def in_memory(self) -> bool: ...
+
+    @property
+    def stored(self) -> Rows | None: ...
 
     def rows(self, indices: Indices) -> Rows:
         """Returns rows (count, …), newly made and contiguous.
@@ -77,7 +81,7 @@ class Dense:
     in_memory = True
 
     def __init__(self, array: Rows) -> None:
-        self.array = np.asarray(array)  # rows of a memmap would be memmaps
+        self.array = self.stored = np.asarray(array)  # rows of a memmap would be memmaps
         self.shape, self.dtype = self.array.shape, self.array.dtype
 
     def rows(self, indices: Indices) -> Rows:
@@ -95,6 +99,7 @@ class Sparse:
     """
 
     in_memory = True
+    stored = None
     dtype: np.dtype[Any] = np.dtype(np.float32)
 
     def __init__(
@@ -153,6 +158,10 @@ class TokenWindows:
         if self.shape[0] > whole:
             raise ValueError(f"{len(text)} characters have no {count} windows of {length} from {offset}")
 
+    @property
+    def stored(self) -> Rows:
+        return self.text[self.offset :][: math.prod(self.shape)].reshape(self.shape)
+
     def rows(self, indices: Indices) -> Rows:
         return sliding_window_view(self.text, self.length)[indices * self.length + self.offset].astype(np.int64)
 
@@ -174,6 +183,7 @@ class Stored:
     """
 
     in_memory = False
+    stored = None
 
     def __init__(
         self, path: Path, name: str, *, sample_shape: tuple[int, ...] | None = None, cache_bytes: int = 1 << 28
@@ -278,6 +288,7 @@ class Images:
     """
 
     in_memory = False
+    stored = None
     dtype: np.dtype[Any] = np.dtype(np.uint8)
 
     def __init__(self, files: Sequence[str], size: int, threads: int = 1) -> None:

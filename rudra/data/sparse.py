@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rudra.data.trees import named
+
 DENSEST = 0.1
 """Largest density of inputs that stay sparse by default. Above it, dense products are much faster."""
 
@@ -40,6 +42,11 @@ with warnings.catch_warnings():  # torch warns once per process that such tensor
 def is_sparse(tensor: Any) -> bool:
     """Returns whether a value is a tensor in compressed rows."""
     return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_csr
+
+
+def all_dense(tree: Any) -> bool:
+    """Returns whether all tensors are plain arrays of numbers."""
+    return all(tensor.layout is torch.strided for _, tensor in named(tree))
 
 
 def bytes_of(tensor: torch.Tensor) -> int:

@@ -9,8 +9,9 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from rudra.data import trees
-from rudra.data.samples import Batch
+from rudra.data.samples import KINDS, Batch, Conversion
 from rudra.data.sampling import random_states
+from rudra.data.sources import Rows
 from rudra.data.thread import Ask, in_data_thread
 from rudra.data.trees import as_tensor, mapped
 from rudra.errors import ConfigError, DataError
@@ -89,16 +90,31 @@ class UserSplit:
                 inputs, target = default_collate([self._pair(item, wanted) for item in drawn])
             else:
                 inputs, target = self._pair(drawn, wanted)
-            inputs, target = mapped(_input, inputs), mapped(_target, target)
+            inputs, target = _converted(inputs, target)
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             what = " ".join(str(error).split())
             raise DataError(f"{self.name} samples {wanted[:4]}… do not make a batch of tensors: {what}") from None
         self._check_counts({"input": inputs, "target": target}, wanted)
-        if isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.shape[1:] == (1,):
-            target = target[:, 0]
-        if self.classes is not None and isinstance(target, torch.Tensor) and target.dtype == torch.int64:
+        if not self._tensors:
             self._check_labels(target, wanted)
         return inputs, target
+
+    def check_labels(self) -> None:
+        """Raises DataError for the first label out of range, if all are in memory. Others are checked when drawn."""
+        if self._tensors:
+            _, labels = _converted(self._tensors[0][:0], self._tensors[1][: self.length])
+            self._check_labels(labels, range(self.length))
+
+    def stored(self) -> tuple[Rows, Rows] | None:
+        """Returns inputs and targets as they are in memory. None: they are not in memory as arrays."""
+        if not self._tensors or any(tensor.dtype not in KINDS.values() for tensor in self._tensors):
+            return None
+        inputs, targets = (tensor.numpy(force=True) for tensor in self._tensors)
+        return inputs, targets
+
+    def conversion(self, device: torch.device) -> Conversion:
+        """Returns a function that converts stored rows on a device as `batch` does."""
+        return _converted
 
     def _drawn(self, wanted: list[int]) -> Any:
         """Returns the items, or the collated batch. Exceptions of the user's code are passed on."""
@@ -126,8 +142,9 @@ class UserSplit:
                 valid = f"its first dimension must be the number of samples, {len(wanted)}"
                 raise DataError(f"{self.name} samples {wanted[:4]}…: [data] collate gave {given}; {valid}")
 
-    def _check_labels(self, labels: torch.Tensor, wanted: list[int]) -> None:
-        assert self.classes is not None
+    def _check_labels(self, labels: Any, wanted: Sequence[int]) -> None:
+        if self.classes is None or not isinstance(labels, torch.Tensor) or labels.dtype != torch.int64:
+            return
         outside = labels >= self.classes
         if labels.dim() == 1:  # in sequences, negative labels are ignored
             outside |= labels < 0
@@ -137,6 +154,14 @@ class UserSplit:
             first = outside.nonzero()[0]
             what, valid = f"label {int(labels[tuple(first)])}", f"valid: 0 to {self.classes - 1}"
             raise DataError(f"{self.name} sample {wanted[int(first[0])]} has {what}; {valid} ([data] classes)")
+
+
+def _converted(inputs: Any, target: Any) -> Batch:
+    """Converts a mini-batch of the user's tensors. One label for each sample needs no dimension of its own."""
+    inputs, target = mapped(_input, inputs), mapped(_target, target)
+    if isinstance(target, torch.Tensor) and target.dtype == torch.int64 and target.shape[1:] == (1,):
+        target = target[:, 0]
+    return inputs, target
 
 
 def _tensors_of(dataset: object) -> tuple[torch.Tensor, ...]:

@@ -22,23 +22,28 @@ Operation = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any]
 
 
 class AdverseDevice(DeviceKind):
-    """CPU whose order of work is random.
+    """CPU whose order of work is random. Mini-batches are copied, as if its memory were apart.
 
     Args:
         seed: Decides the order.
+        free: Bytes of memory that it says it has. None: it knows no limit.
 
     Attributes:
         asked: How often the host asked whether work is done.
     """
 
+    apart = True
     records = True
 
-    def __init__(self, seed: int) -> None:
-        self._chance = random.Random(seed)
+    def __init__(self, seed: int, free: int | None = None) -> None:
+        self._chance, self._free = random.Random(seed), free
         self._queues: list[deque[AdverseWork]] = []
         self.asked = 0
 
-    def stream(self, device: torch.device = CPU) -> Stream:
+    def free_bytes(self, device: torch.device) -> int | None:
+        return self._free
+
+    def stream(self, device: torch.device = CPU, *, own: bool = False) -> Stream:
         self._queues.append(deque())
         return AdverseStream(self, self._queues[-1])
 
@@ -49,8 +54,8 @@ class AdverseDevice(DeviceKind):
             self.do_one()
 
     def do_one(self) -> None:
-        """Does the first work of one stream, if there is any."""
-        if waiting := [queue for queue in self._queues if queue]:
+        """Does the first work of one stream that waits for no other, if there is any."""
+        if waiting := [queue for queue in self._queues if queue and queue[0].may_begin]:
             self._chance.choice(waiting).popleft().do()
 
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
@@ -119,18 +124,24 @@ class AdverseStream(Stream):
     def __init__(self, device: AdverseDevice, queue: "deque[AdverseWork]") -> None:
         self._device, self._queue = device, queue
 
-    def submit(self, work: Callable[[], Sequence[Number]]) -> Pending:
-        self._queue.append(AdverseWork(self._device, work))
+    def submit(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending] = ()) -> Pending:
+        self._queue.append(AdverseWork(self._device, work, after))
         return self._queue[-1]
 
 
 class AdverseWork(Pending):
     """Work of such a stream."""
 
-    def __init__(self, device: AdverseDevice, work: Callable[[], Sequence[Number]]) -> None:
+    def __init__(self, device: AdverseDevice, work: Callable[[], Sequence[Number]], after: Sequence[Pending]) -> None:
         self._device, self._work = device, work
+        self._after = [each for each in after if isinstance(each, AdverseWork)]
         self._numbers = [math.nan]
         self._over = False
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the work that must be done before is done."""
+        return all(each._over for each in self._after)
 
     def do(self) -> None:
         self._over = True

@@ -29,7 +29,10 @@ class CudaStream(Stream):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
-    def submit(self, work: Callable[[], Sequence[Number]]) -> Pending:
+    def submit(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending] = ()) -> Pending:
+        for each in after:
+            if isinstance(each, _OnGpu):
+                self._stream.wait_event(each.event)
         with torch.cuda.stream(self._stream):
             numbers = work()
             there = [number for number in numbers if isinstance(number, torch.Tensor)]
@@ -51,13 +54,13 @@ class _OnGpu(Pending):
     """
 
     def __init__(self, numbers: Sequence[Number], came: torch.Tensor, event: torch.cuda.Event) -> None:
-        self._numbers, self._came, self._event = numbers, came, event
+        self._numbers, self._came, self.event = numbers, came, event
 
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def numbers(self) -> list[float]:
-        self._event.synchronize()
+        self.event.synchronize()
         came = iter(self._came.tolist())
         return [next(came) if isinstance(number, torch.Tensor) else number for number in self._numbers]
 
@@ -89,6 +92,7 @@ class Cuda(DeviceKind):
     type = "cuda"
     noun = "GPU"
     page_locks = True
+    apart = True
     records = True
 
     def __init__(self) -> None:
@@ -129,7 +133,9 @@ class Cuda(DeviceKind):
         self.finish(device)
         return torch.cuda.max_memory_allocated(device) - before
 
-    def stream(self, device: torch.device) -> Stream:
+    def stream(self, device: torch.device, *, own: bool = False) -> Stream:
+        if own:
+            return CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         return CudaStream(torch.cuda.current_stream(device))
 
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
@@ -146,6 +152,9 @@ class Cuda(DeviceKind):
         except RuntimeError as error:
             raise NotRecordedError(waited(error)) from error
         return CudaGraph(graph), made
+
+    def main_memory(self, length: int) -> torch.Tensor:
+        return torch.from_numpy(page_locked(length))
 
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         if rounded and torch.cuda.get_device_capability(device) < AMPERE:

@@ -22,12 +22,14 @@ class DeviceKind:
         page_locks: Class attribute. Whether it copies page-locked main memory at full speed, in parallel with other
             work.
         records: Class attribute. Whether it repeats recorded work, without the host's code.
+        apart: Class attribute. Whether its memory is apart from main memory, so that mini-batches are copied.
     """
 
     type: ClassVar[str] = "cpu"
     noun: ClassVar[str] = "CPU"
     page_locks: ClassVar[bool] = False
     records: ClassVar[bool] = False
+    apart: ClassVar[bool] = False
 
     def count(self) -> int:
         """Returns the number of devices that torch sees in this process."""
@@ -69,8 +71,13 @@ class DeviceKind:
         """
         return 0
 
-    def stream(self, device: torch.device) -> Stream:
-        """Returns a stream for the work of a role."""
+    def stream(self, device: torch.device, *, own: bool = False) -> Stream:
+        """Returns a stream for the work of a role.
+
+        Args:
+            device: Device that works.
+            own: Whether its work may run in parallel with the work that torch does on the device.
+        """
         return Stream()
 
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
@@ -87,6 +94,10 @@ class DeviceKind:
             NotRecordedError: The work cannot be repeated, for example because the host waits for a number in it.
         """
         raise NotRecordedError(f"a {self.noun} repeats no recorded work")
+
+    def main_memory(self, length: int) -> torch.Tensor:
+        """Allocates (length,) uint8 in main memory for copies to a device."""
+        return torch.empty(length, dtype=torch.uint8)
 
     def set_products(self, device: torch.device, *, rounded: bool) -> None:
         """Sets how this process multiplies float32 numbers on a device: exactly, or with factors rounded to TF32.

@@ -47,11 +47,12 @@ class Done(Pending):
 class Stream:
     """Queue of work on a device. The base class does work at once."""
 
-    def submit(self, work: Callable[[], Sequence[Number]]) -> Pending:
-        """Appends work that begins after all earlier work of this stream.
+    def submit(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending] = ()) -> Pending:
+        """Appends work that begins after all earlier work of this stream. The host does not wait.
 
         Args:
             work: Uses the device, and returns numbers. The host may not touch its inputs and outputs before it is done.
+            after: Work of other streams of the device that must be done before.
 
         Raises:
             Exception: An exception of the work. A device may raise it later, in `Pending.done` or `Pending.numbers`.

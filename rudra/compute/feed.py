@@ -1,0 +1,129 @@
+"""Mini-batches on their way to a device whose memory is apart, while it computes others.
+
+A double buffer in page-locked memory: a stream of its own copies each half to the device. Nothing waits in the host but
+the next use of a half, until its last copy is done.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+
+from rudra.compute.device.kind import DeviceKind
+from rudra.compute.device.streams import Done, Pending, Stream
+from rudra.core.work import Work
+from rudra.data.samples import Batch
+from rudra.data.trees import mapped, named
+
+Minibatch = tuple[int, Work]
+"""Step and samples that determine a mini-batch."""
+
+_LINE = 64  # bytes to which torch aligns tensors
+
+
+class Given(NamedTuple):
+    """Mini-batch that is on its way.
+
+    Attributes:
+        content: Its tensors on the device.
+        copied: Work that must be done before they are read.
+        half: Half of the double buffer. `half.used` is the last work that reads it.
+    """
+
+    content: Any
+    copied: Pending
+    half: "_Half"
+
+
+class _Half:
+    """Half of a double buffer: memory in main memory and on the device.
+
+    Attributes:
+        sent: What lies there, on the device.
+        copied: Copy from main memory.
+        used: Last work that reads the copy.
+    """
+
+    def __init__(self, kind: DeviceKind, device: torch.device) -> None:
+        self._kind, self._device = kind, device
+        self._here = self._there = torch.empty(0, dtype=torch.uint8)
+        self.sent: Mapping[Minibatch, Any] = {}
+        self.copied: Pending = Done([])
+        self.used: Pending = Done([])
+
+    def fill(self, content: Mapping[Minibatch, Any], copies: Stream) -> None:
+        """Begins to copy mini-batches to the device."""
+        self.copied.numbers()
+        ends = [0, *accumulate(-(-tensor.nbytes // _LINE) * _LINE for _, tensor in named(content))]
+        if ends[-1] > len(self._here):
+            self._grow(ends[-1])
+        here, there = self._here[: ends[-1]], self._there[: ends[-1]]
+        mapped(lambda part, tensor: part.copy_(tensor), _placed(content, here, ends), content)
+        self.sent = _placed(content, there, ends)
+
+        def copy() -> tuple[()]:
+            there.copy_(here, non_blocking=True)
+            return ()
+
+        self.copied = copies.submit(copy, after=(self.used,))
+
+    def _grow(self, length: int) -> None:
+        self.used.numbers()
+        self._here = self._kind.main_memory(length)
+        self._there = torch.empty(length, dtype=torch.uint8, device=self._device)
+        self._kind.finish(self._device)  # earlier work may have used this memory
+
+
+def _placed(content: Any, memory: torch.Tensor, ends: list[int]) -> Any:
+    """Returns tensors in a memory, one behind the other, of the same shapes and types as others."""
+    firsts = iter(ends)
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        first = next(firsts)
+        return memory[first : first + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    return mapped(place, content)
+
+
+class Feed:
+    """Source of one learner's mini-batches on its device.
+
+    Args:
+        draw: Returns a mini-batch as dense tensors in main memory, perhaps with others that are drawn at the same time.
+        finish: Returns the samples of what was drawn, on the device.
+        kind: Kind of the device.
+        device: Device of the learner.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[int, Work], Mapping[Minibatch, Any]],
+        finish: Callable[[Any], Batch],
+        kind: DeviceKind,
+        device: torch.device,
+    ) -> None:
+        self._draw, self.finish = draw, finish
+        self._halves = deque(_Half(kind, device) for _ in range(2))  # the one that was filled last is in front
+        self._copies = kind.stream(device, own=True)
+
+    def take(self, step: int, work: Work) -> Given:
+        """Returns a mini-batch, which is sent now if it is not on its way.
+
+        The caller must set `half.used` before it takes or sends other mini-batches.
+        """
+        wanted = step, work
+        half = next((half for half in self._halves if wanted in half.sent), None) or self._send(wanted)
+        return Given(half.sent[wanted], half.copied, half)
+
+    def send_ahead(self, step: int, work: Work) -> None:
+        """Sends a mini-batch if it is not on its way."""
+        if all((step, work) not in half.sent for half in self._halves):
+            self._send((step, work))
+
+    def _send(self, wanted: Minibatch) -> _Half:
+        content = self._draw(*wanted)
+        self._halves.rotate()
+        self._halves[0].fill(content, self._copies)
+        return self._halves[0]
