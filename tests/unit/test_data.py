@@ -614,3 +614,34 @@ def test_whole_numbers_in_rows_of_several_dimensions_are_pictures(tmp_path: Path
     loaded = load(DataTable(name="npz", path=tmp_path / "a.npz", test_split=0.5))
     x, _ = loaded.training.batch(np.array([0]))
     assert (x.dtype, tuple(x.shape), float(x.max())) == (torch.float32, (1, 1, 3, 3), 60000)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("training", 4, 3), r"training sample 4 has label 3; valid: 0 to 2 \(\[data\] classes\)"),
+        (("training", 7, -1), "training sample 7 has label -1; valid: 0 to 2"),
+        (("training", 8, 3), ""),  # beyond the limit
+        (("validation", 0, 5), "validation sample 0 has label 5"),
+        (("test", 2, 3), "test sample 2 has label 3"),
+    ],
+)
+def test_labels_in_memory_are_checked_when_a_set_is_loaded(wrong: tuple[str, int, int], message: str) -> None:
+    name, sample, label = wrong
+    sets = {each: TensorDataset(torch.zeros(9, 2), torch.arange(9) % 3) for each in ("training", "validation", "test")}
+    sets[name].tensors[1][sample] = label
+    table = DataTable(name=tuple(sets.values()), classes=3, train_limit=8)
+    if not message:
+        load(table)
+        return
+    with pytest.raises(DataError, match=message) as caught:
+        load(table)
+    assert caught.value.exit_code == 2
+
+
+def test_tokens_of_arrays_are_checked_when_a_set_is_loaded(tmp_path: Path) -> None:
+    tokens = np.arange(24).reshape(6, 4) % 9
+    np.savez(tmp_path / "a.npz", x_train=tokens % 5, y_train=tokens, x_test=tokens % 5, y_test=tokens % 5)
+    assert load(DataTable(name="npz", path=tmp_path / "a.npz", classes=9)).info.classes == 9
+    with pytest.raises(ConfigError, match=r"^\[data\] classes: 8, but .*a.npz has 9$"):
+        load(DataTable(name="npz", path=tmp_path / "a.npz", classes=8))

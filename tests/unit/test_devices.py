@@ -197,13 +197,14 @@ def test_copies_change_no_bit(
     assert all(stage is not None and stage._held is not None for stage in copies), "all of them have used theirs"
 
 
-@pytest.mark.parametrize("placing", ["staged", "device"])
-def test_gradients_that_are_late_change_no_bit(placing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = job("softsync", 4, n=2, model={"name": network}, data={"train_limit": 240, "test_limit": 60})
+@pytest.mark.parametrize(("placing", "free"), [("staged", None), ("device", 0)])  # with the training set, or without
+def test_gradients_that_are_late_change_no_bit(placing: str, free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {"data": {"train_limit": 240, "test_limit": 60}, "augment": {"crop": 1, "flip": True}}
+    run = job("softsync", 4, n=2, model={"name": network}, **tables)
     monkeypatch.setattr(checked_run, "make_executors", partial(make_executors, placing=placing))
     plain = train(run, Ranks)
     for seed in range(5):
-        monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(seed))
+        monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(seed, free))
         late = train(run, Ranks)
         assert torch.equal(plain.weights, late.weights)
         assert plain.rows["gradients"].tobytes() == late.rows["gradients"].tobytes()

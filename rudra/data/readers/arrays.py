@@ -147,7 +147,7 @@ def _arrays(table: DataTable, options: NpzOptions, file: _File, wanted: Collecti
             arrays.pairs[split] = file.source(pair.inputs, shape), _targets(pair, kind, file)
     if kind in {"regression", "labels"}:
         arrays.classes = math.prod(train.y[0][1:])
-    elif table.classes is not None:
+    elif table.classes is not None and kind == "classes":  # `load` checks the labels
         arrays.classes = table.classes
     else:
         arrays.classes = class_count(table, 1 + _largest(pairs, kind, arrays, file), str(file.path))
