@@ -15,7 +15,7 @@ from rudra.compute.device.kind import DeviceKind
 from rudra.compute.device.streams import Done, Pending, Stream
 from rudra.core.work import Work
 from rudra.data.samples import Batch
-from rudra.data.trees import mapped, named
+from rudra.data.trees import leaves, mapped
 
 Minibatch = tuple[int, Work]
 """Step and samples that determine a mini-batch."""
@@ -23,16 +23,30 @@ Minibatch = tuple[int, Work]
 _LINE = 64  # bytes to which torch aligns tensors
 
 
+class Drawn(NamedTuple):
+    """Mini-batches that were drawn together, as dense tensors.
+
+    Attributes:
+        content: The tensors.
+        rows: Rows of each mini-batch in these tensors.
+    """
+
+    content: Any
+    rows: Mapping[Minibatch, slice]
+
+
 class Given(NamedTuple):
     """Mini-batch that is on its way.
 
     Attributes:
-        content: Its tensors on the device.
+        content: Tensors on the device.
+        rows: Rows of the mini-batch in these tensors.
         copied: Work that must be done before they are read.
         half: Half of the double buffer. `half.used` is the last work that reads it.
     """
 
     content: Any
+    rows: slice
     copied: Pending
     half: "_Half"
 
@@ -49,19 +63,20 @@ class _Half:
     def __init__(self, kind: DeviceKind, device: torch.device) -> None:
         self._kind, self._device = kind, device
         self._here = self._there = torch.empty(0, dtype=torch.uint8)
-        self.sent: Mapping[Minibatch, Any] = {}
+        self.sent = Drawn((), {})
         self.copied: Pending = Done([])
         self.used: Pending = Done([])
 
-    def fill(self, content: Mapping[Minibatch, Any], copies: Stream) -> None:
+    def fill(self, drawn: Drawn, copies: Stream) -> None:
         """Begins to copy mini-batches to the device."""
         self.copied.numbers()
-        ends = [0, *accumulate(-(-tensor.nbytes // _LINE) * _LINE for _, tensor in named(content))]
+        content = drawn.content
+        ends = [0, *accumulate(-(-tensor.nbytes // _LINE) * _LINE for tensor in leaves(content))]
         if ends[-1] > len(self._here):
             self._grow(ends[-1])
         here, there = self._here[: ends[-1]], self._there[: ends[-1]]
         mapped(lambda part, tensor: part.copy_(tensor), _placed(content, here, ends), content)
-        self.sent = _placed(content, there, ends)
+        self.sent = Drawn(_placed(content, there, ends), drawn.rows)
 
         def copy() -> tuple[()]:
             there.copy_(here, non_blocking=True)
@@ -91,20 +106,20 @@ class Feed:
     """Source of one learner's mini-batches on its device.
 
     Args:
-        draw: Returns a mini-batch as dense tensors in main memory, perhaps with others that are drawn at the same time.
-        finish: Returns the samples of what was drawn, on the device.
+        draw: Draws a mini-batch in main memory, perhaps together with others.
+        finish: Returns the samples of a mini-batch on the device, from the tensors that were sent and its rows.
         kind: Kind of the device.
         device: Device of the learner.
     """
 
     def __init__(
         self,
-        draw: Callable[[int, Work], Mapping[Minibatch, Any]],
-        finish: Callable[[Any], Batch],
+        draw: Callable[[int, Work], Drawn],
+        finish: Callable[[Any, slice], Batch],
         kind: DeviceKind,
         device: torch.device,
     ) -> None:
-        self._draw, self.finish = draw, finish
+        self._draw, self._finish = draw, finish
         self._halves = deque(_Half(kind, device) for _ in range(2))  # the one that was filled last is in front
         self._copies = kind.stream(device, own=True)
 
@@ -114,16 +129,20 @@ class Feed:
         The caller must set `half.used` before it takes or sends other mini-batches.
         """
         wanted = step, work
-        half = next((half for half in self._halves if wanted in half.sent), None) or self._send(wanted)
-        return Given(half.sent[wanted], half.copied, half)
+        half = next((half for half in self._halves if wanted in half.sent.rows), None) or self._send(wanted)
+        return Given(half.sent.content, half.sent.rows[wanted], half.copied, half)
+
+    def finish(self, given: Given) -> Batch:
+        """Returns the samples of a mini-batch, which is on the device."""
+        return self._finish(given.content, given.rows)
 
     def send_ahead(self, step: int, work: Work) -> None:
         """Sends a mini-batch if it is not on its way."""
-        if all((step, work) not in half.sent for half in self._halves):
+        if all((step, work) not in half.sent.rows for half in self._halves):
             self._send((step, work))
 
     def _send(self, wanted: Minibatch) -> _Half:
-        content = self._draw(*wanted)
+        drawn = self._draw(*wanted)
         self._halves.rotate()
-        self._halves[0].fill(content, self._copies)
+        self._halves[0].fill(drawn, self._copies)
         return self._halves[0]

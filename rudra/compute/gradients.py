@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from protocols.hogbatch import parts
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Number, known
 from rudra.compute.early_forward import EarlyForward, ForwardPass
-from rudra.compute.feed import Feed, Given, Minibatch
+from rudra.compute.feed import Drawn, Feed, Given, Minibatch
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.rows import RowGradient
@@ -112,9 +113,9 @@ class GradientSource:
         """
         about = kind_of(self.model.device), self.model.device
         if resident is None:
-            self._feed = Feed(lambda step, work: {(step, work): self._drawn(step, work)}, lambda batch: batch, *about)
+            self._feed = Feed(self._drawn_alone, lambda batch, rows: batch, *about)
         else:
-            self._feed = Feed(self._inputs.indices_of_steps, lambda rows: self._inputs.gathered(resident, rows), *about)
+            self._feed = Feed(self._inputs.draw_indices, partial(self._inputs.gathered, resident), *about)
         self._sends_ahead = resident is not None or self._inputs.in_memory
 
     def take(self, step: int, work: Work) -> Given | None:
@@ -305,13 +306,16 @@ class GradientSource:
     def minibatch(self, step: int, work: Work) -> Batch:
         """Returns the samples of one step."""
         if self._feed is not None and self._taken is not None and self._taken[0] == (step, work):
-            return self._feed.finish(self._taken[1].content)
+            return self._feed.finish(self._taken[1])
         return self._drawn(step, work)
 
     def _drawn(self, step: int, work: Work) -> Batch:
         """Draws the samples of one step in main memory."""
         ahead = self._prefetched if work.stride else None
         return (self._inputs if ahead is None else ahead).minibatch(step, work)
+
+    def _drawn_alone(self, step: int, work: Work) -> Drawn:
+        return Drawn(self._drawn(step, work), {(step, work): slice(None)})
 
     def seed(self, step: int) -> int:
         """Returns the seed of dropout and similar layers in one step."""
@@ -366,22 +370,23 @@ class _Inputs:
             self._drawn = dict(self._draw(step, work))
         return self._drawn.pop(wanted)  # removed from the cache: the caller may change it
 
-    def indices_of_steps(self, step: int, work: Work) -> dict[Minibatch, torch.Tensor]:
-        """Returns what `gathered` needs for the mini-batches of several steps: (count, 1 or 4) int64 for each."""
+    def draw_indices(self, step: int, work: Work) -> Drawn:
+        """Draws what `gathered` needs for the mini-batches of several steps: (steps * count, 1 or 4) int64."""
         step, works = _together(step, work, _INDEX_BYTES)
         rows = indices_of_whole(self._split, self.indices(works))[:, None]
         if self._augmentation.moves:
             keys = [mix(self._seed_of(step + number), _CHANGING) for number in range(len(works))]
             rows = np.concatenate([rows, self._augmentation.shifts(keys, work.count)], axis=1)
-        of_steps = torch.split(torch.from_numpy(rows), work.count)
-        return {(step + number, works[number]): each for number, each in enumerate(of_steps)}
+        count = work.count
+        places = {(step + i, its): slice(i * count, (i + 1) * count) for i, its in enumerate(works)}
+        return Drawn(torch.from_numpy(rows), places)
 
-    def gathered(self, resident: Resident, rows: torch.Tensor) -> Batch:
+    def gathered(self, resident: Resident, drawn: torch.Tensor, rows: slice) -> Batch:
         """Returns a mini-batch, bitwise the same as `minibatch`, on the device where the set and its indices are."""
-        inputs, target = resident.batch(rows[:, 0])
+        inputs, target = resident.batch(drawn[rows, 0])
         if self._augmentation.moves:
             self._augmentation.check(inputs)
-            inputs = self._augmentation.moved(inputs, rows[:, 1:])
+            inputs = self._augmentation.moved(inputs, drawn[rows, 1:])
         return inputs, target
 
     def _draw(self, step: int, work: Work) -> Iterator[tuple[Minibatch, Batch]]:

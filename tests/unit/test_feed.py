@@ -16,7 +16,7 @@ from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES
 from rudra.compute.device.kind import CPU
 from rudra.compute.device.streams import Done, Number, Pending
-from rudra.compute.feed import Feed
+from rudra.compute.feed import Drawn, Feed
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.compute.learners import LearnerExecutor
@@ -36,7 +36,7 @@ STEPS, WORK = 12, Work(0, 0, 3, 3)
 
 
 @cache
-def drawn(step: int, work: Work) -> dict[Any, Any]:
+def drawn(step: int, work: Work) -> Drawn:
     """Returns inputs of several kinds. One mini-batch is larger than those before."""
     generator = torch.Generator().manual_seed(step)
     inputs = {
@@ -44,13 +44,13 @@ def drawn(step: int, work: Work) -> dict[Any, Any]:
         "mask": torch.rand(3, generator=generator) < 0.5,
         "signal": torch.randn(3, 2, generator=generator, dtype=torch.complex64),
     }
-    return {(step, work): (inputs, torch.randint(9, (3,), generator=generator))}
+    return Drawn((inputs, torch.randint(9, (3,), generator=generator)), {(step, work): slice(None)})
 
 
 def fed(seed: int, broken: str = "") -> str:
     """Returns the digest of what a device reads, without one of the waits. No step waits for the end of another."""
     device, read = AdverseDevice(seed), hashlib.sha256()
-    feed, stream = Feed(drawn, lambda batch: batch, device, CPU), device.stream()
+    feed, stream = Feed(drawn, lambda batch, rows: batch, device, CPU), device.stream()
 
     def compute(batch: Any) -> list[Number]:
         inputs, target = batch
@@ -62,7 +62,7 @@ def fed(seed: int, broken: str = "") -> str:
     for step in range(STEPS):
         given = feed.take(step, WORK)
         after = () if broken == "computation for copy" else (given.copied,)
-        pending = stream.submit(partial(compute, feed.finish(given.content)), after=after)
+        pending = stream.submit(partial(compute, feed.finish(given)), after=after)
         if broken != "copy for computation":
             given.half.used = pending
         if broken == "host for copy":
@@ -77,7 +77,7 @@ def fed(seed: int, broken: str = "") -> str:
 def test_a_device_reads_the_same_bits_in_a_thousand_orders() -> None:
     wanted = hashlib.sha256()
     for step in range(STEPS):
-        inputs, target = drawn(step, WORK)[step, WORK]
+        inputs, target = drawn(step, WORK).content
         for tensor in (*inputs.values(), target):
             wanted.update(tensor.numpy().tobytes())
     assert Counter(map(fed, range(1000))) == {wanted.hexdigest(): 1000}
@@ -271,9 +271,9 @@ def test_only_images_are_moved_on_a_device() -> None:
         prefetch=False,
     )
     resident = Resident(Split(Dense(np.zeros((9, 4), np.float32)), Dense(np.zeros(9))), CPU)
-    rows = source._inputs.indices_of_steps(0, source.work)[0, source.work]
+    indices = source._inputs.draw_indices(0, source.work).content
     with pytest.raises(ConfigError, match="for images"):
-        source._inputs.gathered(resident, rows)
+        source._inputs.gathered(resident, indices, slice(2))
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 import rudra
 from rudra.cli.main import main
 from rudra.compute import memory_plan, models, tasks
+from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES
 from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.flat import FlatModel
@@ -61,6 +62,12 @@ def test_activations_of_a_mini_batch_are_predicted_from_small_ones(
     counted = plan_of(job).activations.at(64)
     assert predicted == pytest.approx(counted, rel=0.05)
     assert counted > 64 * 1000
+
+
+def test_a_device_apart_from_main_memory_holds_two_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = plan_of(job_of())
+    monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(0))
+    assert plan_of(job_of()) == here._replace(data=memory_plan.LinearBytes(0.0, 2 * here.data.per_sample))
 
 
 def test_what_autograd_saves_of_a_linear_layer_is_counted_exactly() -> None:
