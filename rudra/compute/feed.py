@@ -39,12 +39,14 @@ class Given(NamedTuple):
     """Mini-batch that is on its way.
 
     Attributes:
+        minibatch: Step and samples.
         content: Tensors on the device.
         rows: Rows of the mini-batch in these tensors.
         copied: Work that must be done before they are read.
         half: Half of the double buffer. `half.used` is the last work that reads it.
     """
 
+    minibatch: Minibatch
     content: Any
     rows: slice
     copied: Pending
@@ -130,7 +132,7 @@ class Feed:
         """
         wanted = step, work
         half = next((half for half in self._halves if wanted in half.sent.rows), None) or self._send(wanted)
-        return Given(half.sent.content, half.sent.rows[wanted], half.copied, half)
+        return Given(wanted, half.sent.content, half.sent.rows[wanted], half.copied, half)
 
     def finish(self, given: Given) -> Batch:
         """Returns the samples of a mini-batch, which is on the device."""

@@ -86,6 +86,7 @@ class GradientSource:
 
     Attributes:
         work: Work of the first step.
+        given: Mini-batch on the device, which `compute` uses if it is the wanted one.
 
     Source: Rudra §3.2, the I/O thread of the data server.
     """
@@ -102,8 +103,8 @@ class GradientSource:
         # A data set that draws random numbers is read in this thread, without concurrent draws.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
         self._feed: Feed | None = None
-        self._taken: tuple[Minibatch, Given] | None = None
-        self._ahead = False  # whether the step after it has been sent, as far as possible
+        self._tried: Minibatch | None = None  # the last one that was sent ahead, or could not be
+        self.given: Given | None = None
 
     def feed_device(self, resident: Resident | None) -> None:
         """Sends the mini-batches of `take` to the device of the model while it computes others.
@@ -119,24 +120,19 @@ class GradientSource:
         self._sends_ahead = resident is not None or self._inputs.in_memory
 
     def take(self, step: int, work: Work) -> Given | None:
-        """Begins a step, whose mini-batch must be on the device before `compute`. None: `compute` draws it itself.
+        """Sends a mini-batch to the device, if it is not on its way. None: `compute` draws it in main memory.
 
         Raises:
             Exception: Exceptions of the user's data set.
         """
-        if self._feed is None:
-            return None
-        given = self._feed.take(step, work)
-        self._taken, self._ahead = ((step, work), given), False
-        return given
+        return None if self._feed is None else self._feed.take(step, work)
 
-    def send_ahead(self) -> None:
-        """Sends the mini-batch of the next step, if it can be drawn at once."""
-        if self._feed is None or self._taken is None or self._ahead:
+    def send_ahead(self, step: int, work: Work) -> None:
+        """Sends the mini-batch of the step after this one, if it can be drawn at once."""
+        if self._feed is None or self._tried == (step, work):
             return
-        step, work = self._taken[0]
         if work.stride and (self._sends_ahead or (self._prefetched is not None and self._prefetched.is_ready)):
-            self._ahead = True
+            self._tried = step, work
             with suppress(Exception):  # the step itself raises it again
                 self._feed.send_ahead(step + 1, work.after(1))
 
@@ -305,8 +301,8 @@ class GradientSource:
 
     def minibatch(self, step: int, work: Work) -> Batch:
         """Returns the samples of one step."""
-        if self._feed is not None and self._taken is not None and self._taken[0] == (step, work):
-            return self._feed.finish(self._taken[1])
+        if self._feed is not None and self.given is not None and self.given.minibatch == (step, work):
+            return self._feed.finish(self.given)
         return self._drawn(step, work)
 
     def _drawn(self, step: int, work: Work) -> Batch:

@@ -91,7 +91,9 @@ class LearnerExecutor(Executor):
         given = self.source.take(action.step, action.work)
 
         def work() -> tuple[Number, Number]:
+            self.source.given = given
             loss, errors, _, batch = self._gradient(action, weights, gradient)
+            self.source.given = None
             batches.append(batch)
             return loss, errors
 
@@ -99,7 +101,7 @@ class LearnerExecutor(Executor):
         if given is not None:
             given.half.used = pending
         while not pending.done():
-            self.source.send_ahead()
+            self.source.send_ahead(action.step, action.work)
             yield pending
         yield self.computed(action, self.source.confirmed(pending.numbers(), action.work, *batches))
 

@@ -14,14 +14,16 @@ from torch.utils.data import TensorDataset
 
 from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES
-from rudra.compute.device.kind import CPU
-from rudra.compute.device.streams import Done, Number, Pending
-from rudra.compute.feed import Drawn, Feed
+from rudra.compute.device.kind import CPU, DeviceKind
+from rudra.compute.device.streams import Done, Number, Pending, finished
+from rudra.compute.feed import Drawn, Feed, Given
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.memory_plan import planned, resident_set
+from rudra.core.actions import Compute
+from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.data.resident import Resident, stored_in_memory
@@ -217,10 +219,38 @@ def test_a_device_gets_the_minibatches_of_main_memory_whatever_the_order_of_step
         given = sent.take(step, work.after(step))
         assert given is not None
         given.copied.numbers()
-        sent.send_ahead()
+        sent.given = given
+        sent.send_ahead(step, work.after(step))
         found, wanted = (source.minibatch(step, work.after(step)) for source in (sent, plain))
         assert torch.equal(found[0], wanted[0]), step
         assert torch.equal(found[1], wanted[1]), step
+
+
+@pytest.mark.parametrize("free", [None, 0])
+def test_samples_stay_on_the_device_until_their_gradient_is_computed(
+    free: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mini-batches that are sent in the meantime do not replace them."""
+    data, plan = load(JOB.data), JOB.plan()
+
+    def gradient(device: DeviceKind) -> list[float]:
+        monkeypatch.setitem(DEVICES, "cpu", device)
+        (executor,) = make_executors(JOB, plan, plan.learners[:1], data, prefetch=False).values()
+        assert isinstance(executor, LearnerExecutor)
+        source = executor.source
+        executor.source.model.read_into(executor.buffer(WEIGHTS).vector)
+        events = executor.perform(Compute(0, source.work, WEIGHTS, GRADIENT))
+        begun = [next(events)]
+        for step in (5000, 10000, 15000) if device.apart else ():
+            source.take(step, source.work.after(step))
+        finished([*begun, *events])
+        found: list[float] = executor.buffer(GRADIENT).vector.tolist()
+        return found
+
+    wanted = gradient(DEVICES["cpu"])
+    assert any(wanted)
+    for seed in range(10):
+        assert gradient(AdverseDevice(seed, free)) == wanted
 
 
 class Fragile:
@@ -252,10 +282,10 @@ def test_a_sample_that_cannot_be_drawn_stops_its_own_step(monkeypatch: pytest.Mo
         while thread is not None and not thread.is_ready:
             time.sleep(1e-3)
         for _ in range(3):
-            source.send_ahead()
+            source.send_ahead(step, source.work.after(step))
     assert sent == list(range(1, indices.index(3) + 1)), "each once"
     monkeypatch.undo()
-    source.send_ahead()
+    source._feed.send_ahead(indices.index(3) + 1, source.work.after(indices.index(3) + 1))
     with pytest.raises(KeyError, match="sample 3"):
         source.take(indices.index(3), source.work.after(indices.index(3)))
     source.close()
@@ -293,12 +323,13 @@ def test_a_gpu_gets_the_minibatches_of_main_memory(gathers: bool) -> None:
         given = sent.take(step, sent.work.after(step))
         assert given is not None
 
-        def keep(step: int = step) -> list[Number]:
+        def keep(step: int = step, given: Given = given) -> list[Number]:
+            sent.given = given
             found.append([tensor.clone() for tensor in sent.minibatch(step, sent.work.after(step))])
             return []
 
         given.half.used = executor._stream.submit(keep, after=(given.copied,))
-        sent.send_ahead()
+        sent.send_ahead(step, sent.work.after(step))
     for step, batch in enumerate(found):
         wanted = plain.minibatch(step, plain.work.after(step))
         assert all(torch.equal(one.cpu(), other) for one, other in zip(batch, wanted, strict=True)), step
