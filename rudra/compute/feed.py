@@ -1,7 +1,7 @@
-"""Mini-batches on their way to a device whose memory is apart, while it computes others.
+"""Mini-batches on their way to a device with its own memory, while the device computes others.
 
-A double buffer in page-locked memory: a stream of its own copies each half to the device. Nothing waits in the host but
-the next use of a half, until its last copy is done.
+They pass through a double buffer in page-locked memory. A stream of its own copies each half to the device. The host
+waits only before it uses a half again, until the last copy of this half is done.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from rudra.data.trees import leaves, mapped
 Minibatch = tuple[int, Work]
 """Step and samples that determine a mini-batch."""
 
-_LINE = 64  # bytes to which torch aligns tensors
+_LINE = 64  # torch aligns tensors to this number of bytes
 
 
 class Drawn(NamedTuple):
@@ -57,7 +57,7 @@ class _Half:
     """Half of a double buffer: memory in main memory and on the device.
 
     Attributes:
-        sent: What lies there, on the device.
+        sent: Mini-batches in the memory on the device.
         copied: Copy from main memory.
         used: Last work that reads the copy.
     """
@@ -94,7 +94,7 @@ class _Half:
 
 
 def _placed(content: Any, memory: torch.Tensor, ends: list[int]) -> Any:
-    """Returns tensors in a memory, one behind the other, of the same shapes and types as others."""
+    """Returns tensors of the shapes and types of `content`, one behind the other in a memory."""
     firsts = iter(ends)
 
     def place(tensor: torch.Tensor) -> torch.Tensor:

@@ -260,7 +260,7 @@ def at_once(job: Job, plan: Plan) -> Callable[[int], int]:
 
 
 def resident_set(job: Job, plan: Plan, data: Data, device: torch.device) -> Resident | None:
-    """Copies the training set to a device, as it is stored, if it fits beside a learner.
+    """Copies the training set to a device, as it is stored, if it fits there together with a learner.
 
     Half of the free memory is left: other ranks may use the device too.
 

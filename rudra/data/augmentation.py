@@ -61,7 +61,7 @@ class Augmentation:
         return inputs
 
     def check(self, inputs: Any) -> None:
-        """Raises ConfigError if images are to be cropped or flipped, and the inputs are no images."""
+        """Raises ConfigError if the job crops or flips images, and the inputs are no images."""
         if self.moves and not (isinstance(inputs, torch.Tensor) and inputs.dim() == 4):
             shape = tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else "of several tensors"
             raise ConfigError(f"[augment] crop, flip: for images (channels, height, width), not inputs {shape}")

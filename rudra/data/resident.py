@@ -1,4 +1,4 @@
-"""Sets that lie on a device as they are stored, in bytes for example. Gathered samples are converted there."""
+"""Sets of samples in the memory of a device, as they are stored, for example in bytes. The device converts samples."""
 
 import numpy as np
 import torch
