@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from rudra.compute.device.adverse import AdverseDevice
-from rudra.compute.device.devices import DEVICES
+from rudra.compute.device.devices import DEVICES, kind_of
 from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.device.streams import Done, Number, Pending, finished
 from rudra.compute.feed import Drawn, Feed, Given
@@ -306,30 +306,45 @@ def test_only_images_are_moved_on_a_device() -> None:
         source._inputs.gathered(resident, indices, slice(2))
 
 
+def check_minibatches(device: torch.device, *, gathers: bool) -> None:
+    """Compares mini-batches on a device with those in main memory. No step waits for the end of another."""
+    data = load(JOB.data).training
+    assert data is not None
+    model = FlatModel(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).to(device))
+    plain, sent = (GradientSource(JOB, 1, Work(1, 0, 7, 7), model, data, prefetch=False) for _ in range(2))
+    sent.feed_device(Resident(data, device) if gathers else None)
+    stream, found = kind_of(device).stream(device), []
+
+    def keep(step: int, work: Work, given: Given) -> list[Number]:
+        sent.given = given
+        found.append([tensor.clone() for tensor in sent.minibatch(step, work)])
+        return []
+
+    pending: Pending = Done([])
+    for step in range(30):
+        work = sent.work.after(step)
+        given = sent.take(step, work)
+        assert given is not None
+        pending = stream.submit(partial(keep, step, work, given), after=(given.copied,))
+        given.half.used = pending
+        sent.send_ahead(step, work)
+    pending.numbers()
+    for step, batch in enumerate(found):
+        wanted = plain.minibatch(step, plain.work.after(step))
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(batch, wanted, strict=True)), step
+    assert len(found) == 30
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_late_device_gets_the_minibatches_of_main_memory(gathers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(5):
+        monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(seed))
+        check_minibatches(CPU, gathers=gathers)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("gathers", [False, True])
 def test_a_gpu_gets_the_minibatches_of_main_memory(gathers: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    gpu, data = torch.device("cuda", 0), load(JOB.data).training
-    assert data is not None
-    model = FlatModel(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).to(gpu))
-    plain, sent = (GradientSource(JOB, 1, Work(1, 0, 7, 7), model, data, prefetch=False) for _ in range(2))
-    sent.feed_device(Resident(data, gpu) if gathers else None)
-    executor = LearnerExecutor(model.layout, model.size, model.parameter_count, 1, gpu, None)
-    executor.learn(sent, pushes_at_once=True)
-    found = []
-    for step in range(40):
-        given = sent.take(step, sent.work.after(step))
-        assert given is not None
-
-        def keep(step: int = step, given: Given = given) -> list[Number]:
-            sent.given = given
-            found.append([tensor.clone() for tensor in sent.minibatch(step, sent.work.after(step))])
-            return []
-
-        given.half.used = executor._stream.submit(keep, after=(given.copied,))
-        sent.send_ahead(step, sent.work.after(step))
-    for step, batch in enumerate(found):
-        wanted = plain.minibatch(step, plain.work.after(step))
-        assert all(torch.equal(one.cpu(), other) for one, other in zip(batch, wanted, strict=True)), step
+    check_minibatches(torch.device("cuda", 0), gathers=gathers)
