@@ -30,7 +30,7 @@ from rudra.compute.sparse import SparseLinear
 from rudra.compute.tasks import Classification, LossReduction, Task, number
 from rudra.compute.views import FlatViews
 from rudra.core.layout import Entry, EntryKind
-from rudra.data.trees import called, moved
+from rudra.data.trees import called, mapped, moved
 from rudra.errors import ConfigError
 from rudra.job.tables import IN_16_BITS
 
@@ -254,7 +254,9 @@ class FlatModel:
         if ready is None and isinstance(out, torch.Tensor) and (graphed := self._graphed(inputs, target, out)):
             self.seed(seed)
             loss, wrong, output = graphed.repeat(inputs, target)
-            return figures(loss, wrong if isinstance(wrong, torch.Tensor) else self.task.wrong(output, graphed.target))
+            if isinstance(wrong, torch.Tensor):
+                return loss, wrong
+            return figures(loss, self.task.wrong(output, graphed.target))
         if self.chain is not None and self.chain.takes(inputs):
             views = self.views.of(out) if isinstance(out, torch.Tensor) else self.views.of(out.rest, self._rows)
             self.seed(seed)  # the task's loss may draw random numbers
@@ -271,7 +273,8 @@ class FlatModel:
 
     def _graphed(self, inputs: Any, target: Any, out: torch.Tensor) -> GraphedPass | None:
         """Returns the record of a pass. None: the pass is to be computed operation by operation."""
-        if self.graphs is None or self.autograd.guard.sums_next:  # the sum is a number that the host needs
+        guarded = self._step is None or not self._step.whole
+        if self.graphs is None or (guarded and self.autograd.guard.sums_next):  # the host needs the sum
             return None
         return self.graphs.of(inputs, target, self._weights, out)
 
@@ -366,7 +369,11 @@ class FlatModel:
         return Passed(loss.detach(), self.task.wrong(passed.output, target), passed.output)
 
     def _unseeded(self, inputs: Any, target: Any, out: torch.Tensor) -> Passed:
-        return self._backward(inputs, target, out, None, "mean", self._scale)
+        """Computes a gradient for a graph. If the error is on the device, so are both figures."""
+        loss, wrong, output = self._backward(inputs, target, out, None, "mean", self._scale)
+        if isinstance(wrong, torch.Tensor):
+            loss, wrong = torch.stack([loss.double(), wrong.sum(dtype=torch.float32).double()])
+        return Passed(loss, wrong, mapped(lambda tensor: tensor.detach(), output))  # no node of autograd lives on
 
     def evaluate_batch(self, inputs: Any, target: Any) -> tuple[Number, Number, dict[str, Number]]:
         """Evaluates the bound weights on one batch.

@@ -27,7 +27,7 @@ class Passed(NamedTuple):
 
     Attributes:
         loss: Mean loss, a tensor of one element.
-        wrong: As `Task.wrong` returns it.
+        wrong: As `Task.wrong` returns it. In a graph on a device: number of wrong samples.
         output: Output of the model.
     """
 

@@ -288,7 +288,8 @@ def spread(job: Job) -> tuple[Plan, tuple[int, ...]]:
     Returns:
         The plan, and the node of every role.
     """
-    plan = job.plan([learner // job.cluster.learners_per_rank for learner in range(job.learners)])
+    each = job.cluster.on_rank(job.learners)
+    plan = job.plan([learner // each for learner in range(job.learners)])
     return plan, plan.nodes(near=False)
 
 

@@ -34,8 +34,9 @@ def _made(starts: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, wid
     return torch.sparse_csr_tensor(starts, columns, values, shape, check_invariants=False)
 
 
-with warnings.catch_warnings():  # torch warns once per process that such tensors may change: users cannot act on it
+with warnings.catch_warnings():  # torch warns once per process: users cannot act on it
     warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta state")
+    warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     _made(torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), 1)
 
 

@@ -202,7 +202,7 @@ class Job(JobFields):
             ConfigError: the job does not allow this number of learners.
         """
         learners = learners or self.cluster.learners or 4
-        at_once = 1 if self.cluster.one_rank is True else -(-learners // self.cluster.learners_per_rank)
+        at_once = -(-learners // self.cluster.on_rank(learners))
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // at_once)
         return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
 

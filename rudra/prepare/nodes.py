@@ -13,7 +13,7 @@ def nodes_of(job: Job) -> list[int]:
     Workers that share memory are on one node, unless the job gives the number of nodes.
     """
     learners, count = job.learners, job.simulation.nodes
-    each = learners if job.cluster.one_rank is True else job.cluster.learners_per_rank
+    each = job.cluster.on_rank(learners)
     if isinstance(count, Mapping):
         known = max((size for size in count if size <= learners), default=min(count))
         count = math.ceil(count[known] * learners / known)

@@ -127,6 +127,22 @@ def test_a_graph_of_a_gpu_has_the_bits_of_the_usual_pass(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_a_graph_of_compiled_code_has_the_bits_of_the_code() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    case, gpu = (
+        Case(CASES["lenet"].make, (1, 28, 28), {"compiled": True, "gradients": "direct"}),
+        torch.device("cuda", 0),
+    )
+    plain, recording = (model_of(case, graphs=graphs, device=gpu) for graphs in (False, True))
+    wanted, found = (steps(model, case.shape, [6] * 8) for model in (plain, recording))
+    assert torch.equal(found[0], wanted[0])
+    assert found[1] == wanted[1]
+    assert recording.graphs is not None
+    assert (recording.graphs.tried, recording.graphs.refusal) == (True, "")
+
+
+@pytest.mark.gpu
 def test_a_gpu_refuses_to_record_a_step_in_which_the_host_waits() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -191,6 +191,10 @@ class ClusterTable(Table):
             raise ValueError(f"must be megabytes, {span}, 'auto' or 'off', not {short(value)}")
         return value
 
+    def on_rank(self, learners: int) -> int:
+        """Returns the largest number of learners on a rank, of so many learners."""
+        return learners if self.one_rank is True else self.learners_per_rank
+
     @property
     def accelerated(self) -> bool:
         """Whether learners compute on another device than the CPU. With "auto" this is not known yet."""
