@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from pages import files, page
-from processes import below, gone, mpirun_of
+from processes import WITHOUT_LIBFABRIC, below, gone, mpirun_of
 
 from rudra.mpi.failures import ranks_below
 from rudra.mpi.forkserver import SERVER
@@ -186,7 +186,7 @@ def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
 def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
     tmp_path: Path, victim: str, number: signal.Signals, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if number == signal.SIGKILL:
+    if victim == "launcher":
         monkeypatch.delenv("RUDRA_FORK_SERVER")  # it has one of its own, which ends too
     process = start(tmp_path, "time.sleep(60)")
     said = b""
@@ -247,8 +247,9 @@ MOMENTS: dict[str, Callable[[subprocess.Popen[bytes]], bool]] = {
     ],
 )
 def test_ranks_that_are_killed_while_mpi_starts_are_not_waited_for(
-    tmp_path: Path, ranks: list[int], moment: str
+    tmp_path: Path, ranks: list[int], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(WITHOUT_LIBFABRIC[0])  # else MPI has started before anybody sees that it starts
     process = start(tmp_path, "time.sleep(60)", survivable=True)
     there = eventually(lambda: len(ranks_below(process.pid)) == len(ROLES) and MOMENTS[moment](process), every_s=0.005)
     assert there
@@ -282,7 +283,10 @@ def test_when_all_ranks_are_killed_at_once_somebody_says_so(tmp_path: Path) -> N
     assert gone(pids)
 
 
-def test_an_interrupt_before_mpi_has_started_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_an_interrupt_before_mpi_has_started_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WITHOUT_LIBFABRIC[0])
     process = start(tmp_path, "time.sleep(60)", survivable=True)
     assert eventually(lambda: ranks_below(process.pid), every_s=0.005)
     pids = below(process.pid)
@@ -318,6 +322,7 @@ def test_a_job_that_the_ranks_cannot_load_is_shown_once(tmp_path: Path) -> None:
 def test_the_example_of_the_python_page(tmp_path: Path) -> None:
     (tmp_path / "spirals.py").write_text(files(page("python.md"))["spirals.py"])
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    del env[WITHOUT_LIBFABRIC[0]]
     done = subprocess.run(
         [sys.executable, "spirals.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False, env=env
     )

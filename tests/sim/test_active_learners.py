@@ -62,8 +62,13 @@ def test_active_learners_take_part_and_all_are_accounted_for(undisturbed: dict[s
         assert np.array_equal(mine["first"], np.arange(len(mine)) * 8), "in a stream of its own"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("at", [5, 23, 24, 25, 30, 36])
+MOMENTS = [(24, 5), (25, 23), (24, 30), (25, 36), (24, 23), (25, 30)]
+"""Updates to resume from, which take turns: right before or after the first change, and another one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "at"), [(name, at) for number, name in enumerate(SETTINGS) for at in MOMENTS[number % len(MOMENTS)]]
+)
 def test_resumed_around_a_change_it_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int
 ) -> None:

@@ -1,6 +1,6 @@
 """What tests share that make up their cases: how many, what may come of bad input, and how to damage good input.
 
-They make the same cases each time; `--hypothesis-profile=fuzz` makes forty times as many, and others each time.
+They make other cases each time; `--hypothesis-profile=fuzz` makes a hundred times as many.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ DEADLINE = timedelta(seconds=60)  # of one case: a hang, not a slow machine
 
 
 def cases(count: int) -> settings:
-    """How many cases a test makes: half of a count, and in a campaign twenty times that count."""
+    """How many cases a test makes: a fifth of a count, and in a campaign twenty times that count."""
     return settings(
         max_examples=max(1, count * settings().max_examples // 200),
         deadline=DEADLINE,
