@@ -13,10 +13,11 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ from rudra.errors import RudraError
 from rudra.job.job import Job
 from rudra.job.table import Table
 from rudra.plugins import resolve
+
+A, B = TypeVar("A"), TypeVar("B")
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,6 +43,23 @@ def cases(count: int) -> settings:
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def in_campaign() -> bool:
+    """Whether `--hypothesis-profile=fuzz` is given: then tests leave nothing out."""
+    return settings().max_examples >= 1000
+
+
+def in_turn(names: Iterable[A], values: Sequence[B], each: int = 2) -> list[tuple[A, B]]:
+    """Pairs every name with `each` of the values, and every value with about as many names; in a campaign with all."""
+    if in_campaign():
+        return list(product(names, values))
+    count = len(values)
+    return [
+        (name, values[(place + ahead * count // each) % count])
+        for place, name in enumerate(names)
+        for ahead in range(each)
+    ]
 
 
 def refused(call: Callable[[], object], *names: str) -> str | None:
