@@ -101,7 +101,7 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
 def _job(path: Path, quick: bool) -> Job:
     return Job(
         name="bench",
-        model={"name": "mlp" if quick else "lenet"},
+        model={"name": "lenet"},
         data={
             "name": "idx",
             "path": str(path),
