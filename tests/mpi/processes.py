@@ -207,7 +207,7 @@ def below(pid: int) -> list[int]:
     return []
 
 
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+def ranks_of(process: "subprocess.Popen[Any]") -> dict[int, int]:
     """World rank -> process, of all that a launch started; read again, for a list misses one if another leaves."""
     found: dict[int, int] = {}
     for _ in range(3):
