@@ -78,10 +78,10 @@ LEARNERS, EPOCHS = 32, 30
 def job_of(task: str, cluster: str, *, quick: bool = False) -> Job:
     """Returns the job as given: hardsync with a usual rate and momentum. The data may be missing."""
     about = TASKS[task]
-    limit = {"train_limit": 1200} if quick else {}
+    limit = {"train_limit": 1200, "test_limit": 100} if quick else {}
     return Job(
         name=f"{task}-{cluster}",
-        model=about.tables["model"],
+        model={"name": "mlp"} if quick else about.tables["model"],
         data={**about.tables["data"], "path": str(data_directory() / task), **limit},
         protocol={"name": "hardsync"},
         optimizer={"learning_rate": about.learning_rate, "momentum": 0.9},

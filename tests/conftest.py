@@ -11,7 +11,9 @@ from hypothesis import settings
 
 from rudra.prepare import cost_files
 
+settings.register_profile("check", max_examples=40)
 settings.register_profile("fuzz", max_examples=4000, print_blob=True)  # a campaign, see tests/unit/fuzzing.py
+settings.load_profile("check")  # `--hypothesis-profile` replaces it
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ours
 

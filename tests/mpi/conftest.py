@@ -3,6 +3,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import WITHOUT_LIBFABRIC
 
 from rudra.mpi.forkserver import fork_server
 
@@ -11,6 +12,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests here share `user_code`, 
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> Iterator[None]:
-    """One for the ranks of all launches."""
-    with fork_server():
-        yield
+    """One for the ranks of all launches.
+
+    Open MPI looks for networks through libfabric for a second at each launch, but ranks of one node never use them.
+    `processes.mpirun(anew=True)` and the page about Python start as a user does, with this look.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv(*WITHOUT_LIBFABRIC)
+        with fork_server():
+            yield

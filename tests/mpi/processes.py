@@ -22,6 +22,9 @@ ROOT = HERE.parents[1]
 AHEAD = 30
 """Mini-batches that learners may be ahead of what a test waits for; then they wait for it, however slow it is."""
 
+WITHOUT_LIBFABRIC = "OMPI_MCA_btl", "^ofi"
+"""A variable of Open MPI and its value."""
+
 SCRIPT = """
 import sys
 from rudra.cli.main import main
@@ -69,12 +72,15 @@ def mpirun(
     """The command under a launcher that the user started: forks that execute a line, or processes that import anew."""
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     launcher = [str(find_mpirun()), *root, "--oversubscribe", "--bind-to", "none", *options, "-n", str(ranks)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
+    if anew:
+        del env[WITHOUT_LIBFABRIC[0]]
     process = subprocess.Popen(
         [*launcher, *([sys.executable, "-m", "rudra"] if anew else forks.rudra(before)), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+        env=env,
     )
     return finish(process)
 
@@ -201,7 +207,7 @@ def below(pid: int) -> list[int]:
     return []
 
 
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
+def ranks_of(process: "subprocess.Popen[Any]") -> dict[int, int]:
     """World rank -> process, of all that a launch started; read again, for a list misses one if another leaves."""
     found: dict[int, int] = {}
     for _ in range(3):

@@ -4,16 +4,17 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import forks
 from tests.campaigns.phases import job_text
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
+MODULE = "import runpy; runpy.run_module('tests.campaigns', run_name='__main__'); sys.exit()"
 SMALL = "small.toml"
 CAMPAIGNS = [
     ([], {"learners, softsync": 1, "parameter server": 1, "whole job, hardsync": 1}),
@@ -24,7 +25,7 @@ CAMPAIGNS = [
 
 
 def campaign(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.campaigns", *arguments]
+    command = [*forks.rudra(MODULE), *arguments]
     env = {**os.environ, "TMPDIR": str(directory)}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=550, check=False)
 

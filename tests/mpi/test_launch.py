@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from pages import files, page
-from processes import below, gone, mpirun_of
+from processes import WITHOUT_LIBFABRIC, below, gone, mpirun_of, ranks_of
 
-from rudra.mpi.failures import ranks_below
 from rudra.mpi.forkserver import SERVER
+from tests import forks
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -52,14 +52,14 @@ except RudraError as error:
 
 
 def start(
-    directory: Path, body: str, env: dict[str, str] | None = None, *, survivable: bool = False
+    directory: Path, body: str, env: dict[str, str] | None = None, *, survivable: bool = False, anew: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Launches three ranks that run `body`, from a script as a user would write it."""
+    """Launches three ranks that run `body`, from a script as a user would write it, which may import anew."""
     script = directory / "script.py"
     body = textwrap.indent(body, " " * 4)
     script.write_text(SCRIPT.format(root=str(ROOT), body=body, roles=ROLES, survivable=survivable))
     return subprocess.Popen(
-        [sys.executable, script.name],
+        [sys.executable, script.name] if anew else forks.script(script.name),
         cwd=directory,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -186,9 +186,9 @@ def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
 def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
     tmp_path: Path, victim: str, number: signal.Signals, checkpoint: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if number == signal.SIGKILL:
+    if victim == "launcher":
         monkeypatch.delenv("RUDRA_FORK_SERVER")  # it has one of its own, which ends too
-    process = start(tmp_path, "time.sleep(60)")
+    process = start(tmp_path, "time.sleep(60)", anew=victim == "launcher")
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
         said += read_until(process, b"\n")
@@ -213,7 +213,7 @@ def test_without_its_fork_server_a_run_ends(tmp_path: Path, monkeypatch: pytest.
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
         said += read_until(process, b"\n")
-    (rank, *_) = (pid for pid in ranks_below(process.pid).values())
+    (rank, *_) = (pid for pid in ranks_of(process).values())
     os.kill(int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
     code, (_, line), pids = finish(process, said)
     assert code == 1
@@ -224,7 +224,7 @@ def test_without_its_fork_server_a_run_ends(tmp_path: Path, monkeypatch: pytest.
 def imports(library: str, process: subprocess.Popen[bytes]) -> bool:
     """Whether a rank has loaded a library."""
     found = False
-    for pid in ranks_below(process.pid).values():
+    for pid in ranks_of(process).values():
         with suppress(OSError):
             found |= library in Path(f"/proc/{pid}/maps").read_text()
     return found
@@ -247,12 +247,13 @@ MOMENTS: dict[str, Callable[[subprocess.Popen[bytes]], bool]] = {
     ],
 )
 def test_ranks_that_are_killed_while_mpi_starts_are_not_waited_for(
-    tmp_path: Path, ranks: list[int], moment: str
+    tmp_path: Path, ranks: list[int], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(WITHOUT_LIBFABRIC[0])  # else MPI has started before anybody sees that it starts
     process = start(tmp_path, "time.sleep(60)", survivable=True)
-    there = eventually(lambda: len(ranks_below(process.pid)) == len(ROLES) and MOMENTS[moment](process), every_s=0.005)
+    there = eventually(lambda: len(ranks_of(process)) == len(ROLES) and MOMENTS[moment](process), every_s=0.005)
     assert there
-    pids = ranks_below(process.pid)
+    pids = ranks_of(process)
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
     began = time.monotonic()
@@ -275,16 +276,19 @@ def test_when_all_ranks_are_killed_at_once_somebody_says_so(tmp_path: Path) -> N
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
         said += read_until(process, b"\n")
-    for pid in ranks_below(process.pid).values():
+    for pid in ranks_of(process).values():
         os.kill(pid, signal.SIGKILL)
     code, lines, pids = finish(process, said)
     assert (code, lines) == (1, ["ready", "rudra: all ranks died"])
     assert gone(pids)
 
 
-def test_an_interrupt_before_mpi_has_started_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_an_interrupt_before_mpi_has_started_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(WITHOUT_LIBFABRIC[0])
     process = start(tmp_path, "time.sleep(60)", survivable=True)
-    assert eventually(lambda: ranks_below(process.pid), every_s=0.005)
+    assert eventually(lambda: ranks_of(process), every_s=0.005)
     pids = below(process.pid)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
@@ -295,7 +299,7 @@ def test_an_interrupt_before_mpi_has_started_ends_the_run_at_once(tmp_path: Path
 
 def test_an_mpi_library_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != SERVER}  # which has loaded a library
-    process = start(tmp_path, "pass", env={**env, "MPI4PY_LIBMPI": "/no/such/library"})
+    process = start(tmp_path, "pass", env={**env, "MPI4PY_LIBMPI": "/no/such/library"}, anew=True)
     code, lines, _ = finish(process)
     assert code == 2
     assert len(lines) == 1
@@ -318,6 +322,7 @@ def test_a_job_that_the_ranks_cannot_load_is_shown_once(tmp_path: Path) -> None:
 def test_the_example_of_the_python_page(tmp_path: Path) -> None:
     (tmp_path / "spirals.py").write_text(files(page("python.md"))["spirals.py"])
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    del env[WITHOUT_LIBFABRIC[0]]
     done = subprocess.run(
         [sys.executable, "spirals.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False, env=env
     )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import TrialResult, check_accounts, train
-from fuzzing import cases
+from fuzzing import cases, in_turn
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from random_clusters import SURVIVABLE, faulty, outlived, survivable
@@ -62,8 +62,7 @@ def test_active_learners_take_part_and_all_are_accounted_for(undisturbed: dict[s
         assert np.array_equal(mine["first"], np.arange(len(mine)) * 8), "in a stream of its own"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("at", [5, 23, 24, 25, 30, 36])
+@pytest.mark.parametrize(("name", "at"), in_turn(SETTINGS, [5, 23, 24, 25, 30, 36]))
 def test_resumed_around_a_change_it_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int
 ) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from clusters import TrialCheckpoint, job, timing, train
-from hypothesis import given, settings
+from fuzzing import cases
+from hypothesis import given
 from hypothesis import strategies as st
 from replicas import MU, averaged, flat, replica, softmax_regression
 from torch.nn import functional
@@ -271,7 +272,7 @@ def test_two_learners_with_a_server_run_away_with_more_than_is_valid() -> None:
     assert np.abs(w - z).max() > 10
 
 
-@settings(max_examples=50, deadline=None)
+@cases(100)
 @given(
     rule=st.sampled_from([EASGD, Average]),
     α=st.floats(0.02, 1.9),

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from clusters import TrialResult, train
-from hypothesis import given, settings
+from fuzzing import cases
+from hypothesis import given
 from hypothesis import strategies as st
 from replicas import MU, averaged, flat, interleaved, replica
 from torch.nn import functional
@@ -191,7 +192,7 @@ def calm(request: pytest.FixtureRequest) -> tuple[Job, TrialResult]:
 def test_interleavings_change_no_bit(calm: tuple[Job, TrialResult]) -> None:
     run, undisturbed = calm
 
-    @settings(max_examples=12, deadline=None)
+    @cases(15)
     @given(seed=st.integers(0, 10**6))
     def check(seed: int) -> None:
         # What is drawn at random is so by the seed of the training; slow learners and latencies are as good.
@@ -298,7 +299,7 @@ def test_what_makes_no_sense_is_refused_in_one_line(tables: dict[str, Any], text
     assert "\n" not in str(raised.value)
 
 
-@settings(max_examples=200, deadline=None)
+@cases(400)
 @given(
     blocks=st.integers(1, 4),
     size=st.integers(1, 4),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import workers
 from clusters import SAMPLES, TrialResult, TrialRows, check_accounts, train
-from fuzzing import cases
+from fuzzing import cases, in_turn
 from hypothesis import given, reject
 from hypothesis import strategies as st
 from random_clusters import SURVIVABLE, faulty, outlived, survivable
@@ -78,8 +78,7 @@ def undisturbed() -> dict[str, TrialResult]:
     return {name: train(job_) for name, job_ in SETTINGS.items()}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("at", [3, 11, 12, 13, 18])
+@pytest.mark.parametrize(("name", "at"), in_turn(SETTINGS, [3, 11, 12, 13, 18]))
 def test_resumed_before_at_and_after_a_change_it_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from clusters import Ramp, TrialRows, job, timing
+from fuzzing import in_campaign
 from rules import Bounded, Eager, Racks
 
 import protocols
@@ -25,6 +26,7 @@ RULES: list[dict[str, Any]] = [
     {"name": Bounded, "options": {"ahead": 0, "gradients": 3}},
     {"name": Eager},
 ]
+RULES_AND_STALENESS = [*RULES, {"name": "async", "modulation": "gradient_staleness"}]
 TOPOLOGIES: list[dict[str, Any]] = [*TOPOLOGY_CASES, {"name": Racks}]
 ASYNC, DILOCO = {"name": "async"}, {"name": "diloco"}  # whose first average ends the training here
 SUITS = {name: {"name": "easgd"} for name in ("replicas", "hierarchical")}
@@ -100,11 +102,13 @@ def reason_of(case: Case) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=text)
-@pytest.mark.parametrize("rule", [*RULES, {"name": "async", "modulation": "gradient_staleness"}], ids=text)
+@pytest.mark.parametrize("rule", RULES_AND_STALENESS, ids=text)
 def test_every_protocol_on_every_topology_follows_the_laws_or_is_refused(
     rule: dict[str, Any], topology: dict[str, Any]
 ) -> None:
-    for case in cases_of(rule, topology):
+    """Each case with every second topology of a rule, and with every second rule of a topology."""
+    every, place = list(cases_of(rule, topology)), RULES_AND_STALENESS.index(rule) + TOPOLOGIES.index(topology)
+    for case in every if in_campaign() else every[place % 2 :: 2]:
         reason, (name, status, why) = reason_of(case), outcome(case)
         assert status == ("refused" if reason else "ok"), (name, why)
         assert re.search(reason, why), (name, why)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzzing import in_turn
 
 import rudra
 from rudra.errors import ConfigError, RudraError
@@ -89,7 +90,7 @@ def decided(results: rudra.Results) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "at"), [(family, at) for family in FAMILIES for at in ("epoch", "update") if (family, at) not in NEVER]
+    ("family", "at"), [pair for pair in in_turn(FAMILIES, ["epoch", "update"], each=1) if pair not in NEVER]
 )
 def test_decided_changes_do_what_planned_ones_do_and_are_replayed(tmp_path: Path, family: str, at: str) -> None:
     decider = two(family)
@@ -119,8 +120,7 @@ def test_decided_changes_do_what_planned_ones_do_and_are_replayed(tmp_path: Path
         assert results.summary()["weights_sha256"] == whole["weights_sha256"]
 
 
-@pytest.mark.parametrize("epoch", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", FROZEN)
+@pytest.mark.parametrize(("family", "epoch"), in_turn(FROZEN, [1, 2, 3, 4]))
 def test_a_run_continues_with_decided_changes_from_before_at_and_after_them(
     tmp_path: Path, family: str, epoch: int
 ) -> None:
@@ -281,8 +281,10 @@ def test_without_tensors_there_is_nothing_to_decide(tmp_path: Path) -> None:
         simulated(job("hardsync", raise_error, simulation={"tensors": False}), tmp_path / "run.h5")
 
 
-@pytest.mark.parametrize("at", ["epoch", "update"])
-@pytest.mark.parametrize("family", ["hardsync", "allreduce", "sma", "sharded", "groups", "exchanged"])
+@pytest.mark.parametrize(
+    ("family", "at"),
+    in_turn(["hardsync", "allreduce", "sma", "sharded", "groups", "exchanged"], ["epoch", "update"], each=1),
+)
 def test_learners_join_and_leave_by_decisions(tmp_path: Path, family: str, at: str) -> None:
     """Also a change after learners have joined, which those must know, too."""
     decider = Decider({1: {"cluster": {"active_learners": 4}}, 2: SLOWER, 3: {"cluster": {"active_learners": 3}}})

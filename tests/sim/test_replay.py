@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from fuzzing import in_turn
 from points import SAMPLES, make_job, network, points
 from torch.utils.data import Dataset, TensorDataset
 
@@ -98,11 +99,13 @@ def groups(count: int) -> dict[str, Any]:
     return {"name": "groups", "options": {"groups": count}}
 
 
-TREES = [TREE, {"name": "adv"}, {"name": "adv", "options": {"fan_out": [1, 3]}}]
+OTHER_TREES = [{"name": "adv"}, {"name": "adv", "options": {"fan_out": [1, 3]}}]
 RULES: list[dict[str, Any]] = [{"name": "softsync", "n": 2}, {"name": "softsync"}, {"name": "async"}]
 PAIRS = [
-    *((topology, rule) for topology in [*TREES, groups(2), groups(5)] for rule in [*RULES, {"name": "hardsync"}]),
-    *((topology, rule) for topology in (HIDDEN, {"name": "adv*"}) for rule in RULES),
+    *((topology, rule) for topology in [TREE, groups(2)] for rule in [*RULES, {"name": "hardsync"}]),
+    *in_turn([*OTHER_TREES, groups(5)], [*RULES, {"name": "hardsync"}]),
+    *((HIDDEN, rule) for rule in RULES),
+    *in_turn([{"name": "adv*"}], RULES, each=1),
     *((groups(1), {"name": name}) for name in ("softsync", "async", "hardsync")),
     ({"name": "groups", "options": {"groups": 1, "parameter_server": True}}, {"name": "hardsync"}),
     *(({"name": "groups", "options": {"groups": g, "reduction": "nodes"}}, {"name": "hardsync"}) for g in (1, 2)),
@@ -289,7 +292,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=ELSEWHERE)
+@pytest.fixture(scope="module")
 def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs on other topologies."""
     topology, protocol = ELSEWHERE[request.param]
@@ -298,10 +301,7 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("table", "which", "tamper"),
-    [
+TAMPERED: list[tuple[str, int, Callable[[int], Callable[[h5py.File], None]]]] = [
         *(("gradients", which, tamper) for which in (0, -1) for tamper in [
             lambda place: field("gradients", place, "learner", lambda x: (x + 1) % 5),
             lambda place: field("gradients", place, "step", lambda x: x + 1),
@@ -313,8 +313,15 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         ("updates", 0, lambda place: field("updates", place, "digest", lambda x: x ^ np.uint64(1))),
         ("updates", 0, lambda place: field("updates", place, "learning_rate", lambda x: 2 * x)),
         ("updates", 0, lambda place: without("updates", place)),
-    ],
-)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("table", "which", "tamper", "elsewhere"),
+    [(*tampered, where) for tampered, where in in_turn(TAMPERED, [*ELSEWHERE], each=3)],
+    indirect=["elsewhere"],
+)
 def test_tampering_is_located_on_every_topology(
     tmp_path: Path, elsewhere: Path, table: str, which: int, tamper: Callable[[int], Callable[[h5py.File], None]]
 ) -> None:
@@ -329,7 +336,7 @@ def test_tampering_is_located_on_every_topology(
     assert "\n" not in difference.text
 
 
-@pytest.mark.parametrize("update", [0, 1, 10])
+@pytest.mark.parametrize(("elsewhere", "update"), in_turn(ELSEWHERE, [0, 1, 10], each=1), indirect=["elsewhere"])
 def test_until_leaves_the_weights_of_that_update_on_every_topology(
     tmp_path: Path, elsewhere: Path, update: int
 ) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from clusters import Ramp, TrialCheckpoint, TrialResult, timing, train
+from fuzzing import in_turn
 from msgspec.structs import replace
 from resumable import ALONE, GROUPS, SHARDED, TREE, check_gradients, check_resumed, make_job
 
@@ -47,12 +48,7 @@ def undisturbed() -> dict[str, TrialResult]:
     return {name: train(job) for name, job in SETTINGS.items()}
 
 
-def in_turn(values: list[Any]) -> list[tuple[str, Any]]:
-    """Each setting with two of the values, and each value with several settings."""
-    return [(name, values[(place + ahead) % len(values)]) for place, name in enumerate(SETTINGS) for ahead in (0, 3)]
-
-
-@pytest.mark.parametrize(("name", "at"), in_turn([1, 7, 12, 23, 24, 35]))
+@pytest.mark.parametrize(("name", "at"), in_turn(SETTINGS, [1, 7, 12, 23, 24, 35]))
 def test_hardsync_from_a_checkpoint_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int
 ) -> None:
@@ -78,7 +74,7 @@ def test_checkpoints_of_one_server_and_of_several_are_the_same(undisturbed: dict
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "stop_at"), in_turn([0.0, 0.31, 1.07, 2.2, 3.93]))
+@pytest.mark.parametrize(("name", "stop_at"), in_turn(SETTINGS, [0.0, 0.31, 1.07, 2.2, 3.93], each=1))
 def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, stop_at: float
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fuzzing import in_turn
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
@@ -232,8 +233,9 @@ def test_a_run_ends_with_the_epoch_after_which_its_target_is_reached(topology: d
     assert rudra.replay(tmp_path / "run.h5", job=made).difference is None
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-@pytest.mark.parametrize("faults", [[], [{"learner": 1, "dies_at_s": 2.0}]], ids=["", "dies"])
+@pytest.mark.parametrize(
+    ("topology", "faults"), in_turn(TOPOLOGIES, [[], [{"learner": 1, "dies_at_s": 2.0}]], each=1), ids=str
+)
 def test_training_waits_for_tests_if_it_is_to(
     topology: dict[str, Any], faults: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -289,8 +291,7 @@ def test_a_run_ends_when_its_tests_are_no_better_for_too_long(topology: dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("warm_up", [0.0, 1.5])
-@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+@pytest.mark.parametrize(("topology", "warm_up"), in_turn(TOPOLOGIES, [0.0, 1.5], each=1), ids=str)
 def test_at_a_plateau_the_rate_falls_with_an_epoch(topology: dict[str, Any], warm_up: float, tmp_path: Path) -> None:
     """When the tests say so, and never in between; alike in a second run, and bit for bit in a replay."""
     high = {1: 2.5, 2: 0.9}.get(topology.get("options", {}).get("groups", 0), 0.5)  # so that the loss rises

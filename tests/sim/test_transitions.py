@@ -176,7 +176,7 @@ def test_every_change_of_state_that_the_tables_name_happens() -> None:
         follow(alike("adv*", {"bandwidth_bytes_per_s": 1e6}, outstanding=2).with_(placement=placement), 60, seen, 0)
 
     @seed(0)
-    @settings(max_examples=400, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=200, deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def explore(data: st.DataObject) -> None:
         clusters = data.draw(st.sampled_from([undisturbed, dying]))

@@ -1,6 +1,6 @@
 """What tests share that make up their cases: how many, what may come of bad input, and how to damage good input.
 
-They make the same cases each time; `--hypothesis-profile=fuzz` makes forty times as many, and others each time.
+They make other cases each time; `--hypothesis-profile=fuzz` makes a hundred times as many.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -27,19 +28,38 @@ from rudra.job.job import Job
 from rudra.job.table import Table
 from rudra.plugins import resolve
 
+A, B = TypeVar("A"), TypeVar("B")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 DEADLINE = timedelta(seconds=60)  # of one case: a hang, not a slow machine
 
 
 def cases(count: int) -> settings:
-    """How many cases a test makes: half of a count, and in a campaign twenty times that count."""
+    """How many cases a test makes: a fifth of a count, and in a campaign twenty times that count."""
     return settings(
         max_examples=max(1, count * settings().max_examples // 200),
         deadline=DEADLINE,
         database=None,
         suppress_health_check=list(HealthCheck),
     )
+
+
+def in_campaign() -> bool:
+    """Whether `--hypothesis-profile=fuzz` is given: then tests leave nothing out."""
+    return settings().max_examples >= 1000
+
+
+def in_turn(names: Iterable[A], values: Sequence[B], each: int = 2) -> list[tuple[A, B]]:
+    """Pairs every name with `each` of the values, and every value with about as many names; in a campaign with all."""
+    if in_campaign():
+        return list(product(names, values))
+    count = len(values)
+    return [
+        (name, values[(place + ahead * count // each) % count])
+        for place, name in enumerate(names)
+        for ahead in range(each)
+    ]
 
 
 def refused(call: Callable[[], object], *names: str) -> str | None:

@@ -61,7 +61,7 @@ def test_shared(shared, i): pass
 
 STUBS = {
     "torch.py": "class cuda: is_available = None",
-    "hypothesis.py": "class settings: register_profile = staticmethod(lambda *args, **options: None)",
+    "hypothesis.py": "class settings: register_profile = load_profile = staticmethod(lambda *args, **options: None)",
     **dict.fromkeys(("rudra/__init__.py", "rudra/prepare/__init__.py"), ""),
     "rudra/prepare/cost_files.py": "MEASURED = None",
 }

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from flat_layout import NO_DECAY, SLOW, layout
-from hypothesis import given, settings
+from fuzzing import cases
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -231,7 +232,7 @@ class Learner:
 SURPRISES = ["nothing", "nothing", "another rate", "another mini-batch", "a checkpoint", "too late", "an evaluation"]
 
 
-@settings(deadline=None, max_examples=30)
+@cases(60)
 @given(st.sampled_from(sorted(MODELS)), st.lists(st.sampled_from(SURPRISES), min_size=4, max_size=12), st.integers(0))
 def test_a_learner_gets_the_same_bits_whatever_was_predicted(model: str, surprises: list[str], seed: int) -> None:
     """Until an update, a checkpoint and others see nothing of it."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fuzzing import in_turn
 
 from rudra.cli.main import main
 from rudra.core.layout import Placed
@@ -60,11 +61,13 @@ def found(learners: int, *, groups: int | None = None, merged: bool = True, **co
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("learners", [2, 4, 5, 6, 8, 16])
 @pytest.mark.parametrize(
-    "costs",
-    [{}, {"update_s": 0.02}, {"bandwidth_bytes_per_s": 2e6}, {"jitter": 0.06, "distribution": "lognormal"}],
-    ids=["computing", "updates", "network", "jitter"],
+    ("learners", "costs"),
+    in_turn(
+        [2, 4, 5, 6, 8, 16],
+        [{}, {"update_s": 0.02}, {"bandwidth_bytes_per_s": 2e6}, {"jitter": 0.06, "distribution": "lognormal"}],
+    ),
+    ids=str,
 )
 def test_virtual_time_agrees_with_the_merged_model(learners: int, costs: dict[str, Any]) -> None:
     """From the saturated convolutions over the boundary, at 5, to the saturated stage server, or its link."""
@@ -74,10 +77,17 @@ def test_virtual_time_agrees_with_the_merged_model(learners: int, costs: dict[st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("learners", "groups"), [(4, 2), (8, 2), (8, 4), (16, 8), (32, 4), (32, 16)])
-@pytest.mark.parametrize("costs", [{}, {"update_s": 0.02}, {"bandwidth_bytes_per_s": 2e7}], ids=str)
-def test_virtual_time_agrees_with_the_merged_model_of_groups(learners: int, groups: int, costs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("counts", "costs"),
+    in_turn(
+        [(4, 2), (8, 2), (8, 4), (16, 8), (32, 4), (32, 16)],
+        [{}, {"update_s": 0.02}, {"bandwidth_bytes_per_s": 2e7}],
+    ),
+    ids=str,
+)
+def test_virtual_time_agrees_with_the_merged_model_of_groups(counts: tuple[int, int], costs: dict[str, Any]) -> None:
     """A group's batch is served when all its parts are there."""
+    learners, groups = counts
     model = found(learners, groups=groups, **costs).efficiency
     assert (model.groups, model.group_size) == (groups, learners // groups)
     assert model.simulated_s == pytest.approx(model.merged.iteration_s(groups), rel=0.03)

@@ -3,13 +3,15 @@
 import ctypes
 import mmap
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from flat_layout import NO_DECAY, SIZE, SLOW, layout
-from hypothesis import given, settings
+from fuzzing import cases, in_turn
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rudra.compute import executor as base
@@ -41,6 +43,18 @@ TABLES: dict[str, dict[str, Any]] = {
     "rmsprop": {"name": "rmsprop", "momentum": 0.9},
 }
 GROUPS: dict[str, list[dict[str, Any]]] = {"one": [], "slow, no decay": [SLOW, NO_DECAY]}
+
+
+WAYS = [*product(enumerate(GROUPS), (1, 3), (True, False))]
+HALVES = [
+    [
+        (groups, count, prepared)
+        for (place, groups), count, prepared in WAYS
+        if (place + count // 2 + prepared) % 2 == half
+    ]
+    for half in (0, 1)
+]
+"""Groups of parameters, numbers of parts, and whether an optimiser is prepared; each half has every pair of these."""
 
 
 def in_chunks(patch: pytest.MonkeyPatch, size: int) -> None:
@@ -110,14 +124,14 @@ def lend(executor: Executor, name: str, vector: torch.Tensor) -> list[str]:
 
 
 @pytest.mark.usefixtures("_threads")
-@pytest.mark.parametrize("prepared", [True, False], ids=["", "unprepared"])
-@pytest.mark.parametrize("count", [1, 3], ids=["whole", "parts"])
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name, half in in_turn(TABLES, HALVES, each=1) for way in half], ids=str
+)
 def test_in_slices_an_update_has_the_bits_that_it_has_in_one(
-    name: str, groups: str, count: int, prepared: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, way: tuple[str, int, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where weights move, gradients are borrowed, and model buffers lie behind the parameters."""
+    groups, count, prepared = way
     in_chunks(monkeypatch, 1 << 12)
     table = OptimizerTable.model_validate({"learning_rate": 0.02, "groups": GROUPS[groups], **TABLES[name]})
     parts = [None] if count == 1 or name == "clipped" else list(cut(table, layout(), count))  # a norm is of the whole
@@ -154,7 +168,7 @@ def test_in_slices_an_update_has_the_bits_that_it_has_in_one(
         assert len({id(b) for b in (*fused._buffers.values(), *fused._idle)}) <= 7, "generations serve again"
 
 
-@settings(deadline=None, max_examples=60)
+@cases(120)
 @given(
     runs=st.lists(st.integers(1, 90), min_size=1, max_size=9),
     buffers=st.integers(0, 70),
