@@ -80,4 +80,5 @@ def finish_mean(into: torch.Tensor, sums: Sequence[Addends], divisor: int, total
     whole = added(first, total)
     for of in others:
         whole = torch.add(whole, added(of, torch.empty_like(into)), out=total)
-    torch.mul(whole, 1 / divisor, out=into)
+    if divisor != 1 or whole.data_ptr() != into.data_ptr():
+        torch.mul(whole, 1 / divisor, out=into)

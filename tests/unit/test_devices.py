@@ -294,7 +294,8 @@ def test_a_thread_that_has_nothing_else_to_do_waits_for_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", ["lenet", "resnet8"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("model", ["lenet", "resnet32"])
 def test_a_gradient_waits_for_no_device(model: str) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")

@@ -1,5 +1,6 @@
 """GPUs that torch uses through `torch.cuda`. No other module of Rudra calls it."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -79,7 +80,9 @@ class CudaGraph(Graph):
 def _waiting_refused() -> Iterator[None]:
     """Lets torch raise RuntimeError where the host would wait for a GPU."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # torch warns that it may miss some waits
+        warnings.filterwarnings("ignore", "Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
