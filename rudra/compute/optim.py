@@ -172,7 +172,10 @@ class UpdateRule:
             for parameter in group["params"]:
                 part = self._places[parameter]
                 parameter.grad = self._times(rate, gradient[part], part) if self._caffe else gradient[part]
-        self.optimizer.step()
+        if self._torchs:
+            self._sliced.step_whole()
+        else:
+            self.optimizer.step()
         for parameter in self._places:
             parameter.grad = None
 

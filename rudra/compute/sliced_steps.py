@@ -120,6 +120,13 @@ class SlicedSteps:
             for key, value in state.items():
                 self._optimizer.state[parameter][key].copy_(value)
 
+    def step_whole(self) -> None:
+        """Updates the weights with the gradients in the optimiser's parameters, as its own `step` does."""
+        import torch
+
+        with torch.no_grad():
+            self._step(self._optimizer)
+
     def begin_apart(self, weights: torch.Tensor, learning_rate: float, most: int) -> list[slice]:
         """Begins a step whose results go to other memory. Until `adopt`, the weights and the state do not change.
 
