@@ -127,6 +127,7 @@ def test_a_graph_of_a_gpu_has_the_bits_of_the_usual_pass(name: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_graph_of_compiled_code_has_the_bits_of_the_code() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
@@ -163,6 +164,23 @@ def test_python_code_runs_only_until_the_pass_is_recorded() -> None:
     model.module.register_forward_hook(lambda *_: calls.append(1))
     steps(model, case.shape, [6] * 12, outs=1)
     assert WARM < len(calls) <= 6, "passes with a checksum of the weights are usual ones"
+
+
+def test_a_graph_that_is_not_valid_any_more_is_recorded_again(device: AdverseDevice) -> None:
+    case = CASES["lenet"]
+    model = model_of(case, graphs=True)
+    steps(model, case.shape, [3] * 6, outs=1)
+    assert model.graphs is not None
+    (before,) = model.graphs._known.values()
+    device.invalidate()
+    model.graphs._seen.clear()
+    calls = []
+    model.module.register_forward_hook(lambda *_: calls.append(1))
+    batch, (weights, out) = (before.inputs, before.target), before.vectors
+    for seed in range(6):
+        model.gradient(*batch, out, seed)
+    assert WARM < len(calls) <= WARM + 2, "some usual passes, the recording, and then repetitions"
+    assert model.graphs.of(*batch, weights, out) is not before
 
 
 def test_vectors_that_are_always_new_are_computed_as_usual() -> None:

@@ -38,7 +38,7 @@ class AdverseDevice(DeviceKind):
     def __init__(self, seed: int, free: int | None = None) -> None:
         self._chance, self._free = random.Random(seed), free
         self._queues: list[deque[AdverseWork]] = []
-        self.asked = 0
+        self.asked = self._epoch = 0
 
     def free_bytes(self, device: torch.device) -> int | None:
         return self._free
@@ -65,7 +65,12 @@ class AdverseDevice(DeviceKind):
                 made = work()
         except RuntimeError as error:
             raise NotRecordedError(waited(error)) from error
-        return RecordedGraph(recorder.operations), made
+        epoch = self._epoch
+        return RecordedGraph(recorder.operations, lambda: epoch == self._epoch), made
+
+    def invalidate(self) -> None:
+        """Makes all recorded work invalid."""
+        self._epoch += 1
 
 
 class RecordedGraph(Graph):
@@ -74,8 +79,12 @@ class RecordedGraph(Graph):
     As on a GPU, a repetition runs no Python code of the model. It uses the numbers and the memory of the recording.
     """
 
-    def __init__(self, operations: list[Operation]) -> None:
-        self._operations = operations
+    def __init__(self, operations: list[Operation], is_valid: Callable[[], bool]) -> None:
+        self._operations, self._is_valid = operations, is_valid
+
+    @property
+    def valid(self) -> bool:
+        return self._is_valid()
 
     def replay(self) -> None:
         for function, arguments, named, results in self._operations:

@@ -1,5 +1,6 @@
 """GPUs that torch uses through `torch.cuda`. No other module of Rudra calls it."""
 
+import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -67,10 +68,19 @@ class _OnGpu(Pending):
 
 
 class CudaGraph(Graph):
-    """Graph of a GPU."""
+    """Graph of a GPU.
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
+    Args:
+        graph: Graph of torch.
+        is_valid: Returns whether the generator that the recorded work draws from is still the device's.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, is_valid: Callable[[], bool]) -> None:
+        self._graph, self._is_valid = graph, is_valid
+
+    @property
+    def valid(self) -> bool:
+        return self._is_valid()
 
     def replay(self) -> None:
         self._graph.replay()
@@ -99,7 +109,9 @@ class Cuda(DeviceKind):
     records = True
 
     def __init__(self) -> None:
-        self._pool: Any = None  # memory of all graphs: they run one after another, on one stream
+        # All graphs share memory, because they run one after another on one stream. The last one keeps this memory.
+        self._last: torch.cuda.CUDAGraph | None = None
+        self._generators = 0  # number of states that the generator has had
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -142,19 +154,34 @@ class Cuda(DeviceKind):
         return CudaStream(torch.cuda.current_stream(device))
 
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
+        before = torch.cuda.current_stream(device)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        graph = torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream.wait_stream(before)
         try:
-            with torch.cuda.stream(stream), _waiting_refused():  # an error while CUDA records would spoil its generator
+            with torch.cuda.stream(stream), _waiting_refused():
                 work()
-            torch.cuda.current_stream(device).wait_stream(stream)
-            self._pool = self._pool or torch.cuda.graph_pool_handle()
-            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
-                made = work()
         except RuntimeError as error:
             raise NotRecordedError(waited(error)) from error
-        return CudaGraph(graph), made
+        before.wait_stream(stream)
+        graph, generator, made = torch.cuda.CUDAGraph(), self.generator(device), self._generators
+        fresh = generator.clone_state()
+        pool = torch.cuda.graph_pool_handle() if self._last is None else self._last.pool()
+        collects = gc.isenabled()
+        gc.collect()
+        gc.disable()  # to free memory while CUDA records is an error
+        try:
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                found = work()
+        except RuntimeError as error:  # torch leaves its stream and its generator as while it recorded
+            torch.cuda.set_stream(before)
+            generator.graphsafe_set_state(fresh)
+            self._generators += 1
+            raise NotRecordedError(waited(error)) from error
+        finally:
+            if collects:
+                gc.enable()
+        self._last = graph
+        return CudaGraph(graph, lambda: made == self._generators), found
 
     def main_memory(self, length: int) -> torch.Tensor:
         return torch.from_numpy(page_locked(length))
