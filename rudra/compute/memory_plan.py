@@ -32,6 +32,9 @@ from topologies import Plan
 MEASURED = (4, 8)
 """Samples of the measured mini-batches. A job whose mini-batches are smaller is measured once, at their size."""
 
+LIBRARIES = 1 << 26
+"""Bytes of workspaces that libraries of a device may add with larger mini-batches: cuDNN takes up to 56 MB on an H200."""
+
 _PASSED = 2
 """Gradients of activations that a backward pass holds at a time: of an operation's output, and of its input."""
 
@@ -156,13 +159,14 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
     beyond = [step.peak - step.activations - more - kept for step, more in zip(steps, passed, strict=True)]
     of_data, tested = through(sizes, [s.data for s in steps]), through(sizes, [s.evaluation for s in steps])
     count = training.evaluation_batch_size
+    spaces = through(sizes, [more + max(0, left) for more, left in zip(passed, beyond, strict=True)])
     return MemoryPlan(
         weights=vector * (here + (several and flat.size > flat.parameter_count)),
         gradients=vector * (here + several) + kept,
         state=state,
         data=LinearBytes(*(part * (1 + kind_of(device).apart) for part in of_data)),
         activations=through(sizes, [step.activations for step in steps]),
-        workspaces=through(sizes, [more + max(0, left) for more, left in zip(passed, beyond, strict=True)]),
+        workspaces=spaces._replace(fixed=spaces.fixed + LIBRARIES * kind_of(device).apart),
         evaluation=vector + of_data.at(count) + tested.at(count) if training.evaluate else 0,
     )
 

@@ -19,7 +19,7 @@ from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES
 from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.flat import FlatModel
-from rudra.compute.memory_plan import MemoryPlan, planned
+from rudra.compute.memory_plan import LIBRARIES, MemoryPlan, planned
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -152,7 +152,7 @@ def test_a_step_on_a_gpu_takes_no_more_than_predicted(name: str) -> None:
     peak = DEVICES["cuda"].peak_bytes(gpu, lambda: flat.gradient(*batch, out, 0))
     parts = found.parts(64)
     step = sum(parts[part] for part in ("data", "activations", "workspaces", "gradients")) - parts["weights"]
-    assert peak <= step <= 2 * peak
+    assert peak <= step <= 2 * peak + LIBRARIES
     tests = [part[:32] for part in batch]
     assert (
         DEVICES["cuda"].peak_bytes(gpu, lambda: flat.evaluate_batch(*tests)) <= parts["evaluation"] - parts["weights"]
