@@ -33,7 +33,8 @@ MEASURED = (4, 8)
 """Samples of the measured mini-batches. A job whose mini-batches are smaller is measured once, at their size."""
 
 LIBRARIES = 1 << 26
-"""Bytes of workspaces that libraries of a device may add with larger mini-batches: cuDNN takes up to 56 MB on an H200."""
+"""Bytes of workspaces that libraries of a device may add with larger mini-batches: cuDNN takes up to 56 MB on an
+H200."""
 
 _PASSED = 2
 """Gradients of activations that a backward pass holds at a time: of an operation's output, and of its input."""

@@ -167,6 +167,12 @@ class SearchState:
         tried = [p for p in self.probes.values() if not (p.origin or p.seed or self.outcomes[p.name].failed)]
         return min(tried, key=lambda p: _last_loss(self.outcomes[p.name]), default=None)
 
+    @property
+    def common_loss(self) -> float:
+        """Loss at the common checkpoint."""
+        assert self.cold is not None
+        return _last_loss(self.outcomes[self.cold.name])
+
     @cached_property
     def reference(self) -> Probe | None:
         """The reference run: the first probe from the common checkpoint, or if it misses the target, the first that

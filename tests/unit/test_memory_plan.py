@@ -67,7 +67,9 @@ def test_activations_of_a_mini_batch_are_predicted_from_small_ones(
 def test_a_device_apart_from_main_memory_holds_two_mini_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     here = plan_of(job_of())
     monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(0))
-    assert plan_of(job_of()) == here._replace(data=memory_plan.LinearBytes(0.0, 2 * here.data.per_sample))
+    spaces = here.workspaces._replace(fixed=here.workspaces.fixed + LIBRARIES)
+    data = memory_plan.LinearBytes(0.0, 2 * here.data.per_sample)
+    assert plan_of(job_of()) == here._replace(data=data, workspaces=spaces)
 
 
 def test_what_autograd_saves_of_a_linear_layer_is_counted_exactly() -> None:

@@ -55,7 +55,9 @@ FASTER, LONG = 4.0, 4
 """A family with over `FASTER` times the samples per second of the best point has probes of `LONG` epochs or more."""
 
 ATTEMPTS = 2
-"""Number of first probes of a family that may diverge, the second one with a lower learning rate."""
+"""Number of first probes of a family that may fail. If the first one diverged, the second one has a lower learning rate.
+If it is worse than the common checkpoint after `LONG` epochs, the second one has no momentum: a tenth of its effective
+rate."""
 
 
 def ask(state: SearchState) -> list[Probe]:
@@ -101,8 +103,10 @@ def _families(state: SearchState) -> tuple[list[Settings], list[Settings]]:
     bound, estimates = Bound.of(state), state.estimates()
     tried = [probe for probe in state.probes.values() if probe.origin]
     diverged = Counter(state.batch(p.by_key).family for p in tried if not state.outcomes[p.name].marks)
-    families = {state.batch(estimate.settings).family for estimate in estimates}
-    families |= {family for family, count in diverged.items() if count >= ATTEMPTS}
+    lost = Counter(state.batch(p.by_key).family for p in tried if _is_lost(state, p))
+    count = Counter(state.batch(estimate.settings).family for estimate in estimates)
+    families = {family for family in count if not 0 < lost[family] == count[family] < ATTEMPTS}
+    families |= {family for family, times in diverged.items() if times >= ATTEMPTS}
     protocols = {probe.by_key["protocol.name"] for probe in tried}
     least = LATER * state.rate(estimates[0].settings)
     found: tuple[list[Settings], list[Settings]] = ([], [])
@@ -112,8 +116,16 @@ def _families(state: SearchState) -> tuple[list[Settings], list[Settings]]:
         if family not in families and not bound.excludes(price):
             obvious = price.samples_per_s > least or settings["protocol.name"] not in protocols
             first = started(state, price)
+            if lost[family] and MOMENTUM in first and MOMENTUM not in state.given:
+                first[MOMENTUM] = 0.0
             found[not obvious].append({**first, RATE: lower(state, first[RATE], diverged[family])})
     return found
+
+
+def _is_lost(state: SearchState, probe: Probe) -> bool:
+    """Returns whether a long probe is still worse than the common checkpoint: its steps are much too large."""
+    marks = state.outcomes[probe.name].marks
+    return len(marks) >= LONG and marks[-1].loss > state.common_loss
 
 
 def _neighbours(state: SearchState) -> Iterator[list[Settings]]:
