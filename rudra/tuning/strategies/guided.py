@@ -55,8 +55,8 @@ FASTER, LONG = 4.0, 4
 """A family with over `FASTER` times the samples per second of the best point has probes of `LONG` epochs or more."""
 
 ATTEMPTS = 2
-"""Number of first probes of a family that may fail. If the first one diverged, the second one has a lower learning rate.
-If it is worse than the common checkpoint after `LONG` epochs, the second one has no momentum: a tenth of its effective
+"""Number of first probes of a family that may fail. If the first one diverged, the second has a lower learning rate.
+If it is worse than the common checkpoint after `LONG` epochs, the second has no momentum: a tenth of its effective
 rate."""
 
 
@@ -89,6 +89,8 @@ def _too_short(state: SearchState) -> Iterator[Probe]:
     seen = {state.batch(best.settings).family}
     for estimate in others:
         family = state.batch(estimate.settings).family
+        if _is_lost(state, state.probes[from_common(state, estimate.settings, 1).name]):
+            continue
         faster = state.rate(estimate.settings) > FASTER * state.rate(best.settings)
         if family not in seen and faster and not estimate.certain and estimate.epochs < most:
             yield from_common(state, estimate.settings, min(2 * estimate.epochs, most))
