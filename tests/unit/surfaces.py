@@ -71,6 +71,7 @@ class Surface(NamedTuple):
         width: Change of the logarithm of the effective rate at which a sample loses 40 % of its worth.
         only: Protocols of the surface. Empty: all.
         cliff: Effective rate from which on a probe diverges.
+        lost: Effective rate from which on replicas lose all that they have learned, and learn nothing.
     """
 
     speed: Callable[[Candidate, float], float]
@@ -79,6 +80,7 @@ class Surface(NamedTuple):
     width: float = 2.0
     only: tuple[str, ...] = ()
     cliff: float = 4 * OPTIMUM
+    lost: float = math.inf
 
     def has(self, point: Candidate) -> bool:
         return not (point.settings and self.only) or point.settings["protocol.name"] in self.only
@@ -179,6 +181,9 @@ class Trained:
         self.trained = 0
 
     def _progress(self, probe: Probe, epochs: int) -> float:
+        price = self._state.price(probe.by_key)
+        if averages(price.point) and self._effective_rate(probe) > self._surface.lost:
+            return 0.0
         made = self._surface.of(self._state, probe.by_key) * epochs
         if not probe.origin:
             return made

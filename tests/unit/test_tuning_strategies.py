@@ -22,6 +22,7 @@ from rudra.tuning.search import Order, lead
 from rudra.tuning.space import Candidate, with_settings
 from rudra.tuning.state import SearchState
 from rudra.tuning.strategies import shipped
+from rudra.tuning.strategies.guided import ATTEMPTS
 
 NOISE = 0.05
 """Standard deviation of the progress of a probe, in epochs of the best settings."""
@@ -169,6 +170,19 @@ def test_a_protocol_that_diverges_at_once_is_not_tried_forever(tmp_path: Path, s
     if strategy == "guided":
         families = Counter(state.batch(probe.by_key).family for probe in failed if probe.origin)
         assert max(families.values()) <= 2
+
+
+@pytest.mark.parametrize("attempts", [ATTEMPTS, 1])
+def test_a_fast_family_that_learns_nothing_has_a_second_probe_with_smaller_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: int
+) -> None:
+    """Without it, the search misses the soonest points."""
+    monkeypatch.setattr("rudra.tuning.strategies.guided.ATTEMPTS", attempts)
+    surface = Surface(lambda point, sigma: 1000 if averages(point) else 100, width=4.0, lost=OPTIMUM / 4)
+    state = Search(tmp_path, "guided", surface).run()
+    winner = answer_of(state, JOB).winner
+    assert winner is not None
+    assert (winner.settings["protocol.name"] in ("sma", "average", "easgd", "diloco")) == (attempts == ATTEMPTS)
 
 
 @pytest.mark.parametrize("strategy", [name for name in shipped() if name not in ("bayes", "grid")])
