@@ -130,8 +130,7 @@ class RankSetup:
         devices.kind_of(self._device).select(self._device)  # for the user's model and pinned memory
         if learns:
             keep_freed_memory()
-        unhurried = self.job.training.evaluate and not self.job.evaluations_decide
-        if self.keeps_results and not learns and unhurried:  # a process cannot take it back for a later run
+        if self.keeps_results and not learns and not self.job.evaluations_decide:  # training has priority
             os.nice(max(0, NICE - os.nice(0)))  # an earlier run in this process may have done so
         self._node = self._ranks.comm.Split_type(MPI.COMM_TYPE_SHARED)
         tests = self.keeps_results or (learns and self.job.training.evaluate == "workers")
