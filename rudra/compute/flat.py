@@ -272,7 +272,7 @@ class FlatModel:
         return figures(loss, wrong)
 
     def _graphed(self, inputs: Any, target: Any, out: torch.Tensor) -> GraphedPass | None:
-        """Returns the record of a pass. None: the pass is to be computed operation by operation."""
+        """Returns the record of a pass. None: there is none, so its operations run one by one."""
         guarded = self._step is None or not self._step.whole
         if self.graphs is None or (guarded and self.autograd.guard.sums_next):  # the host needs the sum
             return None

@@ -95,7 +95,7 @@ class GraphedPasses:
         """
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in (*leaves(inputs), *leaves(target)))
         key = (*shapes, weights.data_ptr(), out.data_ptr())
-        if key in self._known and not self._known[key].graph.valid:
+        if key in self._known and not self._known[key].graph.is_valid():
             del self._known[key]
         if key not in self._known and not self.refusal:
             self._seen[shapes] += 1

@@ -334,7 +334,7 @@ class _Session:
         os._exit(1)
 
     def _die(self, text: str) -> NoReturn:
-        """Ends this rank as if it had been killed: the others go on without it, or end, as after any loss."""
+        """Ends this rank like a kill. The others treat it as any lost rank."""
         if self._setup.keeps_results:
             self._give_up(1, f"{self._ranks.name}: {text}; {checkpoint.how_to_resume(self._start.output)}", lost=True)
         log.error(f"{self._ranks.name}: {text}")

@@ -79,8 +79,7 @@ def _on_one_rank(written: Job, cores: int) -> Job | None:
     if here(cluster.device) != 1:
         return None
     try:
-        job = written.with_(cluster={"one_rank": True}).resolved(cores=cores)
-        return job if job.plan().local else None
+        return written.with_(cluster={"one_rank": True}).resolved(cores=cores)
     except ConfigError:  # it needs several ranks
         return None
 

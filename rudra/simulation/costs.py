@@ -103,7 +103,7 @@ class Crowded(NamedTuple):
     Attributes:
         node: The node.
         seconds: Duration of the evaluation.
-        delay_s: Seconds by which it delays each learner of the node.
+        delay_s: Seconds that each learner of the node loses.
     """
 
     node: int
@@ -134,7 +134,7 @@ class CostModel:
         paces: Paces by learner, as passed in.
         node: Node of every role.
         crowding: Node with learners -> factor on their times, because ranks share the node.
-        evaluation: Evaluation on a node whose learners use all cores. None: it delays nobody.
+        evaluation: Evaluation on a node whose learners use all cores. None: no learner loses time.
         compute_s: Mean duration of a mini-batch, for every learner's role, also if it is dormant.
         guessed: Mini-batch sizes that `compute_s` does not list, and how `at` estimates them. Empty if it lists all.
         pieces: Fraction of that duration that each kind of a learner's computation takes.

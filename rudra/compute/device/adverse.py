@@ -80,11 +80,8 @@ class RecordedGraph(Graph):
     """
 
     def __init__(self, operations: list[Operation], is_valid: Callable[[], bool]) -> None:
-        self._operations, self._is_valid = operations, is_valid
-
-    @property
-    def valid(self) -> bool:
-        return self._is_valid()
+        super().__init__(is_valid)
+        self._operations = operations
 
     def replay(self) -> None:
         for function, arguments, named, results in self._operations:

@@ -76,11 +76,8 @@ class CudaGraph(Graph):
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, is_valid: Callable[[], bool]) -> None:
-        self._graph, self._is_valid = graph, is_valid
-
-    @property
-    def valid(self) -> bool:
-        return self._is_valid()
+        super().__init__(is_valid)
+        self._graph = graph
 
     def replay(self) -> None:
         self._graph.replay()

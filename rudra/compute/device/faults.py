@@ -64,7 +64,7 @@ def fault_text(error: BaseException) -> str | None:
 def loss_text(error: BaseException) -> str | None:
     """Returns what to say about an error after which this process cannot use its device. None: another error."""
     kind = next((kind for kind in DEVICES.values() if kind.lost(error)), None)
-    return None if kind is None else f"its {kind.noun} is lost: {str(error).partition(chr(10))[0].strip()}"
+    return None if kind is None else f"its {kind.noun} is lost: {str(error).splitlines()[0].strip()}"
 
 
 def memory_text(error: BaseException) -> str | None:

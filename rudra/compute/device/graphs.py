@@ -1,6 +1,7 @@
 """Graphs: work that a device has recorded, and repeats without the host's code between its operations."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from traceback import walk_tb
 
@@ -8,12 +9,17 @@ _ABOUT_NOTHING = ("torch.", "rudra.compute.device.")
 
 
 class Graph(ABC):
-    """Recorded work. It reads and writes the same memory each time."""
+    """Recorded work. It reads and writes the same memory each time.
 
-    @property
-    def valid(self) -> bool:
-        """Whether it may be repeated. If not, it must be recorded again."""
-        return True
+    Args:
+        is_valid: Returns whether the work may be repeated. If not, it must be recorded again.
+
+    Attributes:
+        is_valid: As passed in.
+    """
+
+    def __init__(self, is_valid: Callable[[], bool]) -> None:
+        self.is_valid = is_valid
 
     @abstractmethod
     def replay(self) -> None:
@@ -27,7 +33,7 @@ class NotRecordedError(Exception):
 def waited(error: BaseException) -> str:
     """Returns the reason that work cannot be repeated, and the place in its code, for an error while it was recorded.
 
-    Torch's own code, and that of devices, is no such place. The error that came first is the reason.
+    The place is never in torch, or in this package. The reason is the error that came first.
     """
     while error.__context__ is not None:
         error = error.__context__

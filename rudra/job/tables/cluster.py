@@ -192,7 +192,7 @@ class ClusterTable(Table):
         return value
 
     def on_rank(self, learners: int) -> int:
-        """Returns the largest number of learners on a rank, of so many learners."""
+        """Returns how many learners a rank has at most, if the job has this number of learners."""
         return learners if self.one_rank is True else self.learners_per_rank
 
     @property
