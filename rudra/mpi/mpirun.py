@@ -13,7 +13,7 @@ from types import FrameType
 from rudra.errors import LaunchError
 from rudra.log import log
 from rudra.machine import end_with_parent
-from rudra.mpi.failures import RollCall, is_stopped, named_ranks
+from rudra.mpi.failures import SPEAKS_S, RollCall, is_stopped, named_ranks
 from rudra.mpi.loopback import listen_on_loopback
 from rudra.mpi.patience import Patience
 from rudra.mpi.relay import OutputRelay
@@ -202,9 +202,10 @@ class Mpirun:
 
     def _wait_for_ranks(self, now: float) -> None:
         """Reports a wait that no rank may notice, and ends it if it is too long."""
-        awaited = "" if self.ended_it or self.stopped_at is not None else self._whom()
+        awaited = "" if self.stopped_at is not None or self._over() else self._whom()
         if awaited != self._awaited or not awaited:  # some rank has made progress
-            limit_s = self._limit_s or (None if self.relay.started >= self.ranks else START_S)
+            together = self.relay.started >= self.ranks  # a rank that waits, too, speaks first
+            limit_s = self._limit_s + SPEAKS_S * together if self._limit_s else None if together else START_S
             self._awaited, self._awaited_at, self._patience = awaited, now, Patience(self._warning_s, limit_s)
             return
         due, waited = self._patience.due(now - self._awaited_at), f"{now - self._awaited_at:.0f} s for {awaited}"
