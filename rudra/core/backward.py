@@ -67,12 +67,14 @@ class BackwardPass:
 
     Attributes:
         share: As passed in.
+        starts: first parameters of those whose gradients become final at different times, as far as it is known.
     """
 
     def __init__(self, parameters: int, steps: Sequence[tuple[int, float]] = (), share: float = SHARE) -> None:
         self.share = share
         self._parameters = parameters
         self._stops = [*accumulate(count for count, _ in steps)]
+        self.starts = (0, *self._stops[:-1])
         self._left = [left for _, left in steps]
 
     @classmethod

@@ -82,7 +82,9 @@ def whole_because(job: Job) -> str:
     return at_once_because(job) or ("MPI reads them on the GPU" if job.cluster.gpu_aware_mpi else "")
 
 
-def group_parts(job: Job, plan: Plan, size: int, parameters: int, auto: int, members: Sequence[int]) -> list[slice]:
+def group_parts(
+    job: Job, plan: Plan, size: int, parameters: int, auto: int, members: Sequence[int], tensors: Sequence[int] = ()
+) -> list[slice]:
     """Returns the buckets of a group's gradients. They are averaged as a whole if there is only one.
 
     Args:
@@ -92,8 +94,9 @@ def group_parts(job: Job, plan: Plan, size: int, parameters: int, auto: int, mem
         parameters: Number of parameters among them.
         auto: Number that `auto_size` found for a whole gradient.
         members: Members of the group.
+        tensors: As for `parts`.
     """
-    return parts(size, parameters, bucket_size(job, size, auto) if in_buckets(job, plan, members) else 0)
+    return parts(size, parameters, bucket_size(job, size, auto) if in_buckets(job, plan, members) else 0, tensors)
 
 
 def pushing(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ that a bucket of the first layers does not wait for many others."""
 
 KEPT = 16
 """If forward passes begin early, one in so many buckets begins last: those of the last layers. While they travel, the
-pass computes the layers before."""
+pass computes the layers before. They begin sooner if the network is free again after another bucket."""
 
 PAUSE_S = 1e-3
 """Pause of the thread that sends buckets between two looks for news. In this time a network's buffers do not run full
@@ -138,23 +138,38 @@ def _aligned(size_bytes: float) -> int:
 
 
 def kept(count: int) -> frozenset[int]:
-    """Returns the numbers of the parts that begin last if passes begin early, of `count` parts."""
+    """Returns the numbers of the parts that wait for others if passes begin early, of `count` parts."""
     return frozenset(range(max(1, count // KEPT)))
 
 
-def parts(size: int, parameters: int, bucket: int) -> list[slice]:
+def parts(size: int, parameters: int, bucket: int, tensors: Sequence[int] = ()) -> list[slice]:
     """Returns the buckets of a vector. The last parameters become final first and come first, and buffers come last.
+
+    Where a tensor of at least a quarter of a bucket begins within half a bucket of an edge, the edge is there: with a
+    part of the layer before, a bucket would leave only after that layer, too, is final.
 
     Args:
         size: number of elements of the vector.
         parameters: number of parameters in it.
-        bucket: number of elements of a bucket, except the first and the last one. 0: the whole vector is one part.
+        bucket: number of elements of a bucket, apart from the first one, the last one, and these changes. 0: the whole
+            vector is one part.
+        tensors: elements where the tensors of the vector begin, in order. Empty: unknown.
     """
     if not bucket:
         return [slice(0, size)]
-    edges = [*range(0, parameters, bucket), parameters]
+    stops = [*tensors[1:], parameters]
+    starts = [_aligned(4 * start) for start, stop in zip(tensors, stops, strict=False) if 4 * (stop - start) >= bucket]
+    inner = {_edge_near(edge, bucket, starts) for edge in range(bucket, parameters, bucket)}
+    edges = [0, *sorted(edge for edge in inner if 0 < edge < parameters), parameters]
     found = [slice(first, stop) for first, stop in pairwise(edges)][::-1]
     return found + ([slice(parameters, size)] if size > parameters else [])
+
+
+def _edge_near(edge: int, bucket: int, starts: Sequence[int]) -> int:
+    """Returns the start of the tensor that begins next to an edge of buckets, or the edge if none is near."""
+    place = bisect_right(starts, edge)
+    nearest = min(starts[max(place - 1, 0) : place + 1], key=lambda start: abs(start - edge), default=edge)
+    return nearest if 2 * abs(nearest - edge) <= bucket else edge
 
 
 class FinalParts:

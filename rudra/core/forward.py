@@ -161,8 +161,9 @@ def _that_delay(moments: list[tuple[float, float]]) -> tuple[tuple[float, float]
 def arrivals_s(parts: Sequence[slice], final_s: Sequence[float], transfer_s: float) -> list[float]:
     """Returns when each part of an average arrives if the next forward pass may begin early, as in runs.
 
-    Parts begin in the order of the vector as soon as they are final, but buffers before the parameters, and some parts
-    of the last layers after all others. Only a few parts travel at a time. They share a link that is otherwise free.
+    Parts begin in the order of the vector as soon as they are final, but buffers before the parameters. Some parts of
+    the last layers begin after all others, or when the link is free again after another part. Only a few parts travel
+    at a time. They share a link that is otherwise free.
 
     Args:
         parts: Parts of the flat vector, those of the last layers first, buffers last (`rudra.core.buckets.parts`).
@@ -192,15 +193,15 @@ def _crossed_s(
         order: Numbers of the parts, those with priority first.
         final_s: Time when each part may begin.
         transfer_s: Time of all parts on the link.
-        late: Numbers of the parts that begin after all others.
+        late: Numbers of the parts that begin after all others, or when the link is free again after another part.
     """
     size = sum(part.stop - part.start for part in parts)
     left_s = [transfer_s * (part.stop - part.start) / size for part in parts]
     waiting, active = [*order], list[int]()
-    arrived_s, now = [0.0] * len(parts), min(final_s)
+    arrived_s, now, crossed = [0.0] * len(parts), min(final_s), False
     while waiting or active:
         for number in [*waiting]:
-            may = number not in late or late.issuperset(waiting)
+            may = number not in late or late.issuperset(waiting) or (crossed and not active)
             if len(active) < ABREAST and final_s[number] <= now and may:
                 waiting.remove(number)
                 active.append(number)
@@ -211,6 +212,6 @@ def _crossed_s(
         for number in [*active]:
             left_s[number] -= elapsed_s / len(active)
         for number in [number for number in active if left_s[number] <= 1e-12 * transfer_s]:
-            arrived_s[number] = now
+            arrived_s[number], crossed = now, True
             active.remove(number)
     return arrived_s

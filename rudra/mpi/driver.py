@@ -72,10 +72,6 @@ from rudra.results.recorder import Recorder
 from rudra.roles import Machine
 from topologies import Plan
 
-SPIN_S = 20e-3
-"""How long a rank with its own core polls before it sleeps. Falling asleep and waking up costs more than a small
-message, and it lets the core's caches cool and its clock rate drop."""
-
 
 class Ended(Exception):
     """The launcher asked this rank to end."""
@@ -201,7 +197,7 @@ class Rank:
             self._losses,
             Patience(stall_warning_s, stall_limit_s),
             Standstill(comm, plan.roles[plan.statistics].world_rank, STANDSTILL_TAG, self.tell),
-            spin_s=SPIN_S if spins else 0.0,
+            spins=spins,
             shortest_s=200e-6 if doorbell.reaches(others) else 20e-6,
             longest_s=5e-3 if near else 1e-3,
         )
@@ -265,8 +261,9 @@ class Rank:
                 self._handle(role, Tick())
             if self._recorder is not None:
                 self._recorder.idle()
-            busy = self._work.under_way
-            self._idleness.pause(now, self.plan, self._roles.waits, origin=self._origin, busy=busy)
+            beside = bool(self._work.beside) or self._reductions.driven
+            busy = beside or self._work.under_way
+            self._idleness.pause(now, self.plan, self._roles.waits, origin=self._origin, busy=busy, beside=beside)
         self._close()
         return self._code
 

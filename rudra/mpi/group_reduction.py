@@ -90,7 +90,7 @@ class GroupReduction:
         its = self._division
         far = bool(its.far) or len(its.sums) > 1
         self.early = early and to_all and far and library is None and len(self.roles) == 1 and self._thread is not None
-        self._kept = kept(len(parts))  # numbers of the parts that begin last if passes begin early
+        self._kept = kept(len(parts))  # numbers of the parts that wait for others if passes begin early
         self._held: set[int] = set()  # numbers of the parts that are final, and wait for others if passes begin early
         self._complete: set[int] = set()  # numbers of the parts that are complete in this reduction
         self._arrivals: Arrivals | None = None
@@ -103,6 +103,11 @@ class GroupReduction:
     @property
     def busy(self) -> bool:
         return bool(self._begun)
+
+    @property
+    def driven(self) -> bool:
+        """Whether the thread advances a reduction."""
+        return bool(self._driven)
 
     def expect(self, role: int, buffer: Buffer, name: str, samples: int) -> Ready | None:
         """Prepares for a gradient that a member here now computes.
@@ -168,12 +173,13 @@ class GroupReduction:
             self._posted.popleft()()
 
     def _ready(self, role: int, parts: FinalParts, piece: slice) -> None:
-        self._final[role].extend(parts.add(piece))
-        if self._thread is not None:
-            self._news.set()
-        elif not self._failed:
+        final = [*parts.add(piece)]
+        self._final[role].extend(final)
+        if self._thread is None and not self._failed:
             self._begin_final(role)
             self._advance()
+        elif final:  # waking the thread up for each layer would take this rank's core from the pass
+            self._news.set()
 
     def _begin_final(self, role: int) -> None:
         """Begins the parts that are final, or only some of them if passes begin early.
@@ -190,7 +196,8 @@ class GroupReduction:
         last = len(self._parts) - 1  # the first layers or the model's buffers, which a pass needs first
         for number in sorted(self._held, key=lambda number: (number != last, self._parts[number].part.start)):
             part = self._parts[number]
-            late = number in self._kept and not self._waiting[role] <= self._kept
+            free = self._complete and not self._active  # again, after another part
+            late = number in self._kept and not self._waiting[role] <= self._kept and not free
             if (len(self._active) < ABREAST and not late) or part.begun_elsewhere:
                 self._held.remove(number)
                 self._begin_part(number, role, *self._early[role])

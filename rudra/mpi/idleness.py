@@ -14,6 +14,10 @@ from rudra.mpi.patience import Patience
 from rudra.roles.machine import listed
 from topologies import Plan
 
+SPIN_S = 20e-3
+"""How long a rank with its own core polls before it sleeps. Falling asleep and waking up costs more than a small
+message, and it lets the core's caches cool and its clock rate drop."""
+
 ALONE_S = 5.0
 """Time to wait for last messages after the weights' owner and the statistics server, which end runs, have died."""
 
@@ -27,7 +31,7 @@ class Idleness:
         losses: ranks that have died.
         patience: limits after which a wait is reported, and after which it ends the run.
         standstill: check whether all surviving ranks wait.
-        spin_s: seconds of polling before the rank sleeps.
+        spins: whether this rank may poll for `SPIN_S` before it sleeps.
         shortest_s: shortest sleep, in seconds.
         longest_s: longest sleep, in seconds.
     """
@@ -40,13 +44,13 @@ class Idleness:
         patience: Patience,
         standstill: Standstill,
         *,
-        spin_s: float,
+        spins: bool,
         shortest_s: float,
         longest_s: float,
     ) -> None:
         self._comm, self._doorbell, self._losses = comm, doorbell, losses
         self._patience, self._standstill = patience, standstill
-        self._spin_s, self._shortest_s, self._longest_s = spin_s, shortest_s, longest_s
+        self._spins, self._shortest_s, self._longest_s = spins, shortest_s, longest_s
         self._since: float | None = None
 
     def end(self) -> None:
@@ -55,7 +59,14 @@ class Idleness:
         self._patience.begin()
 
     def pause(
-        self, now: float, plan: Plan, waits: Callable[[], Mapping[int, str]], *, origin: float, busy: bool
+        self,
+        now: float,
+        plan: Plan,
+        waits: Callable[[], Mapping[int, str]],
+        *,
+        origin: float,
+        busy: bool,
+        beside: bool,
     ) -> None:
         """Sleeps for a moment, or reports that this rank has waited for long.
 
@@ -65,6 +76,7 @@ class Idleness:
             waits: returns, for each role of this rank, a text about its wait.
             origin: origin of the clock of all ranks, on this rank's clock.
             busy: whether other threads or devices work for this rank.
+            beside: whether other threads of this rank work, which may need its core.
 
         Raises:
             RunError: the wait is too long, or no surviving rank can end it.
@@ -77,7 +89,7 @@ class Idleness:
             self._end_alone(plan)
         if waited >= LEFT_S and self._losses.dead and not busy:
             self._stand_still(plan, waits(), time.perf_counter() - origin)
-        if waited >= self._spin_s:
+        if not self._spins or beside or waited >= SPIN_S:
             self._doorbell.wait(min(self._longest_s, max(self._shortest_s, waited / 8)))
 
     def _report(self, plan: Plan, waits: Mapping[int, str], waited: float, *, ends: bool) -> None:

@@ -78,11 +78,12 @@ class Reductions:
     ) -> GroupReduction:
         ranks = {i: plan.roles[i].world_rank for i in members}
         may_pass_early = passes_early(self._job, plan, members)
+        tensors = [entry.offset for entry in executor.layout]
         return GroupReduction(
             self._comm,
             ranks,
             tag,
-            group_parts(self._job, plan, executor.size, executor.parameters, self._auto, members),
+            group_parts(self._job, plan, executor.size, executor.parameters, self._auto, members, tensors),
             ringing(self._doorbell, self._comm, ranks.values()),
             library,
             self._arena,
@@ -127,6 +128,11 @@ class Reductions:
         for reduction in self.of_groups.values():
             if reduction.busy and (event := reduction.test()) is not None:
                 yield from ((role, event) for role in reduction.roles)
+
+    @property
+    def driven(self) -> bool:
+        """Whether other threads advance reductions that this rank waits for."""
+        return any(reduction.driven for reduction in self.of_groups.values())
 
     def abandon(self) -> None:
         """Abandons pending reductions."""

@@ -36,7 +36,7 @@ def left_out(
     backward = BackwardPass.measured(prior.final_at, parameters) if measured[0] else BackwardPass(parameters)
     forward = ForwardTimes(parameters, prior.needed_at if measured[1] else (), share)
     whole_s = compute_s / (1 - share)
-    buckets = parts(size, parameters, max(attributes["bucket_bytes"] // 4, size // MOST))
+    buckets = parts(size, parameters, max(attributes["bucket_bytes"] // 4, size // MOST), backward.starts)
     final_s = [-backward.left(bucket) * backward.share * whole_s for bucket in buckets]
     sent = (len(group) - 1) / len(group) * 4 * size  # in each of two phases
     transfer_s = 2 * (attributes["network_latency_s"] + sent / attributes["network_bytes_per_s"])

@@ -58,7 +58,7 @@ class Overlap:
         job, plan = self._job, self._plan
         if at_once_because(job):
             return after_s(WHOLE, transfer_s, backward_s), None
-        parts = group_parts(job, plan, self._size, self._parameters, self._auto, members)
+        parts = group_parts(job, plan, self._size, self._parameters, self._auto, members, self._pass.starts)
         if len(parts) < 2 or not may_pass_early(job, plan, members):
             return after_s(self._pass.leads(parts), transfer_s, backward_s), None
         arrived_s = arrivals_s(parts, [-self._pass.left(part) * backward_s for part in parts], transfer_s)

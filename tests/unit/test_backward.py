@@ -190,7 +190,7 @@ def priced(run: Job, buffers: int = 0) -> CostModel:
     [
         # 4 MB in 1 s, in 8 buckets of 0.5 MB; the pass takes 0.8 s. All but one are final 0.6 s before its end.
         (CONVOLUTIONAL, 1.0 - 0.6),
-        (CONVOLUTIONAL[::-1], 1.0),  # each bucket has a part of the layer that is final at the end
+        (CONVOLUTIONAL[::-1], 0.9),  # a bucket begins with the layer that is final first, a tenth of the gradient
         (CONVOLUTIONAL[:2], 1.0 - 0.8 * 7 / 8),  # of another model: at a constant rate
         ((), 1.0 - 0.8 * 7 / 8),
     ],
@@ -208,10 +208,7 @@ def test_virtual_time_takes_the_progress_from_the_times_of_layers(
     ("final_at", "seconds"),
     [
         (((100_000, 1.0), (900_000, 0.5)), 1.0 - 0.6),  # as above: 0.6 s before the end
-        (
-            ((500_000, 0.5), (500_000, 1.0)),
-            5 / 8,
-        ),  # the first half is final first; of the fourth bucket some is in the second half
+        (((500_000, 0.5), (500_000, 1.0)), 4 / 8),  # the first half is final first: four buckets
         (((500_000, 1.0),), 1.0 - 0.8 * 7 / 8),  # of another model: at a constant rate
     ],
 )

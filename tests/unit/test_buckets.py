@@ -578,3 +578,32 @@ def test_where_the_next_forward_pass_may_use_buckets_at_once(tables: dict[str, A
     plan = job.plan(nodes_of(job))
     assert any(passes_early(job, plan, members) for members in plan.groups) == early
     assert ("forward pass" in text_of(job, plan)) == early
+
+
+def test_parts_of_large_tensors_begin_with_the_tensor_if_one_begins_near_the_edge() -> None:
+    """As in an LSTM: two layers of two matrices and two biases each, between an embedding and an output."""
+    sizes = [18_000, 262_144, 262_144, 1024, 1024, 262_144, 262_144, 1024, 1024, 16_000]
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    total, bucket = sum(sizes), 250_000
+    edges = [part.start for part in parts(total, total, bucket, starts)][::-1]
+    assert edges == [0, *(-(-starts[number] // ALIGNED) * ALIGNED for number in (2, 5, 6)), 4 * bucket]
+    grid = [part.start for part in parts(total, total, bucket)][::-1]
+    assert grid == [0, 250_000, 500_000, 750_000, 1_000_000]
+
+
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=30),
+    st.integers(1, 100).map(lambda lines: lines * ALIGNED),
+    st.integers(0, 50),
+)
+def test_parts_with_edges_at_tensors_cover_the_vector_and_are_no_more_than_without(
+    sizes: list[int], bucket: int, buffers: int
+) -> None:
+    starts, parameters = [sum(sizes[:number]) for number in range(len(sizes))], sum(sizes)
+    found = parts(parameters + buffers, parameters, bucket, starts)
+    ordered = sorted(found, key=lambda part: part.start)
+    assert [part.start for part in ordered] == [0, *(part.stop for part in ordered[:-1])]
+    assert ordered[-1].stop == parameters + buffers
+    assert all(part.start % ALIGNED == 0 or part.start == parameters for part in ordered)
+    assert len(found) <= len(parts(parameters + buffers, parameters, bucket))
+    assert all(0 < part.stop - part.start <= 2 * bucket + ALIGNED for part in ordered if part.stop <= parameters)
