@@ -146,11 +146,18 @@ class Autograd:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def _copy(self, gradient: torch.Tensor | None, view: torch.Tensor) -> None:
+        """Copies one gradient, as `copy` does."""
+        if view is NOWHERE or gradient is None or gradient.layout is not torch.strided:
+            self.copy([gradient], [view])
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+
     def copy(self, gradients: Sequence[torch.Tensor | None], views: Sequence[torch.Tensor]) -> None:
         """Copies gradients to views of the flat vector, except gradients that were computed there."""
         sources, targets = [], []
         for gradient, view in zip(gradients, views, strict=False):
-            if view is NOWHERE:
+            if gradient is view or view is NOWHERE:
                 continue
             if gradient is None:
                 view.zero_()
@@ -175,7 +182,7 @@ class Autograd:
             yield
             return
         if self._final is None:
-            self._final = FinalGradients(self._parameters, self._places, lambda g, view: self.copy([g], [view]))
+            self._final = FinalGradients(self._parameters, self._places, self._copy)
         self._final.begin(ready, views)
         try:
             yield

@@ -82,7 +82,7 @@ class NormMeter:
         final = FinalParts(self._pieces)
 
         def measure(piece: slice) -> None:
-            complete = list(final.add(piece))
+            complete = final.add(piece)
             if complete:
                 found = _norms([gradient[self._pieces[number]] for number in complete])
                 self._early.update(zip(complete, found, strict=True))

@@ -6,7 +6,7 @@ has the sizes of buckets and their order. `rudra.core.bucket_rules` says what tr
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -185,13 +185,14 @@ class FinalParts:
         self._starts = [part.start for part in self._parts]
         self._left = [part.stop - part.start for part in self._parts]
 
-    def add(self, piece: slice) -> Iterator[int]:
-        """Adds a final piece. Yields the number of each part that is final with it."""
-        for place in range(max(bisect_right(self._starts, piece.start) - 1, 0), len(self._parts)):
-            part = self._parts[place]
-            if part.start >= piece.stop:
-                break
+    def add(self, piece: slice) -> list[int]:
+        """Adds a final piece. Returns the numbers of the parts that are final with it."""
+        place, final = max(bisect_right(self._starts, piece.start) - 1, 0), []
+        while place < len(self._parts) and (part := self._parts[place]).start < piece.stop:
             common = min(part.stop, piece.stop) - max(part.start, piece.start)
-            self._left[place] -= max(common, 0)
-            if common > 0 and not self._left[place]:
-                yield self._ordered[place]
+            if common > 0:
+                self._left[place] -= common
+                if not self._left[place]:
+                    final.append(self._ordered[place])
+            place += 1
+        return final

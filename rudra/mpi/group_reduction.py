@@ -173,7 +173,7 @@ class GroupReduction:
             self._posted.popleft()()
 
     def _ready(self, role: int, parts: FinalParts, piece: slice) -> None:
-        final = [*parts.add(piece)]
+        final = parts.add(piece)
         self._final[role].extend(final)
         if self._thread is None and not self._failed:
             self._begin_final(role)
