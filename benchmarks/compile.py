@@ -20,22 +20,23 @@ from rudra.job.job import Job
 
 LENET = DataInfo("lenet", 1, 1, (1, 28, 28), 10)
 RESNET = DataInfo("resnet32", 1, 1, (3, 32, 32), 10)
+SMALLEST = DataInfo("mlp", 1, 1, (1, 4, 4), 10)
 
 
 @one_thread()
 def run(*, quick: bool) -> Report:
     """Measures in this process, with one thread, on random images."""
-    cases = [(LENET, 4), (LENET, 16), (RESNET, 16)]
+    cases = [(SMALLEST, 4)] if quick else [(LENET, 4), (LENET, 16), (RESNET, 16)]
     report = Report(["network", "μ", "ms without", "ms compiled", "times the steps/s", "s to compile"])
     medians = []
     try:
-        for info, size in cases[:1] if quick else cases:
+        for info, size in cases:
             case = _Case(info, size)
             times = case.measure(2 if quick else 25)
             faster = ratios(times["plain"], times["compiled"])
             plain_ms, compiled_ms = (1e3 * spread(turns).median for turns in times.values())
             report.rows.append((info.name, size, plain_ms, compiled_ms, faster, case.compile_s))
-            if info is LENET:
+            if info is not RESNET:
                 medians.append(faster.median)
     except ConfigError as error:
         report.notes = [str(error)]

@@ -24,6 +24,7 @@ from rudra.results.reader import open_results
 from rudra.simulation.predict import predict
 from rudra.studies.calibrate import calibrate
 from rudra.tuning.answer import Verdict
+from rudra.tuning.rounds import MOMENTUM, RATE
 from rudra.tuning.tune import tune
 
 POINTS: dict[str, tuple[str, str, int]] = {
@@ -43,13 +44,14 @@ POINTS: dict[str, tuple[str, str, int]] = {
 SIZES = (16, 32, 64)
 SEEDS = (5, 6, 7)
 LOSS, EPOCHS = 0.45, 20
+RATE_GIVEN, MOMENTUM_GIVEN = 0.02, 0.9
 
 
 def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) -> Report:
     """Searches, and runs the answers.
 
     Args:
-        quick: One search with few samples.
+        quick: One search of an mlp with few samples, of one rate and one momentum.
         only: Names of searches.
         keep: Directory of costs and searches. They are not repeated if they are there.
 
@@ -72,6 +74,7 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
             protocol, topology, size = POINTS[point]
             space: dict[str, list[Any]] = {"protocol.name": [protocol], "topology.name": [topology]}
             space |= {"training.minibatch_size": [size], "cluster.learners_per_rank": [1]}
+            space |= {RATE: [RATE_GIVEN], MOMENTUM: [MOMENTUM_GIVEN]} if quick else {}
             about: dict[str, Any] = {"target": job.training.target, "given": space, "output": place / point}
             answers[point] = tune(job, **about, quiet=not sys.stderr.isatty())
         for point, answer in answers.items():
@@ -101,22 +104,22 @@ def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) ->
 def _job(path: Path, quick: bool) -> Job:
     return Job(
         name="bench",
-        model={"name": "lenet"},
+        model={"name": "mlp" if quick else "lenet"},
         data={
             "name": "idx",
             "path": str(path),
-            "train_limit": 1200 if quick else 6000,
-            "test_limit": 500 if quick else 2000,
+            "train_limit": 800 if quick else 6000,
+            "test_limit": 100 if quick else 2000,
             "validation_split": 0.25,
             "split_seed": 0,
         },
         training={
             "epochs": EPOCHS,
             "minibatch_size": 32,
-            "target": f"validation loss <= {0.7 if quick else LOSS:g}",
+            "target": f"validation loss <= {1 if quick else LOSS:g}",
             "target_window": 1,
         },
-        optimizer={"learning_rate": 0.02, "momentum": 0.9},
+        optimizer={"learning_rate": RATE_GIVEN, "momentum": MOMENTUM_GIVEN},
         protocol={"name": "hardsync"},
         cluster={"learners": 2, "threads_per_rank": 1},
     )

@@ -55,7 +55,7 @@ def run(*, quick: bool) -> Report:
             found: tuple[list[float], ...] = ([], [], [], [])
             seen = 0
             for _ in range(1 if quick else 3):
-                its, *figures = _turn(_job(topology, 30 if quick else 60), Path(name))
+                its, *figures = _turn(_job(topology, 20 if quick else 60), Path(name))
                 seen += its
                 for values, figure in zip(found, figures, strict=True):
                     values.append(figure)

@@ -17,16 +17,25 @@ from rudra.errors import ConfigError, RunError
 from rudra.tuning import tune
 from rudra.tuning.answer import Verdict
 from rudra.tuning.journal import NAME, outcomes, read
+from rudra.tuning.rounds import MOMENTUM, RATE
 
 BUDGET, UNLIMITED = 8.0, 1e6
-QUICK_LOSS, QUICK_SPACE = 0.5, {**SPACE, "protocol.name": ["hardsync", "async"]}
+QUICK_LOSS = 1.0
+QUICK_SPACE = {
+    **SPACE,
+    "protocol.name": ["hardsync", "async"],
+    "topology.name": ["base"],
+    RATE: [0.02],
+    MOMENTUM: [0.9],
+}
+"""Two settings."""
 
 
 def run(*, quick: bool, only: Collection[str] = (), keep: Path | None = None) -> Report:
     """Trains the oracle, and lets `rudra tune` search.
 
     Args:
-        quick: One cluster, with few samples.
+        quick: One cluster and two settings, with few samples.
         only: Names of tasks and clusters.
         keep: Directory of the searches. A probe that is there is not repeated. It gets the curves of the oracle, which
             `rudra bench strategies` reads.
