@@ -97,7 +97,8 @@ def test_files_that_do_not_say_who_was_who_have_no_drawing(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_drawings_are_written_as_files(tmp_path: Path) -> None:
+def test_drawings_are_written_as_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")
     point(tmp_path / "run.h5", 2, "base")
     report([tmp_path / "run.h5"], tmp_path / "page.html", tmp_path / "figures")
     written = {path.name for path in (tmp_path / "figures").iterdir() if path.stem.startswith("topology")}

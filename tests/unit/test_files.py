@@ -39,8 +39,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def here(tmp_path: Path, recorded: bytes, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a result file; nothing is measured."""
+    """A directory with a result file; nothing is measured, and pages have no figures."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")
     monkeypatch.setattr(calibrate, "calibrate", lambda *_, **__: "nodes = 1\n")
     Path("run.h5").write_bytes(recorded)
     return tmp_path

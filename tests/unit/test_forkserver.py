@@ -95,7 +95,7 @@ def test_a_rank_is_as_if_started_in_its_proxys_place(tmp_path: Path, broken: boo
 def test_a_rank_knows_who_started_its_proxy_and_has_luck_of_its_own(tmp_path: Path) -> None:
     body = "print(launcher(), random.random(), numpy.random.random())"
     with rank(tmp_path, body, count=2) as proxies:
-        said = [proxy.communicate(timeout=30)[0].split() for proxy in proxies]
+        said = [proxy.communicate(timeout=120)[0].split() for proxy in proxies]
     assert {words[0] for words in said} == {str(os.getpid())}
     assert len({number for words in said for number in words[1:]}) == 4
 

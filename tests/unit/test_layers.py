@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ RULES: dict[str, tuple[str, set[str]]] = {  # room -> rooms that it may import b
 ONLY_INSIDE_FUNCTIONS = {"argcomplete", "matplotlib", "jinja2", "pandas", "PIL", "zstandard"}
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
 def room_of(file: Path) -> str:
     place = file.relative_to(ROOT)
     if str(place) in ABOVE:
@@ -100,7 +106,7 @@ def test_only_the_module_of_devices_and_that_of_a_benchmark_know_cuda() -> None:
     knows = {
         str(file.relative_to(ROOT))
         for file in SOURCES
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(file))
         if (isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"))
         or (
             isinstance(node, ast.Compare)
@@ -112,7 +118,7 @@ def test_only_the_module_of_devices_and_that_of_a_benchmark_know_cuda() -> None:
 
 def test_protocols_and_topologies_name_nothing_of_rudra_in_a_string() -> None:
     for file in (file for file in SOURCES if file.relative_to(ROOT).parts[0] in ("protocols", "topologies")):
-        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        nodes = ast.walk(parsed(file))
         texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         assert not [text for text in texts if re.fullmatch(r"rudra(\.\w+)+(:\w+)?", text)], file
 
@@ -129,7 +135,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 def test_imports_of_a_module_stay_inside_its_room_and_those_below() -> None:
     wrong = {}
     for file in SOURCES:
-        tree, room = ast.parse(file.read_text(encoding="utf-8")), room_of(file)
+        tree, room = parsed(file), room_of(file)
         rooms, libraries = RULES[room]
         allowed = {f"rudra: {name}" for name in (room, *rooms.split())} | libraries | {room}
         foreign = imported(tree) - set(sys.stdlib_module_names) - allowed

@@ -42,6 +42,12 @@ def page(study: Path) -> str:
     return report([study], study.parent / "page.html")[0].read_text(encoding="utf-8")
 
 
+@pytest.fixture
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages have no figures, which take nearly all of their time: for tests of what else is in them."""
+    monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")
+
+
 def test_page_needs_nothing_else(page: str) -> None:
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert [link for link in links if not link.startswith(("data:", "#"))] == []
@@ -82,6 +88,7 @@ def test_simulated_time_is_called_virtual(page: str) -> None:
     assert ">training time (" not in page
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_times_by_the_defaults_are_not_measured_ones(tmp_path: Path) -> None:
     about = {"protocol": "hardsync", "n": None, "mu": 16}
     write_point(tmp_path / "a.h5", lam=2, costs="defaults", **about)
@@ -257,6 +264,7 @@ def test_equal_configurations_are_told_apart_by_file(tmp_path: Path) -> None:
     assert [run.label for run in study.runs] == ["one", "two"]
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_directories_of_sweeps_become_parts(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
@@ -303,6 +311,7 @@ def test_mistakes(
         report([tmp_path / name for name in files], tmp_path / output)
 
 
+@pytest.mark.usefixtures("_undrawn")
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "run.h5", updates=5, epochs=1, staleness=1)
     page, place = tmp_path / "page.html", tmp_path / "figures"
@@ -335,6 +344,7 @@ def test_runs_without_an_error_show_loss_metrics_and_target(tmp_path: Path) -> N
     job = rudra.Job.load("digits").with_(
         model={"name": "mlp"},
         task={"name": negative, "metrics": [hits]},
+        data={"train_limit": 400},
         training={"epochs": 6, "target": "hits >= 0.5"},
     )
     path = tmp_path / "run.h5"

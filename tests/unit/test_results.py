@@ -69,7 +69,7 @@ def child(request, tmp_path):
 
         def reap():
             process.kill()
-            process.communicate(timeout=30)
+            process.communicate(timeout=120)
 
         request.addfinalizer(reap)
         return process
@@ -81,7 +81,7 @@ def killed(writer):
     """Kills a child that has said one line."""
     assert writer.stdout.readline()
     writer.kill()
-    writer.wait(timeout=30)
+    writer.wait(timeout=120)
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -249,7 +249,7 @@ def test_another_process_reads_while_it_is_written(tmp_path, child):
     ]
     assert results.summary()["test_error"] == [0.25]
     results.close()
-    assert writer.wait(timeout=30) == 0
+    assert writer.wait(timeout=120) == 0
     with open_results(tmp_path / "run.h5") as results:
         assert not results.live
 
@@ -289,7 +289,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_file(tmp_path, child):
         assert eventually(lambda: writer.poll() is not None or len(results.updates) >= 5000)
         assert writer.poll() is None
     writer.kill()
-    writer.wait(timeout=30)
+    writer.wait(timeout=120)
     with open_results(tmp_path / "run.h5") as results:
         assert len(results.updates) >= 5000
         assert (results.updates["timestamp"] == 1).all()
@@ -361,7 +361,7 @@ def test_a_file_that_another_run_is_writing_is_not_replaced(tmp_path, child):
     with pytest.raises(ResultsError, match=r"run\.h5: another run is writing it"):
         new_writer(path, overwrite=True)
     assert process.poll() is None
-    process.communicate("", timeout=30)
+    process.communicate("", timeout=120)
     with new_writer(path, overwrite=True):
         pass
 
@@ -387,7 +387,7 @@ def test_without_swmr_the_file_is_whole_between_two_flushes(tmp_path, child):
         assert reader.stdout.readline() == "reading\n"
         writer.append("updates", rows(UPDATE, 3))
         writer.flush(force=True)  # who reads holds up nobody
-        assert reader.communicate("go\n", timeout=30)[0] == "9\n"
+        assert reader.communicate("go\n", timeout=120)[0] == "9\n"
         writer.append("updates", rows(UPDATE, 1))
         writer.finish(rows(TOTALS, pushed=5)[0], rows(LEARNER, 4, learner=range(4)), WEIGHTS, sha256(WEIGHTS))
     with open_results(path) as results:

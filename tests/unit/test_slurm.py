@@ -47,7 +47,7 @@ def test_examples_are_what_their_command_makes(example: Path, capsys: pytest.Cap
     assert main([*shlex.split(command), "--print"]) == 0
     assert capsys.readouterr().out == text
     assert example.stat().st_mode & 0o111
-    subprocess.run(["bash", "-n", example], check=True, timeout=10)
+    subprocess.run(["bash", "-n", example], check=True, timeout=120)
 
 
 def test_there_is_an_example_for_each_way() -> None:
@@ -106,7 +106,7 @@ def test_text(changes: dict[str, object], holds: list[str], lacks: list[str]) ->
     assert [part for part in holds if part not in text] == []
     assert [part for part in lacks if part in text] == []
     assert text.startswith("#!/usr/bin/env bash\n")
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=10)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_what_queues_itself_again(
     tmp_path: Path, launcher: str, code: int, env: dict[str, str], asked: str | None
 ) -> None:
     process = _start(tmp_path, launcher, f"exit {code}", env)
-    said = process.communicate(timeout=20)[1]
+    said = process.communicate(timeout=120)[1]
     word = tmp_path / "asked"
     assert (word.read_text().strip() if word.exists() else None) == asked
     assert process.returncode == (0 if asked else code)
@@ -305,7 +305,7 @@ def test_what_queues_itself_again(
 def test_lost_nodes_and_daemons(tmp_path: Path, launcher: str, code: int, state: str, lost: bool, asked: bool) -> None:
     (tmp_path / "lost").touch() if lost else None
     process = _start(tmp_path, launcher, f'echo \'"status": "{state}"\' >state; exit {code}', {})
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     assert (tmp_path / "asked").exists() == asked
     assert process.returncode == (0 if asked or state == "finished" else code or 1)
 
@@ -326,7 +326,7 @@ def test_mpirun_is_told_of_the_end(tmp_path: Path, number: int, code: int, asked
     process = _start(tmp_path, "mpirun", body, {})
     assert eventually((tmp_path / "ready").exists, 20)
     process.send_signal(number)
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     assert (tmp_path / "asked").exists() == asked
     assert process.returncode == (0 if asked else 3 if code > 2 else code)
 
@@ -339,7 +339,7 @@ def test_srun_tasks_that_are_told_end_in_order(tmp_path: Path) -> None:
     shells = [child for child in _below(process.pid) if child not in _below(process.pid, 1)]
     for pid in shells:
         os.kill(pid, signal.SIGUSR1)
-    process.communicate(timeout=20)
+    process.communicate(timeout=120)
     assert (tmp_path / "asked").read_text() == "requeue 7\n"
 
 
