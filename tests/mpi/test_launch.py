@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -69,7 +68,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[bytes], said: bytes = b"") -> tuple[int, list[str], list[int]]:
-    """Waits for the end: exit code, lines on standard error without the ranks' process ids, and those ids."""
+    """Waits for the end, less long than ranks sleep: exit code, lines on standard error, and the ids of the ranks."""
     try:
         _, rest = process.communicate(timeout=200)
     finally:
@@ -136,7 +135,7 @@ def test_an_interrupt_reaches_every_rank_and_ends_the_run(tmp_path: Path, number
 try:
     comm.Barrier()  # from here on all of them are inside
     if rank == 0: print("computing", file=sys.stderr)
-    time.sleep(60)
+    time.sleep(600)
 except KeyboardInterrupt:
     Path("out.h5").touch() if {results} and rank == 0 else None
     Path(f"stopped-{{rank}}").touch()
@@ -159,17 +158,15 @@ except KeyboardInterrupt:
 def test_a_second_interrupt_does_not_wait_for_the_ranks(tmp_path: Path) -> None:
     body = "signal.signal(signal.SIGUSR1, lambda *_: print('asked', file=sys.stderr))\ncomm.Barrier()\n"
     body += (
-        "print('computing', file=sys.stderr)\nend = time.monotonic() + 60\nwhile time.monotonic() < end: time.sleep(1)"
+        "print('computing', file=sys.stderr)\nend = time.monotonic() + 600\nwhile time.monotonic() < end: time.sleep(1)"
     )
     process = start(tmp_path, body)
     said = read_until(process, b"computing\n")
     process.send_signal(signal.SIGINT)
     said += read_until(process, b"asked\n")
-    started = time.monotonic()
     process.send_signal(signal.SIGINT)
     code, _, pids = finish(process, said)
     assert code == 1
-    assert time.monotonic() - started < 25, "they would take a minute"
     assert gone(pids)
 
 
@@ -188,7 +185,7 @@ def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
 ) -> None:
     if victim == "launcher":
         monkeypatch.delenv("RUDRA_FORK_SERVER")  # it has one of its own, which ends too
-    process = start(tmp_path, "time.sleep(60)", anew=victim == "launcher")
+    process = start(tmp_path, "time.sleep(600)", anew=victim == "launcher")
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
         said += read_until(process, b"\n")
@@ -209,7 +206,7 @@ def test_nothing_outlives_a_launcher_or_mpirun_that_is_ended_from_outside(
 
 def test_without_its_fork_server_a_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RUDRA_FORK_SERVER")
-    process = start(tmp_path, "time.sleep(60)")
+    process = start(tmp_path, "time.sleep(600)")
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
         said += read_until(process, b"\n")
@@ -250,15 +247,13 @@ def test_ranks_that_are_killed_while_mpi_starts_are_not_waited_for(
     tmp_path: Path, ranks: list[int], moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(WITHOUT_LIBFABRIC[0])  # else MPI has started before anybody sees that it starts
-    process = start(tmp_path, "time.sleep(60)", survivable=True)
+    process = start(tmp_path, "time.sleep(600)", survivable=True)
     there = eventually(lambda: len(ranks_of(process)) == len(ROLES) and MOMENTS[moment](process), every_s=0.005)
     assert there
     pids = ranks_of(process)
     for rank in ranks:
         os.kill(pids[rank], signal.SIGKILL)
-    began = time.monotonic()
     code, lines, _ = finish(process)
-    assert time.monotonic() - began < 50, "the others would take a minute"
     assert code == 1
     (line,) = lines
     if len(ranks) < len(ROLES):
@@ -272,7 +267,7 @@ def test_ranks_that_are_killed_while_mpi_starts_are_not_waited_for(
 
 
 def test_when_all_ranks_are_killed_at_once_somebody_says_so(tmp_path: Path) -> None:
-    process = start(tmp_path, "time.sleep(60)", survivable=True)
+    process = start(tmp_path, "time.sleep(600)", survivable=True)
     said = b""
     while said.count(b"pid ") < len(ROLES) or b"ready" not in said:
         said += read_until(process, b"\n")
@@ -287,13 +282,11 @@ def test_an_interrupt_before_mpi_has_started_ends_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(WITHOUT_LIBFABRIC[0])
-    process = start(tmp_path, "time.sleep(60)", survivable=True)
+    process = start(tmp_path, "time.sleep(600)", survivable=True)
     assert eventually(lambda: ranks_of(process), every_s=0.005)
     pids = below(process.pid)
     process.send_signal(signal.SIGINT)
-    began = time.monotonic()
     assert finish(process)[:2] == (1, ["rudra: demo: interrupted; it had no results yet"])
-    assert time.monotonic() - began < 50
     assert gone(pids)
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ def job_file(directory: Path, model: str, data: str, learners: int = 3, more: st
 
 def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
-    started = time.monotonic()
     process = start("run", job_file(tmp_path, "raising", "endless"), "--output", str(output))
     returned, _, err = finish(process)
     assert returned == 1, err
@@ -54,7 +52,6 @@ def test_a_failing_rank_ends_the_run_with_one_line_and_keeps_results(tmp_path: P
     assert err.count("Traceback") == 1
     assert "MPI_ABORT" not in err
     assert "prterun" not in err
-    assert time.monotonic() - started < 300
     with rudra.open_results(output) as results:
         assert results.status == "failed"
         assert len(results.updates) >= 10
@@ -91,10 +88,8 @@ def test_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
     process = start("run", job, "--output", str(output))
     wait_for_updates(process, output, 21)
     process.send_signal(signal.SIGINT)
-    stopped = time.monotonic()
     returned, _, err = finish(process)
     assert returned == 3, err
-    assert time.monotonic() - stopped < 200
     assert [line for line in err.splitlines() if line.startswith("rudra:")] == [
         f"rudra: job: stopped; to resume from its last checkpoint: rudra resume {output}"
     ]

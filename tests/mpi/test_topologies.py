@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +204,7 @@ def test_a_thread_that_fails_ends_the_run_with_one_line(tmp_path: Path) -> None:
         assert len(results.updates) > 10
 
 
-def test_a_replica_that_owns_the_weights_ends_the_run_within_seconds_when_it_is_killed(tmp_path: Path) -> None:
+def test_a_replica_that_owns_the_weights_and_is_killed_ends_the_run_before_a_stall(tmp_path: Path) -> None:
     output = tmp_path / "out.h5"
     process = start("run", job_file(tmp_path, "groups", "groups = 1"), "--output", str(output))
     pids: dict[int, int] = {}
@@ -213,11 +212,10 @@ def test_a_replica_that_owns_the_weights_ends_the_run_within_seconds_when_it_is_
         wait_for_updates(process, output, 21)
         pids = ranks_of(process)
         os.kill(pids[1], signal.SIGKILL)
-        killed = time.monotonic()
     finally:
         returned, _, err = finish(process)
-    assert time.monotonic() - killed < 55, "before anybody warns of a stall"
     assert returned == 1, err
+    assert " has waited " not in err, "the death is noticed before anybody warns of a stall"
     lines = ours(err)
     who = "learner 0 (rank 1) died, and the run cannot continue without it"
     assert lines == [f"rudra: statistics server (rank 0): {who}"], err
