@@ -30,12 +30,12 @@ SHORTER = {
         "epochs=5": "epochs=2",
         "rudra calibrate job.toml ": "rudra calibrate job.toml --seconds 0.05 --sizes 16 -o costs.toml ",
     },
-    "own-rules.md": {"sweep delays.toml": "sweep delays.toml --quick --set training.epochs=1"},
+    "own-rules.md": {"sweep delays.toml": "sweep delays.toml --quick --set training.epochs=1 --workers 1"},
     "own-model.md": {"stop_at_target = true": 'stop_at_target = true\nevaluate = "always"'},
     "tutorial.md": {"epochs = 10": 'epochs = 5\nevaluate = "always"', "epochs=15": "epochs=6"},
     "compare.md": {
         "epochs = 10": 'epochs = 5\nevaluate = "always"',
-        "=0.005,0.02,0.08,0.2 --output": "=0.02,0.2 --set training.epochs=2 --output",
+        "=0.005,0.02,0.08,0.2 --output": "=0.02,0.2 --set training.epochs=2 --workers 1 --output",
     },
     "from-pytorch.md": {
         "= 12, ": "= 2, ",
