@@ -63,7 +63,9 @@ def job(tmp_path: Path) -> Path:
 
 
 def command(job: Path, protocols: str, budget: str, *more: str) -> list[str]:
+    """A search of few rates and one momentum, because each probe may start its ranks."""
     fixed = ["--set", "topology.name=base", "--set", "training.minibatch_size=8"]
+    fixed += ["--space", "optimizer.learning_rate=0.16,0.5", "--space", "optimizer.momentum=0.9"]
     goal = ["--target", "loss <= 0.4", "--space", f"protocol.name={protocols}", "--budget", budget]
     return ["tune", str(job), *goal, *fixed, "-o", str(job.parent / "out"), *more]
 

@@ -14,6 +14,9 @@ from tests.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCAL = ROOT / "slurm" / "local-slurm"
+ASKED_S = 1.0
+"""Time between two questions to SLURM, each of which starts a process."""
+
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY"}
 
 # A learner that takes its time without taking a core: how long a run lasts does not depend on the machine.
@@ -113,8 +116,8 @@ class Batch:
         """Of a job array."""
         return Batch(self.cluster, self.directory, f"{self.number}_{index}")
 
-    def wait(self, what: str, until: Callable[[], bool], within_s: float = 240) -> None:
-        if not eventually(until, within_s, every_s=0.2):
+    def wait(self, what: str, until: Callable[[], bool], within_s: float = 240, *, every_s: float = 0.2) -> None:
+        if not eventually(until, within_s, every_s=every_s):
             said = f"job {self.number} is {self.field('JobState')} ({self.field('Reason')})"
             self.cluster.run("scancel", self.number)
             pytest.fail(f"not within {within_s:.0f} s: {what}; {said}, its log: {self.log[-3000:]}")
@@ -125,11 +128,11 @@ class Batch:
 
     def wait_for_restart(self, within_s: float = 240) -> None:
         """Until it is in the queue again."""
-        self.wait("a restart", lambda: self.field("Restarts") == "1", within_s)
+        self.wait("a restart", lambda: self.field("Restarts") == "1", within_s, every_s=ASKED_S)
 
     def wait_for_end(self, within_s: float = 420) -> str:
         """Until it has ended for good; returns how."""
-        self.wait("the end", lambda: self.field("JobState") in ENDED, within_s)
+        self.wait("the end", lambda: self.field("JobState") in ENDED, within_s, every_s=ASKED_S)
         return self.field("JobState")
 
     def completes(self) -> None:
