@@ -102,13 +102,19 @@ def step_s(seconds: float, average_s: float, early: EarlyTimes | None) -> float:
 
 
 def early_times(
-    times: ForwardTimes, parts: Sequence[slice], arrived_s: Sequence[float], copies: float, update_s: float = 0.0
+    times: ForwardTimes,
+    parts: Sequence[slice],
+    arrived_s: Sequence[float],
+    copies: float,
+    update_s: float = 0.0,
+    *,
+    seconds: float = 0.0,
 ) -> EarlyTimes | None:
     """Returns the times of a pass after an average that arrives in parts. None: it begins after the last arrival.
 
-    As in runs, it begins when the first parameters are there, if the parts under way need longer than the copies of
-    weights and optimiser state. The pass waits for each part that it needs. While it waits, it updates weights by other
-    parts.
+    As in runs, it begins when the first parameters are there, if a learner waits for averages for longer than it
+    computes, and the parts under way need longer than the copies of weights and optimiser state. The pass waits for
+    each part that it needs. While it waits, it updates weights by other parts.
 
     Args:
         times: Times in the pass.
@@ -116,8 +122,11 @@ def early_times(
         arrived_s: Arrival of each part, in seconds after the end of the backward pass.
         copies: Number of vectors that are copied (`rudra.core.buckets.copied`).
         update_s: Time of the update by all parts.
+        seconds: Time of a gradient.
     """
     size, last_s = sum(part.stop - part.start for part in parts), max(arrived_s)
+    if last_s < seconds:
+        return None
     first = min(range(len(parts)), key=lambda number: parts[number].start)
     begins_s = arrived_s[first]
     if (last_s - begins_s) * COPIED_BYTES_S <= 4 * size * copies:

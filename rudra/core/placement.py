@@ -335,7 +335,8 @@ def allreduce_s(
         return seconds + after_s(_leads(layers, buckets), ring_s, backward_s)
     backward = BackwardPass.of_layers(layers)
     arrived_s = arrivals_s(parts, [-backward.left(part) * backward_s for part in parts], ring_s)
-    return step_s(seconds, max(arrived_s), early_times(ForwardTimes.of_layers(layers), parts, arrived_s, copies))
+    early = early_times(ForwardTimes.of_layers(layers), parts, arrived_s, copies, seconds=seconds)
+    return step_s(seconds, max(arrived_s), early)
 
 
 def choose(

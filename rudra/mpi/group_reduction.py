@@ -10,10 +10,12 @@ all results are bitwise identical. If the MPI library adds, all ranks must call 
 """
 
 import threading
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from statistics import median
 
 import torch
 from mpi4py import MPI
@@ -32,6 +34,34 @@ from rudra.mpi.doorbell import Doorbell
 from rudra.mpi.reduction import PartReduction
 from topologies import Plan
 
+MEASURED_STEPS = 5
+"""Number of first steps that decide whether passes begin early. This costs copies, and another thread must notice what
+arrives. So steps took longer with it where computation takes longer than the network."""
+
+
+class WaitShare:
+    """Share of a learner's time in which it waits for averages, in its first steps."""
+
+    def __init__(self) -> None:
+        self._shares: list[float] = []
+        self._begun = self._ended = 0.0
+
+    def begin(self, now: float) -> None:
+        """Notes that a wait begins."""
+        self._begun = now
+
+    def end(self, now: float) -> bool:
+        """Notes that the wait has ended, and returns whether enough is known. The first step does not count."""
+        if self._ended:
+            self._shares.append((now - self._begun) / (now - self._ended))
+        self._ended = now
+        return len(self._shares) == MEASURED_STEPS
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the learner usually waits for longer than it computes."""
+        return median(self._shares) > 0.5
+
 
 class GroupReduction:
     """One rank's part in the reductions of a group that has one or more members on this rank.
@@ -45,11 +75,13 @@ class GroupReduction:
         ring: wakes up the other members' ranks if they sleep.
         library, arena, sums: arguments of `PartReduction`.
         to_all: whether all members need the result of gradients that come in buckets.
-        early: whether the next forward pass may begin while parts are under way. Then the parts of the first layers
-            have priority, and only `ABREAST` parts travel at a time.
+        early: whether the next forward pass may begin while parts are under way.
 
     Attributes:
         roles: members on this rank, in group_rank order.
+        early: whether the next forward pass may begin while parts are under way, and the first reductions have shown
+            that they take longer than everything else. Then the parts of the first layers have priority, and only
+            `ABREAST` parts travel at a time.
     """
 
     def __init__(
@@ -89,7 +121,8 @@ class GroupReduction:
             self._thread.submit(arithmetic_of_thread())
         its = self._division
         far = bool(its.far) or len(its.sums) > 1
-        self.early = early and to_all and far and library is None and len(self.roles) == 1 and self._thread is not None
+        may = early and to_all and far and library is None and len(self.roles) == 1 and self._thread is not None
+        self.early, self._waits = False, WaitShare() if may else None
         self._kept = kept(len(parts))  # numbers of the parts that wait for others if passes begin early
         self._held: set[int] = set()  # numbers of the parts that are final, and wait for others if passes begin early
         self._complete: set[int] = set()  # numbers of the parts that are complete in this reduction
@@ -223,6 +256,8 @@ class GroupReduction:
     def _begin(self, role: int, action: Reduce, executor: Executor) -> None:
         if self._failed:
             return
+        if self._waits is not None:
+            self._waits.begin(time.perf_counter())
         buffer = executor.buffer(action.buffer)
         early, expected = self._early.pop(role, (action, buffer))
         assert expected is buffer
@@ -246,6 +281,8 @@ class GroupReduction:
             self._advance()
         if self._active or len(self._begun) < len(self.roles):
             return None
+        if self._waits is not None and self._waits.end(time.perf_counter()):
+            self.early, self._waits = self._waits.is_large, None
         contributions = [self._begun[role] for role in self.roles]
         action, buffers, last = contributions[0][0], [buffer for *_, buffer in contributions], self._parts[-1]
         if self._division.near:

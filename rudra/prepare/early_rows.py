@@ -41,4 +41,5 @@ def left_out(
     sent = (len(group) - 1) / len(group) * 4 * size  # in each of two phases
     transfer_s = 2 * (attributes["network_latency_s"] + sent / attributes["network_bytes_per_s"])
     # If the transfer is too short, passes begin after it, as in the run.
-    return 0.0 if early_times(forward, buckets, arrivals_s(buckets, final_s, transfer_s), copies) is None else share
+    arrived_s = arrivals_s(buckets, final_s, transfer_s)
+    return 0.0 if early_times(forward, buckets, arrived_s, copies, seconds=whole_s) is None else share

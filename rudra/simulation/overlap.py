@@ -62,7 +62,8 @@ class Overlap:
         if len(parts) < 2 or not may_pass_early(job, plan, members):
             return after_s(self._pass.leads(parts), transfer_s, backward_s), None
         arrived_s = arrivals_s(parts, [-self._pass.left(part) * backward_s for part in parts], transfer_s)
-        return max(arrived_s), early_times(self._next, parts, arrived_s, _copies(job), update_s)
+        seconds = backward_s / self.share if self.share else 0.0
+        return max(arrived_s), early_times(self._next, parts, arrived_s, _copies(job), update_s, seconds=seconds)
 
     def of_pushes(self, node: Sequence[int], owner: int) -> tuple[tuple[int, ...], Leads]:
         """Returns the learners that push to a role in buckets, and the moments when more of a gradient may be sent.

@@ -400,12 +400,26 @@ def train_on_slow_network(comm: Any, directory: Path, jobs: dict[str, tuple[list
     return dict(zip(jobs, chosen, strict=True))
 
 
+class _Waits:
+    """Share of waiting that is large after the first step."""
+
+    is_large = True
+
+    def begin(self, now: float) -> None:
+        pass
+
+    def end(self, now: float) -> bool:
+        return True
+
+
 def train_early_on_nodes(comm: Any, directory: Path, jobs: dict[str, tuple[list[int], Any]]) -> dict[str, Any]:
     """As `train_on_nodes`; also the number of forward passes of this rank that began early, for each file."""
     from rudra.compute.arrivals import Arrivals
     from rudra.compute.gradients import GradientSource
+    from rudra.mpi import group_reduction
 
     Arrivals.worthwhile = lambda *about: True  # however soon these small gradients arrive
+    group_reduction.WaitShare = _Waits
     return _counted(comm, directory, jobs, GradientSource, "gradient_of")
 
 

@@ -27,6 +27,7 @@ from rudra.core.records import Gradient
 from rudra.core.work import Work
 from rudra.data.load import load
 from rudra.job.tables import OptimizerTable
+from rudra.mpi.group_reduction import MEASURED_STEPS, WaitShare
 
 SAMPLES, FEATURES, CLASSES = 64, 12, 5
 TABLES: dict[str, dict[str, Any]] = {
@@ -321,3 +322,18 @@ def test_a_pass_begins_early_if_the_other_parts_need_longer_than_it_costs(
     arrivals.add(0)
     arrivals.add(5)
     assert arrivals.worthwhile(copies, tensors) == worthwhile
+
+
+@pytest.mark.parametrize(
+    ("waits_s", "large"),
+    [([9.0, 1.2, 1.3, 0.1, 1.1, 1.4], True), ([9.0, 1.2, 0.7, 0.8, 0.9, 9.0], False)],
+    ids=["longer than a second of computation in most steps", "only in some"],
+)
+def test_a_learner_waits_for_long_if_most_steps_after_the_first_do(waits_s: list[float], large: bool) -> None:
+    waits, now, enough = WaitShare(), 100.0, []
+    for wait_s in waits_s:
+        waits.begin(now + 1.0)
+        now += 1.0 + wait_s
+        enough.append(waits.end(now))
+    assert enough == [False] * MEASURED_STEPS + [True]
+    assert waits.is_large is large

@@ -29,7 +29,7 @@ from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, WEIGHTS
 from rudra.core.messages import GroupFlags
 from rudra.core.records import Gradient
 from rudra.job.tables import OptimizerTable
-from rudra.mpi.group_reduction import GroupReduction
+from rudra.mpi.group_reduction import GroupReduction, WaitShare
 
 RANKS, STEPS, PARAMETERS, SIZE, BUCKET = 4, 3, 150, 166, 48
 SAMPLES = (4, 4, 7, 4, 5)  # of the members
@@ -41,6 +41,8 @@ pytestmark = pytest.mark.usefixtures("_mpi")
 def _mpi(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mpi(monkeypatch, which_are_over, Group=Group)
     monkeypatch.setattr("rudra.mpi.group_reduction.MPI", SimpleNamespace(Query_thread=lambda: 0, THREAD_MULTIPLE=3))
+    monkeypatch.setattr("rudra.mpi.group_reduction.MEASURED_STEPS", 1)
+    monkeypatch.setattr(WaitShare, "is_large", True)
 
 
 def gradient_of(role: int, step: int) -> torch.Tensor:
