@@ -173,7 +173,7 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
         advice = "base works; push and pull threads need an MPI library built with MPI_THREAD_MULTIPLE"
         yield Finding("mpi threads", "warn", f"only MPI_THREAD_{threads.upper()} is granted", advice)
     told = {
-        True: "yes: cluster.gpu_aware_mpi can be set",
+        True: "yes: cluster.transport = 'mpi' can be set",
         False: "no; GPU tensors travel through main memory",
         None: "unknown, the library does not report it; GPU tensors travel through main memory",
     }

@@ -41,6 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from rudra.core.work import portion
     from rudra.job.changes import active_text
     from rudra.job.table import named
+    from rudra.job.transports import transport_text
     from rudra.prepare.resolve import resolve
     from rudra.report.topology import message, roles
     from rudra.results.identity import tables_of
@@ -92,6 +93,8 @@ def execute(arguments: argparse.Namespace) -> int:
         lines["shares"] = f"{min(counts)} to {max(counts)} samples of a batch"
     if text := refusal(job, plan):
         lines["buckets"] = text
+    if text := transport_text(job, plan, plan.nodes(near=True)):
+        lines["transport"] = text
     for place, hook in enumerate(job.hooks):
         role = plan.roles[hook.roles(plan)[0]].name if hook.role is None else hook.role
         often = f"each {hook.at}" if hook.every == 1 else f"every {hook.every} {hook.at}s"

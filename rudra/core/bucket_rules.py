@@ -53,7 +53,7 @@ def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
     order, the last layers first. The executor decides the rest: task, layers and hooks must allow it.
     """
     cluster = job.cluster
-    in_parts = not at_once_because(job) and not job.data.sparse and not cluster.gpu_aware_mpi and plan.stage is None
+    in_parts = not at_once_because(job) and not job.data.sparse and cluster.transport != "mpi" and plan.stage is None
     optimizer, whole = job.optimizer, job.protocol.correction is not None
     rule = optimizer.name in OPTIMIZERS and optimizer.clip_norm is None and not whole
     alone = len({plan.roles[i].node for i in members}) == len(members)
@@ -79,7 +79,7 @@ def whole_because(job: Job) -> str:
         return "data.sparse = true pushes rows"
     if job.cluster.gradient_format != "float32":
         return f"cluster.gradient_format = {job.cluster.gradient_format!r} converts whole gradients"
-    return at_once_because(job) or ("MPI reads them on the GPU" if job.cluster.gpu_aware_mpi else "")
+    return at_once_because(job) or ("MPI reads them on the GPU" if job.cluster.transport == "mpi" else "")
 
 
 def group_parts(
@@ -148,7 +148,7 @@ def weights_whole_because(job: Job, plan: Plan) -> str:
         return f"training.microbatches = {training.microbatches} reads all of them several times"
     if training.precision == "float16":
         return "training.precision = 'float16' may repeat a pass"
-    if job.cluster.accelerated or job.cluster.gpu_aware_mpi:
+    if job.cluster.accelerated:
         return "they are copied to the GPU as a whole"
     return ""
 

@@ -24,6 +24,7 @@ class Renamed(NamedTuple):
 RENAMED = (
     Renamed("faults", "fault_tolerance"),
     Renamed("cluster.wire", "cluster.gradient_format"),
+    Renamed("cluster.gpu_aware_mpi", "cluster.transport", {False: "auto", True: "mpi"}),
     Renamed("optimizer.factor", "optimizer.decay_factor"),
     Renamed("fault_tolerance.stall_warning", "fault_tolerance.stall_warning_s"),
     Renamed("fault_tolerance.stall_limit", "fault_tolerance.stall_limit_s"),
@@ -87,7 +88,7 @@ def translated(job: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, Mapping):
                 there[new] = {**value, **_table_in(there, new)}
             else:
-                there[new] = each.values.get(value, value) if value is None or isinstance(value, str) else value
+                there[new] = each.values.get(value, value) if value is None or isinstance(value, str | bool) else value
     if isinstance(data := found.get("data"), dict) and isinstance(source := data.get("name"), str):
         found["data"] = {**data, "name": DATA.get(source, source)}
     if isinstance(hooks := found.get("hooks"), list):

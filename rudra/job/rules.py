@@ -21,6 +21,7 @@ from rudra.job.fields import JobFields
 from rudra.job.simulation import PER_BYTE
 from rudra.job.table import named
 from rudra.job.tables import OPTIMIZERS, WITH_MOMENTUM, ArgumentsTable
+from rudra.job.transports import IN_MAIN_MEMORY, refused_because
 from topologies.kinds import KINDS, TREE_SERVER
 
 
@@ -626,11 +627,18 @@ _SHARED = "[hogbatch] weights = 'shared' is not supported with"
 
 
 @part_rule
-def gpu_aware_mpi(part: JobPart) -> Iterator[str]:
-    float16 = part.job.cluster.gradient_format == "float16"
-    if part.job.cluster.gpu_aware_mpi and (part.plan.groups or float16):
-        what = "compute groups" if part.plan.groups else "gradient_format = 'float16'"
-        yield f"[cluster] gpu_aware_mpi = true is not supported with {what}; use gpu_aware_mpi = false"
+def transport(part: JobPart) -> Iterator[str]:
+    """Checks whether a transport suits the job. The nodes of the ranks are known only later."""
+    table = part.job.cluster
+    if table.transport == "auto":
+        return
+    line = f"[cluster] transport = '{table.transport}'"
+    if table.device == "cpu":
+        yield f"{line} is for GPUs, and [cluster] device = 'cpu'; use transport = 'auto'"
+    if part.plan.local:
+        yield f"{line} is not supported with one rank; use transport = 'auto', or one_rank = false"
+    if table.transport != "staged" and (feature := refused_because(part.job, part.plan, table.transport)):
+        yield f"{line} is not supported with {feature}; {IN_MAIN_MEMORY}"
 
 
 @part_rule
@@ -643,8 +651,6 @@ def weights_in_parts(part: JobPart) -> Iterator[str]:
         yield f"{on} [optimizer] clip_norm; remove clip_norm, or use topology base"
     if job.cluster.gradient_format != "float32":
         yield f"{on} [cluster] gradient_format = 'float16'; use 'float32', or topology base"
-    if job.cluster.gpu_aware_mpi:
-        yield f"{on} [cluster] gpu_aware_mpi = true; use gpu_aware_mpi = false"
     if job.simulation.batching == "big-batch":
         yield f"{on} [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
 

@@ -70,7 +70,7 @@ def facts_of_ranks(comm: MPI.Comm, cluster: ClusterTable) -> list[RankFacts]:
         socket.gethostname(),
         cores(),
         devices.here(cluster.device),
-        gpu_aware=cluster.gpu_aware_mpi and bool(gpu_aware()),
+        gpu_aware=cluster.transport == "mpi" and bool(gpu_aware()),
         threaded=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
     )
     return [RankFacts(*facts) for facts in comm.allgather(tuple(mine))]

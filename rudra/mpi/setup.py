@@ -29,6 +29,7 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
 from rudra.errors import ConfigError
+from rudra.job.transports import transport_of
 from rudra.log import log
 from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
@@ -72,6 +73,7 @@ class RankSetup:
         arena: shared memory that holds the executors' buffers and that neighbours read.
         files: files of the run.
         places: node of every rank.
+        transport: transport of all pairs of ranks that compute on GPUs. None: there are none.
         auto: number of elements of a bucket that the ranks chose. 0: none.
         pulls: whether MPI and the model let a forward pass begin before all its weights are there.
     """
@@ -97,6 +99,7 @@ class RankSetup:
         # Speed between nodes if it is needed, and whether forward passes after averages may begin early.
         self._network: tuple[NetworkSpeed | None, float] = None, 0.0
         self._ranks, self._start, self._device = ranks, start, device
+        self.transport = transport_of(self.job, self.plan, [places[role.world_rank] for role in self.plan.roles])
 
     @property
     def keeps_results(self) -> bool:
@@ -159,7 +162,7 @@ class RankSetup:
 
     def _try(self) -> None:
         """Prepares the learners for measuring their speed."""
-        self._trial = Trial(self.job, self.plan, self.roles, self._data.data, self._device)
+        self._trial = Trial(self.job, self.plan, self.roles, self._data.data, self._device, self.transport)
 
     def _time(self) -> None:
         """Measures the speed while all learners compute at the same time."""
@@ -195,7 +198,7 @@ class RankSetup:
             data,
             prefetch=not in_memory(data.training),
             device=self._device,
-            placing=placement.placing(self._device, self.plan, gpu_aware_mpi=self.job.cluster.gpu_aware_mpi),
+            placing=placement.placing(self._device, self.plan, transport=self.transport),
             first_weights=final_weights,
             memory=self.arena.allocate if self._near else None,
         )
@@ -266,16 +269,19 @@ class RankSetup:
     def _meet_neighbours(self) -> None:
         """Maps the buffers of other ranks of this node, and lets them map this rank's buffers."""
         reads_gpus = any(executor.direct for executor in self.executors.values())
-        if self._near and not self._node.allreduce(reads_gpus, MPI.MAX):
+        near = self._node.Split(MPI.UNDEFINED if reads_gpus else 0, self._node.rank)  # others get messages
+        if self._near and near != MPI.COMM_NULL:
             rooms = sum(
                 (executor.largest * 6 + executor.tail + 2 * mmap.ALLOCATIONGRANULARITY) * self._most_buffers(role)
                 for role, executor in self.executors.items()
             )
-            failure = self.arena.meet(self._node, self._ranks.comm.rank, rooms)
-            if failure and self._node.rank == 0:
+            failure = self.arena.meet(near, self._ranks.comm.rank, rooms)
+            if failure and near.rank == 0:
                 host = f"node memory is not available on {socket.gethostname()}"
                 log.warning(f"{host} ({failure}): its ranks exchange messages instead, which is slower")
-        self._node.Free()
+        for comm in (near, self._node):
+            if comm != MPI.COMM_NULL:
+                comm.Free()
 
     def _most_buffers(self, role: int) -> int:
         """Returns the largest number of buffers of a role at a time.
@@ -318,6 +324,7 @@ class RankSetup:
         network, copies = self._network
         facts = about_buckets(network, self.auto, copies=copies or LEAST_COPIED * self.pulls)
         models = {*self._ranks.comm.allgather(devices.kind_of(self._device).model(self._device))}
+        facts["transport"] = self.transport or ""
         facts["device_model"] = "; ".join(sorted(models - {""}))  # servers compute in main memory
         self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, facts, progress)
 

@@ -18,6 +18,7 @@ from rudra.core.actions import Compute
 from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.data.load import Data, in_memory
 from rudra.job.job import Job
+from rudra.job.transports import Transport
 from topologies import Plan
 
 SPAN_S = 0.5
@@ -36,6 +37,7 @@ class Trial:
         roles: ids of the rank's roles.
         data: data that the learners need.
         device: device for their computations.
+        transport: transport of all pairs of ranks that compute on GPUs.
 
     Attributes:
         round_s: seconds for the second mini-batch of all learners here together. The first one warms up.
@@ -45,7 +47,15 @@ class Trial:
         ConfigError: as in `make_executors`. Exceptions of the user's own code are not caught.
     """
 
-    def __init__(self, job: Job, plan: Plan, roles: Sequence[int], data: Data | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        roles: Sequence[int],
+        data: Data | None,
+        device: torch.device,
+        transport: Transport | None,
+    ) -> None:
         learners = tuple(role for role in roles if plan.traits(role).trains)
         self.seconds: dict[int, float] = {}
         self.round_s = 0.0
@@ -60,7 +70,7 @@ class Trial:
             data,
             prefetch=not in_memory(data.training),
             device=device,
-            placing=placement.placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
+            placing=placement.placing(device, plan, transport=transport),
         )
         for role, executor in made.items():
             assert isinstance(executor, LearnerExecutor)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
+from rudra.job.transports import IN_MAIN_MEMORY
 from rudra.prepare.cut import choose_cut
 from rudra.prepare.nodes import nodes_of
 from rudra.prepare.start import Decided
@@ -94,7 +95,7 @@ def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
 
     Raises:
         TopologyError: The topology does not fit this number of ranks, or needs an MPI feature that the ranks lack.
-        ConfigError: The protocol does not work on the plan.
+        ConfigError: The protocol does not work on the plan, or the transport between nodes.
     """
     by_rule, job = job.placement.by_rule, job.with_(**decided)
     places = [rank.node for rank in ranks]
@@ -112,6 +113,8 @@ def fit(job: Job, decided: Decided, ranks: Sequence[RankFacts]) -> ResolvedJob:
             f"[topology] name = '{topology.name}' is not supported without MPI_THREAD_MULTIPLE, which this MPI library "
             "does not grant; use topology adv, or another MPI library"
         )
+    if job.cluster.transport == "ipc" and len({places[role.world_rank] for role in plan.roles}) > 1:
+        raise ConfigError(f"[cluster] transport = 'ipc' is not supported between nodes; {IN_MAIN_MEMORY}")
     job = job.resolved(
         learners=len(plan.learners), threads_per_rank=job.cluster.threads_per_rank or _share(plan, ranks)
     )
@@ -153,13 +156,24 @@ def choose_devices(
         job.hogbatch.learners_on_cpu(plan),
     )
     kind = placement.agreed(job.cluster.device, plan, gpus, hosts, on_cpu)
-    if job.cluster.gpu_aware_mpi and kind != "cpu" and not all(rank.gpu_aware for rank in ranks):
-        other = [rank.gpu_aware for rank in ranks].index(False)
-        who = f"the MPI library of rank {other} on {hosts[other]}, which reports no GPU support"
-        raise ConfigError(f"[cluster] gpu_aware_mpi = true is not supported by {who}; use gpu_aware_mpi = false")
+    _check_transport(job, plan, kind, ranks)
     places = [rank.node for rank in ranks]
+    resolved = ResolvedJob(job.with_(cluster={"device": kind}), plan)
     device = placement.of_rank(kind, number, plan, places, gpus[number], on_cpu)
-    return ResolvedJob(job.with_(cluster={"device": kind}), plan), device
+    return resolved, device
+
+
+def _check_transport(job: Job, plan: Plan, kind: str, ranks: Sequence[RankFacts]) -> None:
+    """Raises ConfigError if the job names a transport that these ranks cannot use."""
+    if (transport := job.cluster.transport) == "auto":
+        return
+    line = f"[cluster] transport = '{transport}'"
+    if kind == "cpu":
+        raise ConfigError(f"{line} is for GPUs, but a learner has none; use transport = 'auto'")
+    if transport == "mpi" and not all(rank.gpu_aware for rank in ranks):
+        other = [rank.gpu_aware for rank in ranks].index(False)
+        who = f"the MPI library of rank {other} on {ranks[other].host}, which reports no GPU support"
+        raise ConfigError(f"{line} is not supported by {who}; {IN_MAIN_MEMORY}")
 
 
 def resolve_virtual(job: Job, *, device: str | None = None, cores: int = 1) -> ResolvedJob:
@@ -174,7 +188,7 @@ def resolve_virtual(job: Job, *, device: str | None = None, cores: int = 1) -> R
         RudraError: The job does not allow these values or does not work on its nodes, or its model cannot be cut.
         ValueError: Options of the topology do not fit these learners.
     """
-    job = job.resolved(cores=cores)
+    job = job.with_(cluster={"transport": "auto"}).resolved(cores=cores)  # virtual time has no ranks
     if job.placement.by_rule:
         job = job.with_(placement={"cut": choose_cut(job)})
     if device is not None:

@@ -12,6 +12,7 @@ from rudra.errors import ConfigError, ResultsError, TopologyError
 from rudra.job.job import Job
 from rudra.job.table import checked
 from rudra.job.tables import HogbatchTable
+from rudra.job.transports import pairs_text, transport_text
 from rudra.machine import cores
 from rudra.prepare import cost_files
 from rudra.prepare.cut import with_cut
@@ -41,6 +42,7 @@ class Cast:
         idle: world ranks without a role.
         node_memory: whether ranks of a node read each other's memory, if the job decides that. None: unknown.
         gradients: format of the gradients, if it is worth mentioning.
+        transport: how tensors travel between ranks that compute on GPUs. Empty: there are none.
     """
 
     topology: str
@@ -52,6 +54,7 @@ class Cast:
     idle: tuple[int, ...] = ()
     node_memory: bool | None = None
     gradients: str = ""
+    transport: str = ""
 
 
 def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cast:
@@ -75,8 +78,9 @@ def of_job(job: Job, ranks: int | None = None, sizes: Sequence[int] = ()) -> Cas
             job, plan = fit(job, decided, [RankFacts(node, "", cores()) for node in places])
             idle = set(range(len(places))) - {role.world_rank for role in plan.roles}
             nodes = tuple(places[role.world_rank] for role in plan.roles)
-            form = form_of_gradients(job, plan, nodes)
-            return replace(_cast(job, plan, near=True), nodes=nodes, idle=tuple(sorted(idle)), gradients=form)
+            form, transport = form_of_gradients(job, plan, nodes), transport_text(job, plan, nodes)
+            found = replace(_cast(job, plan, near=True), nodes=nodes, idle=tuple(sorted(idle)))
+            return replace(found, gradients=form, transport=transport)
         simulated = job.simulation.nodes is not None or job.simulation.costs is not None
         if simulated:
             job, plan = resolve_virtual(cost_files.load(job), cores=cores())
@@ -96,8 +100,9 @@ def _cast(job: Job, plan: Plan, *, near: bool) -> Cast:
         label += f" ({protocol.text})"
     name = _with_options(job.make_topology().name, job.topology.options)
     nodes, shared = plan.nodes(near=near), job.cluster.node_memory
-    form = form_of_gradients(job, plan, nodes)
-    return Cast(name, label, plan, nodes, protocol.gradients_per_update, node_memory=shared, gradients=form)
+    form, transport = form_of_gradients(job, plan, nodes), transport_text(job, plan, nodes)
+    about = name, label, plan, nodes, protocol.gradients_per_update
+    return Cast(*about, node_memory=shared, gradients=form, transport=transport)
 
 
 def of_results(results: Results) -> Cast | None:
@@ -120,7 +125,9 @@ def of_results(results: Results) -> Cast | None:
         hosts = {node: names[role.world_rank] for role, node in zip(plan.roles, nodes, strict=True)}
     idle = tuple(sorted(set(range(len(names))) - used)) if hosts else ()
     shared = job.get("cluster", {}).get("node_memory") if real else None
-    return Cast(name, label, plan, nodes, about["gradients_per_update"], hosts, idle, shared)
+    transport = about.get("transport") or None
+    text = "" if transport is None else pairs_text(transport, nodes, node_memory=bool(shared))
+    return Cast(name, label, plan, nodes, about["gradients_per_update"], hosts, idle, shared, transport=text)
 
 
 def of_file(path: Path) -> Cast:
@@ -160,6 +167,7 @@ def as_text(cast: Cast, *, everything: bool = False) -> str:
         parts += [head, *(f"  {name:{width}}  {rest}".rstrip() for name, rest in tree), ""]
     parts += ["nodes:", *_placement(cast, everything=everything), "", *summary(plan, cast.per_update)]
     parts += [f"gradients: {cast.gradients}"] if cast.gradients else []
+    parts += [f"transport: {cast.transport}"] if cast.transport else []
     parts += [f"shared memory: {shared}"] if (shared := sharing(cast)) else []
     return "\n".join(parts)
 

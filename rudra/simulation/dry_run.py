@@ -126,7 +126,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
     Raises:
         RudraError: The job has a mistake that a run would find. Exceptions of the user's own code are passed on.
     """
-    job = job.with_(cluster={"device": "cpu", "gpu_aware_mpi": False}, simulation={"batching": "none"})
+    job = job.with_(cluster={"device": "cpu", "transport": "auto"}, simulation={"batching": "none"})
     taking = dict.fromkeys((*plan.owners, plan.statistics, plan.learners[0]))
     for hook in job.hooks:
         taking |= dict.fromkeys(hook.roles(plan)[:1])

@@ -215,7 +215,7 @@ def _repeat(
     loaded = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
     _check_data(record, loaded)
     info = loaded.info
-    on_ranks = record.attributes["driver"] == "mpi"
+    on_ranks, ran_by = record.attributes["driver"] == "mpi", record.attributes.get("transport")
     executors = make_executors(
         job,
         plan,
@@ -223,7 +223,7 @@ def _repeat(
         loaded,
         prefetch=False,
         device=device,
-        placing=placement.placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi) if on_ranks else "device",
+        placing=placement.placing(device, plan, transport=ran_by) if on_ranks else "device",
         first_weights=final_weights,
     )
     for executor in executors.values():

@@ -288,7 +288,7 @@ def measure_alone(job: Job, sizes: Sequence[int]) -> Alone:
                 loaded,
                 prefetch=False,
                 device=device,
-                placing=placing(device, plan, gpu_aware_mpi=job.cluster.gpu_aware_mpi),
+                placing=placing(device, plan, transport=None),
                 rows=False,  # the cost file describes whole vectors
             )
             weights = made[plan.server].buffer(WEIGHTS).vector

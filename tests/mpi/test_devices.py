@@ -89,15 +89,15 @@ def test_a_run_on_copies_is_repeated_on_copies_bit_for_bit(
     staged: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a replay on a GPU does."""
-    made: list[bool] = []
+    made: list[str | None] = []
 
-    def placing(device: torch.device, plan: Any, *, gpu_aware_mpi: bool) -> placement.Placing:
-        made.append(gpu_aware_mpi)
+    def placing(device: torch.device, plan: Any, *, transport: str | None) -> placement.Placing:
+        made.append(transport)
         return "staged"
 
     monkeypatch.setattr(placement, "placing", placing)
     assert_repeated(staged[name])
-    assert made == [False]
+    assert made == [""]
 
 
 @pytest.mark.parametrize("name", DIRECT)
@@ -132,22 +132,6 @@ def assert_tested_alike(path: Path, directory: Path) -> None:
         assert placed.summary()["weights_sha256"] == plain.summary()["weights_sha256"]
         for column in ("test_loss", "test_error"):
             assert np.array_equal(placed.epochs[column], plain.epochs[column])
-
-
-@pytest.mark.parametrize(
-    ("tables", "reason"),
-    [
-        ({"topology": {"name": "groups"}}, "compute groups"),
-        ({"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16'"),
-    ],
-)
-def test_what_is_done_in_main_memory_is_not_for_gpu_aware_mpi(tables: dict[str, Any], reason: str) -> None:
-    job = make_job({"name": "async"}, **tables)
-    with pytest.raises(RudraError) as caught:
-        job.with_(cluster={"gpu_aware_mpi": True, "learners": 2})
-    assert (
-        str(caught.value) == f"[cluster] gpu_aware_mpi = true is not supported with {reason}; use gpu_aware_mpi = false"
-    )
 
 
 def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +204,7 @@ def test_mpi_reads_and_writes_vectors_on_a_gpu(gpu: torch.device, tmp_path: Path
     aware = all(rank["aware"] for rank in on_ranks(user_code.says_gpu_aware, 2))
     job = rudra.Job.load("digits").with_(
         topology={"name": topology},
-        cluster={"learners": 2, "device": "cuda", "gpu_aware_mpi": True},
+        cluster={"learners": 2, "device": "cuda", "transport": "mpi"},
         training={"epochs": 10},
     )
     if not aware:

@@ -189,7 +189,7 @@ def test_a_deterministic_run_on_a_gpu_is_replayed_on_one(
     monkeypatch.setitem(DEVICES, "cuda", Fake())
     rudra.simulate(job, output=path, progress="quiet").close()
     if driver == "mpi":  # its learners compute on copies
-        monkeypatch.setattr(placement, "placing", lambda device, plan, gpu_aware_mpi: "staged")
+        monkeypatch.setattr(placement, "placing", lambda device, plan, transport: "staged")
         with h5py.File(path, "r+") as file:
             file.attrs["driver"] = "mpi"
     capsys.readouterr()

@@ -26,6 +26,8 @@ TABLES = (
     "simulation, fault_tolerance, results, hooks, changes, decisions, study"
 )
 FOUR = {"learners": 4}
+GPUS = {**FOUR, "device": "cuda"}
+UNSHARED = "[cluster] transport = '{}' is not supported with {}; use transport = 'auto' or 'staged'"
 
 
 class Mine(Protocol):
@@ -94,6 +96,32 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"faults": {}}, "[faults] is now [fault_tolerance]"),
     ({"fault_tolerance": {"stall_limit": 9.0}}, "[fault_tolerance] stall_limit is now stall_limit_s"),
     ({"cluster": {"wire": "float16"}}, "[cluster] wire is now gradient_format"),
+    ({"cluster": {"gpu_aware_mpi": True}}, "[cluster] gpu_aware_mpi is now transport (true is 'mpi')"),
+    (
+        {"cluster": {"transport": "nccl"}},
+        "[cluster] transport must be 'auto', 'ipc', 'mpi' or 'staged': Rudra does not use NCCL",
+    ),
+    *(
+        (
+            {"cluster": {**FOUR, "transport": name}},
+            f"[cluster] transport = '{name}' is for GPUs, and [cluster] device = 'cpu'; use transport = 'auto'",
+        )
+        for name in ("ipc", "mpi", "staged")
+    ),
+    (
+        {"cluster": {**GPUS, "transport": "ipc", "one_rank": True}},
+        "[cluster] transport = 'ipc' is not supported with one rank; use transport = 'auto', or one_rank = false",
+    ),
+    *(
+        ({**tables, "cluster": {**GPUS, "transport": name, **tables.get("cluster", {})}}, UNSHARED.format(name, why))
+        for name, tables, why in (
+            ("mpi", {"topology": {"name": "groups"}}, "compute groups"),
+            ("ipc", {"topology": {"name": "groups"}}, "compute groups"),
+            ("mpi", {"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16'"),
+            ("ipc", {"cluster": {"node_memory": False}}, "node_memory = false"),
+            ("ipc", {"topology": {"name": "sharded"}}, "several servers that each hold a part of the weights"),
+        )
+    ),
     ({"dict[": 1}, "unknown table or key 'dict['; valid: name, " + TABLES),
     ({"training": {"a\x1b[2J": 1}}, "[training] unknown key 'a\\x1b[2J'; valid: " + TRAINING),
     ({"training": {"evaluate": "no"}}, "[training] evaluate must be true, 'always', 'workers' or false, not 'no'"),

@@ -139,9 +139,24 @@ def test_choose_devices_one_learner_without_a_gpu_keeps_all_on_the_cpu() -> None
 
 def test_choose_devices_a_library_that_knows_no_gpus_is_named() -> None:
     given = [*ranks(0, 0, 0, gpus=1, gpu_aware=True), *ranks(1, gpus=1)]
-    job = Job(cluster={"gpu_aware_mpi": True, "device": "cuda"})
-    with pytest.raises(ConfigError, match=r"the MPI library of rank 3 on host1, .*; use gpu_aware_mpi = false"):
+    job = Job(cluster={"transport": "mpi", "device": "cuda"})
+    with pytest.raises(ConfigError, match=r"the MPI library of rank 3 on host1, .*; use transport = 'auto' or"):
         choose_devices(fit(job, {}, given), given, 0)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "mpi", "staged"])
+def test_choose_devices_a_transport_is_refused_if_learners_fall_back_to_the_cpu(transport: str) -> None:
+    given = [*ranks(0, 0, 0, gpus=1, gpu_aware=True), *ranks(0)]
+    resolved = fit(Job(cluster={"transport": transport, "device": "auto"}), {}, given)
+    with pytest.raises(ConfigError, match=f"transport = '{transport}' is for GPUs, but a learner has none; use trans"):
+        choose_devices(resolved, given, 0)
+
+
+def test_fit_ipc_between_nodes_is_refused() -> None:
+    job = Job(cluster={"transport": "ipc", "device": "cuda"})
+    assert fit(job, {}, ranks(0, 0, 0, gpus=1)).job.cluster.transport == "ipc"
+    with pytest.raises(ConfigError, match=r"^\[cluster\] transport = 'ipc' is not supported between nodes; use tran"):
+        fit(job, {}, ranks(0, 0, 0, 1, gpus=1))
 
 
 def test_resolve_virtual_learners_are_on_the_nodes_of_the_costs() -> None:

@@ -97,8 +97,14 @@ def replaying(recorded: str, *, window: bool) -> str:
     return recorded if here(recorded) and not window else "cpu"
 
 
-def placing(device: torch.device, plan: Plan, *, gpu_aware_mpi: bool) -> Placing:
-    """Returns the placement of buffers for a rank that computes on a device."""
-    if device.type == "cpu" or plan.local:
+def placing(device: torch.device, plan: Plan, *, transport: str | None) -> Placing:
+    """Returns the placement of buffers for a rank that computes on a device.
+
+    Args:
+        device: The device.
+        plan: Role assignment.
+        transport: Transport of all pairs of ranks that compute on GPUs. None or "auto": it does not matter here.
+    """
+    if device.type == "cpu" or plan.local or transport == "ipc":
         return "device"
-    return "direct" if gpu_aware_mpi else "staged"
+    return "direct" if transport == "mpi" else "staged"

@@ -148,10 +148,11 @@ class ClusterTable(Table):
         "recorded. on: a model that cannot be recorded is refused. Results are bitwise identical with deterministic = "
         "true",
     )
-    gpu_aware_mpi: bool = Field(
-        False,
-        description="true: MPI reads and writes the learners' vectors on their GPUs. Needs a GPU-aware MPI library, "
-        "and no compute groups",
+    transport: Literal["auto", "ipc", "mpi", "staged"] = Field(
+        "auto",
+        description="how tensors travel between ranks that compute on GPUs. ipc: ranks of one node read each other's "
+        "GPU memory. mpi: a GPU-aware MPI library reads and writes GPU memory. staged: through main memory. auto: ipc "
+        "if all ranks are on one node and it works there, else staged",
     )
     gradient_format: Literal["float32", "float16"] = Field(
         "float32",
@@ -173,6 +174,13 @@ class ClusterTable(Table):
     flush_denormals: bool = Field(
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"
     )
+
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _no_nccl(cls, value: Any) -> Any:
+        if value == "nccl":
+            raise ValueError("must be 'auto', 'ipc', 'mpi' or 'staged': Rudra does not use NCCL")
+        return value
 
     @field_validator("shares", mode="before")
     @classmethod
