@@ -32,6 +32,9 @@ class Arrivals:
         take: returns a slice of the vector that has arrived.
         hurries: whether this rank must end its work as soon as possible.
         began: called once the first parameters have arrived. Any thread may call it.
+
+    Attributes:
+        parts: parts of the vector, the first ones first.
     """
 
     def __init__(
@@ -43,7 +46,8 @@ class Arrivals:
         began: Callable[[], None],
     ) -> None:
         self._places = sorted(range(len(parts)), key=lambda number: parts[number].start)
-        self._starts = [parts[number].start for number in self._places]
+        self.parts = [parts[number] for number in self._places]
+        self._starts = [part.start for part in self.parts]
         self._here, self._failed = {*here}, False
         self._before, self._since = len(self._here), time.monotonic()
         self._size = max(part.stop for part in parts)

@@ -5,6 +5,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from msgspec import structs
 
 from rudra.compute.arrivals import Arrivals
+from rudra.compute.averaging import slices
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Number, Pending, Stream, known
 from rudra.compute.early_pass import EarlyPass
@@ -39,6 +41,9 @@ from rudra.core.buffer_names import WEIGHTS
 from rudra.core.events import Computed, Evaluated, EvaluationPartComputed, Updated
 from rudra.data.samples import Batch, Samples
 from rudra.job.job import Job
+
+STAGED = 1 << 22
+"""Number of elements of a gradient that are copied from a device at once, if its parts leave one after the other."""
 
 TRAIN = "train"
 """Name of the training set as a split for evaluation."""
@@ -68,6 +73,8 @@ class LearnerExecutor(Executor):
 
     source: GradientSource
     _stream: Stream
+    _copying: Stream  # copies between the device and main memory
+    _arriving: list[Pending]  # copies of the next weights to the device
     pushes_at_once = True
     examined: Examined | None = None
     ready: Ready | None = None
@@ -76,7 +83,10 @@ class LearnerExecutor(Executor):
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """Sets the source of gradients, and whether its learner pushes at once."""
         self.source, self.pushes_at_once = source, pushes_at_once
-        self._stream = kind_of(source.model.device).stream(source.model.device)
+        device = source.model.device
+        self._stream, self._arriving = kind_of(device).stream(device), []
+        if self._stage is not None:
+            self._copying = kind_of(device).stream(device, own=True)
 
     def prepare(self) -> None:
         super().prepare()
@@ -97,22 +107,43 @@ class LearnerExecutor(Executor):
             batches.append(batch)
             return loss, errors
 
-        pending = self._stream.submit(work, after=() if given is None else (given.copied,))
+        inputs = () if given is None else (given.copied,)
+        pending = self._stream.submit(work, after=(*inputs, *self._arriving))
+        self._arriving.clear()
         if given is not None:
             given.half.used = pending
+        copies = self._copies_back(gradient, pending)
+        last = copies[-1][1] if copies else pending
         while not pending.done():
             self.source.send_ahead(action.step, action.work)
-            yield pending
+            yield last
+        for part, copied in copies:
+            while not copied.done():
+                yield last
+            if self.ready is not None:
+                self.ready(part)
         yield self.computed(action, self.source.confirmed(pending.numbers(), action.work, *batches))
 
     def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         """Computes a gradient in its buffer."""
         if self._stage is None:
             return self.source.compute(action.step, action.work, weights.vector, gradient.gradient, self.ready)
-        staged = self._stage.gradient
-        figures = self.source.compute(action.step, action.work, self._stage.weights(weights), staged)
-        gradient.vector.copy_(staged, non_blocking=True)
-        return figures
+        return self.source.compute(action.step, action.work, self._stage.weights(weights), self._stage.gradient)
+
+    def _copies_back(self, gradient: Buffer, computed: Pending) -> list[tuple[slice, Pending]]:
+        """Begins to copy a gradient from the device, and returns the copies of its parts, the last parts first.
+
+        Each part may leave while the next one is copied.
+        """
+        if self._stage is None:
+            return []
+        parts = [slice(0, self.size)] if self.ready is None else [*slices(0, self.size, STAGED)][::-1]
+        return [(part, self._copying.submit(partial(self._copy_back, gradient, part), (computed,))) for part in parts]
+
+    def _copy_back(self, gradient: Buffer, part: slice) -> tuple[Number, ...]:
+        assert self._stage is not None
+        gradient.vector[part].copy_(self._stage.gradient[part], non_blocking=True)
+        return ()
 
     @performs(ComputeEvaluationPart)
     def assess(self, action: ComputeEvaluationPart) -> Iterator[EvaluationPartComputed | None]:

@@ -6,14 +6,20 @@ usual. The computation that it then requests adopts the forward pass. If that co
 prediction, or if the weights do not arrive in time, the pass is dropped, and the computation is performed as usual.
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from rudra.compute.arrivals import Arrivals
+from rudra.compute.device.streams import Pending
 from rudra.compute.early_forward import ForwardPass
 from rudra.compute.gradients import BatchFigures
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.vectors import Buffer
+from rudra.compute.waiting import NotInTime
 from rudra.core.actions import Compute
+from rudra.core.events import Computed
 from rudra.core.work import Work
 from rudra.data.samples import Batch
 
@@ -66,12 +72,13 @@ class PullingExecutor(LearnerExecutor):
 
     _computed: Compute | None = None  # the last computation
     _pulled: PulledPass | None = None
+    _coming: tuple[Buffer, int, Arrivals] | None = None  # weights that will arrive, and their version
 
     @property
     def can_pass_early(self) -> bool:
-        """Whether forward passes may begin before all their weights are there."""
-        plain = self._stage is None and self.row_format is None and not self.direct
-        return plain and self.device.type == "cpu" and self.source.can_pass_early
+        """Whether forward passes may begin before all their weights are there. On a device the copies of weights do."""
+        plain = self.row_format is None and not self.direct and self.device.type == "cpu"
+        return plain and (self._stage is not None or self.source.can_pass_early)
 
     def prepare_pass(self, weights: Buffer, servers: int, arrivals: Arrivals) -> None:
         """Prepares the forward pass at weights that will arrive, if it can begin early.
@@ -82,12 +89,17 @@ class PullingExecutor(LearnerExecutor):
             arrivals: parts of the weights that have arrived.
         """
         self._pulled, last = None, self._computed
-        if last is not None and last.work.stride and self.can_pass_early and self.source.can_pass_early_now:
+        if self._stage is not None:
+            self._coming = weights, weights.version + servers, arrivals
+        elif last is not None and last.work.stride and self.can_pass_early and self.source.can_pass_early_now:
             version = weights.version + servers
             self._pulled = PulledPass(weights, version, arrivals, last.step + 1, last.work.after(1))
 
     def pass_early(self) -> None:
-        """Performs the prepared forward pass, if the weights of the first layers have arrived."""
+        """Performs the prepared forward pass, or copies, if the weights of the first layers have arrived."""
+        if self._coming is not None:
+            self._copy_early(*self._coming)
+            return
         pulled = self._pulled
         if pulled is None or pulled.batch is not None or not pulled.arrivals.begun:
             return
@@ -97,6 +109,21 @@ class PullingExecutor(LearnerExecutor):
             pulled.passed = self.source.forward_early(step, work, pulled.batch, pulled.weights.vector, pulled.need)
         except Exception:  # the usual computation begins with all weights, and raises any other exception again
             self._pulled = None
+
+    def _copy_early(self, weights: Buffer, version: int, arrivals: Arrivals) -> None:
+        """Copies each part of the weights to the device, while the next ones arrive."""
+        self._coming = None
+        assert self._stage is not None
+        with suppress(NotInTime):  # the next computation copies all of them
+            for part in arrivals.parts:
+                while not arrivals.have(part):
+                    arrivals.wait(part)
+                self._arriving.append(self._copying.submit(partial(self._stage.receive, weights, part)))
+            self._stage.received(weights, version)
+
+    def compute(self, action: Compute) -> Iterator[Computed | Pending]:
+        self._coming = None
+        return super().compute(action)
 
     def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         pulled, self._pulled = self._pulled, None

@@ -39,6 +39,20 @@ class Staging:
             self._held = buffer, buffer.version
         return self._weights
 
+    def receive(self, buffer: Buffer, part: slice) -> tuple[()]:
+        """Copies a part of weights that arrive in a buffer."""
+        self._weights[part].copy_(buffer.vector[part], non_blocking=True)
+        return ()
+
+    def received(self, buffer: Buffer, version: int) -> None:
+        """Notes that all parts are copied, or will be copied before the next computation.
+
+        Args:
+            buffer: The buffer.
+            version: Version that it has when all parts are there.
+        """
+        self._held = buffer, version
+
     def copied(self, vector: torch.Tensor) -> torch.Tensor:
         """Copies weights from main memory, (size,) float32, valid until the next call of `copied` or `weights`."""
         self._held = None

@@ -63,6 +63,15 @@ def passes_early(job: Job, plan: Plan, members: Sequence[int]) -> bool:
 
 def at_once_because(job: Job) -> str:
     """Returns the reason why all parts of a gradient become final at the same time. It is empty if they do not."""
+    computed = _computed_at_once_because(job)
+    return computed or ("a GPU computes the gradient as a whole" if job.cluster.accelerated else "")
+
+
+def _computed_at_once_because(job: Job) -> str:
+    """Returns the same for a gradient in the memory of the device that computes it.
+
+    From a GPU, the parts of a gradient come one after the other.
+    """
     training = job.training
     if training.compile:
         return "training.compile = true computes all of a gradient at once"
@@ -70,7 +79,7 @@ def at_once_because(job: Job) -> str:
         return f"training.microbatches = {training.microbatches} adds whole gradients"
     if training.precision == "float16":
         return "training.precision = 'float16' scales whole gradients"
-    return "a gradient is copied from the GPU as a whole" if job.cluster.accelerated else ""
+    return ""
 
 
 def whole_because(job: Job) -> str:
@@ -79,7 +88,7 @@ def whole_because(job: Job) -> str:
         return "data.sparse = true pushes rows"
     if job.cluster.gradient_format != "float32":
         return f"cluster.gradient_format = {job.cluster.gradient_format!r} converts whole gradients"
-    return at_once_because(job) or ("MPI reads them on the GPU" if job.cluster.transport == "mpi" else "")
+    return "MPI reads them on the GPU" if job.cluster.transport == "mpi" else _computed_at_once_because(job)
 
 
 def group_parts(
@@ -148,9 +157,7 @@ def weights_whole_because(job: Job, plan: Plan) -> str:
         return f"training.microbatches = {training.microbatches} reads all of them several times"
     if training.precision == "float16":
         return "training.precision = 'float16' may repeat a pass"
-    if job.cluster.accelerated:
-        return "they are copied to the GPU as a whole"
-    return ""
+    return "MPI writes them on the GPU" if job.cluster.transport == "mpi" else ""
 
 
 def pulling(job: Job, plan: Plan, node: Sequence[int], owner: int) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "one group": {"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}},
     "two groups": {"protocol": {"name": "async"}, "topology": {"name": "groups", "options": {"groups": 2}}},
     "async on adv": {"protocol": {"name": "async"}, "topology": {"name": "adv"}},
+    "parts": {"protocol": {"name": "hardsync"}, "cluster": {"node_memory": False, "buckets": 0.001}},
+    "async, parts": {"protocol": {"name": "async"}, "cluster": {"node_memory": False, "buckets": 0.001}},
     "half": {"protocol": {"name": "async"}, "training": {"precision": "bfloat16"}},
 }
 
@@ -59,6 +61,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     assert 0 < server < 3, "it is the statistics server where there is no other"
     assert min(others) > 30
     assert all(rank["asked"] > 1.3 * rank["copies"] for rank in ranks[-3:]), "gradients were late"
+    assert all(min(rank["pushed"], rank["received"]) > 100 for rank in ranks[-3:]), "parts travelled on their own"
     return paths
 
 

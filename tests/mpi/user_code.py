@@ -521,15 +521,20 @@ def run_mortal(sends: int, payload: dict[str, Any]) -> int:
 def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any]) -> dict[str, Any]:
     """As `train_all`, with vectors that lie as on a GPU and gradients that are late, as there.
 
-    Returns how often learners and tests used a copy, how often MPI used theirs, and how often a gradient was late.
+    Returns how often learners and tests used a copy, how often MPI used theirs, how often a gradient was late, and how
+    many parts of gradients and weights travelled while others were copied.
     """
+    from rudra.compute import learners
     from rudra.compute.device.adverse import AdverseDevice
     from rudra.compute.device.devices import DEVICES
     from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import setup
+    from rudra.mpi.push_buckets import OutgoingPushes
 
     make, weights, read, copies, direct = setup.make_executors, Staging.weights, DirectBuffer.read, [], []
+    push, receive, parts = OutgoingPushes._ready, Staging.receive, Counter[str]()
+    learners.STAGED = 64
     device = AdverseDevice(comm.rank)
     DEVICES["cpu"] = device
 
@@ -540,13 +545,22 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
         copies.append(buffer.version)
         return weights(stage, buffer)
 
+    def push_part(*about: Any) -> None:
+        parts["pushed"] += 1
+        push(*about)
+
+    def receive_part(*about: Any) -> tuple[()]:
+        parts["received"] += 1
+        return receive(*about)
+
     def read_there(buffer: DirectBuffer) -> Any:
         direct.append(buffer.version)
         return read(buffer)
 
     setup.make_executors, Staging.weights, DirectBuffer.read = placed, copied, read_there  # type: ignore[method-assign]
+    OutgoingPushes._ready, Staging.receive = push_part, receive_part  # type: ignore[method-assign]
     train_all(comm, directory, jobs)
-    return {"copies": len(copies), "direct": len(direct), "asked": device.asked}
+    return {"copies": len(copies), "direct": len(direct), "asked": device.asked, **parts}
 
 
 def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:

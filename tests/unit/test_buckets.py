@@ -325,7 +325,8 @@ NEAR = {"simulation": {"nodes": 1}, "cluster": {"node_memory": False}}
         (served(training={"precision": "float16"}), []),
         (served(training={"precision": "bfloat16"}), [1, 2]),
         (served(cluster={"gradient_format": "float16"}), []),
-        (served(cluster={"device": "cuda"}), []),
+        (served(cluster={"device": "cuda"}), [1, 2]),
+        (served(cluster={"device": "cuda", "transport": "mpi"}), []),
         (served(data={"name": "libsvm", "path": "a9a", "sparse": True}), []),
     ],
 )
@@ -481,7 +482,7 @@ SEVERAL = {"training": {"microbatches": 2}}
         (served(1.0, **SEVERAL), "training.microbatches = 2 adds whole gradients"),
         (served(1.0, training={"compile": True}), "training.compile = true computes all of a gradient at once"),
         (served(1.0, training={"precision": "float16"}), "training.precision = 'float16' scales whole gradients"),
-        (served(1.0, cluster={"device": "cuda"}), "a gradient is copied from the GPU as a whole"),
+        (served(1.0, cluster={"device": "cuda", "transport": "mpi"}), "MPI reads them on the GPU"),
         (
             served(1.0, cluster={"gradient_format": "float16"}),
             "cluster.gradient_format = 'float16' converts whole gradients",
