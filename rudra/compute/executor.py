@@ -274,6 +274,10 @@ class Executor:
         if isinstance(before, BorrowedBuffer) and before is not buffer:
             before.give_back()
 
+    def put_new(self, name: str) -> None:
+        """Gives a name a new buffer, because something may still write to the old one."""
+        self.put(name, self.new_buffer(name))
+
     def spare(self, name: str = WEIGHTS) -> Buffer:
         """Returns an unnamed buffer that has no readers, as large as the named one."""
         size = self.size_of(name)
@@ -356,6 +360,11 @@ class Executor:
         if halves:
             return buffer.write_half(message)
         return buffer.array if near else buffer.write(message)
+
+    def lend(self, name: str) -> Buffer:
+        """Returns a buffer whose tensor is sent from a copy on its device. It stays in use until `sent`."""
+        self.lent[name] += 1
+        return self.buffer(name)
 
     def sent(self, name: str) -> None:
         """Records that a transfer from the buffer has ended."""

@@ -117,8 +117,8 @@ class LearnerExecutor(Executor):
         while not pending.done():
             self.source.send_ahead(action.step, action.work)
             yield last
-        for part, copied in copies:
-            while not copied.done():
+        for part, there in copies:
+            while not there.done():
                 yield last
             if self.ready is not None:
                 self.ready(part)

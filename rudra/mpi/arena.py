@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from mpi4py import MPI
 
+from rudra.compute.device.streams import Stream
 from rudra.machine import memory_file
 
 _ALIGNED = mmap.ALLOCATIONGRANULARITY
@@ -38,7 +39,13 @@ class Arena:
         neighbours: world ranks on this node that share their memory with this rank, including this rank. Empty before
             `meet`, and if memory cannot be shared.
         failure: reason why this rank has no shared memory, or empty if it has.
+        copies: class attribute. Whether tensors are copied to this memory before they are sent, and always copied from
+            it.
+        stream: stream of the copies.
     """
+
+    copies = False
+    stream = Stream()
 
     def __init__(self) -> None:
         self.neighbours: frozenset[int] = frozenset()
@@ -83,7 +90,7 @@ class Arena:
         if self._file < 0:
             self._file = memory_file("rudra-buffers")
 
-    def meet(self, node: MPI.Comm, me: int, reserved: int) -> str:
+    def meet(self, node: MPI.Comm, me: int, reserved: int = 0) -> str:
         """Maps the memory of the other ranks of a node. All of them call this when they have their first buffers.
 
         Args:
@@ -96,33 +103,32 @@ class Arena:
         """
         self._reserved = max(reserved, self._end, _ALIGNED)
         size = node.size * LEASES * 8
-        words, token = -1, secrets.token_bytes(_TOKEN)
+        words, token, offer = -1, secrets.token_bytes(_TOKEN), None
         if not self.failure:
             try:
-                self._open()
-                os.ftruncate(self._file, self._reserved)
+                offer = self._offer(node.size)
                 words = memory_file("rudra-leases")
                 os.ftruncate(words, size + _TOKEN)
                 os.pwrite(words, token, size)
-            except (OSError, AttributeError) as error:
-                self.failure = str(error)
-        told = node.allgather((me, os.getpid(), self._file, words, token, self._end, self._reserved, self.failure))
+            except (OSError, AttributeError, RuntimeError) as error:
+                self.failure = str(error).partition("\n")[0]
+        told = node.allgather((me, os.getpid(), offer, words, token, self.failure))
         failure = next((f"rank {rank}: {why}" for rank, *_, why in told if why), "")
         own = None
         if not failure:
             try:
-                for rank, pid, file, other, its_token, its_end, its_reserved, _ in told:
-                    self._map(rank, f"/proc/{pid}/fd/{file}", its_end, its_reserved)
+                for rank, pid, its_offer, other, its_token, _ in told:
+                    self._attach(rank, pid, its_offer, node.rank)
                     self._map_words(rank, f"/proc/{pid}/fd/{other}", size, its_token, node.rank)
                 own = mmap.mmap(words, size)
-            except (OSError, ValueError) as error:
-                failure = f"rank {me}: {error}"
+            except (OSError, ValueError, RuntimeError) as error:
+                failure = f"rank {me}: {error}".partition("\n")[0]
         failure = next(filter(None, node.allgather(failure)), "")  # files stay open until all have opened them
-        for file in (self._file if failure else -1, words):
-            if file >= 0:
-                os.close(file)
+        if words >= 0:
+            os.close(words)
+        self._met(failed=bool(failure))
         if failure:
-            self.failure, self._file = failure, -1
+            self.failure = failure
             self._regions.clear()
             self._words.clear()
         if failure or own is None:
@@ -139,8 +145,32 @@ class Arena:
             os.close(self._file)
         self._file = -1
 
-    def _map(self, rank: int, path: str, end: int, reserved: int) -> None:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    def intact(self, rank: int) -> bool:
+        """Returns whether the memory of a neighbour is there. This memory exists until the last process unmaps it."""
+        return True
+
+    def _offer(self, ranks: int) -> Any:
+        """Returns an object by which a number of ranks attach to this rank's memory."""
+        self._open()
+        os.ftruncate(self._file, self._reserved)
+        return self._file, self._end, self._reserved
+
+    def _met(self, *, failed: bool) -> None:
+        """Ends the time when others attach."""
+        if failed:
+            self.close()
+
+    def _attach(self, rank: int, pid: int, offer: Any, place: int) -> None:
+        """Attaches to the memory of a neighbour.
+
+        Args:
+            rank: the neighbour.
+            pid: its process.
+            offer: what its `_offer` returned.
+            place: number of this rank among the ranks of the node.
+        """
+        number, end, reserved = offer
+        file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             memory = mmap.mmap(file, reserved, mmap.MAP_SHARED, mmap.PROT_READ)
             with suppress(OSError):  # an old kernel: the first read of each page is slower

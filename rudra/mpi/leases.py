@@ -4,12 +4,12 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra.compute.vectors import Buffer
 from rudra.errors import RunError
 from rudra.mpi.arena import LEASES, Arena
 
@@ -72,12 +72,18 @@ class Place:
         return cls(offset, length, number, copied, checksum)
 
 
+class Lent(Protocol):
+    """Memory that others read: a buffer, or a slot of a region. `readers` counts them."""
+
+    readers: int
+
+
 @dataclass(slots=True)
 class Lease:
     """Permission of one reader to read one buffer.
 
     Attributes:
-        buffer: buffer that may be read.
+        buffer: buffer or slot that may be read.
         reader: world rank of the reader.
         number: number of the lease, counted for each reader.
         going: send of the buffer.
@@ -85,7 +91,7 @@ class Lease:
         over: whether the send is complete: the reader has the place, or the owner need not wait for it.
     """
 
-    buffer: Buffer
+    buffer: Lent
     reader: int
     number: int
     going: Going
@@ -106,10 +112,17 @@ class Leases:
         self._numbers = dict.fromkeys(arena.neighbours, 0)
 
     def lend(
-        self, buffer: Buffer, array: npt.NDArray[Any], reader: int, going: Going, *, copied: bool, copy_on_write: bool
+        self,
+        buffer: Lent,
+        offset: int | None,
+        memory: npt.NDArray[Any] | torch.Tensor,
+        reader: int,
+        going: Going,
+        *,
+        copied: bool,
+        copy_on_write: bool,
     ) -> Place:
-        """Opens a lease of a buffer's array and returns the array's place."""
-        offset = self._arena.offset(array)
+        """Opens a lease of memory of a buffer, at an offset in the arena, and returns its place."""
         assert offset is not None, going
         used = {lease.number % LEASES for lease in self._open if lease.reader == reader}
         first = self._numbers[reader] + 1
@@ -118,8 +131,8 @@ class Leases:
         self._numbers[reader] = number
         buffer.readers += 1
         self._open.append(Lease(buffer, reader, number, going, copy_on_write))
-        checksum = zlib.crc32(array.data) if CHECKED else 0
-        return Place(offset, array.nbytes, number, copied, checksum)
+        checksum = zlib.crc32(np.asarray(memory).data) if CHECKED else 0
+        return Place(offset, memory.nbytes, number, copied, checksum)
 
     def poll(self) -> list[Going]:
         """Returns sends that have completed since the last call, and releases buffers that were read.

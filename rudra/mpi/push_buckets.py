@@ -323,7 +323,7 @@ class IncomingPushes:
         executor = self._executors[coming.role]
         if requests:
             self._forgotten += requests
-            executor.put(coming.name, executor.new_buffer(coming.name))
+            executor.put_new(coming.name)
         executor.release(coming.name, again=True)
 
     def abandon(self) -> None:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from rudra.compute.averaging import CHUNK
 from rudra.compute.device import devices, placement
+from rudra.compute.device.kind import CPU
 from rudra.compute.executor import Executor, prepare_torch
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
@@ -29,10 +30,11 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
 from rudra.errors import ConfigError
-from rudra.job.transports import transport_of
+from rudra.job.transports import IN_MAIN_MEMORY, transport_of
 from rudra.log import log
 from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
+from rudra.mpi.device_arena import SLOTS, DeviceArena
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.mpi.node_data import NodeData
@@ -93,7 +95,7 @@ class RankSetup:
         self.places = places
         self.roles = self.plan.on_rank(ranks.comm.rank)
         self.executors: dict[int, Executor] = {}
-        self.arena = Arena()
+        self.arena: Arena = Arena()
         self.files = RunFiles(start)
         self.auto, self.pulls = 0, False
         # Speed between nodes if it is needed, and whether forward passes after averages may begin early.
@@ -116,7 +118,14 @@ class RankSetup:
             None, or the exit code of the first rank that could not take a step.
         """
         measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
-        data = (self._load, lambda: self._data.share(), self._compare_data, self._settle, self._take_settled)
+        data = (
+            self._load,
+            self._try_transport,
+            lambda: self._data.share(),
+            self._compare_data,
+            self._settle,
+            self._take_settled,
+        )
         network = (self._build, self._test_network, self._choose_buckets, self._try_to_pull)
         ready = (*network, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
         for step in (*data, *measured, *ready):
@@ -139,6 +148,35 @@ class RankSetup:
         tests = self.keeps_results or (learns and self.job.training.evaluate == "workers")
         self._data = NodeData(self._ranks, self._node, self.job, train=learns, test=tests)
         self._data.load()
+
+    def _try_transport(self) -> None:
+        """Tries whether ranks read each other's memory on their devices, if the job uses it."""
+        if self.transport != "ipc":
+            return
+        arena, wanted = DeviceArena(self._device), devices.DEVICES[self.job.cluster.device]
+        arena.make_slots(1, 1)
+        if self.roles and devices.kind_of(self._device) is not wanted:
+            arena.failure = f"torch sees no {wanted.noun}"
+        failure = self._meet(arena)
+        arena.close()
+        if not failure:
+            return
+        if self.job.cluster.transport == "ipc":
+            raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); {IN_MAIN_MEMORY}")
+        self.transport = "staged"
+        if not any(self.plan.traits(i).trains or self.plan.traits(i).tests for i in self.roles):
+            self._device = CPU
+        if self.keeps_results:
+            log.info(f"{self.job.name}: ranks cannot read each other's GPU memory ({failure}): transport is 'staged'")
+
+    def _meet(self, arena: DeviceArena) -> str:
+        """Meets the ranks of this node that have roles. Returns the reason why they cannot share memory, or nothing."""
+        sharing = self._node.Split(0 if self.roles else MPI.UNDEFINED, self._node.rank)
+        if sharing == MPI.COMM_NULL:
+            return ""
+        failure = arena.meet(sharing, self._ranks.comm.rank)
+        sharing.Free()
+        return failure
 
     def _compare_data(self) -> None:
         self._data.compare(self._start, warns=self.keeps_results)
@@ -187,7 +225,7 @@ class RankSetup:
         self.phases = phases_of(self.job, self.plan, self._info.training_samples)
         position = first_position(self._start, self.job, self.plan)
         self.machines = {i: self._machine(i, self.plan, position) for i in self.roles}
-        self._near = self.job.cluster.node_memory and self._node.size > 1
+        self._near = self.job.cluster.node_memory and self._node.size > 1 and self.transport != "ipc"
         if not self.roles:
             return
         data = data or Data(None, None, self._info)
@@ -268,6 +306,8 @@ class RankSetup:
 
     def _meet_neighbours(self) -> None:
         """Maps the buffers of other ranks of this node, and lets them map this rank's buffers."""
+        if self.transport == "ipc":
+            self._make_region()
         reads_gpus = any(executor.direct for executor in self.executors.values())
         near = self._node.Split(MPI.UNDEFINED if reads_gpus else 0, self._node.rank)  # others get messages
         if self._near and near != MPI.COMM_NULL:
@@ -282,6 +322,14 @@ class RankSetup:
         for comm in (near, self._node):
             if comm != MPI.COMM_NULL:
                 comm.Free()
+
+    def _make_region(self) -> None:
+        """Allocates the memory that other ranks read on this rank's device, and maps theirs."""
+        self.arena = arena = DeviceArena(self._device)
+        sending = [executor for role, executor in self.executors.items() if not self.plan.traits(role).tests]
+        arena.make_slots(SLOTS * len(sending), 4 * max((executor.largest for executor in sending), default=0))
+        if failure := self._meet(arena):
+            raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); use transport = 'staged'")
 
     def _most_buffers(self, role: int) -> int:
         """Returns the largest number of buffers of a role at a time.

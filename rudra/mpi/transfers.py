@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from mpi4py import MPI
 
+from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
 from rudra.compute.vectors import BorrowedBuffer, Buffer
 from rudra.core.buffer_names import GRADIENT
@@ -14,6 +16,8 @@ from rudra.core.messages import PARTS, Message
 from rudra.core.wire import decode, encode
 from rudra.mpi import leases
 from rudra.mpi.arena import Arena
+from rudra.mpi.departures import Departures
+from rudra.mpi.device_arena import DeviceArena
 from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.leases import PLACE_BYTES, Going, Leases, Place
 
@@ -58,6 +62,27 @@ class _Coming:
     status: MPI.Status
 
 
+@dataclass(slots=True)
+class _Landing:
+    """A copy of a neighbour's tensor that a device may still make.
+
+    Attributes:
+        wanted: the receive.
+        source: rank of the sender.
+        message: message that belongs to the tensor, if there is one.
+        read: tells the sender that its memory is free.
+        copied: the copy.
+        void: whether no role takes the tensor any more.
+    """
+
+    wanted: Wanted
+    source: int
+    message: Message | None
+    read: Callable[[], None]
+    copied: Pending
+    void: bool = False
+
+
 class Transfers:
     """Sends and receives that are polled.
 
@@ -98,6 +123,10 @@ class Transfers:
         self._received, self._sent = received, sent
         self._arena, self._leases = arena, Leases(arena)
         self._places_sent: list[tuple[MPI.Request, bytes]] = []  # places that are being sent
+        self._departures: Departures | None = None  # tensors that are copied before they are sent
+        if isinstance(arena, DeviceArena):
+            self._departures = Departures(comm, arena, self._leases, self._places_sent)
+        self._landing: list[_Landing] = []
         self._sends: list[tuple[MPI.Request, Going]] = []
         self._forgotten: list[MPI.Request] = []  # abandoned requests; their memory must stay
         self._ending: list[_Coming] = []  # also abandoned, but their memory will be used again after their end
@@ -123,10 +152,15 @@ class Transfers:
             most: largest number of the role's buffers that others may keep. Further ones are copied.
         """
         executor = self._executors[going.role]
+        if self._departures is not None:
+            how = {"copy_on_write": executor.copy_on_write(going.name)}
+            self._departures.add(executor.lend(going.name), going, encode(message), to, tag, **how)
+            return
         array = executor.send(going.name, message, going.to, halves=halves, near=True)
         copied = executor.held(going.name) >= most
         how = {"copied": copied, "copy_on_write": executor.copy_on_write(going.name)}
-        place = self._leases.lend(executor.buffer(going.name), array, to, going, **how)
+        buffer, offset = executor.buffer(going.name), self._arena.offset(array)
+        place = self._leases.lend(buffer, offset, array, to, going, **how)
         data = place.encode() + (b"" if message.kind in PARTS else encode(message))
         self._places_sent.append((self._comm.Isend(data, to, tag), data))
 
@@ -148,7 +182,7 @@ class Transfers:
         joins = wanted.part_of is not None and not wanted.name.startswith(GRADIENT)  # with earlier parts
         if wanted.near:
             if not joins:
-                executor.release(wanted.name)
+                executor.release(wanted.name, again=self._arena.copies)
             return bytearray(PLACE_BYTES + executor.tail), None
         buffer = executor.buffer(wanted.name) if joins else executor.renew(wanted.name)
         if wanted.part_of is not None:
@@ -172,17 +206,33 @@ class Transfers:
             form = executor.row_format if wanted.name.startswith(GRADIENT) else None
             executor.put(wanted.name, BorrowedBuffer(self._arena.floats_at(*where), done, form))
             self._arena.say(source, place.number, done=False)
+            self._read(wanted, message)
+            return
+        if wanted.part_of is not None:
+            copy = partial(_copied, executor.slice_for(wanted.name, wanted.part_of), self._arena.floats_at(*where))
+        elif wanted.halves:
+            copy = partial(_unrounded, executor.renew(wanted.name), self._arena.bytes_at(*where))
         else:
-            if wanted.part_of is not None:
-                executor.slice_for(wanted.name, wanted.part_of).copy_(self._arena.floats_at(*where))
-            elif wanted.halves:
-                executor.renew(wanted.name).take_half(self._arena.bytes_at(*where))
-            else:
-                floats = self._arena.floats_at(*where)
-                executor.renew(wanted.name).vector[: len(floats)] = floats
-            done()
+            copy = partial(_copied, executor.renew(wanted.name).vector, self._arena.floats_at(*where))
+        self._landing.append(_Landing(wanted, source, message, done, self._arena.stream.submit(copy)))
+        self._poll_landings()
+
+    def _poll_landings(self) -> None:
+        """Reports copies from neighbours that are complete. If the neighbour has died since, its tensor is void."""
+        for landing in [landing for landing in self._landing if landing.copied.done()]:
+            self._landing.remove(landing)
+            if landing.void:
+                continue
+            if self._arena.intact(landing.source):
+                landing.read()
+                self._read(landing.wanted, landing.message)
+            elif landing.wanted.source is None:
+                self._wanted.append(landing.wanted)
+
+    def _read(self, wanted: Wanted, message: Message | None) -> None:
+        """Reports a tensor that was read in a neighbour's memory."""
         if wanted.part_of is None:  # the receiver of a part counts it
-            executor.buffer(wanted.name).version += 1
+            self._executors[wanted.role].buffer(wanted.name).version += 1
         self._received(wanted, message)
 
     def _give_back(self, owner: int, place: Place, anew: int) -> None:
@@ -194,6 +244,10 @@ class Transfers:
         """Reports transfers that are complete."""
         if self._sends:
             self._poll_sends()
+        if self._departures is not None:
+            self._departures.poll()
+        if self._landing:
+            self._poll_landings()
         for going in self._leases.poll():
             self._sent(going)
         if self._losses.dead:  # an uninformed role may still lease buffers to them, which would never be released
@@ -303,8 +357,18 @@ class Transfers:
             if going.to == to:
                 self._forgotten.append(request)
                 self._sent(going)
-        for going in self._leases.end(lambda lease: lease.going.to == to):
+        for landing in self._landing:
+            if landing.source == rank and not landing.void:
+                landing.void = True
+                self._executors[landing.wanted.role].put_new(landing.wanted.name)
+        for going in [
+            *self._leases.end(lambda lease: lease.going.to == to),
+            *self._end_departures(lambda g: g.to == to),
+        ]:
             self._sent(going)
+
+    def _end_departures(self, which: Callable[[Going], bool]) -> list[Going]:
+        return [] if self._departures is None else self._departures.end(which)
 
     def _forget(self, coming: _Coming) -> None:
         self._forgotten.append(coming.request)
@@ -313,8 +377,7 @@ class Transfers:
     def _renew(self, coming: _Coming) -> None:
         """Gives a buffer other memory, because MPI may still write to the old memory."""
         if coming.buffer is not None:
-            executor = self._executors[coming.wanted.role]
-            executor.put(coming.wanted.name, executor.new_buffer(coming.wanted.name))
+            self._executors[coming.wanted.role].put_new(coming.wanted.name)
 
     def _cancelled(self, coming: _Coming) -> bool:
         """Cancels a receive and returns True, or returns False if it has matched. Reports it if it is complete."""
@@ -365,11 +428,15 @@ class Transfers:
         self._sends = [(request, going) for request, going in self._sends if going.to == but_to]
         # The reader of a leased buffer may not have regrouped yet, but its result will be dropped.
         self._leases.end(lambda lease: lease.going.to != but_to)
-        return [*(going for _, going in self._sends), *self._leases.to(but_to)]
+        self._end_departures(lambda going: going.to != but_to)
+        for landing in self._landing:
+            landing.void |= landing.wanted.role in roles
+        waiting = [] if self._departures is None else self._departures.to(but_to)
+        return [*(going for _, going in self._sends), *self._leases.to(but_to), *waiting]
 
     @property
     def quiet(self) -> bool:
-        return not self._ending
+        return not self._ending and not any(landing.void for landing in self._landing)
 
     def close(self) -> None:
         """Cancels pending receives, and completes the sends of places."""
@@ -378,3 +445,13 @@ class Transfers:
             self._losses.wait(coming.request)
         for request, _ in self._places_sent:
             self._losses.wait(request)
+
+
+def _copied(into: torch.Tensor, found: torch.Tensor) -> tuple[()]:
+    into[: len(found)].copy_(found, non_blocking=True)
+    return ()
+
+
+def _unrounded(into: Buffer, found: torch.Tensor) -> tuple[()]:
+    into.take_half(found)
+    return ()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
-from rudra.job.transports import IN_MAIN_MEMORY
+from rudra.job.transports import IN_MAIN_MEMORY, transport_of
 from rudra.prepare.cut import choose_cut
 from rudra.prepare.nodes import nodes_of
 from rudra.prepare.start import Decided
@@ -159,8 +159,8 @@ def choose_devices(
     _check_transport(job, plan, kind, ranks)
     places = [rank.node for rank in ranks]
     resolved = ResolvedJob(job.with_(cluster={"device": kind}), plan)
-    device = placement.of_rank(kind, number, plan, places, gpus[number], on_cpu)
-    return resolved, device
+    servers = transport_of(resolved.job, plan, [places[role.world_rank] for role in plan.roles]) == "ipc"
+    return resolved, placement.of_rank(kind, number, plan, places, gpus[number], on_cpu, servers=servers)
 
 
 def _check_transport(job: Job, plan: Plan, kind: str, ranks: Sequence[RankFacts]) -> None:

@@ -33,6 +33,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "async on adv": {"protocol": {"name": "async"}, "topology": {"name": "adv"}},
     "parts": {"protocol": {"name": "hardsync"}, "cluster": {"node_memory": False, "buckets": 0.001}},
     "async, parts": {"protocol": {"name": "async"}, "cluster": {"node_memory": False, "buckets": 0.001}},
+    "buffers": {"protocol": {"name": "hardsync"}, "model": {"name": user_code.normed}},
+    "easgd": {
+        "protocol": {"name": "easgd"},
+        "topology": {"name": "replicas", "options": {"parameter_server": True}},
+    },
     "half": {"protocol": {"name": "async"}, "training": {"precision": "bfloat16"}},
 }
 
@@ -40,7 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {
 def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
     return rudra.Job(
         name="devices",
-        model={"name": user_code.everything},
+        model=tables.pop("model", {"name": user_code.everything}),
         data={"name": user_code.hasty},
         training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9, **tables.pop("optimizer", {})},
@@ -76,6 +81,22 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
+READ_THERE = ["hardsync", "async on adv", "adv*", "half", "buffers", "easgd"]
+"""Where a rank may read vectors on the devices of others."""
+
+
+@pytest.fixture(scope="module")
+def ipc(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Result files of runs whose ranks read each other's device memory, some time after its place has come."""
+    paths, ranks = train("ipc", READ_THERE, tmp_path_factory.mktemp("runs"))
+    for rank in ranks:
+        assert not rank["copies"], "all compute where their vectors are"
+        assert rank["landed"] >= len(READ_THERE)
+        assert rank["late"]
+    assert sum(rank.get("left", 0) for rank in ranks) >= sum(rank["landed"] for rank in ranks)
+    return paths
+
+
 def train(placing: str, names: list[str], directory: Path) -> tuple[dict[str, Path], list[dict[str, Any]]]:
     paths = {name: directory / f"{place}.h5" for place, name in enumerate(names)}
     jobs = {str(path): make_job(**RUNS[name]) for name, path in paths.items()}
@@ -106,6 +127,21 @@ def test_a_run_on_copies_is_repeated_on_copies_bit_for_bit(
 @pytest.mark.parametrize("name", DIRECT)
 def test_a_run_of_which_mpi_reads_tensors_is_repeated_bit_for_bit(direct: dict[str, Path], name: str) -> None:
     assert_repeated(direct[name])
+
+
+@pytest.mark.parametrize("name", READ_THERE)
+def test_a_run_whose_ranks_read_device_memory_is_repeated_bit_for_bit(ipc: dict[str, Path], name: str) -> None:
+    assert_repeated(ipc[name])
+    with rudra.open_results(ipc[name]) as results:
+        assert results.attributes["transport"] == "ipc"
+
+
+def test_transports_lead_to_the_same_weights(ipc: dict[str, Path], staged: dict[str, Path]) -> None:
+    found = set()
+    for path in (ipc["hardsync"], staged["hardsync"], staged["parts"]):
+        with rudra.open_results(path) as results:
+            found.add(results.summary()["weights_sha256"])
+    assert len(found) == 1
 
 
 def assert_repeated(path: Path) -> None:

@@ -530,13 +530,31 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
     from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import setup
+    from rudra.mpi.departures import Departures
     from rudra.mpi.push_buckets import OutgoingPushes
+    from rudra.mpi.transfers import Transfers
 
     make, weights, read, copies, direct = setup.make_executors, Staging.weights, DirectBuffer.read, [], []
     push, receive, parts = OutgoingPushes._ready, Staging.receive, Counter[str]()
     learners.STAGED = 64
     device = AdverseDevice(comm.rank)
     DEVICES["cpu"] = device
+
+    if placing == "ipc":
+        placing, setup.transport_of = "device", lambda *_: "ipc"
+    leave, land = Departures._send, Transfers._poll_landings
+
+    def leave_slot(*about: Any) -> None:
+        parts["left"] += 1
+        leave(*about)
+
+    def land_late(transfers: Transfers) -> None:
+        before = len(transfers._landing)
+        land(transfers)
+        parts["landed"] += before - len(transfers._landing)
+        parts["late"] += len(transfers._landing)
+
+    Departures._send, Transfers._poll_landings = leave_slot, land_late  # type: ignore[method-assign]
 
     def placed(*arguments: Any, **keywords: Any) -> Any:
         return make(*arguments, **{**keywords, "placing": placing})

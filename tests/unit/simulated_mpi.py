@@ -15,7 +15,10 @@ import numpy as np
 import torch
 from fake_mpi import ANYBODY, FAILED, PENDING, VOID, Error, Status
 
+from rudra.compute.device.kind import CPU, DeviceKind
+from rudra.compute.device.streams import Stream
 from rudra.mpi.arena import LEASES
+from rudra.mpi.device_arena import DeviceArena
 
 
 @dataclass(eq=False)
@@ -204,6 +207,8 @@ class World:
     Attributes:
         near: ranks are neighbours, and lend each other their tensors.
         size: how many ranks there are.
+        device: device that copies their tensors. None: they are read where they are.
+        regions: memory that others read on the device, by rank.
     """
 
     chance: random.Random
@@ -213,10 +218,17 @@ class World:
     wires: dict[tuple[int, int], list[Sent]] = field(default_factory=lambda: defaultdict(list))
     pieces: dict[int, list[Any]] = field(default_factory=lambda: defaultdict(list))
     words: dict[tuple[int, int, int], int] = field(default_factory=lambda: defaultdict(int))
+    device: DeviceKind | None = None
+    regions: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class Arena:
     """As `rudra.mpi.arena.Arena`, of one rank."""
+
+    copies, stream = False, Stream()
+
+    def intact(self, rank: int) -> bool:
+        return True
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -236,6 +248,30 @@ class Arena:
     def floats_at(self, rank: int, offset: int, length: int) -> torch.Tensor:
         piece = self._world.pieces[rank][offset // 1000]
         return torch.from_numpy(piece[offset % 1000 : offset % 1000 + length]).view(torch.float32)
+
+    def said(self, reader: int, number: int) -> int:
+        return self._world.words[self._rank, reader, number % LEASES]
+
+    def say(self, owner: int, number: int, *, done: bool) -> None:
+        self._world.words[owner, self._rank, number % LEASES] = 2 * number + done
+
+
+class DeviceMemory(DeviceArena):
+    """As `rudra.mpi.device_arena.DeviceArena`, of one rank. The memory of the dead is void."""
+
+    def __init__(self, world: World, rank: int, device: DeviceKind, length: int) -> None:
+        super().__init__(CPU)
+        self.stream = device.stream()
+        self._world, self._rank = world, rank
+        self.make_slots(2, length)
+        assert self._region is not None
+        self._region.close()
+        world.regions[rank] = self._region.memory
+        self._regions = world.regions
+        self.neighbours = frozenset(range(world.size))
+
+    def intact(self, rank: int) -> bool:
+        return rank not in self._world.dead
 
     def said(self, reader: int, number: int) -> int:
         return self._world.words[self._rank, reader, number % LEASES]

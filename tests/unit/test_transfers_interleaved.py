@@ -1,7 +1,9 @@
 """Learners push to a server, and one of them dies: under random interleavings no living learner's tensor is lost."""
 
 import random
+import sys
 from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ from fake_mpi import fake_mpi
 from fuzzing import cases
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from simulated_mpi import Arena, Group, RankOfMpi, World, which_are_over
+from simulated_mpi import Arena, DeviceMemory, Group, RankOfMpi, World, which_are_over
 
+from rudra.compute.device.adverse import AdverseDevice, AdverseWork
 from rudra.compute.executor import Executor
 from rudra.core.messages import MESSAGES, Message, MessageKind, PushedGradient
 from rudra.core.records import Gradient
@@ -30,7 +33,9 @@ class Rank:
         self.world, self.rank = world, rank
         self.comm: Any = RankOfMpi(world, rank)
         arena: Any = Arena(world, rank)
-        self.executor = Executor((), SIZE, SIZE, 1, memory=arena.allocate if world.near else None)
+        if world.device is not None:
+            arena = DeviceMemory(world, rank, world.device, 4 * SIZE)
+        self.executor = Executor((), SIZE, SIZE, 1, memory=arena.allocate if world.near and not arena.copies else None)
         self.losses = Losses(self.comm)
         self.transfers = Transfers(self.comm, self.losses, {rank: self.executor}, self._received, self._sent, arena)
 
@@ -121,16 +126,25 @@ def _mpi(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_mpi")
-@pytest.mark.parametrize("near", [True, False], ids=["lent", "sent"])
+@pytest.mark.parametrize("how", ["lent", "sent", "copied"])
 @settings(parent=cases(60), phases=[Phase.generate])
 @given(st.integers(0, 2**32), st.integers(1, 3), st.integers(20, 300))
-def test_what_the_living_push_arrives_once_whoever_dies(near: bool, seed: int, deaths: int, soon: int) -> None:
+def test_what_the_living_push_arrives_once_whoever_dies(how: str, seed: int, deaths: int, soon: int) -> None:
+    """If tensors are copied by devices, nobody takes one of a rank whose memory is void."""
+    push_until_all_is_done(how, seed, deaths, soon)
+
+
+def push_until_all_is_done(how: str, seed: int, deaths: int, soon: int) -> None:
     chance = random.Random(seed)
-    world = World(chance, near, LEARNERS + 1)
+    world = World(chance, how != "sent", LEARNERS + 1)
+    world.device = AdverseDevice(seed) if how == "copied" else None
     ranks: list[Rank] = [Server(world), *(Learner(world, rank) for rank in range(1, LEARNERS + 1))]
     fates = {chance.randrange(1, LEARNERS + 1): chance.randrange(soon) for _ in range(deaths)}
     for step in range(20_000):
-        world.dead |= {rank for rank, at in fates.items() if at <= step}
+        for rank in {rank for rank, at in fates.items() if at <= step} - world.dead:
+            world.dead.add(rank)
+            if rank in world.regions:
+                world.regions[rank].fill_(255)
         living = [rank for rank in ranks if rank.rank not in world.dead]
         chance.choice(living).step()
         if world.dead == fates.keys() and all(rank.is_done for rank in living if isinstance(rank, Learner)):
@@ -143,3 +157,30 @@ def test_what_the_living_push_arrives_once_whoever_dies(near: bool, seed: int, d
     for rank in world.dead:
         found = server.pushed[rank]
         assert found == [100 * rank + number for number in range(1, len(found) + 1)]
+
+
+@pytest.mark.usefixtures("_mpi")
+def test_tensors_that_devices_copy_are_the_same_in_a_thousand_orders() -> None:
+    for seed in range(1000):
+        push_until_all_is_done("copied", seed, 0, 1)
+
+
+@pytest.mark.usefixtures("_mpi")
+@pytest.mark.parametrize("broken", ["sender for its copy", "receiver for its copy", "receiver for a dead sender"])
+def test_a_missing_wait_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hasty(functions: Collection[str]) -> bool:
+        return sys._getframe(2).f_code.co_name in functions
+
+    done = AdverseWork.done
+    asks = {"sender for its copy": ["poll"], "receiver for its copy": ["_poll_landings", "<listcomp>"]}
+    if broken in asks:
+        monkeypatch.setattr(AdverseWork, "done", lambda work: done(work) or hasty(asks[broken]))
+    else:
+        monkeypatch.setattr(DeviceMemory, "intact", lambda arena, rank: True)
+    deaths, noticed = int(broken not in asks), 0
+    for seed in range(60):
+        try:
+            push_until_all_is_done("copied", seed, deaths, 40)
+        except AssertionError:
+            noticed += 1
+    assert noticed > (45 if broken in asks else 5)

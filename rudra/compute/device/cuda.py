@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from rudra.compute.device.graphs import Graph, NotRecordedError, waited
 from rudra.compute.device.kind import DeviceKind, Result
+from rudra.compute.device.regions import Region
 from rudra.compute.device.streams import Number, Pending, Stream
 from rudra.errors import ConfigError
 from rudra.log import log
@@ -81,6 +83,25 @@ class CudaGraph(Graph):
 
     def replay(self) -> None:
         self._graph.replay()
+
+
+class CudaRegion(Region):
+    """Region of a GPU. Torch exports and opens it by CUDA's handles of memory.
+
+    Args:
+        device: The GPU.
+        length: Number of bytes.
+    """
+
+    def __init__(self, device: torch.device, length: int) -> None:
+        self.memory = torch.zeros(length, dtype=torch.uint8, device=device)
+
+    def tickets(self, count: int) -> Sequence[Any]:
+        # Torch counts the readers of each ticket.
+        return [reduce_tensor(self.memory) for _ in range(count)]  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """The memory exists as long as this process uses it."""
 
 
 @contextmanager
@@ -179,6 +200,14 @@ class Cuda(DeviceKind):
                 gc.enable()
         self._last = graph
         return CudaGraph(graph, lambda: made == self._generators), found
+
+    def region(self, device: torch.device, length: int) -> Region:
+        return CudaRegion(device, length)
+
+    def attached(self, ticket: Any) -> torch.Tensor:
+        rebuild, arguments = ticket
+        memory: torch.Tensor = rebuild(*arguments)
+        return memory
 
     def main_memory(self, length: int) -> torch.Tensor:
         return torch.from_numpy(page_locked(length))

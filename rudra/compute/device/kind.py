@@ -1,11 +1,12 @@
 """Kind of device that computes."""
 
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from rudra.compute.device.graphs import Graph, NotRecordedError
+from rudra.compute.device.regions import Region, attached
 from rudra.compute.device.streams import Stream
 
 Result = TypeVar("Result")
@@ -94,6 +95,22 @@ class DeviceKind:
             NotRecordedError: The work cannot be repeated, for example because the host waits for a number in it.
         """
         raise NotRecordedError(f"a {self.noun} repeats no recorded work")
+
+    def region(self, device: torch.device, length: int) -> Region:
+        """Allocates memory on a device that other processes of this node read.
+
+        Raises:
+            OSError, AttributeError, RuntimeError: There is no such memory.
+        """
+        return Region(length)
+
+    def attached(self, ticket: Any) -> torch.Tensor:
+        """Returns the memory of another process's region, (length,) uint8, to be read only.
+
+        Raises:
+            OSError, ValueError, RuntimeError: It cannot be read from here.
+        """
+        return attached(ticket)
 
     def main_memory(self, length: int) -> torch.Tensor:
         """Allocates (length,) uint8 in main memory for copies to a device."""

@@ -40,12 +40,18 @@ def agreed(wanted: str, plan: Plan, counts: Sequence[int], hosts: Sequence[str],
 
 
 def of_rank(
-    kind: str, rank: int, plan: Plan, places: Sequence[int], count: int, on_cpu: Collection[int] = ()
+    kind: str,
+    rank: int,
+    plan: Plan,
+    places: Sequence[int],
+    count: int,
+    on_cpu: Collection[int] = (),
+    *,
+    servers: bool = False,
 ) -> torch.device:
     """Returns the device of one rank if learners compute on devices of a kind.
 
-    The learners of a node, and then the statistics server, take its devices in turn. Other servers compute in main
-    memory.
+    The learners of a node, and then the statistics server, take its devices in turn.
 
     Args:
         kind: Kind of device.
@@ -54,11 +60,13 @@ def of_rank(
         places: Node of every rank, any numbers.
         count: Number of such devices that the rank sees.
         on_cpu: Learners that need no such device. If another learner shares their rank, they use its device.
+        servers: Whether other servers also compute on such devices, and not in main memory.
     """
     if kind == "cpu":
         return CPU
     wanting = [learner for learner in plan.learners if learner not in on_cpu]
-    computing = (plan.roles[role].world_rank for role in (*wanting, plan.statistics))
+    others = range(len(plan.roles)) if servers else ()
+    computing = (plan.roles[role].world_rank for role in (*wanting, plan.statistics, *others))
     near = list(dict.fromkeys(other for other in computing if places[other] == places[rank]))
     return DEVICES[kind].device(near.index(rank) % count) if count and rank in near else CPU
 

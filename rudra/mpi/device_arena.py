@@ -1,0 +1,124 @@
+"""Memory of one rank's device that the other ranks of its node read: transport "ipc".
+
+Each rank has one region on its device, allocated once and mapped once by its neighbours. The buffers of its roles are
+elsewhere on the device. A tensor that is sent is copied to a free slot of the region, and only then its place is sent.
+The receiver copies it from there to a buffer of its own. Places and leases are those of `rudra.mpi.arena`.
+
+The memory of a device may end with its process. So a tensor counts only if its sender still ran after the receiver had
+copied it. Otherwise the receiver waits, until it learns that the sender is lost.
+"""
+
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rudra.compute.device import devices
+from rudra.compute.device.regions import Region
+from rudra.mpi.arena import Arena
+
+SLOTS = 4
+"""Number of slots for each role that sends tensors."""
+
+ALIGNED = 256
+"""Slots begin at multiples of this number of bytes."""
+
+_TOKEN = 16
+_EXITS = 4  # PF_EXITING of Linux, in the flags of /proc/PID/stat
+
+
+class Slot:
+    """Part of a region that holds one tensor.
+
+    Args:
+        memory: the part, (bytes,) uint8.
+        offset: its offset in the region, in bytes.
+
+    Attributes:
+        readers: number of leases and copies that use the slot.
+    """
+
+    def __init__(self, memory: torch.Tensor, offset: int) -> None:
+        self.readers = 0
+        self.memory, self.offset = memory, offset
+
+
+class DeviceArena(Arena):
+    """The region of this rank and of its neighbours.
+
+    Args:
+        device: device of this rank.
+    """
+
+    copies = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._kind = device, devices.kind_of(device)
+        self.stream = self._kind.stream(device)
+        self._region: Region | None = None
+        self._token = b""
+        self._slots: list[Slot] = []
+        self._pids: dict[int, int] = {}
+
+    def make_slots(self, count: int, length: int) -> None:
+        """Allocates the region. All ranks of the node call `meet` afterwards.
+
+        Args:
+            count: number of slots.
+            length: bytes of a slot.
+        """
+        step = max(1, -(-length // ALIGNED)) * ALIGNED
+        try:
+            self._region = self._kind.region(self._device, ALIGNED + count * step)
+        except (OSError, AttributeError, RuntimeError) as error:
+            self.failure = str(error).partition("\n")[0]
+            return
+        self._slots = [
+            Slot(self._region.memory[first : first + step], first)
+            for first in range(ALIGNED, ALIGNED + count * step, step)
+        ]
+
+    def free_slot(self) -> Slot | None:
+        """Returns a slot that nobody uses. None: all are in use."""
+        return next((slot for slot in self._slots if not slot.readers), None)
+
+    def intact(self, rank: int) -> bool:
+        """Returns whether the memory of a neighbour is still there: its process has not begun to end."""
+        with suppress(OSError, ValueError):
+            fields = Path(f"/proc/{self._pids[rank]}/stat").read_text().rpartition(")")[2].split()
+            return not int(fields[6]) & _EXITS
+        return False
+
+    def close(self) -> None:
+        """Forgets all regions. No tensor may be under way."""
+        self._regions.clear()
+        self._views.clear()
+        self._slots.clear()
+        self._region = None
+
+    def _offer(self, ranks: int) -> Any:
+        assert self._region is not None
+        self._token = secrets.token_bytes(_TOKEN)
+        self._region.memory[:_TOKEN] = torch.frombuffer(bytearray(self._token), dtype=torch.uint8)
+        self._kind.finish(self._device)
+        return self._token, self._region.tickets(ranks)
+
+    def _attach(self, rank: int, pid: int, offer: Any, place: int) -> None:
+        token, tickets = offer
+        self._pids[rank] = pid
+        if pid == os.getpid():
+            assert self._region is not None
+            self._regions[rank] = self._region.memory
+            return
+        memory = self._kind.attached(tickets[place])
+        if bytes(memory[:_TOKEN].cpu().numpy()) != token:
+            raise ValueError("not the expected memory")
+        self._regions[rank] = memory
+
+    def _met(self, *, failed: bool) -> None:
+        if self._region is not None:
+            self._region.close()
