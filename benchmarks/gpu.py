@@ -34,6 +34,7 @@ GOALS = [  # pattern of rows, figure, and lower limit, all for a GPU
     (r"resnet32, .*: graph", "Rudra / graph", 0.95),
     (r".*, μ = 16: eager", "Rudra / eager", 2.0),
     (r".*, μ = 16: DDP", "Rudra / DDP", 2.0),
+    (r"two ranks", "ipc / staged", 10.0),
     (r".*: Rudra compiled", "Rudra compiled / reduce-overhead", 1.0),
 ]
 

@@ -1,10 +1,11 @@
-"""Section "289 MB" of `rudra bench gpu`: copies of a large model over the bus, and its update on device and host."""
+"""Section "289 MB" of `rudra bench gpu`: copies of a large model over the bus, its update, and two ranks."""
 
 from collections.abc import Callable
 from functools import partial
 
 import torch
 
+from benchmarks.gpu_ranks import exchanged
 from benchmarks.gpu_rows import Figures, LeftOut, Row, Setting, row
 from benchmarks.shared import seconds
 from rudra.bench.ranks import in_turns
@@ -25,6 +26,7 @@ def rows(setting: Setting) -> list[Row]:
         row("copy to the device, pageable", 3, partial(copied, locked=False, back=False)),
         row("copy to the host, pageable", 3, partial(copied, locked=False, back=True)),
         row("SGD update", 10, updated),
+        row("two ranks", 20, lambda setting: exchanged(setting, _size(setting))),
     ]
 
 

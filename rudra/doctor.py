@@ -48,12 +48,14 @@ memory = [node.size, arena.meet(node, comm.rank, %d)]
 from rudra.compute.window import WindowLayout
 from rudra.mpi.shared_window import share_window
 near = node.size == comm.size
+from rudra.mpi.device_arena import tried
+gpus = tried(node, comm.rank)
 window = [near, share_window(comm, 0, WindowLayout(1000, 2, "locked"), member=True)[1] if near else ""]
 if comm.rank == 0:
     from rudra.mpi.start import gpu_aware
     print(json.dumps({"library": MPI.Get_library_version().strip("\\0\\n "), "threads": levels[MPI.Query_thread()],
                       "size": comm.size, "hosts": sorted(set(names)), "gpu": gpu_aware(),
-                      "memory": memory, "window": window}), flush=True)
+                      "memory": memory, "window": window, "ipc": gpus}), flush=True)
 """.replace("%d", str(RESERVED))
 
 ULFM_PROBE = """
@@ -179,6 +181,7 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
     }
     yield Finding("mpi gpu-aware", "ok", told[seen["gpu"]])
     yield _node_memory(*seen["memory"])
+    yield _gpu_memory(seen["ipc"])
     yield _window(*seen["window"])
 
 
@@ -195,6 +198,15 @@ def _node_memory(ranks: int, failure: str) -> Finding:
         return Finding("node memory", "ok", found)
     advice = "ulimit -f unlimited, which also limits shared memory; otherwise larger models use messages"
     return Finding("node memory", "warn", f"{found}, but a rank may share at most {limit / 2**30:.1f} GiB", advice)
+
+
+def _gpu_memory(failure: str | None) -> Finding:
+    """Examines whether ranks of this node can read each other's GPU memory. None: it was not tried."""
+    if failure:
+        advice = "cluster.transport = 'staged' works; it copies tensors to main memory, which is slower"
+        return Finding("gpu memory", "warn", f"ranks cannot read each other's: {_first_line(failure)}", advice)
+    found = "not tried: two ranks on one node with GPUs are needed" if failure is None else "ranks read each other's"
+    return Finding("gpu memory", "ok", f"{found} (cluster.transport = 'ipc')")
 
 
 def _window(tried: bool, failure: str) -> Finding:

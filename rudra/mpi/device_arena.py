@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mpi4py import MPI
 
 from rudra.compute.device import devices
 from rudra.compute.device.regions import Region
@@ -122,3 +123,24 @@ class DeviceArena(Arena):
     def _met(self, *, failed: bool) -> None:
         if self._region is not None:
             self._region.close()
+
+
+def tried(node: MPI.Comm, me: int) -> str | None:
+    """Returns the reason why ranks of a node cannot read each other's memory on devices, or nothing if they can.
+
+    None: it was not tried, because a rank has no device, or is alone.
+
+    Args:
+        node: communicator of the ranks, all of which call this.
+        me: this rank in the communicator of all ranks.
+    """
+    kind = devices.DEVICES[devices.AUTO]
+    count = kind.count()
+    if node.size < 2 or not node.allreduce(count, MPI.MIN):
+        return None
+    arena = DeviceArena(kind.device(node.rank % count))
+    arena.make_slots(1, 1)
+    failure = arena.meet(node, me)
+    arena.close()
+    node.Barrier()  # no rank ends while another one has its memory
+    return failure

@@ -247,6 +247,7 @@ class RankSetup:
             # slice.
             alone = self.job.cluster.threads_per_rank == 1
             executor.lazy_average = executor.row_format is None and executor.size > CHUNK and alone
+            executor.lazy_average &= executor.device.type == CPU.type  # a device is faster with whole vectors
 
     def _test_network(self) -> None:
         """Measures the network between the nodes that exchange gradients, if this decides the size of buckets."""

@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import user_code
 from processes import finish, start
@@ -46,6 +47,33 @@ def test_where_one_rank_cannot_share_none_does(told: list[dict[str, Any]]) -> No
     assert all(rank["alone"]["neighbours"] == 0 and rank["alone"]["sum"] == 7000 for rank in told)
     (failure,) = {rank["alone"]["failure"] for rank in told}
     assert failure.startswith("rank 1: ")
+
+
+@pytest.mark.timeout(300)
+def test_device_memory_of_a_dead_rank_is_void(tmp_path: Path) -> None:
+    """The place of its last gradient arrives, but the gradient does not. The others continue."""
+    before, output = "import user_code; user_code.launch_on_devices(dies=3, sends=12)", tmp_path / "out.h5"
+    code, _, err = finish(start("run", job_file(tmp_path, "dropping"), "--output", output, before=before))
+    assert code == 0, err
+    assert "(rank 3) died" in err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert results.attributes["transport"] == "ipc"
+        assert (results.gradients["learner"] == 1).sum() == 11
+        assert np.isfinite(results.weights).all()
+    assert rudra.replay(output, quiet=True).difference is None
+
+
+@pytest.mark.timeout(300)
+def test_without_device_memory_that_others_read_copies_in_main_memory_travel(tmp_path: Path) -> None:
+    before, output = "import user_code; user_code.launch_on_devices(fails=2)", tmp_path / "out.h5"
+    job = job_file(tmp_path, "dropping")
+    code, _, err = finish(start("run", job, "--output", output, "--quiet", before=before))
+    assert code == 0, err
+    (line,) = [line for line in err.splitlines() if "GPU memory" in line]
+    assert line.endswith("(rank 2: CUDA error: operation not supported): transport is 'staged'")
+    with rudra.open_results(output) as results:
+        assert (results.status, results.attributes["transport"]) == ("finished", "staged")
 
 
 def job_file(directory: Path, model: str, topology: str = "") -> Path:

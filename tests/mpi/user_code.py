@@ -482,6 +482,52 @@ def run_on_nodes(nodes: list[int], payload: dict[str, Any], dies: int | None = N
     return run_ranks(**payload, comm=on_nodes(MPI.COMM_WORLD, nodes))[0]
 
 
+def launch_on_devices(dies: int = -1, sends: int = -1, fails: int = -1) -> None:
+    """Lets ranks read each other's memory on late devices.
+
+    One dies when it has sent this number of tensors' places. Another one may have no memory that others read.
+    """
+    from rudra.mpi import launch
+
+    plain = launch.launch
+
+    def launched(*about: Any, payload: dict[str, Any], **more: Any) -> Any:
+        return plain(*about, payload=partial(run_on_devices, dies, sends, fails, payload), **more)
+
+    launch.launch = launched
+
+
+def run_on_devices(dies: int, sends: int, fails: int, payload: dict[str, Any]) -> int:
+    """Runs a rank. The memory of the one that dies is void before its last tensor is read."""
+    from mpi4py import MPI
+
+    from rudra.compute.device.adverse import AdverseDevice
+    from rudra.compute.device.devices import DEVICES
+    from rudra.mpi import setup
+    from rudra.mpi.departures import Departures
+    from rudra.mpi.session import run_ranks
+
+    rank, plain, left = MPI.COMM_WORLD.rank, Departures._send, [sends]
+    DEVICES["cpu"], setup.transport_of = AdverseDevice(rank), lambda *_: "ipc"
+
+    def no_region(device: AdverseDevice, *_: Any) -> Any:
+        raise RuntimeError("CUDA error: operation not supported\nmore")
+
+    if rank == fails:
+        AdverseDevice.region = no_region  # type: ignore[method-assign]
+
+    def send(departures: Departures, slot: Any, *about: Any) -> None:
+        plain(departures, slot, *about)
+        left[0] -= 1
+        if rank == dies and not left[0]:
+            slot.memory.fill_(255)
+            departures._sent[-1][0].Wait()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Departures._send = send  # type: ignore[method-assign]
+    return run_ranks(**payload)[0]
+
+
 def launch_with_mortal_server(sends: int) -> None:
     """Lets the server of the first launch die when it has sent a part of the weights of this send."""
     from rudra.mpi import launch
