@@ -35,7 +35,7 @@ def exchanged(setting: Setting, size: int) -> Figures:
 
 
 def _measured(comm: "MPI.Comm", directory: Path, *, device: str, size: int, rounds: int, count: int) -> dict[str, Any]:
-    """Sends vectors from the server's rank to the learner's. Returns seconds for each, and whether the last is equal."""
+    """Sends vectors from the server's rank to the learner's. Returns seconds for each, and whether they are equal."""
     from rudra.mpi.arena import Arena
     from rudra.mpi.device_arena import DeviceArena
 

@@ -32,7 +32,7 @@ class _Departure:
     Attributes:
         buffer: buffer of the tensor. Its role does not change it before the tensor is sent.
         recipients: sends of the tensor.
-        slot: its slot. None: it waits for one.
+        slot: slot for the tensor. None: it waits for one.
         copied: copy to the slot.
     """
 

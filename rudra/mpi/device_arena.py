@@ -2,7 +2,7 @@
 
 Each rank has one region on its device, allocated once and mapped once by its neighbours. The buffers of its roles are
 elsewhere on the device. A tensor that is sent is copied to a free slot of the region, and only then its place is sent.
-The receiver copies it from there to a buffer of its own. Places and leases are those of `rudra.mpi.arena`.
+The receiver copies it from there to its own buffer. Places and leases work as in `rudra.mpi.arena`.
 
 The memory of a device may end with its process. So a tensor counts only if its sender still ran after the receiver had
 copied it. Otherwise the receiver waits, until it learns that the sender is lost.
@@ -36,7 +36,7 @@ class Slot:
 
     Args:
         memory: the part, (bytes,) uint8.
-        offset: its offset in the region, in bytes.
+        offset: offset of the part in the region, in bytes.
 
     Attributes:
         readers: number of leases and copies that use the slot.
@@ -84,7 +84,7 @@ class DeviceArena(Arena):
         ]
 
     def free_slot(self) -> Slot | None:
-        """Returns a slot that nobody uses. None: all are in use."""
+        """Returns a slot without readers. None: all are in use."""
         return next((slot for slot in self._slots if not slot.readers), None)
 
     def intact(self, rank: int) -> bool:
@@ -128,10 +128,10 @@ class DeviceArena(Arena):
 def tried(node: MPI.Comm, me: int) -> str | None:
     """Returns the reason why ranks of a node cannot read each other's memory on devices, or nothing if they can.
 
-    None: it was not tried, because a rank has no device, or is alone.
+    None: it was not tried, because a rank has no device, or there is only one rank.
 
     Args:
-        node: communicator of the ranks, all of which call this.
+        node: communicator of the ranks. All of them call this.
         me: this rank in the communicator of all ranks.
     """
     kind = devices.DEVICES[devices.AUTO]

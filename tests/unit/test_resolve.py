@@ -125,7 +125,10 @@ def test_choose_devices_learners_of_a_node_take_its_gpus_in_turn() -> None:
     assert {job.cluster.device for (job, _), _ in chosen} == {"cuda"}
     of_learners = [chosen[resolved.plan.roles[role].world_rank][1] for role in resolved.plan.learners]
     assert of_learners == [torch.device("cuda", 0), torch.device("cuda", 1)]
-    assert chosen[resolved.plan.roles[resolved.plan.server].world_rank][1].type == "cpu"
+    server = resolved.plan.roles[resolved.plan.server].world_rank
+    assert chosen[server][1] == torch.device("cuda", 1), "the statistics server has the first one, in turn"
+    staged = fit(AUTO.with_(cluster={"transport": "staged"}), {}, given)
+    assert choose_devices(staged, given, server)[1].type == "cpu"
 
 
 def test_choose_devices_one_learner_without_a_gpu_keeps_all_on_the_cpu() -> None:

@@ -38,7 +38,7 @@ class Region:
             raise
 
     def tickets(self, count: int) -> Sequence[Any]:
-        """Returns objects that can be pickled, by each of which one other process attaches to the region."""
+        """Returns objects that can be pickled. One other process attaches to the region by each of them."""
         return [(os.getpid(), self._file)] * count
 
     def close(self) -> None:
