@@ -165,6 +165,8 @@ class LearnerExecutor(Executor):
     def weights_to_test(self, name: str) -> torch.Tensor:
         """Returns the weights in a buffer, on the device of the model."""
         buffer = self.buffer(name)
+        while self._arriving:
+            self._arriving.pop().numbers()
         return buffer.vector if self._stage is None else self._stage.weights(buffer)
 
     def computed(self, action: Compute | BackpropFirstStage, outcome: BatchResult) -> Computed:

@@ -170,13 +170,15 @@ class RankSetup:
             log.info(f"{self.job.name}: ranks cannot read each other's GPU memory ({failure}): transport is 'staged'")
 
     def _meet(self, arena: DeviceArena) -> str:
-        """Meets the ranks of this node that have roles. Returns the reason why they cannot share memory, or nothing."""
-        sharing = self._node.Split(0 if self.roles else MPI.UNDEFINED, self._node.rank)
-        if sharing == MPI.COMM_NULL:
-            return ""
-        failure = arena.meet(sharing, self._ranks.comm.rank)
-        sharing.Free()
-        return failure
+        """Meets the ranks of this node that have roles. Returns the reason why they cannot share memory, or nothing.
+
+        All ranks of the node call this, and get the same result.
+        """
+        sharing, failure = self._node.Split(0 if self.roles else MPI.UNDEFINED, self._node.rank), ""
+        if sharing != MPI.COMM_NULL:
+            failure = arena.meet(sharing, self._ranks.comm.rank)
+            sharing.Free()
+        return next(filter(None, self._node.allgather(failure)), "")
 
     def _compare_data(self) -> None:
         self._data.compare(self._start, warns=self.keeps_results)

@@ -73,12 +73,29 @@ class Unwatched(Stream):
         return Hasty(pending) if after else pending
 
 
-def trained(device: DeviceKind, monkeypatch: pytest.MonkeyPatch, broken: str = "") -> str:
-    """Returns the digest of the gradients that leave, without one of the waits."""
+def made(device: DeviceKind, monkeypatch: pytest.MonkeyPatch) -> PullingExecutor:
     monkeypatch.setitem(DEVICES, "cpu", device)
     monkeypatch.setattr(learners, "STAGED", PART)
     (executor,) = make_executors(JOB, PLAN, PLAN.learners, DATA, prefetch=False, placing="staged").values()
     assert isinstance(executor, PullingExecutor)
+    return executor
+
+
+def receive(executor: PullingExecutor, step: int) -> None:
+    """Lets the weights of a step arrive, part by part."""
+    weights, parts = executor.renew(WEIGHTS), [*slices(0, executor.size, PART)]
+    arrivals = Arrivals(parts, (), weights.vector.__getitem__, lambda: False, lambda: None)
+    executor.prepare_pass(weights, 1, arrivals)
+    weights.vector.normal_(0, 0.1, generator=torch.Generator().manual_seed(step))
+    for number in range(len(parts)):
+        arrivals.add(number)
+    executor.pass_early()
+    weights.version += 1
+
+
+def trained(device: DeviceKind, monkeypatch: pytest.MonkeyPatch, broken: str = "") -> str:
+    """Returns the digest of the gradients that leave, without one of the waits."""
+    executor = made(device, monkeypatch)
     if broken == "copy for computation":
         executor._copying = Alone(executor._copying)
     elif broken == "computation for copy":
@@ -87,15 +104,8 @@ def trained(device: DeviceKind, monkeypatch: pytest.MonkeyPatch, broken: str = "
         executor._copying = Unwatched(executor._copying)
     left = hashlib.sha256()
     for step in range(STEPS):
-        weights, gradient = executor.renew(WEIGHTS), executor.renew(GRADIENT)
-        parts = [*slices(0, executor.size, PART)]
-        arrivals = Arrivals(parts, (), weights.vector.__getitem__, lambda: False, lambda: None)
-        executor.prepare_pass(weights, 1, arrivals)
-        weights.vector.normal_(0, 0.1, generator=torch.Generator().manual_seed(step))
-        for number in range(len(parts)):
-            arrivals.add(number)
-        executor.pass_early()
-        weights.version += 1
+        receive(executor, step)
+        gradient = executor.renew(GRADIENT)
         came: list[slice] = []
 
         def leave(part: slice, gradient: Any = gradient, came: list[slice] = came) -> None:
@@ -128,3 +138,10 @@ def test_weights_that_came_in_parts_are_not_copied_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(Staging, "copied", lambda stage, vector: copied.append(vector))
     trained(DeviceKind(), monkeypatch)
     assert not copied
+
+
+def test_weights_are_tested_after_all_their_parts_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(20):
+        executor = made(AdverseDevice(seed), monkeypatch)
+        receive(executor, seed)
+        assert torch.equal(executor.weights_to_test(WEIGHTS), executor.buffer(WEIGHTS).vector)
