@@ -373,7 +373,9 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize("said", [None, {"size": 2, "hosts": ["here"], "memory": [2, ""], "window": [True, ""]}])
+@pytest.mark.parametrize(
+    "said", [None, {"size": 2, "hosts": ["here"], "memory": [2, ""], "window": [True, ""], "ipc": None}]
+)
 def test_doctor_reports_as_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, said: dict[str, Any] | None
 ) -> None:
