@@ -5,6 +5,7 @@ If the host uses a result before it waits for it, the result differs. So a test 
 
 import math
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,6 +39,7 @@ class AdverseDevice(DeviceKind):
     def __init__(self, seed: int, free: int | None = None) -> None:
         self._chance, self._free = random.Random(seed), free
         self._queues: list[deque[AdverseWork]] = []
+        self._lock = threading.RLock()  # any thread that asks may do the work of others
         self.asked = self._epoch = 0
 
     def free_bytes(self, device: torch.device) -> int | None:
@@ -49,14 +51,16 @@ class AdverseDevice(DeviceKind):
 
     def go_on(self) -> None:
         """Does some work, perhaps none."""
-        self.asked += 1
-        for _ in range(self._chance.choice((0, 0, 1, 1, 2))):
-            self.do_one()
+        with self._lock:
+            self.asked += 1
+            for _ in range(self._chance.choice((0, 0, 1, 1, 2))):
+                self.do_one()
 
     def do_one(self) -> None:
         """Does the first work of one stream that waits for no other, if there is any."""
-        if waiting := [queue for queue in self._queues if queue and queue[0].may_begin]:
-            self._chance.choice(waiting).popleft().do()
+        with self._lock:
+            if waiting := [queue for queue in self._queues if queue and queue[0].may_begin]:
+                self._chance.choice(waiting).popleft().do()
 
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
         recorder = _Recorder()
@@ -150,8 +154,10 @@ class AdverseWork(Pending):
         return all(each._over for each in self._after)
 
     def do(self) -> None:
-        self._over = True
-        self._numbers = known(self._work())
+        try:
+            self._numbers = known(self._work())
+        finally:
+            self._over = True
 
     def done(self) -> bool:
         self._device.go_on()
