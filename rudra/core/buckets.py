@@ -145,8 +145,8 @@ def kept(count: int) -> frozenset[int]:
 def parts(size: int, parameters: int, bucket: int, tensors: Sequence[int] = ()) -> list[slice]:
     """Returns the buckets of a vector. The last parameters become final first and come first, and buffers come last.
 
-    Where a tensor of at least a quarter of a bucket begins within half a bucket of an edge, the edge is there: with a
-    part of the layer before, a bucket would leave only after that layer, too, is final.
+    Where a tensor of at least a quarter of a bucket begins within half a bucket of an edge, the edge moves there.
+    Otherwise a bucket would contain parts of two layers, and leave only after both are final.
 
     Args:
         size: number of elements of the vector.

@@ -150,7 +150,7 @@ class Arena:
         return True
 
     def _offer(self, ranks: int) -> Any:
-        """Returns an object by which a number of ranks attach to this rank's memory."""
+        """Returns what other ranks need to attach to this rank's memory. `ranks` is their number."""
         self._open()
         os.ftruncate(self._file, self._reserved)
         return self._file, self._end, self._reserved
@@ -165,8 +165,8 @@ class Arena:
 
         Args:
             rank: the neighbour.
-            pid: its process.
-            offer: what its `_offer` returned.
+            pid: process of the neighbour.
+            offer: result of the neighbour's `_offer`.
             place: number of this rank among the ranks of the node.
         """
         number, end, reserved = offer

@@ -40,7 +40,7 @@ arrives. So steps took longer with it where computation takes longer than the ne
 
 
 class WaitShare:
-    """Share of a learner's time in which it waits for averages, in its first steps."""
+    """Measures, in the first steps, which share of its time a learner waits for averages."""
 
     def __init__(self) -> None:
         self._shares: list[float] = []

@@ -76,7 +76,7 @@ class Idleness:
             waits: returns, for each role of this rank, a text about its wait.
             origin: origin of the clock of all ranks, on this rank's clock.
             busy: whether other threads or devices work for this rank.
-            beside: whether other threads of this rank work, which may need its core.
+            beside: whether other threads of this rank work. They may need its core.
 
         Raises:
             RunError: the wait is too long, or no surviving rank can end it.

@@ -204,9 +204,8 @@ class Mpirun:
         """Reports a wait that no rank may notice, and ends it if it is too long."""
         awaited = "" if self.stopped_at is not None or self._over() else self._whom()
         if awaited != self._awaited or not awaited:  # some rank has made progress
-            together = self.relay.started >= self.ranks  # a rank that waits, too, speaks first
-            limit_s = self._limit_s + SPEAKS_S * together if self._limit_s else None if together else START_S
-            self._awaited, self._awaited_at, self._patience = awaited, now, Patience(self._warning_s, limit_s)
+            self._awaited, self._awaited_at = awaited, now
+            self._patience = Patience(self._warning_s, self._limit_of_wait())
             return
         due, waited = self._patience.due(now - self._awaited_at), f"{now - self._awaited_at:.0f} s for {awaited}"
         if due == "end":
@@ -214,6 +213,12 @@ class Mpirun:
             self._end(signal.SIGTERM)
         elif due:
             log.warning(f"{self._name}: mpirun has waited {waited}")
+
+    def _limit_of_wait(self) -> float | None:
+        """Returns the seconds after which a wait ends the run, or None. Where ranks also wait, one of them ends it."""
+        if self.relay.started < self.ranks:
+            return self._limit_s or START_S
+        return self._limit_s + SPEAKS_S if self._limit_s else None
 
     def _whom(self) -> str:
         """Returns the awaited ranks and their action, as text. Empty if there are none, or if they check themselves."""

@@ -70,7 +70,7 @@ class _Landing:
         wanted: the receive.
         source: rank of the sender.
         message: message that belongs to the tensor, if there is one.
-        read: tells the sender that its memory is free.
+        read: function that tells the sender that its memory is free.
         copied: the copy.
         void: whether no role takes the tensor any more.
     """
