@@ -108,6 +108,8 @@ class Executor:
             step. This requires that every writer to a buffer calls `renew` first.
         tail: Bytes of the largest message that accompanies a tensor.
         direct: Whether MPI reads and writes the buffers on that device.
+        come_back: Called before a buffer is used: a device that does work before the role asks returns to what the role
+            knows.
     """
 
     _METHODS: ClassVar[dict[type[ExecutorAction], str]] = {}
@@ -120,6 +122,7 @@ class Executor:
     row_format: RowFormat | None = None
     hooks: RoleHooks | None = None
     lazy_average = False
+    come_back: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -167,6 +170,11 @@ class Executor:
         done = getattr(self, self._METHODS[type(action)])(action)
         return done if isinstance(done, Iterator) else iter((done,))
 
+    def make_room(self, action: ExecutorAction) -> None:
+        """Renews the buffers that an action changes, so that it may run while others read their old content."""
+        for field in action.changes:
+            self.renew(getattr(action, field))
+
     def copy_on_write(self, name: str) -> bool:
         """Whether a change to this buffer goes to other memory while readers hold the old content."""
         return False
@@ -182,6 +190,7 @@ class Executor:
 
     def buffer(self, name: str) -> Buffer:
         """Returns the buffer of that name, after computing deferred content. Allocates it at its first use."""
+        self.come_back()
         if name in self._deferred:
             self._settle(name)
         if name not in self._buffers:
@@ -217,6 +226,7 @@ class Executor:
 
     def _void(self, name: str) -> None:
         """Discards a buffer's content, even if deferred. Content that depends on it is computed first."""
+        self.come_back()
         if self._deferred:
             self._settle_made_of(name)
             self._deferred.pop(name, None)

@@ -135,7 +135,7 @@ class FlatModel:
 
     def record_passes(self) -> None:
         """Lets the device record passes, and repeat them. Results are bitwise identical."""
-        self.graphs = GraphedPasses(self.device, self._unseeded)
+        self.graphs = GraphedPasses(self.device, self.pass_to_record)
         if self.hooked:
             self.graphs.refuse("hooks of the model may run Python code in each step")
 
@@ -368,9 +368,10 @@ class FlatModel:
             scaled_gradient.mul_(1 / scale)
         return Passed(loss.detach(), self.task.wrong(passed.output, target), passed.output)
 
-    def _unseeded(self, inputs: Any, target: Any, out: torch.Tensor) -> Passed:
-        """Computes a gradient for a graph. If the error is on the device, so are both figures."""
-        loss, wrong, output = self._backward(inputs, target, out, None, "mean", self._scale)
+    def pass_to_record(self, inputs: Any, target: Any, out: torch.Tensor) -> Passed:
+        """Computes a gradient for a graph, without a seed. If the error is on the device, so are both figures."""
+        with self.autograd.guard.without_sums():
+            loss, wrong, output = self._backward(inputs, target, out, None, "mean", self._scale)
         if isinstance(wrong, torch.Tensor):
             loss, wrong = torch.stack([loss.double(), wrong.sum(dtype=torch.float32).double()])
         return Passed(loss, wrong, mapped(lambda tensor: tensor.detach(), output))  # no node of autograd lives on

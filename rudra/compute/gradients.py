@@ -87,6 +87,7 @@ class GradientSource:
     Attributes:
         work: Work of the first step.
         given: Mini-batch on the device, which `compute` uses if it is the wanted one.
+        resident: Training set on the device, if mini-batches are gathered there.
 
     Source: Rudra §3.2, the I/O thread of the data server.
     """
@@ -103,6 +104,7 @@ class GradientSource:
         # A data set that draws random numbers is read in this thread, without concurrent draws.
         self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
         self._feed: Feed | None = None
+        self.resident: Resident | None = None
         self._tried: Minibatch | None = None  # the last one that was sent ahead, or could not be
         self.given: Given | None = None
 
@@ -113,6 +115,7 @@ class GradientSource:
             resident: Training set on the device. Only indices are sent then. None: samples are sent.
         """
         about = kind_of(self.model.device), self.model.device
+        self.resident = resident
         if resident is None:
             self._feed = Feed(self._drawn_alone, lambda batch, rows: batch, *about)
         else:
@@ -135,6 +138,26 @@ class GradientSource:
             self._tried = step, work
             with suppress(Exception):  # the step itself raises it again
                 self._feed.send_ahead(step + 1, work.after(1))
+
+    def indices_of(self, step: int, work: Work, count: int) -> torch.Tensor:
+        """Draws what `gathered` needs for some steps, (count * μ, 1 or 4) int64 in main memory."""
+        found: list[torch.Tensor] = []
+        drawn = Drawn(torch.empty(0), {})
+        for number in range(count):
+            wanted = step + number, work.after(number)
+            if wanted not in drawn.rows:
+                drawn = self._inputs.draw_indices(*wanted)
+            found.append(drawn.content[drawn.rows[wanted]])
+        return torch.cat(found)
+
+    def gathered(self, indices: torch.Tensor) -> Batch:
+        """Returns the mini-batch of some indices, which are on the device of the training set."""
+        assert self.resident is not None
+        return self._inputs.gathered(self.resident, indices, slice(None))
+
+    def ends_pass(self, work: Work) -> bool:
+        """Whether a mini-batch ends a pass through the training set."""
+        return self._inputs.ends_pass(work)
 
     def compute(
         self,
@@ -210,16 +233,18 @@ class GradientSource:
         Raises:
             DataError: The loss is not finite because of a sample.
         """
-        return self.confirmed(known((figures.loss, figures.errors)), figures.work, figures.batch)
+        return self.confirmed(known((figures.loss, figures.errors)), figures.work, lambda: figures.batch)
 
-    def confirmed(self, numbers: Sequence[float], work: Work, batch: Batch) -> BatchResult:
+    def confirmed(self, numbers: Sequence[float], work: Work, batch: Callable[[], Batch]) -> BatchResult:
         """Returns the result of a mini-batch with its loss and errors, which are known. Raises as `checked`."""
-        (loss, errors), (inputs, target) = numbers, batch
-        if self._stops and not math.isfinite(loss) and (wrong := not_finite(inputs) | not_finite(target)).any():
-            sample = self._inputs.indices([work])[int(wrong.argmax())]
-            raise DataError(
-                f"[data] training sample {sample} has a value that is not finite, so the loss is not finite"
-            )
+        loss, errors = numbers
+        if self._stops and not math.isfinite(loss):
+            inputs, target = batch()
+            if (wrong := not_finite(inputs) | not_finite(target)).any():
+                sample = self._inputs.indices([work])[int(wrong.argmax())]
+                raise DataError(
+                    f"[data] training sample {sample} has a value that is not finite, so the loss is not finite"
+                )
         return BatchResult(loss, errors, work.count)
 
     def _gradient(
@@ -359,6 +384,10 @@ class _Inputs:
         if not more or first.count == first.stride:
             return self._sampler.indices(first.first, first.count * len(works))
         return np.concatenate([self._sampler.indices(work.first, work.count) for work in works])
+
+    def ends_pass(self, work: Work) -> bool:
+        """Whether a mini-batch ends a pass through the samples."""
+        return work.first // len(self._split) != (work.first + work.count) // len(self._split)
 
     def minibatch(self, step: int, work: Work) -> Batch:
         wanted = (step, work)

@@ -1,6 +1,7 @@
 """Detection of models that change their own weights in a pass."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -37,12 +38,22 @@ class WeightsGuard:
     def __init__(self, layout: Sequence[Entry], parameters: Sequence[torch.Tensor], parameter_count: int) -> None:
         self._layout, self._parameters, self._count = layout, parameters, parameter_count
         self._passes = 0
+        self._sums = True
         self.racing = False
 
     @property
     def sums_next(self) -> bool:
         """Whether the next pass computes the checksum, so that all weights must be known before it."""
-        return not self.racing and not (self._passes + 1) & self._passes
+        return self._sums and not self.racing and not (self._passes + 1) & self._passes
+
+    @contextmanager
+    def without_sums(self) -> Iterator[None]:
+        """Lets passes compute no checksum, for which the host waits."""
+        self._sums = False
+        try:
+            yield
+        finally:
+            self._sums = True
 
     def before(self, weights: torch.Tensor) -> Untouched:
         """Records the state of the parameters.

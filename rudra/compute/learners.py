@@ -24,6 +24,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource, Sums
 from rudra.compute.norms import NormMeter
 from rudra.compute.owners import OwnerExecutor
+from rudra.compute.steps_ahead import StepsAhead
 from rudra.compute.vectors import Buffer
 from rudra.compute.waiting import NotInTime
 from rudra.core import records
@@ -32,6 +33,7 @@ from rudra.core.actions import (
     Compute,
     ComputeEvaluationPart,
     Evaluate,
+    ExecutorAction,
     MergeEvaluation,
     Reduce,
     Update,
@@ -69,6 +71,7 @@ class LearnerExecutor(Executor):
         examined: Data for evaluation, if learners evaluate weights.
         ready: Called while a gradient is computed, whenever more of it is final. None: it is not called.
         norms: Norms of gradients. None: they are not recorded.
+        ahead: Steps that the device does before the role asks. None: it does none.
     """
 
     source: GradientSource
@@ -79,6 +82,7 @@ class LearnerExecutor(Executor):
     examined: Examined | None = None
     ready: Ready | None = None
     norms: NormMeter | None = None
+    ahead: StepsAhead | None = None
 
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """Sets the source of gradients, and whether its learner pushes at once."""
@@ -92,8 +96,19 @@ class LearnerExecutor(Executor):
         super().prepare()
         self.source.prepare()
 
+    def make_room(self, action: ExecutorAction) -> None:
+        if self.ahead is None or not isinstance(action, Compute) or not self.ahead.expects(action):
+            super().make_room(action)
+
     @performs(Compute)
     def compute(self, action: Compute) -> Iterator[Computed | Pending]:
+        noted = None if self.ahead is None else self.ahead.compute(action)
+        if noted is not None:
+            while not noted.pending.done():
+                yield noted.pending
+            batch = partial(self.source.minibatch, action.step, action.work)
+            yield self.computed(action, self.source.confirmed(noted.figures.tolist(), action.work, batch))
+            return
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
         if self.norms is not None and self.ready is not None and self.norms.covers_gradient(action.timestamp):
             self.ready = self.norms.watching(gradient.vector, self.ready)
@@ -122,7 +137,7 @@ class LearnerExecutor(Executor):
                 yield last
             if self.ready is not None:
                 self.ready(part)
-        yield self.computed(action, self.source.confirmed(pending.numbers(), action.work, *batches))
+        yield self.computed(action, self.source.confirmed(pending.numbers(), action.work, batches.pop))
 
     def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         """Computes a gradient in its buffer."""

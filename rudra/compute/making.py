@@ -1,6 +1,6 @@
 """Creation of a process's executors, which share one model, and checks that the job can be computed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -34,6 +34,7 @@ from rudra.compute.stages import (
 )
 from rudra.compute.staging import Staging
 from rudra.compute.statedict import entries_of
+from rudra.compute.steps_ahead import StepsAhead
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
@@ -44,6 +45,7 @@ from rudra.errors import ConfigError
 from rudra.job.changes import JobChange
 from rudra.job.job import Job
 from rudra.job.table import named
+from rudra.job.tables import OPTIMIZERS
 from rudra.job.target import Target
 from topologies import Plan
 from topologies.kinds import RoleTraits, Variant
@@ -222,6 +224,29 @@ def make_executors(
         executor.hooks = hooks.get(role)
         made[role] = executor
     return made
+
+
+def lead(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> StepsAhead | None:
+    """Lets a device do steps before the roles of the only rank ask for them. None: these steps cannot be predicted.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        executors: Executor of each role. All of them are in this process.
+    """
+    learner, owner = executors[plan.learners[0]], executors[plan.server]
+    if len(plan.whole.learners) > 1 or type(learner) is not PullingExecutor or type(owner) is not ServerExecutor:
+        return None
+    source, kind = learner.source, kind_of(learner.device)
+    records = kind.records and job.cluster.graphs != "off" and job.training.microbatches == 1
+    plain = learner.computes_in_place and source.resident is not None and job.optimizer.name in OPTIMIZERS
+    extras = (learner.hooks, owner.hooks, learner.norms, owner.update_norms, owner.corrector)
+    if not (records and plain) or plan.parted or any(each is not None for each in extras):
+        return None
+    ahead = StepsAhead(learner, owner, source, owner.in_place())
+    for executor in (learner, owner):
+        executor.ahead, executor.come_back = ahead, ahead.come_back
+    return ahead
 
 
 def _owned(job: Job, plan: Plan, flat: FlatModel, front: FlatModel, sides: Sequence[Part]) -> dict[int, Part]:

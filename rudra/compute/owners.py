@@ -23,10 +23,11 @@ from rudra.compute.parts import stretch_names
 from rudra.compute.rows import RowFormat, RowGradient, alike
 from rudra.compute.sliced_steps import SlicedSteps
 from rudra.compute.sparse import SparseRows
+from rudra.compute.steps_ahead import Step, StepsAhead
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Accumulate, ComputeNorms, Copy, Correct, SetOptimizer, Update
 from rudra.core.buffer_names import AVERAGE, DOWNCAST, WEIGHTS
-from rudra.core.digest import sample, sha256
+from rudra.core.digest import digest_of, sample, sha256
 from rudra.core.events import NormsComputed, Updated
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import Message, MessageKind
@@ -114,10 +115,12 @@ class OwnerExecutor(Executor):
     Attributes:
         corrector: Correction of gradients. None: the job has none.
         update_norms: Norms of the gradients of updates. None: they are not recorded.
+        ahead: Updates that the device does before the role asks. None: it does none.
     """
 
     corrector: Corrector | None = None
     update_norms: NormMeter | None = None
+    ahead: StepsAhead | None = None
     _owned_part: Part | None = None
     _averages = False
 
@@ -193,6 +196,7 @@ class OwnerExecutor(Executor):
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         """Returns all tensors for a checkpoint, without tensors of other roles if `alone`."""
+        self.come_back()
         state = {OPTIMIZER + name: value for name, value in self._rule.state().items()}
         if self.corrector is not None:
             state |= self.corrector.state()
@@ -229,6 +233,7 @@ class OwnerExecutor(Executor):
         Raises:
             CheckpointError: The tensors do not match this model and optimiser.
         """
+        self.come_back()
         found = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
         weights = found.pop(WEIGHTS, None)
         average = found.pop(AVERAGE, None)
@@ -298,27 +303,29 @@ class OwnerExecutor(Executor):
 
     @performs(SetOptimizer)
     def set_optimizer(self, action: SetOptimizer) -> None:
+        self.come_back()
         self._rule.change(action.momentum, action.options)
 
     @performs(Update)
     def update(self, action: Update) -> Updated:
         began = time.perf_counter()
+        if self.ahead is not None and (sampled := self.ahead.update(action)) is not None:
+            return Updated(action.timestamp, digest_of(sampled), time.perf_counter() - began)
         if self.corrector is not None:
             self.corrector.updated()
         norm, product = (math.nan, math.nan) if self.update_norms is None else self._measured(self.update_norms, action)
         buffer = self._stepped(action)
         clipped = math.nan if math.isnan(norm) else norm * self._rule.clip_factor
         self._give_back(action.gradient)
-        if self.size > self.parameters:
-            buffer.vector[self.size - self._counters :].round_()
+        self._round_counters(buffer.vector)
         buffer.version += 1
         if action.average:
             self._average_over_time(action, buffer.vector)
         digest = buffer.digest(action.timestamp) if self._owned_part is None else 0
-        sampled = self._sampled(buffer, action.timestamp)
+        pieces = self._sampled(buffer, action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
-        return Updated(action.timestamp, digest, time.perf_counter() - began, sampled, norm, clipped, product)
+        return Updated(action.timestamp, digest, time.perf_counter() - began, pieces, norm, clipped, product)
 
     def _measured(self, meter: NormMeter, action: Update) -> tuple[float, float]:
         """Returns the norm of an update's gradient, and its product with the previous one. NaN: it is not recorded."""
@@ -358,13 +365,33 @@ class OwnerExecutor(Executor):
                 buffer.vector.copy_(before.vector)
             gradient = self.buffer(action.gradient).gradient
             others = gradient.rest if isinstance(gradient, RowGradient) else gradient
-            if behind := self.size - self.parameters:
-                buffer.vector[self.parameters :] = others[len(others) - behind :]
+            self._take_behind(others, buffer.vector)
             if isinstance(gradient, RowGradient):
                 self._rule.step_rows(gradient, action.learning_rate)
             else:
                 self._rule.step(gradient[: self.parameters], action.learning_rate, _floats(action.norms))
         return buffer
+
+    def _take_behind(self, gradient: torch.Tensor, weights: torch.Tensor) -> None:
+        """Takes over the averaged model buffers at the end of a gradient."""
+        if behind := self.size - self.parameters:
+            weights[self.parameters :] = gradient[len(gradient) - behind :]
+
+    def _round_counters(self, weights: torch.Tensor) -> None:
+        """Rounds the counters at the end of averaged model buffers."""
+        if self.size > self.parameters:
+            weights[self.size - self._counters :].round_()
+
+    def in_place(self) -> Step:
+        """Returns what `Update` does if nobody reads the weights, for a device that does it before the role asks."""
+        weights = self.buffer(WEIGHTS).vector
+
+        def apply(gradient: torch.Tensor, learning_rate: float) -> None:
+            self._take_behind(gradient, weights)
+            self._rule.step(gradient[: self.parameters], learning_rate)
+            self._round_counters(weights)
+
+        return Step(apply, lambda: [*self._rule.state().values()])
 
     @performs(ComputeNorms)
     def measure(self, action: ComputeNorms) -> NormsComputed:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Number
 from rudra.data import trees
 from rudra.errors import ConfigError, DataError, unknown
@@ -131,7 +132,7 @@ class Classification(Task):
 
     def wrong(self, output: Any, target: Any) -> npt.NDArray[Any] | torch.Tensor:
         differs: npt.NDArray[Any] | torch.Tensor
-        if output.is_cpu:
+        if _is_counted_here(output):
             differs = output.numpy(force=True).argmax(1) != target.numpy(force=True)
         else:
             differs = output.detach().argmax(1) != target.to(output.device)
@@ -342,7 +343,12 @@ def number(value: float | torch.Tensor) -> Number:
 
 def _small(tensor: torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
     """Returns a tensor in main memory as an array, because NumPy handles small ones faster. Others stay as they are."""
-    return tensor.numpy() if tensor.is_cpu else tensor
+    return tensor.numpy() if _is_counted_here(tensor) else tensor
+
+
+def _is_counted_here(tensor: torch.Tensor) -> bool:
+    """Whether NumPy counts errors, which is faster for small mini-batches. Recorded work needs torch's operations."""
+    return tensor.is_cpu and not kind_of(tensor.device).records
 
 
 def _are_numbers(*values: Any) -> bool:

@@ -19,6 +19,7 @@ from mpi4py import MPI
 from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor
 from rudra.compute.learners import LearnerExecutor
+from rudra.compute.making import lead
 from rudra.core.actions import (
     COMPUTATIONS,
     Action,
@@ -176,6 +177,7 @@ class Rank:
             delivered=self._control.delivered.add,
             in_time=self._regrouping.in_time,
             hurries=self.signalled.hurries,
+            ahead=lead(job, plan, executors) if comm.size == 1 and not halves else None,
         )
         self.states = StateTransfer(comm, plan, partial(tags.tag, channel=STATES))
         self._saver = CheckpointThread(checkpoints, self._work, self.states)
@@ -394,8 +396,7 @@ class Rank:
         """Does short work at once, and long work in pieces or in another thread."""
         executor = self._executors[role]
         if isinstance(action, COMPUTATIONS):  # in this thread only
-            for field in action.changes:
-                executor.renew(getattr(action, field))
+            executor.make_room(action)
         if isinstance(action, Compute | BackpropFirstStage) and isinstance(executor, LearnerExecutor):
             executor.ready = self._reductions.expect(role, action) or self._traffic.expect(role, action.gradient)
         work = executor.perform(action)

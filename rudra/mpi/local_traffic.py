@@ -7,6 +7,7 @@ import torch
 
 from rudra.compute.executor import Executor
 from rudra.compute.half import from_half, to_half
+from rudra.compute.steps_ahead import StepsAhead
 from rudra.core.messages import PARTS, Message
 from rudra.mpi.leases import Going
 from rudra.mpi.transfers import Wanted
@@ -28,6 +29,7 @@ class LocalTraffic:
         halves: whether gradients are rounded to float16.
         received: called when a tensor has arrived, with its message.
         sent: called when the buffer of a send is free again.
+        ahead: steps that the device does before the roles ask, or None.
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class LocalTraffic:
         halves: bool,
         received: Callable[[Wanted, Message | None], None],
         sent: Callable[[Going], None],
+        ahead: StepsAhead | None = None,
     ) -> None:
-        self._executors, self._halves = executors, halves
+        self._executors, self._halves, self._ahead = executors, halves, ahead
         self._received, self._sent = received, sent
         self._sends: list[_Sent] = []
         self._wanted: list[tuple[Wanted, int | None, bool]] = []  # with the sending role, and whether it is a gradient
@@ -91,9 +94,16 @@ class LocalTraffic:
                     return
 
     def _carry(self, sent: _Sent, wanted: Wanted) -> None:
-        """Copies a tensor to the buffer of its receiver."""
+        """Copies a tensor to the buffer of its receiver, unless the device is ahead of both."""
         going, message = sent.going, sent.message
         giver, taker = self._executors[going.role], self._executors[wanted.role]
+        if self._ahead is None or not self._ahead.carries(giver, going.name, taker, wanted.name):
+            self._copy(sent, wanted, giver, taker)
+        self._sent(going)
+        self._received(wanted, message)
+
+    def _copy(self, sent: _Sent, wanted: Wanted, giver: Executor, taker: Executor) -> None:
+        going, message = sent.going, sent.message
         if message.kind in PARTS:
             came, into = giver.slice_for(going.name, going.to), taker.slice_for(wanted.name, going.role)
         else:
@@ -105,5 +115,3 @@ class LocalTraffic:
             from_half(half, to_half(came, half), into)
         else:
             into.copy_(came)
-        self._sent(going)
-        self._received(wanted, message)

@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
+from rudra.compute.steps_ahead import StepsAhead
 from rudra.core.actions import Receive, Send
 from rudra.core.buffer_names import GRADIENT
 from rudra.core.events import Event, ReceiveCancelled, Received, Sent
@@ -90,6 +91,7 @@ class TensorTraffic:
         delivered: called with the rank whose tensor has arrived here.
         in_time: wraps a callback, so that it does nothing after this rank has regrouped.
         hurries: whether this rank must end its work as soon as possible.
+        ahead: as for `LocalTraffic`, if this is the only rank.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class TensorTraffic:
         delivered: Callable[[int], None],
         in_time: Callable[[Callable[..., Any]], Callable[..., Any]],
         hurries: Callable[[], bool],
+        ahead: StepsAhead | None = None,
     ) -> None:
         self._comm, self._plan, self._executors, self._tags = comm, plan, executors, tags
         self._arena, self._halves = arena, halves
@@ -118,7 +121,7 @@ class TensorTraffic:
         self._weights = WeightBuckets(comm, tags.tag, executors, hurries)
         take = self._incoming.take
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena, take)
-        about: dict[str, Any] = {"halves": halves, "received": self._received, "sent": self._sent}
+        about: dict[str, Any] = {"halves": halves, "received": self._received, "sent": self._sent, "ahead": ahead}
         self._local = LocalTraffic(executors, **about) if comm.size == 1 else None
         self._wait = losses.wait
         self._threads: dict[int, CommThread] = {}
@@ -323,12 +326,12 @@ class TensorTraffic:
 
     def _received(self, wanted: Wanted, message: Message | None = None) -> None:
         role, name = wanted.role, wanted.name
-        buffer = self._executors[role].buffer(name)
         if wanted.part_of is not None:
-            buffer.version += 1
+            self._executors[role].buffer(name).version += 1
             gradient = name.startswith(GRADIENT)
             message = (GradientPart if gradient else WeightsPart)(wanted.part_of)
         elif message is None:
+            buffer = self._executors[role].buffer(name)
             message = buffer.read_half() if wanted.halves else buffer.read()
         self._delivered(self._plan.roles[message.sender].world_rank)
         self._announce(role, Received(message, name))

@@ -1,0 +1,364 @@
+"""Steps that a device does before the roles ask for them.
+
+A GPU does a small step in less time than the roles need to decide on the next one. If the only learner and the owner of
+the weights share a rank, the next steps are known: the learner computes its next mini-batch at the newest weights, and
+the owner applies the gradient at the same rate. So the device does many steps at once. Each of them is one graph:
+gather the mini-batch, forward, backward, update, and note the loss, the errors and a sample of the weights.
+
+The roles ask as usual, and get what was noted. They may also ask for something else, or use a buffer, for example
+because the run stops. Then the device goes back: it restores the state from before these steps, and repeats the steps
+that the roles have seen.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from rudra.compute.device.devices import kind_of
+from rudra.compute.device.graphs import Graph, NotRecordedError
+from rudra.compute.device.streams import Done, Pending
+from rudra.compute.executor import Executor
+from rudra.compute.gradients import GradientSource
+from rudra.core.actions import Compute, Update
+from rudra.core.digest import sample
+from rudra.core.work import Work
+from rudra.log import log
+
+MOST = 32
+"""Most steps that are queued at once."""
+
+WARM = 4
+"""Steps that are computed as usual first. Libraries try their kernels, and the optimiser allocates its state."""
+
+KEPT = 4
+"""Most recorded steps. Each belongs to a learning rate."""
+
+VAIN = 3
+"""Times in a row that the roles ask for another step at once, after which no more steps are done ahead."""
+
+PORTION = 10
+"""Two copies of the state must fit into this fraction of the free memory of the device."""
+
+_Key = tuple[int, int, float]
+
+
+class Step(NamedTuple):
+    """What the owner of the weights does with a gradient.
+
+    Attributes:
+        apply: (gradient, learning rate) -> nothing. Updates the weights where they are.
+        state: Returns the tensors of the optimiser's state.
+    """
+
+    apply: Callable[[torch.Tensor, float], None]
+    state: Callable[[], Sequence[torch.Tensor]]
+
+
+class Noted(NamedTuple):
+    """What a device notes about a step.
+
+    Attributes:
+        pending: Work after which the figures are there.
+        figures: (2,) float64, mean loss and wrong samples.
+    """
+
+    pending: Pending
+    figures: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Memory for one walk.
+
+    Attributes:
+        saved: Copy of the state before the walk, on the device.
+        rows: (MOST * μ, 1 or 4) int64 in main memory, what `GradientSource.indices_of` draws.
+        figures: (MOST, 2) float64 in main memory.
+        samples: (MOST, …) float32 in main memory, samples of the weights.
+    """
+
+    saved: list[torch.Tensor]
+    rows: torch.Tensor
+    figures: torch.Tensor
+    samples: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Steps that the device does one after another.
+
+    Attributes:
+        slot: Its memory.
+        first: Number of the first step.
+        work: Samples of the first step.
+        timestamp: Timestamp of the weights before the first step.
+        count: Number of steps.
+        pending: Work that does them.
+    """
+
+    slot: _Slot
+    first: int
+    work: Work
+    timestamp: int
+    count: int
+    pending: Pending = field(default_factory=lambda: Done([]))
+
+
+class StepsAhead:
+    """Steps of the only learner of a rank, and the updates by the owner of the weights on the same rank.
+
+    Both executors ask it first, and call `come_back` before they use a buffer or the optimiser.
+
+    Args:
+        learner: Executor of the learner.
+        owner: Executor of the owner of the weights.
+        source: The learner's source of gradients, whose training set lies on the device.
+        step: What the owner does with a gradient.
+
+    Attributes:
+        refusal: Why no steps are done ahead any more. Empty: they may be.
+        walked: Number of steps that were done ahead and that the roles have seen.
+    """
+
+    def __init__(self, learner: Executor, owner: Executor, source: GradientSource, step: Step) -> None:
+        self._learner, self._owner, self._source, self._step = learner, owner, source, step
+        self._model = source.model
+        self._device = self._model.device
+        self._kind = kind_of(self._device)
+        self._stream = self._kind.stream(self._device)
+        self._graphs: dict[_Key, Graph] = {}
+        self._graph: Graph | None = None
+        self._slots: deque[_Slot] = deque()
+        self._computed: Compute | None = None  # the last computation and the last update of the roles
+        self._updated: Update | None = None
+        self._seen = self._vain = 0
+        self._steady = False  # whether the last two updates had the same rate
+        self._walks: deque[_Walk] = deque()
+        self._place = 0  # the roles have seen this many steps of the first walk,
+        self._half = False  # and the gradient of the next one,
+        self._into = ""  # which is in this buffer of the owner
+        self.refusal, self.walked = "", 0
+
+    def compute(self, action: Compute) -> Noted | None:
+        """Returns what was noted about a gradient. None: it must be computed as usual."""
+        if self._walks and not self.expects(action):
+            self.come_back()
+        last, self._computed = self._computed, action
+        if not self._walks:
+            self._seen += 1
+            if last is None or not self._follows(action, last) or not self._begin(action):
+                return None
+        self._extend()
+        self._half = True
+        walk = self._walks[0]
+        return Noted(walk.pending, walk.slot.figures[self._place])
+
+    def expects(self, action: Compute) -> bool:
+        """Whether the device does this computation ahead."""
+        if not self._walks or self._half:
+            return False
+        walk, last = self._walks[0], self._computed
+        assert last is not None
+        known = (action.weights, action.gradient, action.then) == (last.weights, last.gradient, None)
+        step = walk.first + self._place, walk.work.after(self._place), walk.timestamp + self._place
+        return known and (action.step, action.work, action.timestamp) == step
+
+    def update(self, action: Update) -> bytes | None:
+        """Returns a sample of the weights after an update. None: the update must be done as usual."""
+        last, self._updated = self._updated, action
+        if self._walks and not self._expects_update(action, last):
+            self.come_back()
+        self._steady = last is not None and last.learning_rate == action.learning_rate
+        if not self._walks:
+            return None
+        walk = self._walks[0]
+        sampled = walk.slot.samples[self._place].numpy()
+        count = len(range(*sample(action.timestamp, self._owner.size).indices(self._owner.size)))
+        self._half, self._into = False, ""
+        self._place += 1
+        self.walked, self._vain = self.walked + 1, 0
+        if self._place == walk.count:
+            self._place = 0
+            self._slots.append(self._walks.popleft().slot)
+        return sampled[:count].tobytes()
+
+    def _expects_update(self, action: Update, last: Update | None) -> bool:
+        if not self._half or last is None:
+            return False
+        plain = not any(action.norms) and not action.average
+        about = action.weights, action.gradient, action.learning_rate, action.timestamp
+        timestamp = self._walks[0].timestamp + self._place + 1
+        return plain and about == (last.weights, self._into, last.learning_rate, timestamp)
+
+    def carries(self, giver: Executor, name: str, taker: Executor, into: str) -> bool:
+        """Returns whether a tensor need not be copied from one executor to the other, because the device is ahead."""
+        if not self._walks:
+            return False
+        assert self._computed is not None
+        assert self._updated is not None
+        if self._half:
+            pushes = giver is self._learner and taker is self._owner and name == self._computed.gradient
+            self._into = into if pushes else self._into
+            return pushes
+        ours = (name, into) == (self._updated.weights, self._computed.weights)
+        return ours and giver is self._owner and taker is self._learner
+
+    def come_back(self) -> None:
+        """Goes back to the step that the roles have reached. Buffers and optimiser then hold what the roles expect."""
+        if not self._walks:
+            return
+        walk, place, half, into = self._walks[0], self._place, self._half, self._into
+        for each in self._walks:
+            each.pending.numbers()
+            self._slots.append(each.slot)
+        self._walks.clear()
+        self._place, self._half, self._into = 0, False, ""
+        self._vain += place == 0
+        if self._vain >= VAIN:
+            self._refuse("the steps of this run cannot be predicted")
+        assert self._computed is not None
+        self._copy_state(walk.slot, back=True)
+        self._repeat(walk, place)
+        (weights, gradient), own = self._vectors, self._learner.buffer(self._computed.weights).vector
+        own.copy_(weights)
+        if half:
+            self._source.compute(walk.first + place, walk.work.after(place), own, gradient)
+            if into:
+                self._owner.buffer(into).vector.copy_(gradient)
+        self._kind.finish(self._device)
+
+    def _follows(self, action: Compute, last: Compute) -> bool:
+        """Whether the steps from this computation on are likely to be like the last one."""
+        updated = self._updated
+        if self.refusal or updated is None or not self._steady or self._seen <= WARM:
+            return False
+        plain = action.then is None and not any(updated.norms) and not updated.average
+        follows = (action.step, action.work) == (last.step + 1, last.work.after(1)) and action.work.stride > 0
+        return plain and follows and action.timestamp == updated.timestamp
+
+    def _begin(self, action: Compute) -> bool:
+        """Queues the first walk, from a computation on. Returns whether that is possible."""
+        assert self._updated is not None
+        weights = self._owner.buffer(self._updated.weights).vector
+        gradient = self._learner.buffer(action.gradient).vector
+        self._vectors = weights, gradient
+        if not self._slots and not self._allocate(action.work):
+            return False
+        rate = self._updated.learning_rate
+        key = weights.data_ptr(), gradient.data_ptr(), rate
+        if key not in self._graphs or not self._graphs[key].is_valid():
+            while len(self._graphs) >= KEPT:
+                del self._graphs[next(iter(self._graphs))]
+            try:
+                self._graphs[key] = self._record(rate)
+            except NotRecordedError as error:
+                self._refuse(str(error))
+                return False
+        self._graph = self._graphs[key]
+        self._walk(action.step, action.work, action.timestamp)
+        return True
+
+    def _refuse(self, reason: str) -> None:
+        self.refusal = reason
+        log.info(f"no steps are done ahead: {reason}")
+
+    def _extend(self) -> None:
+        """Queues another walk after the only one, if that one does not end a pass through the training set."""
+        walk = self._walks[0]
+        if len(self._walks) == 1 and not self._source.ends_pass(walk.work.after(walk.count - 1)):
+            self._walk(walk.first + walk.count, walk.work.after(walk.count), walk.timestamp + walk.count)
+
+    def _walk(self, first: int, work: Work, timestamp: int) -> None:
+        """Queues steps, at most to the end of a pass, where the roles may evaluate, save or change something."""
+        ends = (number + 1 for number in range(MOST) if self._source.ends_pass(work.after(number)))
+        walk = _Walk(self._slots.popleft(), first, work, timestamp, next(ends, MOST))
+        rows = self._source.indices_of(first, work, walk.count)
+        walk.slot.rows[: len(rows)].copy_(rows)
+        walk.pending = self._stream.submit(partial(self._do, walk))
+        self._walks.append(walk)
+
+    # Work of the device.
+
+    def _do(self, walk: _Walk) -> tuple[()]:
+        """Does the steps of a walk, after a copy of the state, and brings back what was noted."""
+        self._copy_state(walk.slot)
+        self._repeat(walk, walk.count)
+        walk.slot.figures.copy_(self._figures, non_blocking=True)
+        walk.slot.samples.copy_(self._samples, non_blocking=True)
+        return ()
+
+    def _repeat(self, walk: _Walk, count: int) -> None:
+        """Does the first steps of a walk."""
+        assert self._graph is not None
+        self._rows.copy_(walk.slot.rows, non_blocking=True)
+        self._number.zero_()
+        self._timestamp.fill_(walk.timestamp + 1)
+        for number in range(count):
+            self._model.seed(self._source.seed(walk.first + number))
+            self._graph.replay()
+
+    def _copy_state(self, slot: _Slot, *, back: bool = False) -> None:
+        """Copies weights and optimiser to a slot, or back."""
+        for now, saved in zip((self._vectors[0], *self._step.state()), slot.saved, strict=True):
+            (now if back else saved).copy_(saved if back else now)
+
+    def _allocate(self, work: Work) -> bool:
+        """Allocates the memory of all walks. Returns whether the device has enough."""
+        weights, *state = self._vectors[0], *self._step.state()
+        needed, free = 2 * sum(each.nbytes for each in (weights, *state)), self._kind.free_bytes(self._device)
+        if free is not None and needed * PORTION > free:
+            self._refuse(f"two copies of weights and optimiser are more than 1/{PORTION} of the free memory")
+            return False
+        size, there = len(weights), self._device
+        at = torch.arange(size)[sample(0, size)]
+        self._apart = sample(0, size).step
+        width = self._source.indices_of(0, work, 1).shape[1]
+        shapes = ((MOST * work.count, width), torch.int64), ((MOST, 2), torch.float64), ((MOST, len(at)), torch.float32)
+        self._rows, self._figures, self._samples = (torch.zeros(s, dtype=d, device=there) for s, d in shapes)
+        self._number, self._timestamp = torch.zeros(2, 1, dtype=torch.int64, device=there)
+        self._of_batch = torch.arange(work.count, device=there)
+        self._at = at.to(there)
+        for _ in range(2):
+            here = (self._main_memory(each) for each in (self._rows, self._figures, self._samples))
+            self._slots.append(_Slot([torch.empty_like(each) for each in (weights, *state)], *here))
+        return True
+
+    def _main_memory(self, like: torch.Tensor) -> torch.Tensor:
+        return self._kind.main_memory(like.nbytes).view(like.dtype).view(like.shape)
+
+    def _record(self, rate: float) -> Graph:
+        """Records a step at a rate, which is part of the record: a rate in memory would change bits of some optimisers.
+
+        Raises:
+            NotRecordedError: The step cannot be recorded.
+        """
+        self._copy_state(self._slots[0])
+        for memory in (self._rows, self._number, self._timestamp):
+            memory.zero_()
+        self._model.bind(self._vectors[0])
+        try:
+            return self._kind.record(self._device, partial(self._one_step, rate))[0]
+        finally:
+            self._copy_state(self._slots[0], back=True)
+
+    def _one_step(self, rate: float) -> None:
+        """Does a step. The device counts the steps, so that each one finds its mini-batch and its place for figures."""
+        weights, gradient = self._vectors
+        rows = self._rows.index_select(0, self._of_batch + self._number * len(self._of_batch))
+        loss, wrong, _ = self._model.pass_to_record(*self._source.gathered(rows), gradient)
+        if wrong is None:
+            wrong = torch.full_like(loss, math.nan)
+        if not isinstance(wrong, torch.Tensor):
+            raise RuntimeError("the task counts errors in main memory")
+        self._step.apply(gradient, rate)
+        figures = torch.stack([loss.double().reshape(()), wrong.double().reshape(())])
+        self._figures.index_copy_(0, self._number, figures[None])
+        at = (self._at + self._timestamp % self._apart).clamp(max=len(weights) - 1)
+        self._samples.index_copy_(0, self._number, weights.index_select(0, at)[None])
+        self._number += 1
+        self._timestamp += 1
