@@ -108,7 +108,7 @@ class Executor:
             step. This requires that every writer to a buffer calls `renew` first.
         tail: Bytes of the largest message that accompanies a tensor.
         direct: Whether MPI reads and writes the buffers on that device.
-        come_back: Called before a buffer is used: a device that does work before the role asks returns to what the role
+        roll_back: Called before a buffer is used: a device that does work before the role asks returns to what the role
             knows.
     """
 
@@ -122,7 +122,7 @@ class Executor:
     row_format: RowFormat | None = None
     hooks: RoleHooks | None = None
     lazy_average = False
-    come_back: Callable[[], None] = staticmethod(lambda: None)
+    roll_back: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class Executor:
 
     def buffer(self, name: str) -> Buffer:
         """Returns the buffer of that name, after computing deferred content. Allocates it at its first use."""
-        self.come_back()
+        self.roll_back()
         if name in self._deferred:
             self._settle(name)
         if name not in self._buffers:
@@ -226,7 +226,7 @@ class Executor:
 
     def _void(self, name: str) -> None:
         """Discards a buffer's content, even if deferred. Content that depends on it is computed first."""
-        self.come_back()
+        self.roll_back()
         if self._deferred:
             self._settle_made_of(name)
             self._deferred.pop(name, None)

@@ -105,6 +105,7 @@ class GradientSource:
         self._prefetched = _Prefetched(self._inputs) if prefetch and not asked_at_once(split) else None
         self._feed: Feed | None = None
         self.resident: Resident | None = None
+        self._indices = Drawn(torch.empty(0), {})  # the last ones of several steps
         self._tried: Minibatch | None = None  # the last one that was sent ahead, or could not be
         self.given: Given | None = None
 
@@ -142,12 +143,11 @@ class GradientSource:
     def indices_of(self, step: int, work: Work, count: int) -> torch.Tensor:
         """Draws what `gathered` needs for some steps, (count * μ, 1 or 4) int64 in main memory."""
         found: list[torch.Tensor] = []
-        drawn = Drawn(torch.empty(0), {})
         for number in range(count):
             wanted = step + number, work.after(number)
-            if wanted not in drawn.rows:
-                drawn = self._inputs.draw_indices(*wanted)
-            found.append(drawn.content[drawn.rows[wanted]])
+            if wanted not in self._indices.rows:
+                self._indices = self._inputs.draw_indices(*wanted)
+            found.append(self._indices.content[self._indices.rows[wanted]])
         return torch.cat(found)
 
     def gathered(self, indices: torch.Tensor) -> Batch:

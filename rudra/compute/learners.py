@@ -24,7 +24,7 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource, Sums
 from rudra.compute.norms import NormMeter
 from rudra.compute.owners import OwnerExecutor
-from rudra.compute.steps_ahead import StepsAhead
+from rudra.compute.speculation import SpeculativeSteps
 from rudra.compute.vectors import Buffer
 from rudra.compute.waiting import NotInTime
 from rudra.core import records
@@ -71,7 +71,7 @@ class LearnerExecutor(Executor):
         examined: Data for evaluation, if learners evaluate weights.
         ready: Called while a gradient is computed, whenever more of it is final. None: it is not called.
         norms: Norms of gradients. None: they are not recorded.
-        ahead: Steps that the device does before the role asks. None: it does none.
+        speculation: Steps that the device does before the role asks. None: it does none.
     """
 
     source: GradientSource
@@ -82,7 +82,7 @@ class LearnerExecutor(Executor):
     examined: Examined | None = None
     ready: Ready | None = None
     norms: NormMeter | None = None
-    ahead: StepsAhead | None = None
+    speculation: SpeculativeSteps | None = None
 
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """Sets the source of gradients, and whether its learner pushes at once."""
@@ -97,12 +97,12 @@ class LearnerExecutor(Executor):
         self.source.prepare()
 
     def make_room(self, action: ExecutorAction) -> None:
-        if self.ahead is None or not isinstance(action, Compute) or not self.ahead.expects(action):
+        if self.speculation is None or not isinstance(action, Compute) or not self.speculation.expects(action):
             super().make_room(action)
 
     @performs(Compute)
     def compute(self, action: Compute) -> Iterator[Computed | Pending]:
-        noted = None if self.ahead is None else self.ahead.compute(action)
+        noted = None if self.speculation is None else self.speculation.compute(action)
         if noted is not None:
             while not noted.pending.done():
                 yield noted.pending

@@ -23,6 +23,7 @@ from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor,
 from rudra.compute.parts import cut
 from rudra.compute.pulled_pass import PullingExecutor
 from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor, outer_rule
+from rudra.compute.speculation import SpeculativeSteps
 from rudra.compute.stages import (
     FirstStageExecutor,
     FirstStageReplicaExecutor,
@@ -34,7 +35,6 @@ from rudra.compute.stages import (
 )
 from rudra.compute.staging import Staging
 from rudra.compute.statedict import entries_of
-from rudra.compute.steps_ahead import StepsAhead
 from rudra.compute.vectors import Memory
 from rudra.core.hooks import hooks_of
 from rudra.core.layout import Part
@@ -226,7 +226,7 @@ def make_executors(
     return made
 
 
-def lead(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> StepsAhead | None:
+def speculation_of(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> SpeculativeSteps | None:
     """Lets a device do steps before the roles of the only rank ask for them. None: these steps cannot be predicted.
 
     Args:
@@ -241,12 +241,13 @@ def lead(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> StepsAhead 
     records = kind.records and job.cluster.graphs != "off" and job.training.microbatches == 1
     plain = learner.computes_in_place and source.resident is not None and job.optimizer.name in OPTIMIZERS
     extras = (learner.hooks, owner.hooks, learner.norms, owner.update_norms, owner.corrector)
-    if not (records and plain) or plan.parted or any(each is not None for each in extras):
+    averages = job.optimizer.average.given
+    if not (records and plain) or averages or plan.parted or any(each is not None for each in extras):
         return None
-    ahead = StepsAhead(learner, owner, source, owner.in_place())
+    found = SpeculativeSteps(learner, owner, source, owner.in_place())
     for executor in (learner, owner):
-        executor.ahead, executor.come_back = ahead, ahead.come_back
-    return ahead
+        executor.speculation, executor.roll_back = found, found.roll_back
+    return found
 
 
 def _owned(job: Job, plan: Plan, flat: FlatModel, front: FlatModel, sides: Sequence[Part]) -> dict[int, Part]:

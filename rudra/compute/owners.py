@@ -23,7 +23,7 @@ from rudra.compute.parts import stretch_names
 from rudra.compute.rows import RowFormat, RowGradient, alike
 from rudra.compute.sliced_steps import SlicedSteps
 from rudra.compute.sparse import SparseRows
-from rudra.compute.steps_ahead import Step, StepsAhead
+from rudra.compute.speculation import SpeculativeSteps, Step
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Accumulate, ComputeNorms, Copy, Correct, SetOptimizer, Update
 from rudra.core.buffer_names import AVERAGE, DOWNCAST, WEIGHTS
@@ -115,12 +115,12 @@ class OwnerExecutor(Executor):
     Attributes:
         corrector: Correction of gradients. None: the job has none.
         update_norms: Norms of the gradients of updates. None: they are not recorded.
-        ahead: Updates that the device does before the role asks. None: it does none.
+        speculation: Updates that the device does before the role asks. None: it does none.
     """
 
     corrector: Corrector | None = None
     update_norms: NormMeter | None = None
-    ahead: StepsAhead | None = None
+    speculation: SpeculativeSteps | None = None
     _owned_part: Part | None = None
     _averages = False
 
@@ -196,7 +196,7 @@ class OwnerExecutor(Executor):
 
     def _tensors(self, *, alone: bool = False) -> dict[str, torch.Tensor]:
         """Returns all tensors for a checkpoint, without tensors of other roles if `alone`."""
-        self.come_back()
+        self.roll_back()
         state = {OPTIMIZER + name: value for name, value in self._rule.state().items()}
         if self.corrector is not None:
             state |= self.corrector.state()
@@ -233,7 +233,7 @@ class OwnerExecutor(Executor):
         Raises:
             CheckpointError: The tensors do not match this model and optimiser.
         """
-        self.come_back()
+        self._take_back()
         found = {name: torch.from_numpy(tensor) for name, tensor in tensors.items()}
         weights = found.pop(WEIGHTS, None)
         average = found.pop(AVERAGE, None)
@@ -297,19 +297,24 @@ class OwnerExecutor(Executor):
         OwnerExecutor.restore(self, {WEIGHTS: state.weights, **average})
         self._adopt(state)
 
+    def _take_back(self) -> None:
+        """Lets the device drop what it does before the role asks, because the optimiser changes."""
+        if self.speculation is not None:
+            self.speculation.forget()
+
     def _adopt(self, state: CarriedState) -> None:
         """Takes over the optimiser's state."""
         self._rule.take_over(state.steps)
 
     @performs(SetOptimizer)
     def set_optimizer(self, action: SetOptimizer) -> None:
-        self.come_back()
+        self._take_back()
         self._rule.change(action.momentum, action.options)
 
     @performs(Update)
     def update(self, action: Update) -> Updated:
         began = time.perf_counter()
-        if self.ahead is not None and (sampled := self.ahead.update(action)) is not None:
+        if self.speculation is not None and (sampled := self.speculation.update(action)) is not None:
             return Updated(action.timestamp, digest_of(sampled), time.perf_counter() - began)
         if self.corrector is not None:
             self.corrector.updated()
@@ -384,9 +389,9 @@ class OwnerExecutor(Executor):
 
     def in_place(self) -> Step:
         """Returns what `Update` does if nobody reads the weights, for a device that does it before the role asks."""
-        weights = self.buffer(WEIGHTS).vector
 
         def apply(gradient: torch.Tensor, learning_rate: float) -> None:
+            weights = self.buffer(WEIGHTS).vector
             self._take_behind(gradient, weights)
             self._rule.step(gradient[: self.parameters], learning_rate)
             self._round_counters(weights)

@@ -30,6 +30,7 @@ class ControlMessages:
         self._comm = comm
         self.delivered: set[int] = set()
         self._to_ring: set[int] = set()
+        self._own: deque[tuple[int, int, Message]] = deque()
         self._sending: deque[tuple[MPI.Request, bytes]] = deque()
         self._rings = {role: ControlRing(comm, role) for role in roles}
 
@@ -38,12 +39,17 @@ class ControlMessages:
         self._sending.append((self._comm.Isend(data, to, tag), data))
         self._to_ring.add(to)
 
+    def tell_here(self, role: int, generation: int, message: Message) -> None:
+        """Sends a small message to a role of this rank, as `heard` yields it. It stays in this process."""
+        self._own.append((role, generation, message))
+
     def wake(self, rank: int) -> None:
         """Marks a rank to be woken up at the next `ring`."""
         self._to_ring.add(rank)
 
     def ring(self) -> None:
         """Wakes up all ranks that were sent a message or marked."""
+        self._to_ring.discard(self._comm.rank)  # it is awake
         while self._to_ring:
             rank = self._to_ring.pop()
             self.delivered.discard(rank)
@@ -51,11 +57,14 @@ class ControlMessages:
 
     def ring_delivered(self) -> None:
         """Wakes up the ranks whose tensors have arrived."""
+        self.delivered.discard(self._comm.rank)
         while self.delivered:
             self.doorbell.ring(self.delivered.pop())
 
     def heard(self) -> Iterator[tuple[int, int, Message]]:
         """Yields the messages that have arrived: receiver, sender's generation, message."""
+        while self._own:
+            yield self._own.popleft()
         for role, ring in self._rings.items():
             while (found := ring.take()) is not None:
                 yield role, *found

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor
 from rudra.compute.learners import LearnerExecutor
-from rudra.compute.making import lead
+from rudra.compute.making import speculation_of
 from rudra.core.actions import (
     COMPUTATIONS,
     Action,
@@ -177,7 +177,7 @@ class Rank:
             delivered=self._control.delivered.add,
             in_time=self._regrouping.in_time,
             hurries=self.signalled.hurries,
-            ahead=lead(job, plan, executors) if comm.size == 1 and not halves else None,
+            speculation=speculation_of(job, plan, executors) if comm.size == 1 and not halves else None,
         )
         self.states = StateTransfer(comm, plan, partial(tags.tag, channel=STATES))
         self._saver = CheckpointThread(checkpoints, self._work, self.states)
@@ -321,7 +321,7 @@ class Rank:
             self._look_for_losses()
         if self._losses.dead or self.phases.may_change:
             self._regrouping.poll()
-        if self._recorder is not None:
+        if self._recorder is not None and self.comm.size > 1:
             raise_reported(self.comm)
         return bool(self._roles.events)
 
@@ -386,8 +386,11 @@ class Rank:
         if action.buffer is not None:
             self._traffic.send(role, action)
             return
-        to = self.plan.roles[action.to].world_rank
-        data = encode(action.message, self._regrouping.generation)
+        to, generation = self.plan.roles[action.to].world_rank, self._regrouping.generation
+        if to == self.comm.rank:
+            self._control.tell_here(action.to, generation, action.message)
+            return
+        data = encode(action.message, generation)
         self.tell(data, to, FIRST_TAG + action.to * CHANNELS + CONTROL)
         if action.message.kind in URGENT:
             self._control.doorbell.ring(to)

@@ -7,7 +7,7 @@ import torch
 
 from rudra.compute.executor import Executor
 from rudra.compute.half import from_half, to_half
-from rudra.compute.steps_ahead import StepsAhead
+from rudra.compute.speculation import SpeculativeSteps
 from rudra.core.messages import PARTS, Message
 from rudra.mpi.leases import Going
 from rudra.mpi.transfers import Wanted
@@ -29,7 +29,7 @@ class LocalTraffic:
         halves: whether gradients are rounded to float16.
         received: called when a tensor has arrived, with its message.
         sent: called when the buffer of a send is free again.
-        ahead: steps that the device does before the roles ask, or None.
+        speculation: steps that the device does before the roles ask, or None.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class LocalTraffic:
         halves: bool,
         received: Callable[[Wanted, Message | None], None],
         sent: Callable[[Going], None],
-        ahead: StepsAhead | None = None,
+        speculation: SpeculativeSteps | None = None,
     ) -> None:
-        self._executors, self._halves, self._ahead = executors, halves, ahead
+        self._executors, self._halves, self._speculation = executors, halves, speculation
         self._received, self._sent = received, sent
         self._sends: list[_Sent] = []
         self._wanted: list[tuple[Wanted, int | None, bool]] = []  # with the sending role, and whether it is a gradient
@@ -97,7 +97,7 @@ class LocalTraffic:
         """Copies a tensor to the buffer of its receiver, unless the device is ahead of both."""
         going, message = sent.going, sent.message
         giver, taker = self._executors[going.role], self._executors[wanted.role]
-        if self._ahead is None or not self._ahead.carries(giver, going.name, taker, wanted.name):
+        if self._speculation is None or not self._speculation.carries(giver, going.name, taker, wanted.name):
             self._copy(sent, wanted, giver, taker)
         self._sent(going)
         self._received(wanted, message)

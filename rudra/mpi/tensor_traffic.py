@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from rudra.compute.executor import Executor
 from rudra.compute.final_gradients import Ready
-from rudra.compute.steps_ahead import StepsAhead
+from rudra.compute.speculation import SpeculativeSteps
 from rudra.core.actions import Receive, Send
 from rudra.core.buffer_names import GRADIENT
 from rudra.core.events import Event, ReceiveCancelled, Received, Sent
@@ -91,7 +91,7 @@ class TensorTraffic:
         delivered: called with the rank whose tensor has arrived here.
         in_time: wraps a callback, so that it does nothing after this rank has regrouped.
         hurries: whether this rank must end its work as soon as possible.
-        ahead: as for `LocalTraffic`, if this is the only rank.
+        speculation: as for `LocalTraffic`, if this is the only rank.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class TensorTraffic:
         delivered: Callable[[int], None],
         in_time: Callable[[Callable[..., Any]], Callable[..., Any]],
         hurries: Callable[[], bool],
-        ahead: StepsAhead | None = None,
+        speculation: SpeculativeSteps | None = None,
     ) -> None:
         self._comm, self._plan, self._executors, self._tags = comm, plan, executors, tags
         self._arena, self._halves = arena, halves
@@ -121,7 +121,12 @@ class TensorTraffic:
         self._weights = WeightBuckets(comm, tags.tag, executors, hurries)
         take = self._incoming.take
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena, take)
-        about: dict[str, Any] = {"halves": halves, "received": self._received, "sent": self._sent, "ahead": ahead}
+        about: dict[str, Any] = {
+            "halves": halves,
+            "received": self._received,
+            "sent": self._sent,
+            "speculation": speculation,
+        }
         self._local = LocalTraffic(executors, **about) if comm.size == 1 else None
         self._wait = losses.wait
         self._threads: dict[int, CommThread] = {}

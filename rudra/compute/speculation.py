@@ -28,6 +28,7 @@ from rudra.core.actions import Compute, Update
 from rudra.core.digest import sample
 from rudra.core.work import Work
 from rudra.log import log
+from rudra.memory import bytes_text
 
 MOST = 32
 """Most steps that are queued at once."""
@@ -41,8 +42,8 @@ KEPT = 4
 VAIN = 3
 """Times in a row that the roles ask for another step at once, after which no more steps are done ahead."""
 
-PORTION = 10
-"""Two copies of the state must fit into this fraction of the free memory of the device."""
+LARGEST = 1 << 26
+"""Most bytes of weights and optimiser. A step of a larger model takes a device longer than the roles need."""
 
 _Key = tuple[int, int, float]
 
@@ -73,10 +74,10 @@ class Noted(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """Memory for one walk.
+    """Memory for one burst.
 
     Attributes:
-        saved: Copy of the state before the walk, on the device.
+        saved: Copy of the state before the burst, on the device.
         rows: (MOST * μ, 1 or 4) int64 in main memory, what `GradientSource.indices_of` draws.
         figures: (MOST, 2) float64 in main memory.
         samples: (MOST, …) float32 in main memory, samples of the weights.
@@ -89,7 +90,7 @@ class _Slot:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _Burst:
     """Steps that the device does one after another.
 
     Attributes:
@@ -109,10 +110,10 @@ class _Walk:
     pending: Pending = field(default_factory=lambda: Done([]))
 
 
-class StepsAhead:
+class SpeculativeSteps:
     """Steps of the only learner of a rank, and the updates by the owner of the weights on the same rank.
 
-    Both executors ask it first, and call `come_back` before they use a buffer or the optimiser.
+    Both executors ask it first, and call `roll_back` before they use a buffer or the optimiser.
 
     Args:
         learner: Executor of the learner.
@@ -122,7 +123,7 @@ class StepsAhead:
 
     Attributes:
         refusal: Why no steps are done ahead any more. Empty: they may be.
-        walked: Number of steps that were done ahead and that the roles have seen.
+        committed: Number of steps that were done ahead and that the roles have seen.
     """
 
     def __init__(self, learner: Executor, owner: Executor, source: GradientSource, step: Step) -> None:
@@ -138,53 +139,53 @@ class StepsAhead:
         self._updated: Update | None = None
         self._seen = self._vain = 0
         self._steady = False  # whether the last two updates had the same rate
-        self._walks: deque[_Walk] = deque()
-        self._place = 0  # the roles have seen this many steps of the first walk,
+        self._bursts: deque[_Burst] = deque()
+        self._place = 0  # the roles have seen this many steps of the first burst,
         self._half = False  # and the gradient of the next one,
         self._into = ""  # which is in this buffer of the owner
-        self.refusal, self.walked = "", 0
+        self.refusal, self.committed = "", 0
 
     def compute(self, action: Compute) -> Noted | None:
         """Returns what was noted about a gradient. None: it must be computed as usual."""
-        if self._walks and not self.expects(action):
-            self.come_back()
+        if self._bursts and not self.expects(action):
+            self.roll_back()
         last, self._computed = self._computed, action
-        if not self._walks:
+        if not self._bursts:
             self._seen += 1
             if last is None or not self._follows(action, last) or not self._begin(action):
                 return None
         self._extend()
         self._half = True
-        walk = self._walks[0]
-        return Noted(walk.pending, walk.slot.figures[self._place])
+        burst = self._bursts[0]
+        return Noted(burst.pending, burst.slot.figures[self._place])
 
     def expects(self, action: Compute) -> bool:
         """Whether the device does this computation ahead."""
-        if not self._walks or self._half:
+        if not self._bursts or self._half:
             return False
-        walk, last = self._walks[0], self._computed
+        burst, last = self._bursts[0], self._computed
         assert last is not None
         known = (action.weights, action.gradient, action.then) == (last.weights, last.gradient, None)
-        step = walk.first + self._place, walk.work.after(self._place), walk.timestamp + self._place
+        step = burst.first + self._place, burst.work.after(self._place), burst.timestamp + self._place
         return known and (action.step, action.work, action.timestamp) == step
 
     def update(self, action: Update) -> bytes | None:
         """Returns a sample of the weights after an update. None: the update must be done as usual."""
         last, self._updated = self._updated, action
-        if self._walks and not self._expects_update(action, last):
-            self.come_back()
+        if self._bursts and not self._expects_update(action, last):
+            self.roll_back()
         self._steady = last is not None and last.learning_rate == action.learning_rate
-        if not self._walks:
+        if not self._bursts:
             return None
-        walk = self._walks[0]
-        sampled = walk.slot.samples[self._place].numpy()
+        burst = self._bursts[0]
+        sampled = burst.slot.samples[self._place].numpy()
         count = len(range(*sample(action.timestamp, self._owner.size).indices(self._owner.size)))
         self._half, self._into = False, ""
         self._place += 1
-        self.walked, self._vain = self.walked + 1, 0
-        if self._place == walk.count:
+        self.committed, self._vain = self.committed + 1, 0
+        if self._place == burst.count:
             self._place = 0
-            self._slots.append(self._walks.popleft().slot)
+            self._slots.append(self._bursts.popleft().slot)
         return sampled[:count].tobytes()
 
     def _expects_update(self, action: Update, last: Update | None) -> bool:
@@ -192,12 +193,12 @@ class StepsAhead:
             return False
         plain = not any(action.norms) and not action.average
         about = action.weights, action.gradient, action.learning_rate, action.timestamp
-        timestamp = self._walks[0].timestamp + self._place + 1
+        timestamp = self._bursts[0].timestamp + self._place + 1
         return plain and about == (last.weights, self._into, last.learning_rate, timestamp)
 
     def carries(self, giver: Executor, name: str, taker: Executor, into: str) -> bool:
         """Returns whether a tensor need not be copied from one executor to the other, because the device is ahead."""
-        if not self._walks:
+        if not self._bursts:
             return False
         assert self._computed is not None
         assert self._updated is not None
@@ -208,29 +209,36 @@ class StepsAhead:
         ours = (name, into) == (self._updated.weights, self._computed.weights)
         return ours and giver is self._owner and taker is self._learner
 
-    def come_back(self) -> None:
+    def roll_back(self) -> None:
         """Goes back to the step that the roles have reached. Buffers and optimiser then hold what the roles expect."""
-        if not self._walks:
+        if not self._bursts:
             return
-        walk, place, half, into = self._walks[0], self._place, self._half, self._into
-        for each in self._walks:
+        burst, place, half, into = self._bursts[0], self._place, self._half, self._into
+        for each in self._bursts:
             each.pending.numbers()
             self._slots.append(each.slot)
-        self._walks.clear()
+        self._bursts.clear()
         self._place, self._half, self._into = 0, False, ""
         self._vain += place == 0
         if self._vain >= VAIN:
             self._refuse("the steps of this run cannot be predicted")
         assert self._computed is not None
-        self._copy_state(walk.slot, back=True)
-        self._repeat(walk, place)
+        self._copy_state(burst.slot, back=True)
+        self._repeat(burst, place)
         (weights, gradient), own = self._vectors, self._learner.buffer(self._computed.weights).vector
         own.copy_(weights)
         if half:
-            self._source.compute(walk.first + place, walk.work.after(place), own, gradient)
+            self._source.compute(burst.first + place, burst.work.after(place), own, gradient)
             if into:
                 self._owner.buffer(into).vector.copy_(gradient)
         self._kind.finish(self._device)
+
+    def forget(self) -> None:
+        """Rolls back, and records steps again later: the optimiser gets other settings, or another state."""
+        self.roll_back()
+        self._graphs.clear()
+        self._slots.clear()
+        self._seen, self._steady = 0, False
 
     def _follows(self, action: Compute, last: Compute) -> bool:
         """Whether the steps from this computation on are likely to be like the last one."""
@@ -242,7 +250,7 @@ class StepsAhead:
         return plain and follows and action.timestamp == updated.timestamp
 
     def _begin(self, action: Compute) -> bool:
-        """Queues the first walk, from a computation on. Returns whether that is possible."""
+        """Queues the first burst, from a computation on. Returns whether that is possible."""
         assert self._updated is not None
         weights = self._owner.buffer(self._updated.weights).vector
         gradient = self._learner.buffer(action.gradient).vector
@@ -260,7 +268,7 @@ class StepsAhead:
                 self._refuse(str(error))
                 return False
         self._graph = self._graphs[key]
-        self._walk(action.step, action.work, action.timestamp)
+        self._burst(action.step, action.work, action.timestamp)
         return True
 
     def _refuse(self, reason: str) -> None:
@@ -268,38 +276,38 @@ class StepsAhead:
         log.info(f"no steps are done ahead: {reason}")
 
     def _extend(self) -> None:
-        """Queues another walk after the only one, if that one does not end a pass through the training set."""
-        walk = self._walks[0]
-        if len(self._walks) == 1 and not self._source.ends_pass(walk.work.after(walk.count - 1)):
-            self._walk(walk.first + walk.count, walk.work.after(walk.count), walk.timestamp + walk.count)
+        """Queues another burst after the only one, if that one does not end a pass through the training set."""
+        burst = self._bursts[0]
+        if len(self._bursts) == 1 and not self._source.ends_pass(burst.work.after(burst.count - 1)):
+            self._burst(burst.first + burst.count, burst.work.after(burst.count), burst.timestamp + burst.count)
 
-    def _walk(self, first: int, work: Work, timestamp: int) -> None:
+    def _burst(self, first: int, work: Work, timestamp: int) -> None:
         """Queues steps, at most to the end of a pass, where the roles may evaluate, save or change something."""
         ends = (number + 1 for number in range(MOST) if self._source.ends_pass(work.after(number)))
-        walk = _Walk(self._slots.popleft(), first, work, timestamp, next(ends, MOST))
-        rows = self._source.indices_of(first, work, walk.count)
-        walk.slot.rows[: len(rows)].copy_(rows)
-        walk.pending = self._stream.submit(partial(self._do, walk))
-        self._walks.append(walk)
+        burst = _Burst(self._slots.popleft(), first, work, timestamp, next(ends, MOST))
+        rows = self._source.indices_of(first, work, burst.count)
+        burst.slot.rows[: len(rows)].copy_(rows)
+        burst.pending = self._stream.submit(partial(self._do, burst))
+        self._bursts.append(burst)
 
     # Work of the device.
 
-    def _do(self, walk: _Walk) -> tuple[()]:
-        """Does the steps of a walk, after a copy of the state, and brings back what was noted."""
-        self._copy_state(walk.slot)
-        self._repeat(walk, walk.count)
-        walk.slot.figures.copy_(self._figures, non_blocking=True)
-        walk.slot.samples.copy_(self._samples, non_blocking=True)
+    def _do(self, burst: _Burst) -> tuple[()]:
+        """Does the steps of a burst, after a copy of the state, and brings back what was noted."""
+        self._copy_state(burst.slot)
+        self._repeat(burst, burst.count)
+        burst.slot.figures.copy_(self._figures, non_blocking=True)
+        burst.slot.samples.copy_(self._samples, non_blocking=True)
         return ()
 
-    def _repeat(self, walk: _Walk, count: int) -> None:
-        """Does the first steps of a walk."""
+    def _repeat(self, burst: _Burst, count: int) -> None:
+        """Does the first steps of a burst."""
         assert self._graph is not None
-        self._rows.copy_(walk.slot.rows, non_blocking=True)
+        self._rows.copy_(burst.slot.rows, non_blocking=True)
         self._number.zero_()
-        self._timestamp.fill_(walk.timestamp + 1)
+        self._timestamp.fill_(burst.timestamp + 1)
         for number in range(count):
-            self._model.seed(self._source.seed(walk.first + number))
+            self._model.seed(self._source.seed(burst.first + number))
             self._graph.replay()
 
     def _copy_state(self, slot: _Slot, *, back: bool = False) -> None:
@@ -308,11 +316,10 @@ class StepsAhead:
             (now if back else saved).copy_(saved if back else now)
 
     def _allocate(self, work: Work) -> bool:
-        """Allocates the memory of all walks. Returns whether the device has enough."""
+        """Allocates the memory of all bursts. Returns whether the model is small enough."""
         weights, *state = self._vectors[0], *self._step.state()
-        needed, free = 2 * sum(each.nbytes for each in (weights, *state)), self._kind.free_bytes(self._device)
-        if free is not None and needed * PORTION > free:
-            self._refuse(f"two copies of weights and optimiser are more than 1/{PORTION} of the free memory")
+        if (needed := sum(each.nbytes for each in (weights, *state))) > LARGEST:
+            self._refuse(f"weights and optimiser have {bytes_text(needed)}, more than {bytes_text(LARGEST)}")
             return False
         size, there = len(weights), self._device
         at = torch.arange(size)[sample(0, size)]
