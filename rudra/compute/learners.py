@@ -23,7 +23,7 @@ from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource, Sums
 from rudra.compute.norms import NormMeter
-from rudra.compute.owners import OwnerExecutor
+from rudra.compute.owners import OwnerExecutor, UpdateResult
 from rudra.compute.speculation import SpeculativeSteps
 from rudra.compute.vectors import Buffer
 from rudra.compute.waiting import NotInTime
@@ -40,7 +40,7 @@ from rudra.core.actions import (
 )
 from rudra.core.buckets import copied
 from rudra.core.buffer_names import WEIGHTS
-from rudra.core.events import Computed, Evaluated, EvaluationPartComputed, Updated
+from rudra.core.events import Computed, Evaluated, EvaluationPartComputed
 from rudra.data.samples import Batch, Samples
 from rudra.job.job import Job
 
@@ -275,7 +275,7 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
         self._drop_early()
         return super()._stepped(action)
 
-    def update(self, action: Update) -> Updated:
+    def update(self, action: Update) -> UpdateResult:
         done = super().update(action)
         if self._early is not None:
             self._early.keep()

@@ -19,6 +19,7 @@ from rudra.compute.device.devices import kind_of
 from rudra.compute.device.kind import DeviceKind
 from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
+from rudra.compute.speculation import BURSTS, LARGEST
 from rudra.core.work import Work, portion
 from rudra.data.load import Data
 from rudra.data.resident import Resident, stored_in_memory
@@ -89,9 +90,9 @@ class MemoryPlan(NamedTuple):
     """Predicted memory of a learner on its device, in bytes.
 
     Attributes:
-        weights: Weights.
-        gradients: Gradients, with the copies that autograd makes.
-        state: State of the optimiser, if the learner updates its weights.
+        weights: Weights of the learners, and of the servers on the same device.
+        gradients: Their gradients, with the copies that autograd makes.
+        state: State of the optimiser of all that update weights there, and copies of the state for speculative steps.
         data: One mini-batch, or two if one is copied while the other is computed.
         activations: Tensors that autograd saves.
         workspaces: Gradients of activations in the backward pass, and temporary memory of operations.
@@ -153,18 +154,20 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
     source = GradientSource(job, plan.roles[learner].index, works[0], flat, data.training, prefetch=False)
     steps = [_measured(flat, source.minibatch(0, work), source.seed(0)) for work in works]
     vector, kept = 4 * flat.size, 4 * flat.parameter_count
-    here = sum(plan.traits(role).trains for role in plan.on_rank(plan.roles[learner].world_rank))
-    several = training.microbatches > 1
-    state = job.optimizer.state_vectors * vector * here if plan.traits(learner).updates else 0
+    traits = [plan.traits(role) for role in plan.on_rank(plan.roles[learner].world_rank)]
+    here, several = sum(kind.trains for kind in traits), training.microbatches > 1
+    serves = job.cluster.one_rank is True and any(kind.updates and not kind.trains for kind in traits)
+    owners, owned = here if plan.traits(learner).updates else serves, vector * (1 + job.optimizer.state_vectors)
+    saved = BURSTS * owned if serves and here == 1 and kind_of(device).records and owned <= LARGEST else 0
     passed = [_PASSED * step.largest for step in steps]
     beyond = [step.peak - step.activations - more - kept for step, more in zip(steps, passed, strict=True)]
     of_data, tested = through(sizes, [s.data for s in steps]), through(sizes, [s.evaluation for s in steps])
     count = training.evaluation_batch_size
     spaces = through(sizes, [more + max(0, left) for more, left in zip(passed, beyond, strict=True)])
     return MemoryPlan(
-        weights=vector * (here + (several and flat.size > flat.parameter_count)),
-        gradients=vector * (here + several) + kept,
-        state=state,
+        weights=vector * (here + serves + (several and flat.size > flat.parameter_count)),
+        gradients=vector * (here + serves + several) + kept,
+        state=(owned - vector) * owners + saved,
         data=LinearBytes(*(part * (1 + kind_of(device).apart) for part in of_data)),
         activations=through(sizes, [step.activations for step in steps]),
         workspaces=spaces._replace(fixed=spaces.fixed + LIBRARIES * kind_of(device).apart),

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -15,6 +15,8 @@ import torch
 from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
 from rudra.compute.carried import CarriedState
 from rudra.compute.correcting import Corrector
+from rudra.compute.device.devices import kind_of
+from rudra.compute.device.streams import Pending, Stream
 from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
 from rudra.compute.norms import NormMeter
@@ -38,6 +40,10 @@ from topologies import Plan
 
 FirstWeights = Callable[[Path, Sequence[Entry]], npt.NDArray[np.float32]]
 """Returns the weights of a warm start: the weights in a result file for a model of that layout, (size,) float32."""
+
+
+UpdateResult = Updated | Iterator[Updated | Pending]
+"""End of an update, or what yields it after a device has done its work."""
 
 
 class AveragingExecutor(Executor):
@@ -191,6 +197,16 @@ class OwnerExecutor(Executor):
         return self._rule.state_bytes()
 
     @cached_property
+    def _copying_back(self) -> Stream:
+        """Stream that copies samples of the weights to main memory."""
+        return kind_of(self.device).stream(self.device)
+
+    @cached_property
+    def _places(self) -> list[torch.Tensor]:
+        """Main memory for samples that come from a device, and that no update uses."""
+        return []
+
+    @cached_property
     def _copies(self) -> dict[str, npt.NDArray[np.float32]]:
         return {}
 
@@ -312,7 +328,7 @@ class OwnerExecutor(Executor):
         self._rule.change(action.momentum, action.options)
 
     @performs(Update)
-    def update(self, action: Update) -> Updated:
+    def update(self, action: Update) -> UpdateResult:
         began = time.perf_counter()
         if self.speculation is not None and (sampled := self.speculation.update(action)) is not None:
             return Updated(action.timestamp, digest_of(sampled), time.perf_counter() - began)
@@ -326,11 +342,37 @@ class OwnerExecutor(Executor):
         buffer.version += 1
         if action.average:
             self._average_over_time(action, buffer.vector)
-        digest = buffer.digest(action.timestamp) if self._owned_part is None else 0
-        pieces = self._sampled(buffer, action.timestamp)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
-        return Updated(action.timestamp, digest, time.perf_counter() - began, pieces, norm, clipped, product)
+        pieces, whole = self._sampled(buffer, action.timestamp), self._owned_part is None
+        done = partial(Updated, action.timestamp, sampled=pieces, norm=norm, clipped_norm=clipped, product=product)
+        if whole and kind_of(self.device).apart:
+            return self._sampled_later(buffer.vector[sample(action.timestamp, self.size)].clone(), done, began)
+        digest = buffer.digest(action.timestamp) if whole else 0
+        return done(digest=digest, seconds=time.perf_counter() - began)
+
+    def _sampled_later(
+        self, there: torch.Tensor, done: Callable[..., Updated], began: float
+    ) -> Iterator[Updated | Pending]:
+        """Begins to copy a sample of the weights to main memory. Returns the rest of the update."""
+        kind, most = kind_of(self.device), 4 * len(range(0, self.size, sample(0, self.size).step))
+        here = self._places.pop() if self._places else kind.main_memory(most)
+        came = here[: there.nbytes].view(torch.float32)
+
+        def copy() -> tuple[()]:
+            came.copy_(there, non_blocking=True)
+            return ()
+
+        pending = self._copying_back.submit(copy)
+
+        def rest() -> Iterator[Updated | Pending]:
+            while not pending.done():
+                yield pending
+            digest = digest_of(came.numpy().tobytes())
+            self._places.append(here)
+            yield done(digest=digest, seconds=time.perf_counter() - began)
+
+        return rest()
 
     def _measured(self, meter: NormMeter, action: Update) -> tuple[float, float]:
         """Returns the norm of an update's gradient, and its product with the previous one. NaN: it is not recorded."""

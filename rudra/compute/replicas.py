@@ -17,13 +17,13 @@ from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.optim import UpdateRule
-from rudra.compute.owners import OwnerExecutor, ServerExecutor
+from rudra.compute.owners import OwnerExecutor, ServerExecutor, UpdateResult
 from rudra.compute.step_ahead import StepAhead
 from rudra.compute.tasks import number
 from rudra.compute.vectors import Buffer
 from rudra.core.actions import Correct, PullReplica, ResetReplica, SetOptimizer, StepReplica, Update
 from rudra.core.buffer_names import DIFFERENCE, REFERENCE, REPLICA, WEIGHTS
-from rudra.core.events import ReplicaStepped, Updated
+from rudra.core.events import ReplicaStepped
 from rudra.core.state_names import CORRECTION
 from rudra.errors import CheckpointError, ConfigError
 from rudra.job.job import Job
@@ -338,7 +338,7 @@ class CentralExecutor(ServerExecutor):
     def _adopt(self, state: CarriedState) -> None:
         self._rule.take_over_names(state.outer)
 
-    def update(self, action: Update) -> Updated:
+    def update(self, action: Update) -> UpdateResult:
         replica, weights = self.buffer(action.gradient).vector, self.buffer(action.weights).vector
         difference, parameters = self.renew(DIFFERENCE).vector, self.parameters
         torch.sub(weights[:parameters], replica[:parameters], out=difference[:parameters])

@@ -33,6 +33,9 @@ from rudra.memory import bytes_text
 MOST = 32
 """Most steps that are queued at once."""
 
+BURSTS = 2
+"""Most bursts that are queued: the device does one while the roles go through the other."""
+
 WARM = 4
 """Steps that are computed as usual first. Libraries try their kernels, and the optimiser allocates its state."""
 
@@ -276,9 +279,9 @@ class SpeculativeSteps:
         log.info(f"no steps are done ahead: {reason}")
 
     def _extend(self) -> None:
-        """Queues another burst after the only one, if that one does not end a pass through the training set."""
-        burst = self._bursts[0]
-        if len(self._bursts) == 1 and not self._source.ends_pass(burst.work.after(burst.count - 1)):
+        """Queues another burst if there is room, and if the last one does not end a pass through the training set."""
+        burst = self._bursts[-1]
+        if len(self._bursts) < BURSTS and not self._source.ends_pass(burst.work.after(burst.count - 1)):
             self._burst(burst.first + burst.count, burst.work.after(burst.count), burst.timestamp + burst.count)
 
     def _burst(self, first: int, work: Work, timestamp: int) -> None:
@@ -330,7 +333,7 @@ class SpeculativeSteps:
         self._number, self._timestamp = torch.zeros(2, 1, dtype=torch.int64, device=there)
         self._of_batch = torch.arange(work.count, device=there)
         self._at = at.to(there)
-        for _ in range(2):
+        for _ in range(BURSTS):
             here = (self._main_memory(each) for each in (self._rows, self._figures, self._samples))
             self._slots.append(_Slot([torch.empty_like(each) for each in (weights, *state)], *here))
         return True

@@ -16,7 +16,6 @@ from functools import partial
 
 from mpi4py import MPI
 
-from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import speculation_of
@@ -406,7 +405,7 @@ class Rank:
         if action.long:
             self._work.begin(role, work, self._regrouping.in_time(partial(self.announce, role)))
         else:
-            self._roles.events.extend((role, event) for event in finished(work))
+            self._roles.events.extend((role, event) for event in self._work.do_now(role, work))
 
     def _save(self, role: int, action: Save) -> None:
         """Sends a role's state for a checkpoint to the owner of the weights, which writes the checkpoint."""

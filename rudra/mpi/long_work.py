@@ -15,14 +15,16 @@ class _Action(NamedTuple):
     """An action of an executor that is not over.
 
     Attributes:
-        role: role of the executor.
         work: rest of the action.
         pending: work of a device that the action waits for. None: it waits for none.
     """
 
-    role: int
     work: Iterator[Event | Pending | None]
     pending: Pending | None = None
+
+
+_Queue = tuple[int, bool]
+"""A role, and whether its actions are long. The actions of a queue end in order."""
 
 
 class LongWork:
@@ -40,7 +42,7 @@ class LongWork:
         self.beside = 0
         self._wake = wake
         self.results: deque[Callable[[], None]] = deque()
-        self._pieces: deque[_Action] = deque()  # one piece of each in turn
+        self._actions: dict[_Queue, deque[_Action]] = {}  # the queues take turns
         self._computer: WorkerThread | None = None
 
     def post(self, result: Callable[[], None]) -> None:
@@ -71,37 +73,57 @@ class LongWork:
     def begin(self, role: int, work: Iterator[Event | Pending | None], done: Callable[[Event], None]) -> None:
         """Begins a long action of a role. `done` is called with its event if a separate thread performs the action."""
         if self._computer is None:
-            self._pieces.append(_Action(role, work))
+            self._append((role, True), _Action(work))
         else:
             self.do_beside(self._computer, lambda: finished(work)[0], done)
+
+    def do_now(self, role: int, work: Iterator[Event | Pending | None]) -> list[Event]:
+        """Does a short action of a role. Returns its events, unless it or an earlier action waits for a device."""
+        queue, events = (role, False), list[Event]()
+        for found in work:
+            if isinstance(found, Pending):
+                self._append(queue, _Action(work, found))
+                return events
+            if found is not None:
+                events.append(found)
+        if events and queue in self._actions:
+            self._append(queue, _Action(iter(events)))
+            return []
+        return events
+
+    def _append(self, queue: _Queue, action: _Action) -> None:
+        self._actions.setdefault(queue, deque()).append(action)
 
     def advance(self) -> tuple[int, Event | None] | None:
         """Does a piece of long work. Returns its role, and its event after the last piece.
 
         None: there is no work, or all of it waits for a device.
         """
-        for _ in range(len(self._pieces)):
-            role, work, _ = self._pieces.popleft()
-            found = next(work)
+        for queue in list(self._actions):
+            actions = self._actions.pop(queue)
+            action = actions.popleft()
+            found = next(action.work)
             if isinstance(found, Pending):
-                self._pieces.append(_Action(role, work, found))
-                continue
-            if found is None:
-                self._pieces.append(_Action(role, work))
-            return role, found
+                actions.appendleft(action._replace(pending=found))
+            elif found is None:
+                actions.appendleft(action)
+            if actions:
+                self._actions[queue] = actions  # the last one in turn
+            if not isinstance(found, Pending):
+                return queue[0], found
         return None
 
     @property
     def under_way(self) -> bool:
         """Whether other threads or devices work for this rank."""
-        return bool(self.beside or self._pieces)
+        return bool(self.beside or self._actions)
 
     def drop(self, roles: Collection[int]) -> None:
         """Drops the unfinished work of some roles. Waits for their devices, which would still write into buffers."""
-        for action in self._pieces:
-            if action.role in roles and action.pending is not None:
-                action.pending.numbers()
-        self._pieces = deque(action for action in self._pieces if action.role not in roles)
+        for queue in [queue for queue in self._actions if queue[0] in roles]:
+            for action in self._actions.pop(queue):
+                if action.pending is not None:
+                    action.pending.numbers()
 
     def close(self) -> None:
         """Ends the computing thread."""

@@ -21,7 +21,7 @@ from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
-from rudra.core.actions import Compute
+from rudra.core.actions import Compute, Update
 from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.core.events import Computed, Event, Hashed
 from rudra.core.messages import Weights
@@ -252,6 +252,45 @@ def test_a_rank_does_other_work_while_a_device_computes() -> None:
     assert work.advance() is None
     assert not work.under_way
     assert not rung, "the same thread asks again"
+
+
+def test_short_actions_of_a_role_end_in_order_though_the_first_waits() -> None:
+    device = AdverseDevice(0)
+    stream, work = device.stream(), LongWork(lambda: None)
+
+    def action() -> Iterator[Event | Pending | None]:
+        pending = stream.submit(lambda: [2.5])
+        while not pending.done():
+            yield pending
+        yield Hashed("first")
+
+    device.go_on = lambda: None  # type: ignore[method-assign]
+    assert work.do_now(0, action()) == []
+    assert work.do_now(0, iter([Hashed("second")])) == []
+    assert work.do_now(1, iter([Hashed("of another role")])) == [Hashed("of another role")]
+    assert work.advance() is None
+    device.do_one()
+    assert [work.advance(), work.advance(), work.advance()] == [(0, Hashed("first")), (0, Hashed("second")), None]
+    assert work.do_now(0, iter([Hashed("third")])) == [Hashed("third")]
+
+
+def test_an_update_on_a_device_does_not_wait_for_the_sample_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The samples are those of their own timestamps, though the weights change before they come."""
+    found = {}
+    for device in (DeviceKind(), AdverseDevice(2)):
+        monkeypatch.setitem(DEVICES, "cpu", device)
+        run = Job(model={"name": "mlp"}, data={"name": "digits"}, cluster={"learners": 1}).resolved()
+        plan = run.plan()
+        (owner,) = make_executors(run, plan, (plan.server,), load(run.data, test=False), prefetch=False).values()
+        owner.prepare()
+        updates = []
+        for timestamp in (1, 2, 3):
+            owner.buffer(GRADIENT).vector.copy_(torch.arange(owner.size) * 1e-3)
+            updates.append(owner.perform(Update(GRADIENT, WEIGHTS, 0.1, timestamp)))
+        assert isinstance(next(updates[0]), Pending) == device.apart
+        found[device.apart] = [event.digest for work in updates[1:] for event in finished(work)]  # type: ignore[union-attr]
+    assert found[True] == found[False]
+    assert len({*found[True]}) == 2
 
 
 def test_work_that_is_dropped_writes_nothing_later() -> None:

@@ -137,6 +137,17 @@ def test_a_step_and_an_evaluation_take_no_more_than_predicted(name: str) -> None
     assert peaks[1] <= 1.01 * evaluation
 
 
+def test_a_server_on_the_rank_of_its_learner_takes_memory_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(next(iter(MODELS)))
+    apart, together = (plan_of(job.with_(cluster={"learners": 1, "one_rank": one}).resolved()) for one in (False, True))
+    assert together.weights == 2 * apart.weights
+    assert together.gradients == apart.gradients + apart.weights
+    assert (apart.state, together.state) == (0, job.optimizer.state_vectors * apart.weights)
+    monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(0))  # which repeats steps
+    ahead = plan_of(job.with_(cluster={"learners": 1, "one_rank": True}).resolved())
+    assert ahead.state == together.state + 2 * (apart.weights + together.state)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_on_a_gpu_takes_no_more_than_predicted(name: str) -> None:
