@@ -46,7 +46,7 @@ def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
     return rudra.Job(
         name="devices",
         model=tables.pop("model", {"name": user_code.everything}),
-        data={"name": user_code.hasty},
+        data=tables.pop("data", {"name": user_code.hasty}),
         training={"epochs": 2, "minibatch_size": 4, "seed": 3, **tables.pop("training", {})},
         optimizer={"learning_rate": 0.02, "momentum": 0.9, **tables.pop("optimizer", {})},
         protocol={"reference_batch_size": 16, **protocol},
@@ -142,6 +142,33 @@ def test_transports_lead_to_the_same_weights(ipc: dict[str, Path], staged: dict[
         with rudra.open_results(path) as results:
             found.add(results.summary()["weights_sha256"])
     assert len(found) == 1
+
+
+AHEAD: dict[str, dict[str, Any]] = {
+    "statistics and dropout": {},
+    "rates and checkpoints": {
+        "optimizer": {"milestones": [1], "decay_factor": 0.5},
+        "results": {"checkpoint_every": "50 updates"},
+    },
+    "another momentum": {"changes": [{"at_update": 70, "optimizer": {"momentum": 0.5}}]},
+}
+"""Runs on one rank whose device does steps ahead, and what interrupts them."""
+
+
+def test_runs_whose_device_is_ahead_of_the_roles_are_repeated_bit_for_bit(tmp_path: Path) -> None:
+    jobs = {}
+    for name, tables in AHEAD.items():
+        alone = {"learners": 1, "one_rank": True}
+        about = {"model": {"name": user_code.normed_digits}, "data": {"name": "digits", "train_limit": 400}}
+        jobs[str(tmp_path / f"{name}.h5")] = make_job({"name": "hardsync"}, cluster=alone, **about, **tables)
+    found = on_ranks(user_code.train_ahead, 1, jobs=jobs)
+    for path, ahead in zip(jobs, found, strict=True):
+        assert_repeated(Path(path))
+        with rudra.open_results(path) as results:
+            updates = results.summary()["updates"]
+        assert ahead["refusal"] == ""
+        assert ahead["committed"] > 0.5 * updates
+    assert [ahead["backs"] > 0 for ahead in found] == [False, True, True]
 
 
 def assert_repeated(path: Path) -> None:

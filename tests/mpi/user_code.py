@@ -161,6 +161,13 @@ def normed() -> nn.Module:
     return nn.Sequential(*first, nn.Tanh(), nn.Dropout(0.3), *last)
 
 
+def normed_digits(*_: Any) -> nn.Module:
+    """For images of digits, with buffers and dropout."""
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 50), nn.BatchNorm1d(50), nn.Tanh(), nn.Dropout(0.2), nn.Linear(50, 10)
+    )
+
+
 def regular() -> nn.Module:
     """As `network`, with dropout, but without statistics of batches, which may be single samples."""
     return nn.Sequential(nn.Linear(20, 50), nn.Tanh(), nn.Dropout(0.3), nn.Linear(50, CLASSES))
@@ -625,6 +632,36 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
     OutgoingPushes._ready, Staging.receive = push_part, receive_part  # type: ignore[method-assign]
     train_all(comm, directory, jobs)
     return {"copies": len(copies), "direct": len(direct), "asked": device.asked, **parts}
+
+
+def train_ahead(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, Any]:
+    """Each rank runs one of the jobs by itself, on a device that does steps before the roles ask for them.
+
+    Returns how many steps the roles saw that were done ahead, how often the device went back, and why it did no more.
+    """
+    from mpi4py import MPI
+
+    from rudra.bench.ranks import train
+    from rudra.compute.device.adverse import AdverseDevice
+    from rudra.compute.device.devices import DEVICES
+    from rudra.compute.speculation import SpeculativeSteps
+
+    made: list[SpeculativeSteps] = []
+    begin, roll_back, backs = SpeculativeSteps.__init__, SpeculativeSteps.roll_back, []
+
+    def note(steps: SpeculativeSteps, *about: Any) -> None:
+        made.append(steps)
+        begin(steps, *about)
+
+    def go_back(steps: SpeculativeSteps) -> None:
+        backs.extend(list(steps._bursts)[:1])
+        roll_back(steps)
+
+    SpeculativeSteps.__init__, SpeculativeSteps.roll_back = note, go_back  # type: ignore[method-assign]
+    DEVICES["cpu"] = AdverseDevice(comm.rank)
+    path, job = list(jobs.items())[comm.rank]
+    train(job, Path(path), MPI.COMM_SELF).close()
+    return {"committed": made[0].committed, "backs": len(backs), "refusal": made[0].refusal}
 
 
 def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:
