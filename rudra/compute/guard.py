@@ -48,7 +48,7 @@ class WeightsGuard:
 
     @contextmanager
     def without_sums(self) -> Iterator[None]:
-        """Lets passes compute no checksum, for which the host waits."""
+        """Skips the checksums of passes, because the host waits for each of them."""
         self._sums = False
         try:
             yield

@@ -430,7 +430,7 @@ class OwnerExecutor(Executor):
             weights[self.size - self._counters :].round_()
 
     def in_place(self) -> Step:
-        """Returns what `Update` does if nobody reads the weights, for a device that does it before the role asks."""
+        """Returns the update of weights that have no readers, for a device that does it before the role asks."""
 
         def apply(gradient: torch.Tensor, learning_rate: float) -> None:
             weights = self.buffer(WEIGHTS).vector

@@ -52,7 +52,7 @@ _Key = tuple[int, int, float]
 
 
 class Step(NamedTuple):
-    """What the owner of the weights does with a gradient.
+    """Update by the owner of the weights.
 
     Attributes:
         apply: (gradient, learning rate) -> nothing. Updates the weights where they are.
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """What a device notes about a step.
+    """Figures of a step that a device notes.
 
     Attributes:
         pending: Work after which the figures are there.
@@ -121,8 +121,8 @@ class SpeculativeSteps:
     Args:
         learner: Executor of the learner.
         owner: Executor of the owner of the weights.
-        source: The learner's source of gradients, whose training set lies on the device.
-        step: What the owner does with a gradient.
+        source: The learner's source of gradients, whose training set is on the device.
+        step: Update by the owner.
 
     Attributes:
         refusal: Why no steps are done ahead any more. Empty: they may be.
