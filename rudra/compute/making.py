@@ -289,6 +289,16 @@ def _check_optimizers(change: JobChange, job: Job, plan: Plan) -> None:
         raise ConfigError(f"{change.where}: {error}") from None
 
 
+def check_target(job: Job, data: Data) -> None:
+    """Checks that an evaluation of the job measures the metric of its target.
+
+    Raises:
+        ConfigError: None does, or the model does not fit the data.
+    """
+    task = tasks.make(job.task, data.info.classes)
+    _check_output(job, task, FlatModel(models.build(job.model, data.info, job.training.seed), task), data)
+
+
 def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> None:
     """Checks that the model fits the task and the data, and that the target names a metric that is evaluated."""
     output = models.check_model_output(flat.module, task, data.info)

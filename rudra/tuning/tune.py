@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rudra.compute.making import check_target
+from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.files import locked, written
 from rudra.job.job import Job
@@ -206,6 +208,8 @@ def _tuned(
     """Searches in virtual time, or with real ranks. See `tune`."""
     if strategy not in (valid := shipped()):
         raise ConfigError(f"--strategy {strategy}: unknown; valid: {', '.join(valid)}")
+    wanted = probes.searched(job, _goal(job, target))
+    check_target(wanted, load(wanted.data))
     directory = Path(output or f"{job.name}-tune")
     place = Path(store or directory / "probes")
     with locked(directory, "search"), locked(place, "search"):

@@ -215,6 +215,7 @@ def test_a_mistake_is_one_line_before_anything_trains(tmp_path: Path, more: dict
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+    assert "precision" not in said or not (tmp_path / "out").exists(), "it is found before the points are predicted"
 
 
 def test_a_checkpoint_that_could_not_be_written_ends_the_search(
