@@ -28,8 +28,8 @@ class UpdateRule:
     """Update rule that applies gradients to flat weights in place.
 
     SGD uses torch's fused kernel and is bitwise identical to plain `torch.optim.SGD` over separate parameters. The
-    fused kernel rounds differently only in the elements after the last full cache line. These use the plain kernel.
-    Adam, AdamW and Adagrad are fused as well, and may differ from their plain forms in the last bit.
+    fused kernel rounds differently only in the elements after the last full cache line. On a CPU these use the plain
+    kernel. Adam, AdamW and Adagrad are fused as well, and may differ from their plain forms in the last bit.
 
     Adjacent parameters of the same group of `[optimizer] groups` are stepped as one.
 
@@ -96,7 +96,7 @@ class UpdateRule:
                     self._numbered[number] = parameter, whole, inside
                 number += 1
             if made:
-                flags = {"fused": fused} if fusible else {}
+                flags = {"fused": fused or not weights.is_cpu} if fusible else {}
                 own = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
                 groups.append({"params": made, **flags, **own})
                 self._factors.append(group.rate_factor)
@@ -157,7 +157,11 @@ class UpdateRule:
         self.prepare()
 
     def step(
-        self, gradient: torch.Tensor, learning_rate: float, norms: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        gradient: torch.Tensor,
+        learning_rate: float,
+        norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+        rates: Sequence[torch.Tensor] = (),
     ) -> None:
         """Updates the weights.
 
@@ -165,10 +169,15 @@ class UpdateRule:
             gradient: (P,) float32, read only, and not needed after this returns.
             learning_rate: Rate of this step, including all modulation.
             norms: Norms of other owners' gradients, as `norms` returns them: for parameters before and after these.
+            rates: Memory of the device with the numbers that `rates` returns, float32, in their place. It requires
+                `takes_rates`.
         """
         if self._clip_norm is not None:
             gradient = self._clip(gradient, self._clip_norm, norms)
-        for group, rate in zip(self.optimizer.param_groups, self._set_rates(learning_rate), strict=True):
+        used = self._set_rates(learning_rate)
+        for group, memory in zip(self.optimizer.param_groups, rates, strict=False):
+            group["lr"] = memory
+        for group, rate in zip(self.optimizer.param_groups, used, strict=True):
             for parameter in group["params"]:
                 part = self._places[parameter]
                 parameter.grad = self._times(rate, gradient[part], part) if self._caffe else gradient[part]
@@ -199,9 +208,18 @@ class UpdateRule:
         for parameter in (*self._places, self._rows):
             parameter.grad = None
 
+    def rates(self, learning_rate: float) -> list[float]:
+        """Returns the rate of each optimiser group."""
+        return [learning_rate * factor for factor in self._factors]
+
+    @property
+    def takes_rates(self) -> bool:
+        """Whether a device may keep the rates: Adam would round them, and Caffe's momentum needs them here."""
+        return self._sgd and not self._caffe
+
     def _set_rates(self, learning_rate: float) -> list[float]:
         """Sets and returns the rate of each optimiser group."""
-        rates = [learning_rate * factor for factor in self._factors]
+        rates = self.rates(learning_rate)
         for group, rate, decay in zip(self.optimizer.param_groups, rates, self._decays, strict=True):
             group["lr"] = 1.0 if self._caffe else rate
             if self._caffe:

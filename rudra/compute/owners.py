@@ -432,13 +432,16 @@ class OwnerExecutor(Executor):
     def in_place(self) -> Step:
         """Returns the update of weights that have no readers, for a device that does it before the role asks."""
 
-        def apply(gradient: torch.Tensor, learning_rate: float) -> None:
+        def apply(gradient: torch.Tensor, learning_rate: float, rates: Sequence[torch.Tensor]) -> None:
             weights = self.buffer(WEIGHTS).vector
             self._take_behind(gradient, weights)
-            self._rule.step(gradient[: self.parameters], learning_rate)
+            self._rule.step(gradient[: self.parameters], learning_rate, rates=rates)
             self._round_counters(weights)
 
-        return Step(apply, lambda: [*self._rule.state().values()])
+        def rates(learning_rate: float) -> list[float]:
+            return self._rule.rates(learning_rate) if self._rule.takes_rates else []
+
+        return Step(apply, lambda: [*self._rule.state().values()], rates)
 
     @performs(ComputeNorms)
     def measure(self, action: ComputeNorms) -> NormsComputed:

@@ -13,6 +13,7 @@ that the roles have seen.
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -40,7 +41,10 @@ WARM = 4
 """Steps that are computed as usual first. Libraries try their kernels, and the optimiser allocates its state."""
 
 KEPT = 4
-"""Most recorded steps. Each belongs to a learning rate."""
+"""Most recorded steps, each for a learning rate, if rates are not in the memory of the device."""
+
+ODD = 1 + 2**-30
+"""Factor of the rate at which rates in memory are tried, so that float32 does not hold it exactly."""
 
 VAIN = 3
 """Times in a row that the roles ask for another step at once, after which no more steps are done ahead."""
@@ -48,19 +52,21 @@ VAIN = 3
 LARGEST = 1 << 26
 """Most bytes of weights and optimiser. A step of a larger model takes a device longer than the roles need."""
 
-_Key = tuple[int, int, float]
+_Key = tuple[int, int, float | None]
 
 
 class Step(NamedTuple):
     """Update by the owner of the weights.
 
     Attributes:
-        apply: (gradient, learning rate) -> nothing. Updates the weights where they are.
+        apply: (gradient, learning rate, memory with the rates, or nothing). Updates the weights where they are.
         state: Returns the tensors of the optimiser's state.
+        rates: Returns the numbers for that memory at a learning rate. Empty: rates cannot be in memory.
     """
 
-    apply: Callable[[torch.Tensor, float], None]
+    apply: Callable[[torch.Tensor, float, Sequence[torch.Tensor]], None]
     state: Callable[[], Sequence[torch.Tensor]]
+    rates: Callable[[float], Sequence[float]]
 
 
 class Noted(NamedTuple):
@@ -101,6 +107,7 @@ class _Burst:
         first: Number of the first step.
         work: Samples of the first step.
         timestamp: Timestamp of the weights before the first step.
+        rate: Learning rate of all steps.
         count: Number of steps.
         pending: Work that does them.
     """
@@ -109,6 +116,7 @@ class _Burst:
     first: int
     work: Work
     timestamp: int
+    rate: float
     count: int
     pending: Pending = field(default_factory=lambda: Done([]))
 
@@ -137,6 +145,7 @@ class SpeculativeSteps:
         self._stream = self._kind.stream(self._device)
         self._graphs: dict[_Key, Graph] = {}
         self._graph: Graph | None = None
+        self._rates: Sequence[torch.Tensor] = []  # memory of the device with the rates
         self._slots: deque[_Slot] = deque()
         self._computed: Compute | None = None  # the last computation and the last update of the roles
         self._updated: Update | None = None
@@ -241,7 +250,7 @@ class SpeculativeSteps:
         self.roll_back()
         self._graphs.clear()
         self._slots.clear()
-        self._seen, self._steady = 0, False
+        self._seen, self._steady, self._rates = 0, False, []
 
     def _follows(self, action: Compute, last: Compute) -> bool:
         """Whether the steps from this computation on are likely to be like the last one."""
@@ -258,21 +267,36 @@ class SpeculativeSteps:
         weights = self._owner.buffer(self._updated.weights).vector
         gradient = self._learner.buffer(action.gradient).vector
         self._vectors = weights, gradient
-        if not self._slots and not self._allocate(action.work):
+        if not self._slots and not self._allocate(action.work, self._updated.learning_rate):
             return False
-        rate = self._updated.learning_rate
-        key = weights.data_ptr(), gradient.data_ptr(), rate
-        if key not in self._graphs or not self._graphs[key].is_valid():
-            while len(self._graphs) >= KEPT:
-                del self._graphs[next(iter(self._graphs))]
-            try:
-                self._graphs[key] = self._record(rate)
-            except NotRecordedError as error:
-                self._refuse(str(error))
-                return False
-        self._graph = self._graphs[key]
+        try:
+            self._graph = self._recorded(self._updated.learning_rate)
+        except NotRecordedError as error:
+            self._refuse(str(error))
+            return False
         self._burst(action.step, action.work, action.timestamp)
         return True
+
+    def _recorded(self, rate: float) -> Graph:
+        """Returns the record of a step for a learning rate.
+
+        Raises:
+            NotRecordedError: The step cannot be recorded.
+        """
+        weights, gradient = self._vectors
+        key = weights.data_ptr(), gradient.data_ptr(), None if self._rates else rate
+        if key in self._graphs and self._graphs[key].is_valid():
+            return self._graphs[key]
+        while len(self._graphs) >= KEPT:
+            del self._graphs[next(iter(self._graphs))]
+        try:
+            self._graphs[key] = self._record(rate)
+        except NotRecordedError:
+            if not self._rates:
+                raise
+            self._rates = []  # an optimiser may need them in main memory
+            return self._recorded(rate)
+        return self._graphs[key]
 
     def _refuse(self, reason: str) -> None:
         self.refusal = reason
@@ -286,8 +310,9 @@ class SpeculativeSteps:
 
     def _burst(self, first: int, work: Work, timestamp: int) -> None:
         """Queues steps, at most to the end of a pass, where the roles may evaluate, save or change something."""
+        assert self._updated is not None
         ends = (number + 1 for number in range(MOST) if self._source.ends_pass(work.after(number)))
-        burst = _Burst(self._slots.popleft(), first, work, timestamp, next(ends, MOST))
+        burst = _Burst(self._slots.popleft(), first, work, timestamp, self._updated.learning_rate, next(ends, MOST))
         rows = self._source.indices_of(first, work, burst.count)
         burst.slot.rows[: len(rows)].copy_(rows)
         burst.pending = self._stream.submit(partial(self._do, burst))
@@ -309,22 +334,28 @@ class SpeculativeSteps:
         self._rows.copy_(burst.slot.rows, non_blocking=True)
         self._number.zero_()
         self._timestamp.fill_(burst.timestamp + 1)
+        self._set_rates(burst.rate)
         for number in range(count):
             self._model.seed(self._source.seed(burst.first + number))
             self._graph.replay()
 
+    @property
+    def _all_state(self) -> tuple[torch.Tensor, ...]:
+        """Weights and optimiser."""
+        return self._vectors[0], *self._step.state()
+
     def _copy_state(self, slot: _Slot, *, back: bool = False) -> None:
         """Copies weights and optimiser to a slot, or back."""
-        for now, saved in zip((self._vectors[0], *self._step.state()), slot.saved, strict=True):
+        for now, saved in zip(self._all_state, slot.saved, strict=True):
             (now if back else saved).copy_(saved if back else now)
 
-    def _allocate(self, work: Work) -> bool:
+    def _allocate(self, work: Work, rate: float) -> bool:
         """Allocates the memory of all bursts. Returns whether the model is small enough."""
-        weights, *state = self._vectors[0], *self._step.state()
-        if (needed := sum(each.nbytes for each in (weights, *state))) > LARGEST:
+        state = self._all_state
+        if (needed := sum(each.nbytes for each in state)) > LARGEST:
             self._refuse(f"weights and optimiser have {bytes_text(needed)}, more than {bytes_text(LARGEST)}")
             return False
-        size, there = len(weights), self._device
+        size, there = len(state[0]), self._device
         at = torch.arange(size)[sample(0, size)]
         self._apart = sample(0, size).step
         width = self._source.indices_of(0, work, 1).shape[1]
@@ -335,14 +366,33 @@ class SpeculativeSteps:
         self._at = at.to(there)
         for _ in range(BURSTS):
             here = (self._main_memory(each) for each in (self._rows, self._figures, self._samples))
-            self._slots.append(_Slot([torch.empty_like(each) for each in (weights, *state)], *here))
+            self._slots.append(_Slot([torch.empty_like(each) for each in state], *here))
+        self._keep_rates_in_memory(rate * ODD)
         return True
 
     def _main_memory(self, like: torch.Tensor) -> torch.Tensor:
         return self._kind.main_memory(like.nbytes).view(like.dtype).view(like.shape)
 
+    def _set_rates(self, rate: float) -> None:
+        for memory, value in zip(self._rates, self._step.rates(rate), strict=False):
+            memory.fill_(value)
+
+    def _keep_rates_in_memory(self, rate: float) -> None:
+        """Lets recorded steps read their rates in memory, if the optimiser then rounds as usual."""
+        found, rates = [], [torch.zeros((), device=self._device) for _ in self._step.rates(rate)]
+        self._copy_state(self._slots[0])
+        for tried in ([], rates):
+            self._rates = tried
+            self._set_rates(rate)
+            with suppress(RuntimeError, TypeError, ValueError):  # torch refuses such rates
+                self._step.apply(self._vectors[1], rate, self._rates)
+                found.append([each.clone() for each in self._all_state])
+            self._copy_state(self._slots[0], back=True)
+        if len(found) < 2 or not all(torch.equal(*pair) for pair in zip(*found, strict=True)):
+            self._rates = []
+
     def _record(self, rate: float) -> Graph:
-        """Records a step at a rate, which is part of the record: a rate in memory would change bits of some optimisers.
+        """Records a step. A rate is part of the record if it is not in memory.
 
         Raises:
             NotRecordedError: The step cannot be recorded.
@@ -365,7 +415,7 @@ class SpeculativeSteps:
             wrong = torch.full_like(loss, math.nan)
         if not isinstance(wrong, torch.Tensor):
             raise RuntimeError("the task counts errors in main memory")
-        self._step.apply(gradient, rate)
+        self._step.apply(gradient, rate, self._rates)
         figures = torch.stack([loss.double().reshape(()), wrong.double().reshape(())])
         self._figures.index_copy_(0, self._number, figures[None])
         at = (self._at + self._timestamp % self._apart).clamp(max=len(weights) - 1)

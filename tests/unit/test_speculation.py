@@ -43,6 +43,11 @@ def normal(*_: Any) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Dropout(0.3), nn.Linear(12, 10))
 
 
+def even(*_: Any) -> nn.Module:
+    """A network whose weights are whole cache lines, so that one kernel updates all of them."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16, bias=False), nn.ReLU(), nn.Linear(16, 10, bias=False))
+
+
 class Waits(nn.Module):
     """A network whose code depends on a number."""
 
@@ -152,6 +157,8 @@ CASES: dict[str, Job] = {
     "lenet": job_of("lenet", optimizer={"learning_rate": 0.005}),
     "without momentum": job_of("mlp", optimizer={"momentum": 0.0}),
     "weight decay, nesterov": job_of("mlp", optimizer={"weight_decay": 0.1, "options": {"nesterov": True}}),
+    "adam": job_of("mlp", optimizer={"name": "adam", "learning_rate": 0.001, "momentum": 0.0}),
+    "whole cache lines": job_of(even),
     "caffe": job_of("mlp", optimizer={"momentum_form": "caffe"}),
     "crops": job_of("lenet", optimizer={"learning_rate": 0.005}, augment={"crop": 1, "flip": True}),
     "bfloat16": job_of("mlp", training={"precision": "bfloat16"}),
@@ -170,6 +177,35 @@ def test_steps_ahead_have_the_bits_of_the_usual_ones(name: str, monkeypatch: pyt
     assert ahead.steps.refusal == ""
     assert ahead.steps.committed >= 100 - WARM - 1
     assert ahead.close() == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "records"),
+    [
+        ("whole cache lines", 1),
+        ("without momentum", speculation.KEPT),
+        ("adam", speculation.KEPT),
+        ("caffe", speculation.KEPT),
+    ],
+)
+def test_another_rate_needs_no_other_record_if_the_optimiser_reads_it_in_memory(
+    name: str, records: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU, the plain kernel for the rest of a cache line, Adam and Caffe's momentum need it in main memory."""
+
+    def drop(ranks: Ranks, part: str) -> None:
+        if part == "pulled" and ranks.step % 16 == 15:
+            ranks.rate *= 0.7
+
+    seen = []
+    for device in (HOST, AdverseDevice(2)):
+        ranks = ranks_on(device, monkeypatch, CASES[name])
+        ranks.train(120, drop)
+        if ranks.steps is not None:
+            assert len(ranks.steps._graphs) == records
+            assert ranks.steps.committed > 60
+        seen.append(ranks.close())
+    assert seen[0] == seen[1]
 
 
 class Meddler:
