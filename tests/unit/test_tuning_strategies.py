@@ -104,9 +104,8 @@ def test_first_epoch_prolongs_only_the_best(tmp_path: Path) -> None:
     assert search.lateness(state) <= 1.5
 
 
-@pytest.mark.parametrize("budget", [3, pytest.param(7, marks=CAMPAIGN)])
-def test_bayes_finds_it(tmp_path: Path, one_thread: None, budget: int) -> None:
-    search = Search(tmp_path, "bayes", SURFACES["valley in g"]._replace(only=("hardsync", "async")), budget)
+def test_bayes_finds_it(tmp_path: Path, one_thread: None) -> None:
+    search = Search(tmp_path, "bayes", SURFACES["valley in g"]._replace(only=("hardsync", "async")), 7)
     state = search.run()
     assert search.lateness(state) <= 1.5
     text = search.path.read_bytes()
