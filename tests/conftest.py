@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections import defaultdict
 from collections.abc import Generator
 
 import pytest
@@ -51,12 +52,30 @@ def _with_a_key_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Generato
         yield
 
 
+def _mark_repetitions(items: list[pytest.Item]) -> None:
+    """Marks cases of tests with `each_value` as `campaign`, but for few with each value of each parameter."""
+    tests = defaultdict[str, list[tuple[pytest.Item, set[str]]]](list)
+    for item in items:
+        if "each_value" in item.keywords and isinstance(item, pytest.Function):
+            values = {f"{name} = {value!r}" for name, value in item.callspec.params.items()}
+            tests[item.nodeid.partition("[")[0]].append((item, values))
+    for cases in tests.values():
+        left = {value for _, values in cases for value in values}
+        while left:
+            best = max(cases, key=lambda case: len(case[1] & left))
+            left -= best[1]
+            cases.remove(best)
+        for item, _ in cases:
+            item.add_marker("campaign")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With --dist loadgroup, tests that share what their module has set up go to one process, which does so once.
 
     Tests that need a GPU come first: CUDA looks for one once in a process, and is kept from the other tests.
     """
+    _mark_repetitions(items)
     items.sort(key=lambda item: "gpu" not in item.keywords)
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}

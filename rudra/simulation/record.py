@@ -236,5 +236,7 @@ def compare_weights(update: int, which: str, then: str, now: str) -> None:
 
 
 def differs(update: int, what: str, then: Any, now: Any) -> NoReturn:
-    then, now = (value.decode() if isinstance(value, bytes) else value for value in (then, now))
+    then, now = (
+        value.decode(errors="backslashreplace") if isinstance(value, bytes) else value for value in (then, now)
+    )
     raise Left(update, f"{what}: {then} in the record, {now} in the replay")

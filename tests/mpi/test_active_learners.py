@@ -11,6 +11,7 @@ from processes import below, finish, gone, ranks_of, replays, start, wait_for_up
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -41,11 +42,11 @@ FAMILIES = {
 }
 
 
-def test_learners_join_and_leave_in_each_family(tmp_path: Path) -> None:
+@pytest.mark.parametrize("families", together(["base", "groups", "placed"], FAMILIES))
+def test_learners_join_and_leave_in_each_family(tmp_path: Path, families: list[str]) -> None:
     """All on the same ranks. Synchronous ones reach the bits of virtual time, and all are replayed."""
     jobs = {
-        str(tmp_path / f"{name}.h5"): rudra.Job.load(job_file(tmp_path, name, *about))
-        for name, about in FAMILIES.items()
+        str(tmp_path / f"{name}.h5"): rudra.Job.load(job_file(tmp_path, name, *FAMILIES[name])) for name in families
     }
     on_ranks(user_code.train_as_needed, 5, jobs=jobs)
     for path, job in jobs.items():

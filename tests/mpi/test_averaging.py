@@ -12,6 +12,7 @@ from processes import finish, ranks_of, replays, start, wait_for_deaths, wait_fo
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import CAMPAIGN, covering, selected, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -62,15 +63,16 @@ def make_job(learners: int, **tables: dict[str, Any]) -> rudra.Job:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the result files of all cases, which run on the same ranks, one after the other."""
+def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The directory of the result files of the cases, which run on the same ranks, one after the other."""
     directory = tmp_path_factory.mktemp("averages")
-    jobs = {str(directory / f"{case}.h5"): make_job(LEARNERS, **CASES[case]) for case in CASES}
+    cases = selected(request, "case")
+    jobs = {str(directory / f"{case}.h5"): make_job(LEARNERS, **CASES[case]) for case in CASES if case in cases}
     on_ranks(user_code.train_all, LEARNERS - 1, jobs=jobs)  # and one less, for there is no server
     return directory
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", covering(["sma", "easgd, by messages", "diloco", "groups", "blocks"], CASES))
 def test_ranks_and_virtual_time_and_the_replay_have_the_same_bits(recorded: Path, tmp_path: Path, case: str) -> None:
     path, learners = recorded / f"{case}.h5", LEARNERS
     slow = {"latency_jitter_s": 0.5, "slowdown": {1: 3.0}}
@@ -117,16 +119,21 @@ IN_BUCKETS: dict[str, tuple[list[int], dict[str, Any]]] = {
 }
 
 
-def test_replicas_that_are_averaged_in_buckets_get_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cases", together(["average", "average, by nodes", "average, ranks of two", "diloco"], IN_BUCKETS)
+)
+def test_replicas_that_are_averaged_in_buckets_get_the_same_bits(tmp_path: Path, cases: list[str]) -> None:
     """A step begins with its gradient, at the end of a period."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}
-    for case, (nodes, tables) in IN_BUCKETS.items():
+    for case in cases:
+        nodes, tables = IN_BUCKETS[case]
         for buckets in (0.001, "off"):
             job = make_job(len(nodes) - 1, **{"protocol": {"name": "average"}, **tables})
             job = job.with_(cluster={"buckets": buckets}, training={"epochs": 1})
             jobs[str(tmp_path / f"{case}-{buckets}.h5")] = nodes, job
     told = on_ranks(user_code.train_replicas_on_nodes, len(ALONE) - 2, jobs=jobs)
-    for case, (nodes, _) in IN_BUCKETS.items():
+    for case in cases:
+        nodes, _ = IN_BUCKETS[case]
         paths = [str(tmp_path / f"{case}-{buckets}.h5") for buckets in (0.001, "off")]
         with rudra.open_results(paths[0]) as cut, rudra.open_results(paths[1]) as whole:
             assert cut.status == whole.status == "finished"
@@ -157,7 +164,14 @@ def job_file(directory: Path, protocol: str, more: str = "", shape: str = "repli
     return path
 
 
-@pytest.mark.parametrize(("protocol", "shape"), [("average", "replicas"), ("sma", "groups"), ("sma", "blocks")])
+@pytest.mark.parametrize(
+    ("protocol", "shape"),
+    [
+        ("sma", "groups"),
+        pytest.param("average", "replicas", marks=CAMPAIGN),
+        pytest.param("sma", "blocks", marks=CAMPAIGN),
+    ],
+)
 def test_a_run_that_is_killed_and_stopped_reaches_the_bits_of_one_that_went_on(
     tmp_path: Path, protocol: str, shape: str
 ) -> None:
@@ -199,10 +213,10 @@ def without_rank_4(directory: Path, protocol: str, *options: str, shape: str = "
 @pytest.mark.parametrize(
     ("protocol", "shape", "buckets"),
     [
-        ("sma", "replicas", "auto"),
         ("average", "replicas", 0.001),
-        ("average", "groups", "auto"),
         ("sma", "blocks", "auto"),
+        pytest.param("sma", "replicas", "auto", marks=CAMPAIGN),
+        pytest.param("average", "groups", "auto", marks=CAMPAIGN),
     ],
 )
 def test_where_a_replica_dies_the_others_go_on_from_the_weights(

@@ -15,6 +15,7 @@ import benchmarks
 from benchmarks.links import missing
 from rudra import bench
 from tests import forks
+from tests.selection import CAMPAIGN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -38,6 +39,9 @@ NEEDS = {
 }
 
 
+COVERING = ["checkpoint", "evaluation", "input", "overhead", "pingpong", "sparse", "strategies", "update"]
+"""Benchmarks of each kind that take a second or two: of this process and of ranks, with data and without."""
+
 SAMPLES = 1500
 """More than a benchmark in its smallest size takes."""
 
@@ -57,7 +61,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NEEDS.get(name, ())) for name in BENCHMARKS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[*([] if name in COVERING else [CAMPAIGN]), *([NEEDS[name]] if name in NEEDS else [])])
+        for name in BENCHMARKS
+    ],
+)
 def test_a_benchmark_prints_ratios_and_goals(name: str, data: Path, tmp_path: Path) -> None:
     command = [*forks.rudra(), "bench", name, "--quick", "--json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "RUDRA_DATA": str(data)}

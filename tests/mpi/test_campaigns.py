@@ -10,6 +10,7 @@ import pytest
 
 from tests import forks
 from tests.campaigns.phases import job_text
+from tests.selection import CAMPAIGN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -17,10 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = "import runpy; runpy.run_module('tests.campaigns', run_name='__main__'); sys.exit()"
 SMALL = "small.toml"
 CAMPAIGNS = [
-    ([], {"learners, softsync": 1, "parameter server": 1, "whole job, hardsync": 1}),
+    pytest.param([], {"learners, softsync": 1, "parameter server": 1, "whole job, hardsync": 1}, marks=CAMPAIGN),
     (["--checksums"], {"1.7 MB, learners, softsync": 1}),
     (["--phases", "base"], {"base, learner 1": ""}),
-    (["--jobs", SMALL], {"a rank killed": 1}),
+    pytest.param(["--jobs", SMALL], {"a rank killed": 1}, marks=CAMPAIGN),
 ]
 
 

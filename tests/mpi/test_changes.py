@@ -11,6 +11,7 @@ from processes import below, finish, gone, ranks_of, replays, start, wait_for_de
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.results import checkpoint
+from tests.selection import CAMPAIGN, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -81,13 +82,15 @@ CASES |= {
 """Jobs by name: protocol, further tables, and two changes."""
 
 
-def test_runs_that_change_are_replayed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cases", together(["adv*", "sharded", "elastic", "window", "placed"], CASES))
+def test_runs_that_change_are_replayed(tmp_path: Path, cases: list[str]) -> None:
     """All on the same ranks. Checkpoints of the epochs at whose ends the job changes are kept as well."""
     jobs = {
         str(tmp_path / f"{name}.h5"): rudra.Job.load(
             job_file(tmp_path, name, protocol, *changes, more=KEEPING + tables, momentum=momentum_of(name))
         )
         for name, (protocol, tables, changes) in CASES.items()
+        if name in cases
     }
     on_ranks(user_code.train_as_needed, 3, jobs=jobs)  # one for the stage server
     for output in map(Path, jobs):
@@ -118,7 +121,12 @@ def test_states_of_a_checkpoint_that_was_given_up_are_dropped() -> None:
     ("protocol", "topology", "before"),
     [
         ("hardsync", '[topology]\nname = "groups"\n', []),
-        ("average", "", ["at_update = 40\noptimizer.momentum = 0.5\naveraging.outer.learning_rate = 0.9\n"]),
+        pytest.param(
+            "average",
+            "",
+            ["at_update = 40\noptimizer.momentum = 0.5\naveraging.outer.learning_rate = 0.9\n"],
+            marks=CAMPAIGN,
+        ),
     ],
 )
 def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_never_stopped(
@@ -145,7 +153,9 @@ def test_growing_batches_stopped_before_and_after_reach_the_bits_of_a_run_that_n
     assert replays(output)
 
 
-@pytest.mark.parametrize(("update", "kinds"), [(10, ["lost", "change"]), (130, ["change", "lost"])])
+@pytest.mark.parametrize(
+    ("update", "kinds"), [pytest.param(10, ["lost", "change"], marks=CAMPAIGN), (130, ["change", "lost"])]
+)
 def test_a_learner_that_dies_before_or_after_a_change_is_left_behind(
     tmp_path: Path, update: int, kinds: list[str]
 ) -> None:

@@ -8,6 +8,7 @@ from job_files import restartable_job
 from processes import finish, ours, replays, run_until, start
 
 import rudra
+from tests.selection import covering
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -19,7 +20,7 @@ def corrected(job: Path, keys: str) -> Path:
     return job
 
 
-@pytest.mark.parametrize("topology", ["base", "sharded"])
+@pytest.mark.parametrize("topology", covering(["sharded"], ["base", "sharded"]))
 def test_delay_compensation_killed_and_resumed_replays(tmp_path: Path, topology: str) -> None:
     options = "options.shards = 2\n" if topology == "sharded" else ""
     job = restartable_job(tmp_path, "async", more=f'[topology]\nname = "{topology}"\n{options}')

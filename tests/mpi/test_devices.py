@@ -15,6 +15,7 @@ from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
 from rudra.core.wire import tail_bytes
 from rudra.errors import ConfigError, RudraError
+from tests.selection import covering, selected
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -55,13 +56,15 @@ def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
     )
 
 
+COVERING = ["hardsync", "async", "adv*", "two groups", "parts", "async, parts", "buffers"]
 DIRECT = ["hardsync", "async on adv", "adv*", "half"]  # where MPI may read and write the vectors of who computes
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def staged(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     """Result files of runs whose learners and tests compute on copies; all on the same ranks."""
-    paths, ranks = train("staged", list(RUNS), tmp_path_factory.mktemp("runs"))
+    names = {*COVERING, *selected(request, "name")}
+    paths, ranks = train("staged", [name for name in RUNS if name in names], tmp_path_factory.mktemp("runs"))
     server, *others = (rank["copies"] for rank in ranks)
     assert 0 < server < 3, "it is the statistics server where there is no other"
     assert min(others) > 30
@@ -103,12 +106,12 @@ def train(placing: str, names: list[str], directory: Path) -> tuple[dict[str, Pa
     return paths, on_ranks(user_code.train_placed, 3, placing=placing, jobs=jobs)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", covering(COVERING, RUNS))
 def test_a_run_on_copies_is_repeated_without_them_bit_for_bit(staged: dict[str, Path], name: str) -> None:
     assert_repeated(staged[name])
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", covering(COVERING, RUNS))
 def test_a_run_on_copies_is_repeated_on_copies_bit_for_bit(
     staged: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from sklearn.datasets import load_digits
 
 import rudra
 from tests import forks
+from tests.selection import covering
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -251,38 +252,40 @@ def load_digits(*, return_X_y):
 """
 
 
-def test_scripts_are_ported(tmp_path: Path) -> None:
+def scripts() -> dict[str, tuple[str, str]]:
+    """The page's scripts of one process and of DDP, each with the diff that ports it."""
+    alone, ddp = blocks("diff", PORT)
+    old_ddp = "".join(f"{line[1:]}\n" for line in ddp.splitlines()[3:] if not line.startswith("+"))
+    return {"train.py": (files(PORT)["train.py"], alone), "train_ddp.py": (old_ddp, ddp)}
+
+
+def test_diffs_are_of_the_scripts() -> None:
+    for script, diff in scripts().values():
+        count, (away, come) = len(script.splitlines()), changed(diff)
+        assert re.search(rf"Of its {count} lines, {away} are removed and {come} added", " ".join(PORT.split()))
+        compile(patched(script, diff), "after.py", "exec")
+
+
+@pytest.mark.parametrize("name", covering(["train.py"], ["train.py", "train_ddp.py"]))
+def test_scripts_are_ported(tmp_path: Path, name: str) -> None:
     """The first script runs with scikit-learn itself."""
     original, tmp_path = tmp_path / "original", tmp_path / "ported"
     original.mkdir()
     tmp_path.mkdir()
     stand_in(tmp_path)
     done(tmp_path, "from-pytorch.md")
-    alone, ddp = blocks("diff", PORT)
-    before = files(PORT)["train.py"]
-    old_ddp = "".join(f"{line[1:]}\n" for line in ddp.splitlines()[3:] if not line.startswith("+"))
-    for script, diff, (away, come) in (
-        (before, alone, changed(alone)),
-        (old_ddp, ddp, changed(ddp)),
-    ):
-        count = len(script.splitlines())
-        assert re.search(rf"Of its {count} lines, {away} are removed and {come} added", " ".join(PORT.split()))
-        compile(patched(script, diff), "after.py", "exec")
     modules = names_in(PORT, "train.py")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name, old, diff, start in (
-        ("train.py", before, alone, forks.script("train.py")),
-        ("train_ddp.py", old_ddp, ddp, [*torchrun, "train_ddp.py"]),
-    ):
-        for script, command in ((old, start), (patched(old, diff), forks.script(name))):
-            short = script.replace("= 12, ", "= 2, ").replace('"learners": 1', '"learners": 1, "threads_per_rank": 1')
-            place = original if command is start and name == "train.py" else tmp_path
-            (place / name).write_text(short)
-            assert last_error(said(place, *command)) < 20
-            state = torch.load(place / "network.pt", weights_only=True)
-            modules["Network"]().load_state_dict(state)
-            (place / "network.pt").unlink()
-        (tmp_path / "train.py").write_text(before)  # for the other script, which imports it
+    begin = {"train.py": forks.script("train.py"), "train_ddp.py": [*torchrun, "train_ddp.py"]}[name]
+    old, diff = scripts()[name]
+    for script, command in ((old, begin), (patched(old, diff), forks.script(name))):
+        short = script.replace("= 12, ", "= 2, ").replace('"learners": 1', '"learners": 1, "threads_per_rank": 1')
+        place = original if command is begin and name == "train.py" else tmp_path
+        (place / name).write_text(short)
+        assert last_error(said(place, *command)) < 20
+        state = torch.load(place / "network.pt", weights_only=True)
+        modules["Network"]().load_state_dict(state)
+        (place / "network.pt").unlink()
 
 
 def test_the_readme(tmp_path: Path) -> None:

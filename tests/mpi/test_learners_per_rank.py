@@ -13,6 +13,7 @@ from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_d
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import covering, selected
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -72,15 +73,18 @@ def together(name: str) -> rudra.Job:
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Any], Path]:
+def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[tuple[str, Any], Path]:
     """Result files of one launch: hardsync by topology and learners on a rank, asynchronous runs, runs on one rank."""
+    topologies, names = selected(request, "topology"), selected(request, "name")
     runs: dict[tuple[str, Any], rudra.Job] = {
         (name, per_rank): make_job(topology, "hardsync", per_rank)
         for name, topology in TOPOLOGIES.items()
+        if name in topologies
         for per_rank in (1, 2, 3)
     }
     for name, (protocol, topology) in ASYNCHRONOUS.items():
-        runs["asynchronous", name] = make_job(topology, protocol, 3, user_code.broad, user_code.delayed)
+        if name in names:
+            runs["asynchronous", name] = make_job(topology, protocol, 3, user_code.broad, user_code.delayed)
     runs |= {("together", name): together(name) for name in TOGETHER}
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
@@ -88,7 +92,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, Any], 
     return paths
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
+@pytest.mark.parametrize("topology", covering(["base", "two groups"], TOPOLOGIES))
 def test_hardsync_gives_the_same_bits_however_many_learners_share_a_rank(
     recorded: dict[tuple[str, Any], Path], topology: str
 ) -> None:
@@ -111,7 +115,7 @@ def test_hardsync_gives_the_same_bits_however_many_learners_share_a_rank(
     assert None not in digests
 
 
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize("name", covering(["base", "adv*", "groups by mpi"], ASYNCHRONOUS))
 def test_asynchronous_runs_of_ranks_with_several_learners_count_right_and_are_replayed(
     recorded: dict[tuple[str, Any], Path], name: str
 ) -> None:

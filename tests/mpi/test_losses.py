@@ -24,6 +24,7 @@ from processes import (
 
 import rudra
 from tests.campaigns.phases import PLACES, kill
+from tests.selection import CAMPAIGN, covering
 from tests.waiting import eventually
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
@@ -35,14 +36,14 @@ IN_BUCKETS = ["--set", "cluster.node_memory=false", "--set", "cluster.buckets=0.
 @pytest.mark.parametrize(
     ("protocol", "topology", "dies"),
     [
-        ("softsync", "base", "dying"),
         ("softsync", "base", "losing"),
         ("hardsync", "adv", "dying"),
         ("async", "sharded", "dying"),
-        ("hardsync", "base", "parted"),
         ("softsync", "base", "parted"),
-        ("softsync", "adv", "parted"),
-        ("hardsync", "sharded", "parted"),
+        pytest.param("softsync", "base", "dying", marks=CAMPAIGN),
+        pytest.param("hardsync", "base", "parted", marks=CAMPAIGN),
+        pytest.param("softsync", "adv", "parted", marks=CAMPAIGN),
+        pytest.param("hardsync", "sharded", "parted", marks=CAMPAIGN),
     ],
 )
 def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topology: str, dies: str) -> None:
@@ -116,10 +117,18 @@ ANEW = {
 }
 
 
-@pytest.mark.parametrize(("protocol", "topology", "rank", "name", "more"), ANEW.values(), ids=ANEW)
-def test_where_one_cannot_be_missed_the_others_regroup(
-    tmp_path: Path, protocol: str, topology: str, rank: int, name: str, more: list[str]
-) -> None:
+COVERING = [
+    "a tree server that gets buckets",
+    "one that overlaps and sends buckets",
+    "the first of a group",
+    "another of a group",
+    "the first of a node",
+]
+
+
+@pytest.mark.parametrize("case", covering(COVERING, ANEW))
+def test_where_one_cannot_be_missed_the_others_regroup(tmp_path: Path, case: str) -> None:
+    protocol, topology, rank, name, more = ANEW[case]
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
     apart = "import user_code; user_code.launch_on_nodes([0, 0, 0, 1, 1, 1])" if BY_NODES in topology else "pass"
     process = start("run", job, "--output", output, "--set", "cluster.learners=4", *more, before=apart)
@@ -246,8 +255,8 @@ def test_a_rank_that_dies_before_training_begins_ends_the_job_soon(tmp_path: Pat
     ("rank", "topology", "comes_back", "more"),
     [
         (3, 'name = "base"', True, []),
-        (5, 'name = "adv"\noptions.fan_out = 2', False, []),
-        (3, 'name = "base"', True, IN_BUCKETS),
+        pytest.param(5, 'name = "adv"\noptions.fan_out = 2', False, [], marks=CAMPAIGN),
+        pytest.param(3, 'name = "base"', True, IN_BUCKETS, marks=CAMPAIGN),
         (5, 'name = "sharded"\noptions.shards = 3', False, IN_BUCKETS),
     ],
     ids=["base, comes back", "adv", "base, comes back, in buckets", "sharded, in buckets"],

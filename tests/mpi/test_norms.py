@@ -9,6 +9,7 @@ import user_code
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -23,10 +24,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def test_norms_of_a_run_on_ranks_are_those_of_its_replay(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cases", together(["group in buckets", "replicas in buckets", "shards in buckets", "mpi"], CASES)
+)
+def test_norms_of_a_run_on_ranks_are_those_of_its_replay(tmp_path: Path, cases: list[str]) -> None:
     """The replay computes whole gradients, one after the other."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}
-    for case, (protocol, topology) in CASES.items():
+    for case in cases:
+        protocol, topology = CASES[case]
         job = rudra.Job(
             model={"name": user_code.dropping},
             data={"name": user_code.prompt},
@@ -41,7 +46,7 @@ def test_norms_of_a_run_on_ranks_are_those_of_its_replay(tmp_path: Path) -> None
         nodes = [0, 0, 0, 1, 1] if servers == 3 else [0, 0, 1, 1, 1]
         jobs[str(tmp_path / f"{case}.h5")] = nodes, job.with_(cluster={"learners": len(nodes) - servers})
     on_ranks(user_code.train_on_nodes, 3, jobs=jobs)
-    for case in CASES:
+    for case in cases:
         path = tmp_path / f"{case}.h5"
         with rudra.open_results(path) as results:
             assert results.status == "finished"

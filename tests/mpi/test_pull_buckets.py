@@ -10,6 +10,7 @@ from processes import finish, replays, start
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -32,10 +33,23 @@ CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
 COMPARED = ("hardsync, dropout", "hardsync, buffers", "hardsync, shards")
 
 
-def test_weights_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path) -> None:
+COVERING = [
+    "hardsync, dropout",
+    "hardsync, float16 pushes",
+    "hardsync, shards",
+    "hardsync, leaf servers",
+    "hardsync, microbatches",
+    "hardsync, a learner near the server",
+    "async",
+]
+
+
+@pytest.mark.parametrize("cases", together(COVERING, CASES))
+def test_weights_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path, cases: list[str]) -> None:
     """A learner near its server gets them whole, and so do learners that read all weights several times."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}
-    for case, (nodes, tables) in CASES.items():
+    for case in cases:
+        nodes, tables = CASES[case]
         for buckets in (0.001, "off") if case in COMPARED else (0.001,):
             job = rudra.Job(
                 data={"name": user_code.prompt},
@@ -55,7 +69,7 @@ def test_weights_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path) -
             found.setdefault(case, set()).add(str(results.state["weights_sha256"]))
         pulls = 0 if buckets == "off" or "microbatches" in case else 2 if nodes in (NEAR, ONE) else 3
         assert sum(bool(rank["early"][path]) for rank in told) == pulls, path
-    assert {case: len(weights) for case, weights in found.items()} == dict.fromkeys(CASES, 1)
+    assert {case: len(weights) for case, weights in found.items()} == dict.fromkeys(cases, 1)
 
 
 def test_a_server_that_dies_between_two_buckets_leaves_nothing_half_done(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from processes import finish, replays, start, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import covering, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -28,10 +29,21 @@ CASES = {
 }
 
 
-def test_gradients_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path) -> None:
+COVERING = [
+    "hardsync, shards",
+    "hardsync, ranks of two",
+    "hardsync, groups, placed",
+    "softsync, base",
+    "async, overlapped",
+]
+
+
+@pytest.mark.parametrize("cases", together(COVERING, CASES))
+def test_gradients_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path, cases: list[str]) -> None:
     """A server gets the gradients of learners on its own node as a whole, unless ranks exchange messages there."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}
-    for case, (protocol, topology, cluster) in CASES.items():
+    for case in cases:
+        protocol, topology, cluster = CASES[case]
         for buckets in (0.001, "off") if protocol["name"] == "hardsync" else (0.001,):
             job = rudra.Job(
                 model={"name": user_code.dropping},
@@ -53,10 +65,10 @@ def test_gradients_that_come_in_buckets_lead_to_the_same_weights(tmp_path: Path)
         with rudra.open_results(path) as results:
             assert results.status == "finished"
             found.setdefault(Path(path).stem.rpartition("-")[0], set()).add(str(results.state["weights_sha256"]))
-    assert {case: len(weights) for case, weights in found.items()} == dict.fromkeys(CASES, 1)
+    assert {case: len(weights) for case, weights in found.items()} == dict.fromkeys(cases, 1)
 
 
-@pytest.mark.parametrize("topology", ["base", "sharded"])
+@pytest.mark.parametrize("topology", covering(["sharded"], ["base", "sharded"]))
 def test_a_run_that_is_stopped_takes_no_notice_of_gradients_that_come(tmp_path: Path, topology: str) -> None:
     every = 'checkpoint_every = "1 epochs"'
     job, output = short_job(tmp_path, "async", topology=f'name = "{topology}"', results=every), tmp_path / "out.h5"

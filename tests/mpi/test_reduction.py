@@ -2,14 +2,15 @@
 
 import pytest
 import user_code
-from fuzzing import in_campaign
 
 from rudra.bench.ranks import on_ranks
+from tests.selection import CAMPAIGN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 
-def test_members_get_the_bits_of_the_average_wherever_they_are() -> None:
+@pytest.mark.parametrize("cases", [8, pytest.param(60, marks=CAMPAIGN)])
+def test_members_get_the_bits_of_the_average_wherever_they_are(cases: int) -> None:
     """Slow readers would see it if a gradient changed too early."""
-    for told in on_ranks(user_code.reductions, 3, seed=5, cases=60 if in_campaign() else 24):
+    for told in on_ranks(user_code.reductions, 3, seed=5, cases=cases):
         assert told["wrong"] == []

@@ -14,6 +14,7 @@ import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.cli.main import main
 from rudra.errors import RudraError
+from tests.selection import covering, selected, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -67,17 +68,28 @@ def make_job(
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     """The result files of the cases, whose jobs run on the same ranks, one after the other."""
     directory = tmp_path_factory.mktemp("runs")
-    paths = {case: directory / f"{case}.h5" for case in CASES}
-    on_ranks(
-        user_code.train_all, LEARNERS, jobs={str(paths[case]): make_job(LEARNERS, **CASES[case]) for case in CASES}
-    )
+    cases = {"async-momentum", *selected(request, "case")}
+    paths = {case: directory / f"{case}.h5" for case in CASES if case in cases}
+    jobs = {str(path): make_job(LEARNERS, **CASES[case]) for case, path in paths.items()}
+    on_ranks(user_code.train_all, LEARNERS, jobs=jobs)
     return paths
 
 
-@pytest.mark.parametrize("case", CASES)
+COVERING = [
+    "async-momentum",
+    "1-softsync-momentum",
+    "2-softsync-adagrad",
+    "async-staleness",
+    "hardsync-shares",
+    "sharded, async",
+    "async-schedule",
+]
+
+
+@pytest.mark.parametrize("case", covering(COVERING, CASES))
 def test_a_run_is_repeated_bit_for_bit(recorded: dict[str, Path], case: str) -> None:
     path = recorded[case]
     with rudra.open_results(path) as results:
@@ -109,10 +121,16 @@ SIMULATED = {"three and two": 2, "four and three": 2}
 BY_MESSAGES = {"one and three", "two and three", "four and two, two groups"}
 
 
-def test_sums_of_nodes_are_repeated_and_predicted_with_and_without_node_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "cases", together(["one and three", "one and three, in order", "three and two", "two and three"], SUMS)
+)
+def test_sums_of_nodes_are_repeated_and_predicted_with_and_without_node_memory(
+    tmp_path: Path, cases: list[str]
+) -> None:
     """Memory and messages lead to the same bits, which are not those of one order for all."""
     jobs: dict[str, tuple[list[int], rudra.Job]] = {}
-    for case, (nodes, each, options) in SUMS.items():
+    for case in cases:
+        nodes, each, options = SUMS[case]
         served = "parameter_server" in options or "groups" in options
         learners = each * (len(nodes) - 1 - served)
         job = make_job(learners, {"name": "hardsync"}, SGD).with_(

@@ -15,6 +15,7 @@ from processes import finish, mpirun, replays, run_until, start, updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import CAMPAIGN, together
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -22,7 +23,9 @@ ADAM = 'name = "adam"\nlearning_rate = 0.002\naverage.rate = 0.05\n'
 UNIFORM = 'average.window = "2 epochs"\n'
 
 
-@pytest.mark.parametrize(("optimizer", "topology"), [(ADAM, "sharded"), (SGD + UNIFORM, "groups")])
+@pytest.mark.parametrize(
+    ("optimizer", "topology"), [(ADAM, "sharded"), pytest.param(SGD + UNIFORM, "groups", marks=CAMPAIGN)]
+)
 def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_stopped(
     tmp_path: Path, optimizer: str, topology: str
 ) -> None:
@@ -67,12 +70,16 @@ def test_hardsync_killed_again_and_again_reaches_the_bits_of_a_run_that_never_st
     assert replays(output)
 
 
-def test_ranks_and_simulations_go_on_from_each_others_checkpoints_with_the_same_bits(tmp_path: Path) -> None:
-    """Every synchronous family, all on the same ranks."""
+@pytest.mark.parametrize("families", together(["server", "allreduce", "hierarchical", "placed"], SYNCHRONOUS))
+def test_ranks_and_simulations_go_on_from_each_others_checkpoints_with_the_same_bits(
+    tmp_path: Path, families: list[str]
+) -> None:
+    """Synchronous families, all on the same ranks."""
+    synchronous = {name: SYNCHRONOUS[name] for name in families}
     whole: dict[str, Any] = {}
     jobs: dict[str, rudra.Job] = {}
     origins: dict[str, Path] = {}
-    for name, tables in SYNCHRONOUS.items():
+    for name, tables in synchronous.items():
         with rudra.simulate(small(tables), output=tmp_path / f"{name}.h5", progress="quiet") as results:
             whole[name] = results.summary()
         for output in ("whole", "branch"):
@@ -80,7 +87,7 @@ def test_ranks_and_simulations_go_on_from_each_others_checkpoints_with_the_same_
         origins[str(tmp_path / f"branch-{name}.h5")] = tmp_path / f"{name}-{AT}.ckpt"
     ranks = max(job.plan().ranks for job in jobs.values())
     on_ranks(user_code.train_as_needed, ranks - 2, jobs=jobs, origins=origins)
-    for name, tables in SYNCHRONOUS.items():
+    for name, tables in synchronous.items():
         origin = tmp_path / f"whole-{name}-{AT}.ckpt"
         simulated = rudra.simulate(
             small(tables), output=tmp_path / f"back-{name}.h5", from_=origin, carry="state", progress="quiet"

@@ -13,6 +13,7 @@ from job_files import short_job as dying_job
 from processes import finish, mpirun, ranks_of, replays, run_until, start, updates, wait_for_deaths, wait_for_updates
 
 import rudra
+from tests.selection import CAMPAIGN, covering
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
 
@@ -23,8 +24,8 @@ SYNCHRONOUS = '[placement]\ncut = 3\nrule = "synchronous"\n'
     ("topology", "servers", "hits"),
     [
         ("base", 2, [signal.SIGKILL, signal.SIGTERM]),
-        ("groups", 1, [signal.SIGKILL]),
-        ("sharded", 1, [signal.SIGTERM]),
+        pytest.param("groups", 1, [signal.SIGKILL], marks=CAMPAIGN),
+        pytest.param("sharded", 1, [signal.SIGTERM], marks=CAMPAIGN),
     ],
     ids=["base", "groups", "sharded"],
 )
@@ -151,7 +152,10 @@ def test_merged_layers_replay_and_outlive_a_learner(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("protocol", "rule", "options", "who"),
-    [("async", "merged", "options.groups = 2", "learner 1"), ("hardsync", "synchronous", "", "learner 2")],
+    [
+        ("async", "merged", "options.groups = 2", "learner 1"),
+        pytest.param("hardsync", "synchronous", "", "learner 2", marks=CAMPAIGN),
+    ],
     ids=["groups", "allreduce"],
 )
 def test_groups_go_on_without_a_learner_that_dies(
@@ -197,7 +201,7 @@ def test_learners_of_a_tree_that_overlap_cross_to_a_stage_server_and_replay(tmp_
     assert replays(output)
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", covering([2], [1, 2]))
 def test_a_stage_server_that_dies_ends_the_run_which_goes_on_from_its_checkpoint(tmp_path: Path, servers: int) -> None:
     """One of two, too, where learners share a rank and have unlike shares of a batch."""
     several = f'rule = "synchronous"\nservers = {servers}\n' if servers > 1 else ""

@@ -18,6 +18,7 @@ import rudra
 from tests import forks
 from tests.campaigns.phases import PLACES, job_text, kill
 from tests.campaigns.strikes import DURING, Strike, command
+from tests.selection import CAMPAIGN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -61,12 +62,22 @@ sys.exit(launch(series.job, series.directory / "all.h5", roles=roles, payload=se
 """
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_stop_of_one_rank_in_any_phase_stops_all_in_order(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "everybody"),
+    [
+        ("base", False),
+        ("adv*", False),
+        ("replicas", False),
+        pytest.param("base", True, marks=CAMPAIGN),
+        pytest.param("adv", False, marks=CAMPAIGN),
+        pytest.param("groups", False, marks=CAMPAIGN),
+    ],
+)
+def test_stop_of_one_rank_in_any_phase_stops_all_in_order(tmp_path: Path, where: str, *, everybody: bool) -> None:
     topology, victims = WHERE[where]
     learners, protocol = (4 if where == "groups" else 3), "hardsync" if where == "replicas" else "async"
     job = rudra.Job.load(job_file(tmp_path, topology, learners, protocol)).resolved(cores=1)
-    hits = list(hits_of(victims, everybody=where == "base"))
+    hits = list(hits_of(victims, everybody=everybody))
     (tmp_path / "series").write_bytes(pickle.dumps(Series(job, hits, tmp_path)))
     (tmp_path / "launch.py").write_text(LAUNCH)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
@@ -113,7 +124,11 @@ def test_a_stop_of_one_rank_before_training_ends_the_job_in_one_line(tmp_path: P
     assert (found.end.code, found.end.left, found.wrong) == (1, [], "")
 
 
-ENDS = [("close", 0, "to end after training"), ("set-up", 1, "to get ready"), ("roles", 1, "to get ready")]
+ENDS = [
+    ("close", 0, "to end after training"),
+    ("set-up", 1, "to get ready"),
+    pytest.param("roles", 1, "to get ready", marks=CAMPAIGN),
+]
 
 
 @pytest.mark.parametrize(("phase", "code", "said"), ENDS)

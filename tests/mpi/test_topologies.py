@@ -14,12 +14,14 @@ from processes import finish, gone, mpirun, ours, ranks_of, start, wait_for_upda
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.core.records import TIMES
+from tests.selection import CAMPAIGN, covering, selected
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
 RANKS = 7
 TREE = {"name": "adv", "options": {"fan_out": 2}}
 HIDDEN = {"name": "adv*", "options": {"fan_out": 2, "weight_fan_out": 1}}
+TWO_GROUPS = {"name": "groups", "options": {"groups": 2}}
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {  # and how many learners are left of seven ranks
     "base": ({"name": "base"}, 5),
     "adv": (TREE, 3),
@@ -27,7 +29,7 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {  # and how many learners a
     "adv* with servers": (HIDDEN, 3),
     "one group": ({"name": "groups"}, 6),
     "one group and a server": ({"name": "groups", "options": {"parameter_server": True}}, 5),
-    "two groups": ({"name": "groups", "options": {"groups": 2}}, 5),
+    "two groups": (TWO_GROUPS, 5),
     "as many groups as learners": ({"name": "groups", "options": {"groups": 5}}, 5),
 }
 PROTOCOLS: dict[str, dict[str, Any]] = {
@@ -64,10 +66,11 @@ def make_job(
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+def recorded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[tuple[str, str], Path]:
     """The result file of every pair; all of them run on the same ranks, one after the other."""
     directory = tmp_path_factory.mktemp("runs")
-    paths = {pair: directory / f"{place}.h5" for place, pair in enumerate(PAIRS)}
+    pairs = selected(request, "pair") | {(topology, "hardsync") for topology in selected(request, "topology")}
+    paths = {pair: directory / f"{place}.h5" for place, pair in enumerate(PAIRS) if pair in pairs}
     jobs = {str(path): make_job(TOPOLOGIES[pair[0]][0], PROTOCOLS[pair[1]]) for pair, path in paths.items()}
     on_ranks(user_code.train_all, RANKS - 2, jobs=jobs)
     return paths
@@ -88,7 +91,19 @@ def accounts_for_every_gradient(results: rudra.Results) -> None:
             assert learner[share] >= 0
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=" ".join)
+COVERING = [
+    ("base", "hardsync"),
+    ("base", "async"),
+    ("adv", "2-softsync"),
+    ("two groups", "async"),
+    ("adv*", "1-softsync"),
+    ("adv* with servers", "2-softsync"),
+    ("one group", "hardsync"),
+    ("one group and a server", "async"),
+]
+
+
+@pytest.mark.parametrize("pair", covering(COVERING, PAIRS), ids=" ".join)
 def test_every_pair_counts_right_and_is_repeated_bit_for_bit(
     recorded: dict[tuple[str, str], Path], pair: tuple[str, str]
 ) -> None:
@@ -109,7 +124,7 @@ def test_every_pair_counts_right_and_is_repeated_bit_for_bit(
     assert replayed.updates == summary["updates"] > 10
 
 
-@pytest.mark.parametrize("topology", ["base", "adv", "one group", "two groups"])
+@pytest.mark.parametrize("topology", covering(["base", "one group"], ["base", "adv", "one group", "two groups"]))
 def test_hardsync_gives_the_same_bits_on_ranks_and_in_virtual_time(
     recorded: dict[tuple[str, str], Path], tmp_path: Path, topology: str
 ) -> None:
@@ -222,10 +237,16 @@ def test_a_replica_that_owns_the_weights_and_is_killed_ends_the_run_before_a_sta
     assert gone(list(pids.values()))
 
 
-def test_threads_files_and_memory_are_given_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "topologies",
+    [
+        pytest.param([HIDDEN, TWO_GROUPS], id="some"),
+        pytest.param([HIDDEN, {"name": "adv*"}, TREE, {"name": "groups"}, TWO_GROUPS], id="all", marks=CAMPAIGN),
+    ],
+)
+def test_threads_files_and_memory_are_given_back(tmp_path: Path, topologies: list[dict[str, Any]]) -> None:
     """Three rounds of starting and ending every kind of threads and communicators in the same processes."""
     rule = PROTOCOLS["async"]
-    topologies = [HIDDEN, {"name": "adv*"}, TREE, {"name": "groups"}, {"name": "groups", "options": {"groups": 2}}]
     short = {"epochs": 1}
     jobs = [make_job(topology, rule, data=user_code.prompt, training=short) for topology in topologies]
     for figures in on_ranks(user_code.left_behind, RANKS - 2, jobs=jobs, rounds=3):

@@ -62,6 +62,7 @@ def test_active_learners_take_part_and_all_are_accounted_for(undisturbed: dict[s
         assert np.array_equal(mine["first"], np.arange(len(mine)) * 8), "in a stream of its own"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "at"), in_turn(SETTINGS, [5, 23, 24, 25, 30, 36]))
 def test_resumed_around_a_change_it_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int

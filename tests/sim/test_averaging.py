@@ -74,6 +74,7 @@ def sgd(rate: float, momentum: float = 0.0, *, nesterov: bool = False) -> Make:
     return lambda parameters: torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=nesterov)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("period", [1, 2])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_sma_is_its_algorithm(period: int, momentum: float) -> None:

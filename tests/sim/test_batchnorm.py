@@ -14,6 +14,7 @@ import rudra
 from rudra.compute import models
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
+from tests.selection import covering
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +146,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("tables", CASES, ids=str)
+@pytest.mark.parametrize("tables", covering(CASES[1:2], CASES), ids=str)
 def test_a_resnet_evaluates_as_well_as_under_plain_torch(tables: dict[str, Any], tmp_path: Path) -> None:
     """The same number of samples, in mini-batches of a quarter."""
     waits = tables["protocol"]["name"] == "hardsync"

@@ -223,6 +223,7 @@ def test_stopped_runs_leave_a_checkpoint_to_go_on_from(calm: tuple[Job, TrialRes
         assert equal(train(run, resumed=stopped.saved[-1]), undisturbed)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("topology", [{"name": "replicas"}, GROUPED, BLOCKS], ids=str)
 @pytest.mark.parametrize("dies", [1, 2, 3])
 @pytest.mark.parametrize("name", ["sma", "easgd"])

@@ -15,6 +15,7 @@ from rudra.results import checkpoint
 from rudra.results.checkpoint import CheckpointWriter
 from rudra.results.progress import summary_table
 from rudra.simulation.replay import replay
+from tests.selection import covering
 
 
 def simulated(job: Job, path: Path, *, origin: Path | None = None, carry: Any = "all") -> rudra.Results:
@@ -36,6 +37,7 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return place, losses
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("after", FAMILIES)
 @pytest.mark.parametrize("before", FAMILIES)
 def test_each_family_trains_on_from_the_checkpoint_of_each(
@@ -94,7 +96,7 @@ def test_a_big_batch_takes_the_samples_that_each_learner_is_to_take(
     np.testing.assert_allclose(*weights, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("name", covering(["server", "allreduce", "hierarchical", "placed"], SYNCHRONOUS))
 def test_a_synchronous_run_that_is_frozen_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
     """With all rows it can also be replayed; the state alone makes a file of the rows after it."""
     job = small(SYNCHRONOUS[name])

@@ -18,6 +18,7 @@ import rudra
 from rudra.compute.schedule import expected_updates
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from tests.selection import CAMPAIGN, covering
 
 GROWING = {"at_epoch": 1, "training": {"minibatch_size": 16}}
 SHARED = {"at_epoch": 2, "cluster": {"shares": (1.0, 2.0, 3.0, 2.0)}}
@@ -78,6 +79,7 @@ def undisturbed() -> dict[str, TrialResult]:
     return {name: train(job_) for name, job_ in SETTINGS.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "at"), in_turn(SETTINGS, [3, 11, 12, 13, 18]))
 def test_resumed_before_at_and_after_a_change_it_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int
@@ -108,18 +110,19 @@ GROUPED = [
 @pytest.mark.parametrize(
     ("topology", "protocol", "then", "seed"),
     [
-        ({"name": "base"}, "hardsync", WARM, 0),
+        pytest.param({"name": "base"}, "hardsync", WARM, 0, marks=CAMPAIGN),
         ({"name": "base"}, "hardsync", THERE_AND_BACK, 1),
         ({"name": "base"}, "hardsync", [GROWING, SHARED], 2),
         (TREE, "hardsync", WARM, 0),
-        (
+        pytest.param(
             TREE,
             "softsync",
             [{"at_epoch": 1, **rule("hardsync")}, {"at_epoch": 2, "training": {"minibatch_size": 4}}],
             1,
+            marks=CAMPAIGN,
         ),
         ({"name": "adv*"}, "async", [{"at_epoch": 1, **rule("softsync", n=2)}, {**GROWING, "at_epoch": 2}], 2),
-        (ALONE, "hardsync", [GROWING, SHARED], 0),
+        pytest.param(ALONE, "hardsync", [GROWING, SHARED], 0, marks=CAMPAIGN),
         (GROUPS, "hardsync", GROUPED, 1),
     ],
     ids=str,
@@ -174,7 +177,7 @@ FAMILIES = {
 """Each way in which roles continue after a change: a restart, or none."""
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", covering(["sharded", "elastic", "tests", "window", "placed alone"], FAMILIES))
 def test_every_family_changes_and_is_repeated(tmp_path: Path, name: str) -> None:
     job_, path = FAMILIES[name], tmp_path / "run.h5"
     with rudra.simulate(job_, output=path, progress="quiet", force=True) as results:

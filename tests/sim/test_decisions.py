@@ -11,6 +11,7 @@ from fuzzing import in_turn
 import rudra
 from rudra.errors import ConfigError, RudraError
 from rudra.job.job import Job
+from tests.selection import CAMPAIGN
 
 ALONE = {"name": "groups", "options": {"groups": 1}}
 SLOWER = {"optimizer": {"learning_rate": 0.05, "momentum": 0.25}}
@@ -89,8 +90,16 @@ def decided(results: rudra.Results) -> list[dict[str, Any]]:
     return [json.loads(row["text"]) for row in results.events if row["kind"] == b"decided"]
 
 
+COVERING = ["groups", "allreduce", "sharded", "diloco", "shared", "hogbatch"]
+
+
 @pytest.mark.parametrize(
-    ("family", "at"), [pair for pair in in_turn(FAMILIES, ["epoch", "update"], each=1) if pair not in NEVER]
+    ("family", "at"),
+    [
+        pytest.param(*pair, marks=() if pair[0] in COVERING else CAMPAIGN)
+        for pair in in_turn(FAMILIES, ["epoch", "update"], each=1)
+        if pair not in NEVER
+    ],
 )
 def test_decided_changes_do_what_planned_ones_do_and_are_replayed(tmp_path: Path, family: str, at: str) -> None:
     decider = two(family)
@@ -120,6 +129,7 @@ def test_decided_changes_do_what_planned_ones_do_and_are_replayed(tmp_path: Path
         assert results.summary()["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("family", "epoch"), in_turn(FROZEN, [1, 2, 3, 4]))
 def test_a_run_continues_with_decided_changes_from_before_at_and_after_them(
     tmp_path: Path, family: str, epoch: int

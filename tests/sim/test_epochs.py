@@ -34,6 +34,7 @@ def job(samples: int, **tables: Any) -> Job:
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("samples", [50, 128, 200, 700], ids=lambda samples: f"{samples / 128:.1f} updates an epoch")
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 def test_means_are_over_the_gradients_of_the_epoch(topology: dict[str, Any], samples: int) -> None:

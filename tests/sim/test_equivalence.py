@@ -20,6 +20,7 @@ from rudra.core.events import Event
 from rudra.data.load import load
 from rudra.data.sampling import Sampler
 from rudra.job.job import Job
+from tests.selection import CAMPAIGN
 
 MU = 8
 DIGITS = 1437
@@ -236,6 +237,7 @@ def test_groups_clipping_warm_up_and_cosine_are_plain_torch_bit_for_bit() -> Non
     assert torch.equal(trained.weights, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "topology", [{"name": "base"}, *TREES[:2], {"name": "adv*", "options": {"fan_out": 2}}, *GROUPS[1:3]], ids=str
 )
@@ -279,6 +281,7 @@ CHANGING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("changing", "topology"),
     [
@@ -327,9 +330,9 @@ SLOW_PULLS: dict[str, Any] = {"bandwidth_bytes_per_s": 3e7, "latency_jitter_s": 
 @pytest.mark.parametrize(
     ("options", "network"),
     [
-        ({}, {}),
+        pytest.param({}, {}, marks=CAMPAIGN),
         ({"fan_out": [2, 2], "weight_fan_out": 1}, SLOW_PULLS),
-        ({"fan_out": 3, "weight_fan_out": 3}, SLOW_PULLS),
+        pytest.param({"fan_out": 3, "weight_fan_out": 3}, SLOW_PULLS, marks=CAMPAIGN),
     ],
     ids=["fast", "slow chain", "slow star"],
 )

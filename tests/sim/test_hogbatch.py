@@ -86,6 +86,7 @@ def test_updates_and_busy_time_of_unlike_workers(
 # Bits.
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "optimizer", [{"learning_rate": 0.1}, {"name": "adam", "learning_rate": 0.002, "momentum": 0.0}]
 )
@@ -132,6 +133,7 @@ def test_a_small_worker_of_48_threads_and_a_fast_large_one(tmp_path: Path) -> No
     assert rudra.replay(tmp_path / "out.h5", quiet=True).identical
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", ["adaptive", "balanced"])
 def test_a_run_that_loses_workers_replays(tmp_path: Path, rule: str, seed: int) -> None:

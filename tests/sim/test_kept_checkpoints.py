@@ -15,6 +15,7 @@ from rudra.simulation.assembly import assemble
 from rudra.simulation.timing_only import TimingOnly
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("keep", ["1 epochs", "2 epochs", "3 updates"])
 @pytest.mark.parametrize(

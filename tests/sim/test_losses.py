@@ -391,6 +391,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("topology", "protocol"),
     [(t, p) for t in ({"name": "base"}, TREE, GROUPS) for p in ("hardsync", "softsync", "async")]
@@ -417,6 +418,7 @@ def test_learners_that_compute_together_lose_one() -> None:
     assert len(lost(trained.rows)) == 2
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("topology", [{"name": "base"}, TREE], ids=lambda t: t["name"])
 @pytest.mark.parametrize("protocol", ["hardsync", "softsync", "async"])
 def test_a_run_that_a_loss_stopped_goes_on_from_its_checkpoint(protocol: str, topology: dict[str, Any]) -> None:

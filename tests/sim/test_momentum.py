@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from clusters import SAMPLES, job, timing
 
+from tests.selection import CAMPAIGN, covering
 from tests.sim.implicit_momentum import fit, measure
 
 pytestmark = pytest.mark.slow
@@ -35,7 +36,7 @@ def test_staleness_is_geometric_where_step_times_are_memoryless() -> None:
     assert found == pytest.approx(0.25 * 0.75 ** np.arange(5), abs=0.03)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("groups", covering([2], [1, 2, 8]))
 def test_groups_act_like_momentum_of_one_less_their_share(groups: int) -> None:
     found = measure(groups, seeds=40)
     assert found.momentum == pytest.approx(1 - 1 / groups, abs=0.05)
@@ -43,7 +44,7 @@ def test_groups_act_like_momentum_of_one_less_their_share(groups: int) -> None:
     assert found.rate == pytest.approx(1.0, abs=0.3), "the gradient enters at η/g"
 
 
-@pytest.mark.parametrize(("learners", "n"), [(4, 1), (5, 3)])
+@pytest.mark.parametrize(("learners", "n"), [(4, 1), pytest.param(5, 3, marks=CAMPAIGN)])
 def test_under_softsync_it_is_the_staleness_that_acts_like_momentum(learners: int, n: int) -> None:
     """Also where all learners together make an update: ⟨σ⟩ is nearly 1 then, and so acts like a half."""
     run = job("softsync", learners, n=n, optimizer={"momentum": 0.95, "momentum_correction": "implicit"})

@@ -17,6 +17,7 @@ from rudra.data.load import load
 from rudra.job.job import Job
 from rudra.results.progress import summary_table
 from rudra.results.run_noise import plus_minus
+from tests.selection import CAMPAIGN
 
 FIXED = 1e-9  # a rate at which the weights stay where they are
 
@@ -63,7 +64,7 @@ def found_in(job: Job, path: Path) -> tuple[dict[str, Any], str]:
     return summary["noise_scale"], line.strip()
 
 
-@pytest.mark.parametrize(("size", "epochs"), [(4, 12), (24, 10)])
+@pytest.mark.parametrize(("size", "epochs"), [(4, 12), pytest.param(24, 10, marks=CAMPAIGN)])
 def test_noise_scale_of_lenet_is_that_of_single_samples(size: int, epochs: int, exact: float, tmp_path: Path) -> None:
     found, line = found_in(make_job(size, epochs), tmp_path)
     assert found["error"] < 0.05 * exact
@@ -77,7 +78,11 @@ def test_noise_scale_of_lenet_is_that_of_single_samples(size: int, epochs: int, 
     [
         ({"protocol": "softsync"}, "gradients of different weights: B includes their drift"),
         ({"cluster": {"learners": 1}}, "biased: from gradients of successive updates, so B is too large"),
-        ({"protocol": "average", "averaging": {"period": 3}}, "estimated from the distances of replicas"),
+        pytest.param(
+            {"protocol": "average", "averaging": {"period": 3}},
+            "estimated from the distances of replicas",
+            marks=CAMPAIGN,
+        ),
         (
             {"protocol": "easgd", "averaging": {"elasticity": 0.6, "outer": {"learning_rate": 1.0}}},
             "estimated from the distances of replicas",

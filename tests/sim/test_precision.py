@@ -6,6 +6,7 @@ from clusters import train
 
 from rudra.core.wire import tail_bytes
 from rudra.job.job import Job
+from tests.selection import covering
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ def digits(precision: str) -> Job:
     )
 
 
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+@pytest.mark.parametrize("precision", covering(["float16"], ["bfloat16", "float16"]))
 def test_digits_are_learned_and_what_lasts_or_travels_is_float32(precision: str) -> None:
     trained = train(digits(precision))
     assert trained.rows["epochs"]["test_error"][-1] < 0.05

@@ -112,6 +112,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(("topology", "protocol"), PAIRS, ids=str)
 def test_a_simulation_on_any_topology_is_repeated_bit_for_bit(
@@ -316,6 +317,7 @@ TAMPERED: list[tuple[str, int, Callable[[int], Callable[[h5py.File], None]]]] = 
 ]  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("table", "which", "tamper", "elsewhere"),

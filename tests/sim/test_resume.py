@@ -48,6 +48,7 @@ def undisturbed() -> dict[str, TrialResult]:
     return {name: train(job) for name, job in SETTINGS.items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "at"), in_turn(SETTINGS, [1, 7, 12, 23, 24, 35]))
 def test_hardsync_from_a_checkpoint_reaches_the_same_bits(
     undisturbed: dict[str, TrialResult], name: str, at: int
@@ -73,6 +74,7 @@ def test_checkpoints_of_one_server_and_of_several_are_the_same(undisturbed: dict
     assert torch.equal(back.weights, of_one.weights)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stop_at"), in_turn(SETTINGS, [0.0, 0.31, 1.07, 2.2, 3.93], each=1))
 def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
@@ -87,6 +89,7 @@ def test_hardsync_stopped_in_order_and_resumed_reaches_the_same_bits(
     assert torch.equal(resumed.weights, undisturbed[name].weights)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "topology", [{"name": "base"}, SHARDED, TREE, {"name": "adv*"}, GROUPS], ids=lambda t: str(t["name"])

@@ -38,6 +38,7 @@ def final(path: Path) -> torch.Tensor:
         return torch.from_numpy(results.weights)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("topology", [BASE, ADV, ALLREDUCE], ids=str)
 @pytest.mark.parametrize("shares", [(1.0, 3.0), (2.0, 1.0, 5.0), (1.0, 1.0, 1.0, 1.0)], ids=str)
 def test_parts_of_a_batch_are_the_batch(tmp_path: Path, topology: Any, shares: tuple[float, ...]) -> None:

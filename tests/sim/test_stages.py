@@ -20,6 +20,7 @@ import rudra
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
 from rudra.simulation.tensors import RealTensors
+from tests.selection import CAMPAIGN
 
 SYNCHRONOUS = {"cut": 3, "rule": "synchronous"}
 EXPECTED = ("no learner is left", "died before training began", "learner 0 (rank 1) died, and the run cannot continue")
@@ -91,15 +92,15 @@ GROUPS = ({"parameters": "*.bias", "rate_factor": 2.0}, {"parameters": "last.*",
     ("run", "cut"),
     [
         (digits("mlp", 3), 3),
-        (digits("lenet", 3), 5),
+        pytest.param(digits("lenet", 3), 5, marks=CAMPAIGN),
         (digits("lenet", 2), 6),  # the last layers change the tensor
         (small("hardsync", 3), "middle"),
-        (small("hardsync", 3), "early"),
-        (small("hardsync", 3), "last"),
+        pytest.param(small("hardsync", 3), "early", marks=CAMPAIGN),
+        pytest.param(small("hardsync", 3), "last", marks=CAMPAIGN),
         (small("hardsync", 2, optimizer={"groups": GROUPS, "momentum_form": "caffe"}), "norm"),
-        (small("hardsync", 3, optimizer={"clip_norm": 0.1}), "again"),
+        pytest.param(small("hardsync", 3, optimizer={"clip_norm": 0.1}), "again", marks=CAMPAIGN),
         (small("hardsync", 2, optimizer={**ADAM, "clip_norm": 0.1, "groups": GROUPS}), "middle"),
-        (small("hardsync", 3, optimizer={**ADAM, "schedule": "cosine"}), "again"),
+        pytest.param(small("hardsync", 3, optimizer={**ADAM, "schedule": "cosine"}), "again", marks=CAMPAIGN),
         (small("hardsync", 3, cluster={"shares": [1, 3, 2], "learners_per_rank": 2}), "again"),
     ],
     ids=["mlp", "lenet", "in-place", "dropout", "there", "here", "groups", "clipped", "clipped-adam", "adam", "shares"],
@@ -352,6 +353,7 @@ def test_lent_buffers_do_not_change(rule: str, topology: str, stop_at: float | N
     assert trained.rows.code == (0 if stop_at is None else 3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("topology", ["base", "groups", "sharded", "adv"])
 @pytest.mark.parametrize("rule", ["synchronous", "merged"])
 def test_a_run_goes_on_from_all_parts_of_a_checkpoint(rule: str, topology: str) -> None:

@@ -39,6 +39,7 @@ def test_mean_staleness_is_what_a_protocol_expects(learners: int, n: int, simula
     assert timing(run, 2000 * SAMPLES)["gradients"]["staleness"].mean() == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("per_rank", [2, 3, 30])
 @pytest.mark.parametrize(("n", "protocol"), [(1, "softsync"), (2, "softsync"), (None, "async")])
 def test_the_law_holds_for_learners_that_share_ranks(per_rank: int, n: int | None, protocol: str) -> None:

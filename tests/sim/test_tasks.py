@@ -164,6 +164,7 @@ def test_language_of_the_simulator_is_plain_torch(tmp_path: Path) -> None:
     np.testing.assert_allclose(ours["table.weight"], model.table.weight.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batching", ["big-batch", "vmap"])
 @pytest.mark.parametrize("case", ["regression", "multi-label", "language"])
 def test_gradients_computed_together_learn_as_well(case: str, batching: str, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def learner_weights(trained: TrialResult) -> list[Any]:
     return [trained.executors[role].buffer("weights") for role in trained.plan.learners]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("protocol", "n", "at_most"),
     [
@@ -211,6 +212,7 @@ def test_broken_leases_are_noticed(broken: type[Guarded], text: str) -> None:
 # Gradients of several learners together.
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp", "lenet", NETWORKS["dropout"]], ids=["mlp", "lenet", "dropout"])
 @pytest.mark.parametrize(

@@ -136,6 +136,7 @@ def test_twenty_steps_are_those_of_plain_torch(tmp_path: Path, table: dict[str, 
     assert epochs["test_error"][-1] == pytest.approx(float(wrong), abs=2 / len(tests))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", AVERAGING)
 @pytest.mark.parametrize("table", [EMA, UPDATES], ids=["rate", "window"])
 def test_every_owner_averages_as_torch_does(name: str, table: dict[str, Any]) -> None:
@@ -181,6 +182,7 @@ def test_layers_at_a_stage_server_are_averaged_where_they_are(name: str) -> None
         assert torch.equal(found, expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [name for name, (protocol, _) in AVERAGING.items() if protocol != "async"][:-1])
 @pytest.mark.parametrize(("table", "at"), [(EMA, 7), (EPOCH, 12), (EPOCH, 17), (UPDATES, 7)])
 def test_a_resumed_run_has_the_average_of_one_that_never_stopped(name: str, table: dict[str, Any], at: int) -> None:

@@ -148,6 +148,7 @@ def test_threads_of_a_small_worker_read_at_once_and_their_staleness_is_an_interv
     assert 0 <= low < high == pytest.approx(stale[len(stale) // 2 :].mean(), abs=1.0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("locking", [False, True])
 @pytest.mark.parametrize("when", [0.0101, 0.0112, 0.0123, 0.0135, 0.214])
 def test_what_a_worker_did_that_died_counts_and_the_rest_is_served_again(

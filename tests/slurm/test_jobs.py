@@ -12,6 +12,7 @@ import pytest
 from slurm_cluster import Batch, Cluster
 
 import rudra
+from tests.selection import covering
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi, pytest.mark.timeout(900)]
 
@@ -59,7 +60,7 @@ def limited(cluster: Cluster, openmpi: Path, tmp_path_factory: pytest.TempPathFa
     return batches
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+@pytest.mark.parametrize("launcher", covering(["srun"], ["mpirun", "srun"]))
 def test_mpich_stops_when_told_and_goes_on(
     limited: dict[str, Batch], cluster: Cluster, mpich: Path, tmp_path: Path, launcher: str
 ) -> None:
@@ -115,7 +116,7 @@ def test_a_killed_server_fails_the_job(
     assert batch.ranks == {}
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+@pytest.mark.parametrize("launcher", covering(["mpirun"], ["mpirun", "srun"]))
 def test_a_cancelled_job_stays_so(cluster: Cluster, openmpi: Path, tmp_path: Path, launcher: str) -> None:
     batch = cluster.submit(tmp_path, "--launcher", launcher, *ONE_LEARNER, *lasts(500), environment=openmpi)
     batch.wait_for_epoch()

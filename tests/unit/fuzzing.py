@@ -27,6 +27,7 @@ from rudra.errors import RudraError
 from rudra.job.job import Job
 from rudra.job.table import Table
 from rudra.plugins import resolve
+from tests import forks
 
 A, B = TypeVar("A"), TypeVar("B")
 
@@ -164,6 +165,9 @@ def _quoted(text: str) -> str:
     return '"' + "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in text) + '"'
 
 
+IN_PROCESS = "import runpy; runpy.run_module('tests.unit.fuzzing', run_name='__main__'); sys.exit()"
+
+
 def survived(read: str, file: Path, place: Path, count: int) -> str:
     """Reads copies of a file with damaged bytes, each in a process of its own, because HDF5 itself might crash.
 
@@ -176,7 +180,7 @@ def survived(read: str, file: Path, place: Path, count: int) -> str:
     Returns:
         `[]` and a line's end; else what went wrong: pairs of a case's seed and its exit code, and what was printed.
     """
-    line = [sys.executable, "-m", "tests.unit.fuzzing", read, str(file), str(place), str(count)]
+    line = [*forks.rudra(IN_PROCESS), read, str(file), str(place), str(count)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, env=environment, timeout=60 + count, check=False

@@ -240,6 +240,7 @@ print(time.process_time() - before, memory_bytes("VmHWM"))  # ru_maxrss would be
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 def test_half_a_million_rows_take_seconds_and_less_than_a_gigabyte(tmp_path: Path) -> None:
     """As large as covertype, 581,012 rows and 55 columns; seconds of the processor, and all of a process's memory."""

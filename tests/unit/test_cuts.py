@@ -132,6 +132,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("make", "inputs", "at", "training"), cases())
 def test_front_then_back_is_the_model(
     make: Callable[[], nn.Module], inputs: torch.Tensor, at: str, *, training: bool

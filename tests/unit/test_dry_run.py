@@ -83,6 +83,7 @@ def test_data_that_is_not_finite_is_named() -> None:
         rehearse(job, job.plan())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("topology", "protocol"),

@@ -60,6 +60,7 @@ def found(learners: int, *, groups: int | None = None, merged: bool = True, **co
     return predict(job, known=Outline(SAMPLES, SIZE, PLACED if merged else None))
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("learners", "costs"),
@@ -76,6 +77,7 @@ def test_virtual_time_agrees_with_the_merged_model(learners: int, costs: dict[st
     assert model.simulated_s == pytest.approx(model.merged.iteration_s(learners), rel=0.03)
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("counts", "costs"),

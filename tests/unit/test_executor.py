@@ -123,6 +123,7 @@ def lend(executor: Executor, name: str, vector: torch.Tensor) -> list[str]:
     return back
 
 
+@pytest.mark.each_value
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
     ("name", "way"), [(name, way) for name, half in in_turn(TABLES, HALVES, each=1) for way in half], ids=str

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.links import _on, missing
 from rudra.mpi.failures import lives
+from tests.selection import covering
 from tests.waiting import eventually
 
 pytestmark = [
@@ -27,7 +28,9 @@ with two_hosts(gbit_s=10.0, slots=(1, 1)) as hosts:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, 0])
+@pytest.mark.parametrize(
+    "number", covering([signal.SIGTERM, signal.SIGKILL], [signal.SIGTERM, signal.SIGINT, signal.SIGKILL, 0])
+)
 def test_nothing_is_left_of_hosts(tmp_path: Path, number: int) -> None:
     """Of two processes that last, one has left the other's session; SIGKILL leaves nobody who could find that."""
     lasts = LASTS if number else "true"

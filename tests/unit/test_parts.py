@@ -39,6 +39,7 @@ def clipped(part: slice) -> slice:
     return slice(part.start, min(part.stop, SIZE))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("count", [2, 3, 5])
 @pytest.mark.parametrize("groups", GROUPS)

@@ -26,6 +26,7 @@ from rudra.job.job import Job
 from rudra.prepare.cut import buckets_of
 from rudra.prepare.profile import Profile, as_toml
 from rudra.simulation.predict import Outline, predict
+from tests.selection import CAMPAIGN
 from tests.unit.convnets import DEVICES, NETWORKS
 
 GIB = 2**30
@@ -107,12 +108,12 @@ def step_s(layers: Sequence[Layer], cluster: PlacementHardware, cut: int | None,
     [
         ("AlexNet", 1.0, 1.0),
         ("GoogLeNet", 1.70, 1.21),
-        ("Inception-v3", 2.49, 1.29),
+        pytest.param("Inception-v3", 2.49, 1.29, marks=CAMPAIGN),
         ("LeNet", 1.0, 1.0),
-        ("OverFeat", 10.2, 2.55),
-        ("ResNet-50", 1.69, 1.15),
+        pytest.param("OverFeat", 10.2, 2.55, marks=CAMPAIGN),
+        pytest.param("ResNet-50", 1.69, 1.15, marks=CAMPAIGN),
         ("VGG11", 1.18, 1.09),
-        ("VGG19", 1.48, 1.17),
+        pytest.param("VGG19", 1.48, 1.17, marks=CAMPAIGN),
     ],
 )
 def test_auto_takes_the_best_cut_and_the_papers_rule_may_not(
@@ -131,6 +132,7 @@ def test_auto_takes_the_best_cut_and_the_papers_rule_may_not(
         assert chosen[1] / min(seconds.values()) == pytest.approx(of_paper, rel=0.03)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sharing", ["turns", "equal"])
 @pytest.mark.parametrize("learners", [1, 3, 16])
 @pytest.mark.parametrize("rate", [1e8, 1e9, 7e9])
@@ -144,6 +146,7 @@ def test_a_step_takes_what_virtual_time_says(learners: int, rate: float, sharing
         assert ours == pytest.approx(step_s(layers, cluster, cut), rel=0.02 if sharing == "turns" else 0.08), cut
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sharing", ["turns", "equal"])
 @pytest.mark.parametrize("learners", [1, 3, 16])
 @pytest.mark.parametrize("rate", [1e8, 1e9, 7e9])

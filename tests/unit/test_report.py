@@ -397,6 +397,7 @@ def drawn(files: list[Path], **options: bool) -> dict[str, list]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("protocols", [("softsync",), ("hardsync", "softsync")])
 @pytest.mark.parametrize("count", [4, 13])
 def test_a_run_looks_alike_in_every_panel_of_a_page(tmp_path: Path, count: int, protocols: tuple[str, ...]) -> None:

@@ -22,6 +22,7 @@ from rudra.core.messages import PushedGradient
 from rudra.core.rows import dense_because
 from rudra.job.tables import OptimizerTable
 from rudra.report import topology
+from tests.selection import CAMPAIGN
 from tests.unit.sparse_samples import WIDTH, Twice, compressed, job, matrix, write_samples
 from topologies.kinds import KINDS, TREE_SERVER
 
@@ -133,10 +134,10 @@ def test_a_models_gradient_has_the_bits_of_the_flat_one(make: Any) -> None:
 @pytest.mark.parametrize(
     "tables",
     [
-        {},
+        pytest.param({}, marks=CAMPAIGN),
         {"protocol": {"name": "softsync"}},
-        {"protocol": {"name": "hardsync"}},
-        {"protocol": {"modulation": "gradient_staleness"}},
+        pytest.param({"protocol": {"name": "hardsync"}}, marks=CAMPAIGN),
+        pytest.param({"protocol": {"modulation": "gradient_staleness"}}, marks=CAMPAIGN),
         {"topology": {"name": "adv"}, "optimizer": {"groups": [{"parameters": ["1.weight"], "rate_factor": 2.0}]}},
         {"topology": {"name": "adv*"}},
     ],

@@ -193,6 +193,7 @@ def test_sparse_equals_dense_on_few_samples(tables: dict[str, Any], file: Path, 
     check_alike(*(job(file, sparse, **{k: dict(v) for k, v in tables.items()}) for sparse in (False, True)), tmp_path)
 
 
+@pytest.mark.campaign
 @pytest.mark.slow
 @needs_real_data
 @pytest.mark.parametrize(

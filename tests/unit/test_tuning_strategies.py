@@ -25,6 +25,7 @@ from rudra.tuning.space import Candidate, with_settings
 from rudra.tuning.state import SearchState
 from rudra.tuning.strategies import shipped
 from rudra.tuning.strategies.guided import ATTEMPTS
+from tests.selection import CAMPAIGN, covering
 
 NOISE = 0.05
 """Standard deviation of the progress of a probe, in epochs of the best settings."""
@@ -87,7 +88,7 @@ def test_the_default_finds_it_with_the_samples_of_few_reference_runs(guided: Sea
     assert median(search.within for search, _ in guided.values()) <= 3
 
 
-@pytest.mark.parametrize("name", SURFACES)
+@pytest.mark.parametrize("name", covering(["cliff", "flat", "valley in g"], SURFACES))
 def test_halving_finds_it_with_a_larger_budget(tmp_path: Path, name: str) -> None:
     search = Search(tmp_path, "halving", SURFACES[name], 24, noise=NOISE)
     assert search.lateness(search.run()) <= 1.5
@@ -131,7 +132,7 @@ def test_without_a_difference_the_answer_says_so_and_is_simple(guided: Searches)
     assert "no difference, so it may" not in said
 
 
-@pytest.mark.parametrize("strategy", ["guided", "halving", "first-epoch", "omnivore"])
+@pytest.mark.parametrize("strategy", covering(["guided", "halving"], ["guided", "halving", "first-epoch", "omnivore"]))
 def test_a_search_that_is_killed_20_times_writes_the_same(tmp_path: Path, strategy: str) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
@@ -149,7 +150,10 @@ def test_a_search_that_is_killed_20_times_writes_the_same(tmp_path: Path, strate
     assert killed.path.read_bytes() == whole.path.read_bytes()
 
 
-@pytest.mark.parametrize(("strategy", "orders"), [("guided", 3), ("halving", 20), ("first-epoch", 3), ("omnivore", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "orders"),
+    [("guided", 3), ("halving", 3), ("first-epoch", 3), ("omnivore", 3), pytest.param("halving", 20, marks=CAMPAIGN)],
+)
 def test_probes_of_a_round_may_finish_in_any_order(tmp_path: Path, strategy: str, orders: int) -> None:
     search = Search(tmp_path, strategy, FEW["cliff"], 6)
     told = [*search.run().outcomes.items()]

@@ -117,6 +117,7 @@ def place(name: str) -> int:
     return places[len(places) // 2]
 
 
+@pytest.mark.each_value
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # of a reentrant checkpoint
 @pytest.mark.parametrize("name", MODELS)

@@ -16,6 +16,7 @@ from rudra.compute.window import LOGGED, Contribution, Reading, Update, Window, 
 from rudra.errors import RunError
 from rudra.job.tables import OptimizerTable
 from rudra.mpi.shared_window import WindowFile, window_at
+from tests.selection import CAMPAIGN
 
 KINDS: tuple[Update, ...] = ("racing", "locked")
 
@@ -149,13 +150,14 @@ def test_locked_updates_all_survive() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_death_at_any_moment_leaves_the_latest_generation_whole_and_the_lock_free() -> None:
+@pytest.mark.parametrize("deaths", [8, pytest.param(30, marks=CAMPAIGN)])
+def test_a_death_at_any_moment_leaves_the_latest_generation_whole_and_the_lock_free(deaths: int) -> None:
     """Among them deaths of who holds the lock, and is half through with the other generation."""
     size = 400_000
     with shared("locked", size, workers=3) as (window, there):
         survivor = forked(lambda: count(there(), 2, 1 << 40))
         try:
-            for _ in range(30):
+            for _ in range(deaths):
                 victim = forked(lambda: count(there(), 0, 1 << 40))
                 before = window._made[0]
                 while window._made[0] < before + 2:

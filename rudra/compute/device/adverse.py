@@ -3,6 +3,7 @@
 If the host uses a result before it waits for it, the result differs. So a test finds a missing wait without a GPU.
 """
 
+import inspect
 import math
 import random
 import threading
@@ -112,6 +113,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = func(*args, **(kwargs or {}))
         self.operations.append(tree_map(_memory, (func, args, kwargs or {}, results)))
         return results
+
+
+# Without torch's compiler wrapper, whose import takes over a second in each rank.
+_Recorder.__torch_dispatch__ = inspect.unwrap(_Recorder.__torch_dispatch__)  # type: ignore[method-assign]
 
 
 _ATEN = torch.ops.aten

@@ -1,0 +1,42 @@
+"""Selection of cases: `./check` runs a few cases that cover a matrix, and `./check --all` also runs the campaign."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+CAMPAIGN = pytest.mark.campaign
+
+
+def covering(kept: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Returns all cases as parameters of a test. Cases that are not kept belong to the campaign.
+
+    Args:
+        kept: cases that `./check` runs. Each protocol, topology or kind of fault that no other test covers is in one.
+        cases: values of one parameter.
+    """
+    cases = list(cases)
+    assert all(case in cases for case in kept)
+    return [pytest.param(case, marks=() if case in kept else CAMPAIGN) for case in cases]
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
+    """Returns the values of a parameter in the tests of a module that this session runs.
+
+    A fixture of a module, which prepares all cases at once, prepares only these.
+    """
+    items = (item for item in request.session.items if isinstance(item, pytest.Function))
+    called = (item.callspec for item in items if item.path == request.path and hasattr(item, "callspec"))
+    return {spec.params[parameter] for spec in called if parameter in spec.params}
+
+
+def together(kept: Collection[str], cases: Iterable[str]) -> list[Any]:
+    """Returns lists of cases as parameters of a test that runs a list at once: the kept ones, and in the campaign all.
+
+    Args:
+        kept: names of cases that `./check` runs.
+        cases: names of all cases.
+    """
+    cases = list(cases)
+    assert {*kept} <= {*cases}
+    return [pytest.param(list(kept), id="some"), pytest.param(cases, id="all", marks=CAMPAIGN)]
