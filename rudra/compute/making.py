@@ -140,7 +140,7 @@ def make_executors(
 
     flat = model(len(roles))
     if not all(kind.serves for kind in kinds):
-        _check_output(job, task, flat, data)
+        check_output(job, task, flat, data)
     fronts = piece(len(roles), back=False) if plan.stage is not None else None
     sides = () if fronts is None else fronts[1].parts(job.optimizer, flat.layout)
     owned = _owned(job, plan, flat, flat if fronts is None else fronts[0], sides)
@@ -289,17 +289,7 @@ def _check_optimizers(change: JobChange, job: Job, plan: Plan) -> None:
         raise ConfigError(f"{change.where}: {error}") from None
 
 
-def check_target(job: Job, data: Data) -> None:
-    """Checks that an evaluation of the job measures the metric of its target.
-
-    Raises:
-        ConfigError: None does, or the model does not fit the data.
-    """
-    task = tasks.make(job.task, data.info.classes)
-    _check_output(job, task, FlatModel(models.build(job.model, data.info, job.training.seed), task), data)
-
-
-def _check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> None:
+def check_output(job: Job, task: tasks.Task, flat: FlatModel, data: Data) -> None:
     """Checks that the model fits the task and the data, and that the target names a metric that is evaluated."""
     output = models.check_model_output(flat.module, task, data.info)
     if job.training.target is not None and data.test is not None:

@@ -15,12 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rudra.compute import models, tasks
 from rudra.compute.device.kind import CPU
 from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor, torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
+from rudra.compute.flat import FlatModel
 from rudra.compute.learners import LearnerExecutor, ReplicaExecutor, StatisticsExecutor
-from rudra.compute.making import make_executors
+from rudra.compute.making import check_output, make_executors
 from rudra.compute.memory_plan import MemoryPlan, planned
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.replicas import AveragerExecutor
@@ -167,6 +169,18 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         crossed=_crossed(made[plan.learners[0]]),
         unrepeatable=why,
     )
+
+
+def check_target(job: Job) -> None:
+    """Checks that an evaluation of the job measures the metric of its target, which takes less than a rehearsal.
+
+    Raises:
+        ConfigError: None does, or the model does not fit the data.
+        DataError: The data cannot be read.
+    """
+    data = load(job.data)
+    task = tasks.make(job.task, data.info.classes)
+    check_output(job, task, FlatModel(models.build(job.model, data.info, job.training.seed), task), data)
 
 
 def _crossed(learner: Executor) -> Crossed | None:

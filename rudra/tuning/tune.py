@@ -8,8 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rudra.compute.making import check_target
-from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.files import locked, written
 from rudra.job.job import Job
@@ -19,6 +17,7 @@ from rudra.log import log
 from rudra.machine import cores
 from rudra.prepare import cost_files
 from rudra.results.progress import Bar
+from rudra.simulation.dry_run import check_target
 from rudra.simulation.predict import outline
 from rudra.tuning import answer, prices, probes, search, space, steady
 from rudra.tuning.budgets import Budget, check_reference, metered
@@ -208,8 +207,7 @@ def _tuned(
     """Searches in virtual time, or with real ranks. See `tune`."""
     if strategy not in (valid := shipped()):
         raise ConfigError(f"--strategy {strategy}: unknown; valid: {', '.join(valid)}")
-    wanted = probes.searched(job, _goal(job, target))
-    check_target(wanted, load(wanted.data))
+    check_target(probes.searched(job, _goal(job, target)))
     directory = Path(output or f"{job.name}-tune")
     place = Path(store or directory / "probes")
     with locked(directory, "search"), locked(place, "search"):
