@@ -113,7 +113,7 @@ def test_a_byte_of_tcp_takes_some_time_of_a_core() -> None:
     began = time.process_time()
     found = cpu_s_per_byte()
     whole_s = time.process_time() - began  # of both ends, and of memory that is touched for the first time
-    assert 0.2 * whole_s < found * 2 * SENT_BYTES < whole_s
+    assert 0.05 * whole_s < found * 2 * SENT_BYTES < whole_s  # touching memory may take most of it
 
 
 def test_a_users_model_is_named_as_it_is(tmp_path: Path) -> None:
