@@ -44,7 +44,7 @@ KEPT = 4
 """Most recorded steps, each for a learning rate, if rates are not in the memory of the device."""
 
 ODD = 1 + 2**-30
-"""Factor of the rate at which rates in memory are tried, so that float32 does not hold it exactly."""
+"""Factor of the rate in the trial of rates in memory. It gives a rate that float32 rounds."""
 
 VAIN = 3
 """Times in a row that the roles ask for another step at once, after which no more steps are done ahead."""
@@ -380,6 +380,8 @@ class SpeculativeSteps:
     def _keep_rates_in_memory(self, rate: float) -> None:
         """Lets recorded steps read their rates in memory, if the optimiser then rounds as usual."""
         found, rates = [], [torch.zeros((), device=self._device) for _ in self._step.rates(rate)]
+        if not rates:
+            return
         self._copy_state(self._slots[0])
         for tried in ([], rates):
             self._rates = tried

@@ -215,7 +215,7 @@ class Mpirun:
             log.warning(f"{self._name}: mpirun has waited {waited}")
 
     def _limit_of_wait(self) -> float | None:
-        """Returns the seconds after which a wait ends the run, or None. Where ranks also wait, one of them ends it."""
+        """Returns the seconds after which a wait ends the run. None: a rank that waits ends it."""
         if self.relay.started < self.ranks:
             return self._limit_s or START_S
         return self._limit_s + SPEAKS_S if self._limit_s else None
