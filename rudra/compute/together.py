@@ -8,6 +8,7 @@ import numpy.typing as npt
 import torch
 
 from rudra.compute.bank.fused import fused_gradients
+from rudra.compute.device.streams import known
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.core.work import Work
 from rudra.data.samples import Batch
@@ -65,17 +66,33 @@ def mapped_gradients(
     inputs, target = put_together(torch.stack, batches)
     model = sources[0].model
     seeds = [source.seed(step) for source, (step, _) in zip(sources, minibatches, strict=True)]
-    losses, errors = fused_gradients(model, weights, inputs, target, outs, seeds)
-    return _outcomes(losses, errors, minibatches[0][1].count)
+    found = fused_gradients(model, weights, inputs, target, outs, seeds)
+    pairs = (known(figures) for figures in found)
+    return [BatchResult(loss, errors, minibatches[0][1].count) for loss, errors in pairs]
 
 
-def put_together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
-    """Combines several batches into one."""
+def put_together(
+    how: Callable[[list[torch.Tensor]], torch.Tensor],
+    batches: Sequence[Batch],
+    where: str = "[simulation] batching",
+    instead: str = "none",
+) -> Batch:
+    """Combines several batches into one.
+
+    Args:
+        how: Combines tensors into one.
+        batches: Batches of the same structure.
+        where: Key that wants it, for a message.
+        instead: Its valid value for other batches, for a message.
+
+    Raises:
+        ConfigError: The batches have different sizes.
+    """
     try:
         inputs, target = mapped(lambda *tensors: how(list(tensors)), *batches)
     except RuntimeError:
-        where = "[simulation] batching: mini-batches of different sizes cannot be computed together"
-        raise ConfigError(f"{where}; valid for this data: none") from None
+        text = f"{where}: mini-batches of different sizes cannot be computed together"
+        raise ConfigError(f"{text}; valid for this data: {instead}") from None
     return inputs, target
 
 

@@ -7,13 +7,12 @@ then has the gradient of each learner as the part of its own weights, because no
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from rudra.compute.flat import FlatModel
+from rudra.compute.device.streams import Number
+from rudra.compute.flat import FlatModel, figures
 from rudra.data.trees import moved
 
 
@@ -25,7 +24,7 @@ def fused_gradients(
     outs: Sequence[torch.Tensor],
     seeds: Sequence[int],
     operations: "Operations | None" = None,
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.float32]]:
+) -> list[tuple[Number, Number]]:
     """Computes the gradients of several learners at once. They may differ from others in the last bits.
 
     Args:
@@ -39,7 +38,7 @@ def fused_gradients(
         operations: Operations with rules of their own. None: `Operations` of these seeds.
 
     Returns:
-        Mean loss and number of wrong samples for each learner.
+        Mean loss and number of wrong samples for each learner. A device may still compute them.
 
     Raises:
         RuntimeError, ValueError: vmap does not support this model.
@@ -86,9 +85,7 @@ def fused_gradients(
         after = [value.float().mean(0) if joint else value for value in buffers.values()]
         for index, out in enumerate(outs):
             _fill(model.views.of(out), [g if shared or g is None else g[index] for g in gradients], after, index, joint)
-    wrong = [model.task.wrong(*pair) for pair in zip(output, target, strict=True)]
-    sums = [np.nan if each is None else float(each.sum()) for each in wrong]
-    return losses.detach().numpy(force=True), np.array(sums, np.float32)
+    return [figures(loss, model.task.wrong(*pair)) for loss, *pair in zip(losses.detach(), output, target, strict=True)]
 
 
 def _fill(
@@ -191,7 +188,7 @@ class _WideBatchNorm(_Vectorised):
         ]
         flat = [None if row is None else row.reshape(-1) for row in rows]
         wide = inputs.reshape(len(inputs), -1, *inputs.shape[3:])
-        found = functional.batch_norm(wide, *flat, *options)
+        found = functional.batch_norm(wide, *flat, *options)  # type: ignore[arg-type]
         for row, changed in zip(rows[:2], flat[:2], strict=True):  # running statistics
             if row is not None and changed is not None and row.data_ptr() != changed.data_ptr():
                 row.copy_(changed.view(row.shape))
