@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 LEARNERS = 4
 
 
-def make_job(protocol: str, per_device: int, bank: str, **tables: Any) -> rudra.Job:
+def make_job(rule: str, per_device: int, bank: str, **tables: Any) -> rudra.Job:
     many = {"learners_per_device": per_device, "bank": bank} if per_device > 1 else {}
     return rudra.Job(
         name="bank",
@@ -27,7 +27,7 @@ def make_job(protocol: str, per_device: int, bank: str, **tables: Any) -> rudra.
         data={"name": user_code.hasty},
         training={"epochs": 1, "minibatch_size": 4, "seed": 3},
         optimizer={"learning_rate": 0.02, "momentum": 0.9},
-        protocol={"name": protocol, "reference_batch_size": 16},
+        protocol={"name": rule, "reference_batch_size": 16, **tables.pop("protocol", {})},
         cluster={"learners": LEARNERS, "threads_per_rank": 1, **many, **tables.pop("cluster", {})},
         fault_tolerance={"stall_limit_s": 60.0},
         **tables,
@@ -131,8 +131,8 @@ def test_asynchronous_learners_of_a_fused_bank_do_not_wait_for_each_other(
 SETTINGS = ["cluster.learners=6", "cluster.learners_per_device=2", "cluster.bank=fused", "cluster.threads_per_rank=1"]
 
 
-def settings(*more: str) -> list[str]:
-    return [word for key in (*SETTINGS, *more) for word in ("--set", key)]
+def settings(keys: list[str]) -> list[str]:
+    return [word for key in keys for word in ("--set", key)]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_rank_that_is_killed_takes_its_bank_along(
     tmp_path: Path, protocol: str, topology: str, rank: int, dead: list[int]
 ) -> None:
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
-    process = start("run", job, "--output", output, *settings())
+    process = start("run", job, "--output", output, *settings(SETTINGS))
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     wait_for_deaths(process, output, len(dead))
@@ -159,7 +159,7 @@ def test_a_rank_that_is_killed_takes_its_bank_along(
 @pytest.mark.parametrize("protocol", ["hardsync", "softsync", "average"])
 def test_a_fused_run_that_is_stopped_goes_on_as_if_it_had_not(tmp_path: Path, protocol: str) -> None:
     job, output = job_file(tmp_path, protocol), tmp_path / "out.h5"
-    process = start("run", job, "--output", output, *settings())
+    process = start("run", job, "--output", output, *settings(SETTINGS))
     wait_for_updates(process, output, 10)
     os.kill(process.pid, signal.SIGINT)
     code, _, err = finish(process)
@@ -180,9 +180,8 @@ def test_a_fused_run_that_is_stopped_goes_on_as_if_it_had_not(tmp_path: Path, pr
 
 def test_the_form_is_measured_recorded_and_kept_by_a_resumed_run(tmp_path: Path) -> None:
     job, output = job_file(tmp_path, "average"), tmp_path / "out.h5"
-    open_ = [word for word in settings("training.epochs=1") if word != "cluster.bank=fused"]
-    open_ = [word for place, word in enumerate(open_) if word != "--set" or open_[place + 1 : place + 2] != ["--set"]]
-    code, _, err = mpirun(4, "run", str(job), "--output", str(output), *open_)
+    keys = [key for key in (*SETTINGS, "training.epochs=1") if not key.startswith("cluster.bank")]
+    code, _, err = mpirun(4, "run", str(job), "--output", str(output), *settings(keys))
     assert code == 0, err
     (line,) = [line for line in ours(err) if "bank of 2 learners" in line]
     with rudra.open_results(output) as results:
