@@ -54,7 +54,7 @@ def check_fused(where: str, instead: str, model: FlatModel, weights: torch.Tenso
 
     Args:
         where: Key and value that want it, for a message.
-        instead: What to use instead, for a message.
+        instead: Valid value, for a message.
         model: Model to check.
         weights: (size,) float32, weights for the trial.
         sample: Batch of one sample.

@@ -1,5 +1,6 @@
 """Gradients of several learners at once: those of each learner by itself, with its own statistics and masks."""
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from rudra.compute.bank import choice, gathering
+from rudra.compute.bank.choice import choose_form
 from rudra.compute.bank.fused import fused_gradients
+from rudra.compute.bank.gathering import Bank, gradients_are_summed, learn_in_step
 from rudra.compute.checks import check_fused
+from rudra.compute.device.streams import Pending
 from rudra.compute.flat import FlatModel
 from rudra.compute.networks import lenet, mlp, resnet32
+from rudra.data.load import load
 from rudra.errors import ConfigError
+from rudra.job.job import Job
 
 LEARNERS, SAMPLES = 3, 4
 
@@ -88,7 +95,8 @@ def by_itself(
 def test_gradients_of_a_bank_are_those_of_each_learner_in_double_precision(name: str) -> None:
     model, weights, inputs, target = learners_of(*NETWORKS[name], torch.float64)
     outs = torch.full_like(weights, torch.nan)
-    losses, wrong = fused_gradients(model, list(weights), inputs, target, list(outs), [0] * LEARNERS)
+    found = fused_gradients(model, list(weights), inputs, target, list(outs), [0] * LEARNERS)
+    losses, wrong = zip(*found, strict=True)
     for index, vector in enumerate(weights):
         loss, wanted = by_itself(model, vector, inputs[index], target[index])
         assert losses[index] == pytest.approx(loss, abs=1e-12)
@@ -100,8 +108,8 @@ def test_gradients_of_a_bank_are_those_of_each_learner_in_double_precision(name:
 def test_a_bank_at_the_same_weights_has_a_gradient_for_each_or_their_mean(name: str) -> None:
     model, weights, inputs, target = learners_of(*NETWORKS[name], torch.float64)
     outs, mean = torch.full_like(weights, torch.nan), torch.full_like(weights[0], torch.nan)
-    losses, _ = fused_gradients(model, [weights[0]], inputs, target, list(outs), [0] * LEARNERS)
-    again, _ = fused_gradients(model, [weights[0]], inputs, target, [mean], [0] * LEARNERS)
+    losses, _ = zip(*fused_gradients(model, [weights[0]], inputs, target, list(outs), [0] * LEARNERS), strict=True)
+    again, _ = zip(*fused_gradients(model, [weights[0]], inputs, target, [mean], [0] * LEARNERS), strict=True)
     alone = [by_itself(model, weights[0], *pair) for pair in zip(inputs, target, strict=True)]
     assert losses == pytest.approx([loss for loss, _ in alone], abs=1e-12)
     assert again == pytest.approx(losses, abs=1e-12)
@@ -170,3 +178,201 @@ def test_a_model_that_cannot_be_vectorised_is_refused_with_the_name_of_an_operat
     assert operation in text
     assert text.endswith("; valid: loop")
     assert "\n" not in text
+
+
+# Learners that become ready.
+
+
+def a_bank(monkeypatch: pytest.MonkeyPatch, *, in_step: bool) -> tuple[Bank, list[list[str]]]:
+    """Returns a bank of four learners, and the teams that have computed together."""
+    teams: list[list[str]] = []
+
+    def computed(ready: Any, *, joint: bool) -> list[str]:
+        teams.append(list(ready))
+        return [f"figures of {each}" for each in ready]
+
+    monkeypatch.setattr(gathering, "bank_gradients", computed)
+    return Bank("abcd", in_step=in_step, joint=False), teams
+
+
+def test_a_bank_in_step_computes_the_same_gradients_together_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, teams = a_bank(monkeypatch, in_step=True)
+    chance = random.Random(5)
+    for step in range(1000):
+        ready = {learner: bank.gather(learner, f"{learner}{step}") for learner in chance.sample("abcd", 4)}  # type: ignore[arg-type]
+        done: list[str] = []
+        while len(done) < 4:
+            learner = chance.choice("abcd")
+            if learner not in done and next(ready[learner], None) is None:
+                assert bank.gradient(learner) == f"figures of {learner}{step}"
+                done.append(learner)
+        assert teams == [[f"{learner}{step}" for learner in "abcd"]]
+        teams.clear()
+
+
+def test_a_bank_waits_for_nobody_who_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, teams = a_bank(monkeypatch, in_step=True)
+    ready = {learner: bank.gather(learner, learner) for learner in "abc"}  # type: ignore[arg-type]
+    assert all(isinstance(next(each), Pending) for each in ready.values())
+    assert not next(ready["a"]).done()
+    ready["b"].close()  # type: ignore[attr-defined]
+    bank.follow("ac")
+    assert next(ready["c"], None) is None
+    assert bank.gradient("c") == "figures of c"
+    assert teams == [["a", "c"]]
+    assert next(ready["a"], None) is None
+    assert bank.gradient("a") == "figures of a"
+    assert len(teams) == 1
+
+
+def test_learners_that_are_not_in_step_compute_with_those_that_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank, teams = a_bank(monkeypatch, in_step=False)
+    first, second = bank.gather("c", "c"), bank.gather("a", "a")  # type: ignore[arg-type]
+    assert isinstance(next(first), Pending)
+    assert isinstance(next(second), Pending)
+    assert next(first, None) is None
+    assert bank.gradient("c") == "figures of c"
+    third = bank.gather("c", "c1")  # type: ignore[arg-type]
+    assert isinstance(next(third), Pending)
+    assert next(second, None) is None
+    assert bank.gradient("a") == "figures of a"
+    assert next(third, None) is None
+    assert bank.gradient("c") == "figures of c1"
+    assert teams == [["a", "c"], ["c1"]]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tables", "in_step", "summed"),
+    [
+        ("hardsync", {}, True, True),
+        ("hardsync", {"results": {"gradient_norms": "every 2"}}, True, False),
+        ("hardsync", {"topology": {"name": "groups"}}, True, True),
+        ("async", {"topology": {"name": "groups", "options": {"groups": 2}}}, True, True),
+        ("softsync", {}, False, False),
+        ("async", {}, False, False),
+        ("sma", {}, True, False),
+        ("average", {"topology": {"options": {"groups": 2}}}, True, True),
+        ("easgd", {"topology": {"options": {"parameter_server": True}}}, False, False),
+    ],
+)
+def test_which_learners_are_in_step(protocol: str, tables: dict[str, Any], in_step: bool, summed: bool) -> None:
+    job = Job(protocol={"name": protocol}, cluster={"learners": 4}, **tables).resolved()
+    assert learn_in_step(job, job.plan()) == in_step
+    assert gradients_are_summed(job, job.plan()) == summed
+
+
+# The form.
+
+
+@pytest.mark.parametrize("more", [{"deterministic": True}, {"bank": "loop"}, {"shares": [1, 2]}])
+def test_no_form_is_measured_where_only_a_loop_is_possible(more: dict[str, Any]) -> None:
+    """No data is there to measure with."""
+    job = Job(protocol={"name": "hardsync"}, cluster={"learners": 2, "learners_per_device": 2, **more}).resolved()
+    assert choose_form(job, job.plan(), None, torch.device("cpu"), "autograd") == "loop"  # type: ignore[arg-type]
+
+
+def test_the_faster_form_is_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(protocol={"name": "sma"}, cluster={"learners": 2, "learners_per_device": 2}).resolved()
+    data = load(job.data)
+    for times, form in (((2.0, 1.0), "fused"), ((1.0, 1.0), "loop"), ((1.0, 2.0), "loop")):
+        monkeypatch.setattr(choice, "_measured", lambda *_, found=times: found)
+        with caplog.at_level("INFO"):
+            assert choose_form(job, job.plan(), data, torch.device("cpu"), "autograd") == form
+        assert f"bank of 2 learners: {form} (a gradient takes: fused {500 * times[1]:.3g} ms" in caplog.text
+    monkeypatch.undo()
+    monkeypatch.setattr(choice, "_SPAN_S", 0.0)
+    assert choose_form(job, job.plan(), data, torch.device("cpu"), "autograd") in ("loop", "fused")
+    job = job.with_(model={"name": Spread})
+    with caplog.at_level("INFO"):
+        assert choose_form(job, job.plan(), data, torch.device("cpu"), "autograd") == "loop"
+    assert "compute one after another ([cluster] bank = 'fused': torch.func.vmap does not support" in caplog.text
+
+
+class Spread(Branching):
+    """Takes digits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs.flatten(1))
+
+
+TWO = {"learners": 4, "learners_per_device": 2, "bank": "fused"}
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"cluster": {"learners_per_device": 0}}, "[cluster] learners_per_device must be >= 1, not 0"),
+        (
+            {"cluster": {"learners": 5, "learners_per_device": 2}},
+            "[cluster] learners_per_device = 2 does not divide learners = 5; use learners = 6 or 4, or another m",
+        ),
+        (
+            {"cluster": {"learners": 2, "learners_per_device": 4}},
+            "[cluster] learners_per_device = 4 does not divide learners = 2; use learners = 4, or another m",
+        ),
+        (
+            {"cluster": {"learners_per_device": 2, "learners_per_rank": 2}},
+            "[cluster] learners_per_device = 2 is not supported with learners_per_rank = 2; use one of them",
+        ),
+        (
+            {"cluster": {"bank": "fused"}},
+            "[cluster] bank = 'fused' needs learners_per_device; set it, or leave bank out",
+        ),
+        (
+            {
+                "cluster": {"learners": 6, "learners_per_device": 2},
+                "topology": {"name": "groups", "options": {"groups": 2}},
+            },
+            "[cluster] learners_per_device = 2 does not divide the learners of each compute group; use a divisor of",
+        ),
+        (
+            {"cluster": {**TWO, "one_rank": True}},
+            "[cluster] one_rank = true is not supported with learners_per_device = 2 of 4 learners; use "
+            "learners_per_device = 4, or one_rank = false",
+        ),
+        (
+            {"cluster": {**TWO, "deterministic": True}},
+            "[cluster] bank = 'fused' is not supported with deterministic = true, because it changes the last bits; "
+            "use bank = 'loop'",
+        ),
+        ({"cluster": TWO, "training": {"compile": True}}, "with [training] compile = true; use bank = 'loop'"),
+        ({"cluster": TWO, "training": {"precision": "float16"}}, "with [training] precision = 'float16'; use bank ="),
+        ({"cluster": TWO, "training": {"microbatches": 2}}, "with [training] microbatches = 2; use bank = 'loop'"),
+        ({"cluster": {**TWO, "shares": [1, 2, 1, 2]}}, "with shares, because all learners must have as many samples;"),
+        ({"cluster": TWO, "data": {"sparse": True}}, "with [data] sparse = true; use bank = 'loop'"),
+        ({"cluster": TWO, "placement": {"cut": 2}}, "with [placement] cut; use bank = 'loop'"),
+        (
+            {"cluster": TWO, "simulation": {"batching": "vmap"}},
+            "with [simulation] batching = 'vmap'; use bank = 'loop'",
+        ),
+        (
+            {"cluster": TWO, "topology": {"name": "adv*"}, "protocol": {"name": "async"}},
+            "[cluster] bank = 'fused' is not supported with topology adv*, whose learners have threads; use 'loop'",
+        ),
+        (
+            {"cluster": TWO, "protocol": {"name": "hogbatch"}},
+            "with protocol hogbatch, whose mini-batches differ in size; use bank = 'loop'",
+        ),
+        (
+            {"cluster": TWO, "fault_tolerance": {"straggler_timeout_s": 1.0}, "protocol": {"name": "hardsync"}},
+            "with [cluster] learners_per_device = 2; use learners_per_device = 1",
+        ),
+    ],
+)
+def test_a_bank_that_cannot_be_is_refused_in_one_line(tables: dict[str, Any], message: str) -> None:
+    tables = {"protocol": {"name": "hardsync"}, **tables}
+    with pytest.raises(ConfigError) as caught:
+        Job(**tables).resolved()
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_learners_without_a_number_fill_whole_banks() -> None:
+    assert Job(cluster={"learners_per_device": 3}).resolved().learners == 6
+    assert Job(cluster={"learners_per_device": 8}).resolved().learners == 8
+    job = Job(cluster={"learners_per_device": 2, "one_rank": True, "learners": 2}).resolved()
+    assert job.plan().ranks == 1

@@ -311,7 +311,7 @@ def test_mapped_gradients_are_those_of_one_after_the_other(network: Any, shape: 
         vector[: model.parameter_count] *= 1 + index
     inputs, labels = torch.randn(3, 2, *shape), torch.randint(16, (3, 2))
     outs = [torch.full((model.size,), math.nan) for _ in range(3)]
-    losses, wrong = fused_gradients(model, weights, inputs, labels, outs, [0] * 3)
+    losses, wrong = zip(*fused_gradients(model, weights, inputs, labels, outs, [0] * 3), strict=True)
     for index, out in enumerate(outs):
         model.bind(weights[0 if shared else index])
         expected = torch.empty(model.size)

@@ -192,7 +192,7 @@ def test_fused_gradients_in_bfloat16_are_near_those_in_float32() -> None:
     loss = [flat.gradient(inputs[half], target[half], single[i], 0)[0] for i, half in enumerate(halves)]
     batches = (torch.stack([inputs[half] for half in halves]), torch.stack([target[half] for half in halves]))
     flat, weights = made(module, "bfloat16")
-    found, _ = fused_gradients(flat, [weights], *batches, list(together), [0, 0])
+    found, _ = zip(*fused_gradients(flat, [weights], *batches, list(together), [0, 0]), strict=True)
     assert found == pytest.approx(loss, rel=0.01)
     assert near(together, single, 0.02)
 

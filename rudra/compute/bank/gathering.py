@@ -74,7 +74,7 @@ class Bank:
 
         Args:
             learner: Learner that is ready.
-            ready: What it computes.
+            ready: Its next gradient.
         """
         self._ready[learner] = ready
         try:
@@ -112,7 +112,7 @@ class Bank:
 
 
 def bank_gradients(ready: Sequence[ReadyLearner], *, joint: bool) -> list[BatchFigures]:
-    """Computes the gradients of several learners at once, or the gradient of a single one as ever.
+    """Computes the gradients of several learners at once, or the gradient of a single one as usual.
 
     Args:
         ready: Learners with mini-batches of the same size.
