@@ -106,6 +106,8 @@ def test_a_fused_bank_on_ranks_is_the_simulated_one(
         assert results.summary()["weights_sha256"] == virtual.summary()["weights_sha256"]
         columns = ["update", "learner", "samples", "step", "timestamp", "staleness"]
         assert np.array_equal(np.sort(results.gradients[columns]), np.sort(alone.gradients[columns]))
+        assert results.weights is not None
+        assert alone.weights is not None
         assert 0 < np.abs(results.weights - alone.weights).max() <= 1e-4
     with rudra.open_results(path) as results:
         replayable = not results.attributes["not_replayable"]

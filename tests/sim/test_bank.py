@@ -35,8 +35,8 @@ def simulated(job: rudra.Job, path: Path) -> np.ndarray[Any, Any]:
     with rudra.simulate(job, output=path, progress="quiet") as results:
         assert results.status == "finished"
         assert results.job["cluster"]["bank"] == job.cluster.bank
-        weights: np.ndarray[Any, Any] = results.weights
-        return weights
+        assert results.weights is not None
+        return results.weights
 
 
 @pytest.mark.parametrize("network", NETWORKS)

@@ -26,6 +26,9 @@ LEARNERS, SAMPLES = 3, 4
 class Counting(nn.Module):
     """Replaces a buffer of its own, and changes another."""
 
+    seen: torch.Tensor
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 10)
@@ -34,7 +37,7 @@ class Counting(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.seen = self.seen + len(inputs)
-        self.mean.mul_(0.5).add_(inputs.mean(0), alpha=0.5)  # type: ignore[operator]
+        self.mean.mul_(0.5).add_(inputs.mean(0), alpha=0.5)
         output: torch.Tensor = self.layer(inputs - self.mean)
         return output
 
@@ -78,7 +81,7 @@ def by_itself(
     """Computes the loss and the gradient of one learner by plain torch, followed by the buffers."""
     found = {
         entry.name: part.reshape(entry.shape).clone()
-        for entry, part in zip(model.layout, vector.split([entry.size for entry in model.layout]), strict=True)
+        for entry, part in zip(model.layout, torch.split(vector, [entry.size for entry in model.layout]), strict=True)
     }
     kinds = {entry.name: entry.kind for entry in model.layout}
     trained = {name: tensor.requires_grad_() for name, tensor in found.items() if kinds[name] == "parameter"}
@@ -147,13 +150,15 @@ class Branching(nn.Module):
 class Averaging(nn.Module):
     """Has an operation that vmap computes for each learner by itself."""
 
+    mean: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(6, 10)
         self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.mean.lerp_(inputs.mean(0), 0.5)  # type: ignore[operator]
+        self.mean.lerp_(inputs.mean(0), 0.5)
         output: torch.Tensor = self.layer(inputs - self.mean)
         return output
 
@@ -183,7 +188,7 @@ def test_a_model_that_cannot_be_vectorised_is_refused_with_the_name_of_an_operat
 # Learners that become ready.
 
 
-def a_bank(monkeypatch: pytest.MonkeyPatch, *, in_step: bool) -> tuple[Bank, list[list[str]]]:
+def a_bank(monkeypatch: pytest.MonkeyPatch, *, in_step: bool) -> tuple[Any, list[list[str]]]:
     """Returns a bank of four learners, and the teams that have computed together."""
     teams: list[list[str]] = []
 
@@ -199,7 +204,7 @@ def test_a_bank_in_step_computes_the_same_gradients_together_in_any_order(monkey
     bank, teams = a_bank(monkeypatch, in_step=True)
     chance = random.Random(5)
     for step in range(1000):
-        ready = {learner: bank.gather(learner, f"{learner}{step}") for learner in chance.sample("abcd", 4)}  # type: ignore[arg-type]
+        ready = {learner: bank.gather(learner, f"{learner}{step}") for learner in chance.sample("abcd", 4)}
         done: list[str] = []
         while len(done) < 4:
             learner = chance.choice("abcd")
@@ -212,10 +217,10 @@ def test_a_bank_in_step_computes_the_same_gradients_together_in_any_order(monkey
 
 def test_a_bank_waits_for_nobody_who_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     bank, teams = a_bank(monkeypatch, in_step=True)
-    ready = {learner: bank.gather(learner, learner) for learner in "abc"}  # type: ignore[arg-type]
+    ready = {learner: bank.gather(learner, learner) for learner in "abc"}
     assert all(isinstance(next(each), Pending) for each in ready.values())
     assert not next(ready["a"]).done()
-    ready["b"].close()  # type: ignore[attr-defined]
+    ready["b"].close()
     bank.follow("ac")
     assert next(ready["c"], None) is None
     assert bank.gradient("c") == "figures of c"
@@ -227,12 +232,12 @@ def test_a_bank_waits_for_nobody_who_has_left(monkeypatch: pytest.MonkeyPatch) -
 
 def test_learners_that_are_not_in_step_compute_with_those_that_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     bank, teams = a_bank(monkeypatch, in_step=False)
-    first, second = bank.gather("c", "c"), bank.gather("a", "a")  # type: ignore[arg-type]
+    first, second = bank.gather("c", "c"), bank.gather("a", "a")
     assert isinstance(next(first), Pending)
     assert isinstance(next(second), Pending)
     assert next(first, None) is None
     assert bank.gradient("c") == "figures of c"
-    third = bank.gather("c", "c1")  # type: ignore[arg-type]
+    third = bank.gather("c", "c1")
     assert isinstance(next(third), Pending)
     assert next(second, None) is None
     assert bank.gradient("a") == "figures of a"
@@ -267,8 +272,9 @@ def test_which_learners_are_in_step(protocol: str, tables: dict[str, Any], in_st
 @pytest.mark.parametrize("more", [{"deterministic": True}, {"bank": "loop"}, {"shares": [1, 2]}])
 def test_no_form_is_measured_where_only_a_loop_is_possible(more: dict[str, Any]) -> None:
     """No data is there to measure with."""
+    data: Any = None
     job = Job(protocol={"name": "hardsync"}, cluster={"learners": 2, "learners_per_device": 2, **more}).resolved()
-    assert choose_form(job, job.plan(), None, torch.device("cpu"), "autograd") == "loop"  # type: ignore[arg-type]
+    assert choose_form(job, job.plan(), data, torch.device("cpu"), "autograd") == "loop"
 
 
 def test_the_faster_form_is_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
