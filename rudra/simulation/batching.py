@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from rudra.compute.bank.gathering import ReadyLearner, bank_gradients, gradients_are_summed
+from rudra.compute.bank.gathering import ReadyLearner, bank_gradients, gradients_are_summed, throughout
 from rudra.compute.executor import Executor
 from rudra.compute.gradients import BatchResult
 from rudra.compute.learners import LearnerExecutor
@@ -208,5 +208,5 @@ def bank_tensors(job: Job, plan: Plan, executors: dict[int, Executor]) -> RealTe
         return RealTensors(executors, halves=halves)
     learners = plan.whole.learners
     banks = [[i for i in learners if plan.roles[i].world_rank == rank] for rank in range(plan.ranks)]
-    joint = all(gradients_are_summed(its, its_plan) for _, its, its_plan in job.parts(plan))
-    return BankTensors(executors, halves=halves, banks=banks, joint=joint and not job.decisions.given)
+    joint = throughout(job, plan, gradients_are_summed)
+    return BankTensors(executors, halves=halves, banks=banks, joint=joint)

@@ -155,10 +155,18 @@ def bank_of(job: Job, plan: Plan, learners: Sequence[Hashable]) -> Bank:
         plan: Role assignment.
         learners: Keys of the learners, in learner order.
     """
-    parts = [(its, its_plan) for _, its, its_plan in job.parts(plan)]
-    fixed = not job.decisions.given
-    in_step = fixed and all(learn_in_step(*part) for part in parts)
-    return Bank(learners, in_step=in_step, joint=fixed and all(gradients_are_summed(*part) for part in parts))
+    in_step, joint = throughout(job, plan, learn_in_step), throughout(job, plan, gradients_are_summed)
+    return Bank(learners, in_step=in_step, joint=joint)
+
+
+def throughout(job: Job, plan: Plan, holds: Callable[[Job, Plan], bool]) -> bool:
+    """Whether a property of the learners holds in the whole run, whatever `[[changes]]` and `[decisions]` change.
+
+    Decisions may change the protocol of a parameter server, so they are unknown before training.
+    """
+    if job.decisions.given and plan.served:
+        return False
+    return all(holds(its, its_plan) for _, its, its_plan in job.parts(plan))
 
 
 def learn_in_step(job: Job, plan: Plan) -> bool:
