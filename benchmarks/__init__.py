@@ -59,6 +59,10 @@ BENCHMARKS = {  # name -> comparison and goal
         "how long a learner waits for its mini-batches, with and without an input thread, and the steps/s of both",
         "< 2 % of a step of lenet and resnet32, in the way that a run draws them",
     ),
+    "bank": (
+        "gradients of the learners of a bank: fused against one after another (cluster.bank)",
+        "none: cluster.bank = 'auto' takes the faster one",
+    ),
     "compile": ("gradients by torch.compile (training.compile), against the same without it", ">= 1.3 for lenet"),
     "recording": ("what it costs to record a run so that it can be replayed", "<= 1 % of the run"),
     "checkpoint": ("slow-down of the training while a checkpoint is written", "<= 2 % at one a minute"),

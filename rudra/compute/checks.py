@@ -1,15 +1,23 @@
 """Checks whether torch supports a job, by trying it on one mini-batch before training."""
 
+import re
+import warnings
+
 import torch
 from torch import nn
+from torch.overrides import resolve_name
 
+from rudra.compute.bank.fused import Operations, fused_gradients
 from rudra.compute.device.faults import operations_named
 from rudra.compute.flat import FlatModel
-from rudra.compute.together import put_together, vmap_gradients
+from rudra.compute.together import put_together
 from rudra.data.samples import Batch
 from rudra.data.sparse import is_sparse, joined
 from rudra.errors import ConfigError
 from rudra.job.tables import TrainingTable
+
+_SLOWLY = re.compile("batching rule for ([a-z_:0-9]+)")
+"""Text in torch's warning about an operation that vmap computes one by one, with its name."""
 
 
 def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sample: Batch) -> None:
@@ -25,28 +33,53 @@ def check_batching(batching: str, model: FlatModel, weights: torch.Tensor, sampl
         ConfigError: The gradients cannot be computed together. The text says why.
     """
     where, instead = f"[simulation] batching = '{batching}'", "valid for this model: none"
+    if batching == "vmap":
+        check_fused(where, instead, model, weights, sample)
+        return
     norms = [name for name, m in model.module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     if norms:
         raise ConfigError(f"{where}: BatchNorm ({norms[0]}) depends on which samples share a batch; {instead}")
-    if batching == "vmap" and is_sparse(sample[0]):
-        raise ConfigError(f"{where}: the inputs are sparse; {instead}, big-batch")
     if model.hooked:
         raise ConfigError(f"{where}: the model has hooks, which see each gradient by itself; {instead}")
-    pair = put_together(joined, [sample, sample])
-    out = torch.empty_like(weights)
     if len(weights) > model.parameter_count:
+        out = torch.empty_like(weights)
         model.bind(weights)
-        model.gradient(*pair, out, 0)
+        model.gradient(*put_together(joined, [sample, sample]), out, 0)
         if not torch.equal(out[model.parameter_count :], weights[model.parameter_count :]):
             raise ConfigError(f"{where}: the model changes its buffers while it learns; {instead}")
-    if batching == "vmap":
-        try:
-            vmap_gradients(model, [weights, weights], *put_together(torch.stack, [pair, pair]), [out, out])
-        except Exception as error:  # torch and the user's own layers may raise any exception here
-            what = " ".join(str(error).split())
-            raise ConfigError(
-                f"{where}: torch.func.vmap does not support this model ({what[:200]}); {instead}"
-            ) from error
+
+
+def check_fused(where: str, instead: str, model: FlatModel, weights: torch.Tensor, sample: Batch) -> None:
+    """Checks by a trial that the gradients of several learners can be computed by `fused_gradients`.
+
+    Args:
+        where: Key and value that want it, for a message.
+        instead: Valid value, for a message.
+        model: Model to check.
+        weights: (size,) float32, weights for the trial.
+        sample: Batch of one sample.
+
+    Raises:
+        ConfigError: They cannot be computed together. The text names the operation that is not supported.
+    """
+    if is_sparse(sample[0]):
+        raise ConfigError(f"{where}: the inputs are sparse; {instead}")
+    if model.hooked:
+        raise ConfigError(f"{where}: the model has hooks, which see each gradient by itself; {instead}")
+    seeds = [0, 1]
+    operations = Operations(seeds, model.device)
+    inputs, target = put_together(torch.stack, [put_together(joined, [sample, sample])] * 2)
+    outs = [*torch.empty(2, len(weights), device=weights.device)]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "There is a performance drop", UserWarning)
+            fused_gradients(model, [weights, weights], inputs, target, outs, seeds, operations)
+    except Exception as error:  # torch and the user's own layers may raise any exception here
+        slow, what = _SLOWLY.search(str(error)), " ".join(str(error).split())
+        name = slow[1] if slow else resolve_name(operations.latest) or "its forward pass"
+        raise ConfigError(
+            f"{where}: torch.func.vmap does not support {name} of this model ({what[:200]}); {instead}"
+        ) from error
 
 
 def check_gradient(table: TrainingTable, model: FlatModel, sample: Batch, *, single: tuple[str, str] | None) -> None:

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from rudra.compute.arrivals import Arrivals
 from rudra.compute.averaging import slices
+from rudra.compute.bank.gathering import Bank, ReadyLearner
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.streams import Number, Pending, Stream, known
 from rudra.compute.early_pass import EarlyPass
@@ -72,6 +73,7 @@ class LearnerExecutor(Executor):
         ready: Called while a gradient is computed, whenever more of it is final. None: it is not called.
         norms: Norms of gradients. None: they are not recorded.
         speculation: Steps that the device does before the role asks. None: it does none.
+        bank: Learners of this rank that compute together with this one. None: it computes by itself.
     """
 
     source: GradientSource
@@ -83,6 +85,7 @@ class LearnerExecutor(Executor):
     ready: Ready | None = None
     norms: NormMeter | None = None
     speculation: SpeculativeSteps | None = None
+    bank: Bank | None = None
 
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """Sets the source of gradients, and whether its learner pushes at once."""
@@ -114,6 +117,9 @@ class LearnerExecutor(Executor):
             self.ready = self.norms.watching(gradient.vector, self.ready)
         batches: list[Batch] = []
         given = self.source.take(action.step, action.work)
+        if self.bank is not None:
+            about = self.source, action, partial(self._vectors, weights, gradient), given
+            yield from self.bank.gather(self, ReadyLearner(*about))
 
         def work() -> tuple[Number, Number]:
             self.source.given = given
@@ -141,9 +147,17 @@ class LearnerExecutor(Executor):
 
     def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         """Computes a gradient in its buffer."""
+        if self.bank is not None:
+            return self.bank.gradient(self)
         if self._stage is None:
             return self.source.compute(action.step, action.work, weights.vector, gradient.gradient, self.ready)
         return self.source.compute(action.step, action.work, self._stage.weights(weights), self._stage.gradient)
+
+    def _vectors(self, weights: Buffer, gradient: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns weights and the place of their gradient on the device."""
+        if self._stage is None:
+            return weights.vector, gradient.vector
+        return self._stage.weights(weights), self._stage.gradient
 
     def _copies_back(self, gradient: Buffer, computed: Pending) -> list[tuple[slice, Pending]]:
         """Begins to copy a gradient from the device, and returns the copies of its parts, the last parts first.
@@ -219,7 +233,7 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
         """
         whole = self._stage is None and self._owned_part is None
         plain = self.row_format is None and self.device.type == "cpu" and not self.direct
-        alone = self.hooks is None and self.corrector is None
+        alone = self.hooks is None and self.corrector is None and self.bank is None
         return whole and plain and alone and type(self) is ReplicaExecutor and self.source.can_pass_early
 
     @property

@@ -129,7 +129,7 @@ def make_executors(
     def model(roles: int = 1) -> FlatModel:
         module = models.build(job.model, data.info, job.training.seed).to(device)
         flat = FlatModel(module, task, roles, job.training.precision, compiled=compiled, gradients=gradients)
-        if trains and kind_of(device).records and job.cluster.graphs != "off":
+        if trains and kind_of(device).records and job.cluster.graphs != "off" and not job.cluster.fused:
             flat.record_passes()
         return flat
 

@@ -1,4 +1,4 @@
-"""Gradients of several mini-batches that are computed together, as one big batch or by `torch.func.vmap`."""
+"""Gradients of the mini-batches of several learners, computed together: as one big batch, or one for each."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,12 +7,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rudra.compute.flat import FlatModel
+from rudra.compute.bank.fused import fused_gradients
+from rudra.compute.device.streams import known
 from rudra.compute.gradients import BatchResult, GradientSource
 from rudra.core.work import Work
 from rudra.data.samples import Batch
 from rudra.data.sparse import joined
-from rudra.data.trees import mapped, moved
+from rudra.data.trees import mapped
 from rudra.errors import ConfigError
 
 
@@ -49,86 +50,51 @@ def mapped_gradients(
     sources: Sequence[GradientSource],
     minibatches: Sequence[tuple[int, Work]],
     weights: Sequence[torch.Tensor],
-    outs: list[torch.Tensor],
+    outs: Sequence[torch.Tensor],
 ) -> list[BatchResult]:
-    """Computes one gradient for each of several learners together, by `torch.func.vmap`.
+    """Computes one gradient for each of several learners together (`rudra.compute.bank.fused`).
 
-    The gradients are not bitwise identical to `GradientSource.compute`, and dropout draws other masks.
+    The gradients differ from `GradientSource.compute` in the last bits.
 
     Args:
         sources: Sources of the learners. They share one model.
         minibatches: Step and samples of each learner. All have the same number of samples.
         weights: (size,) float32 for each learner, or a single vector for all, only read.
-        outs: (size,) float32 for each learner, filled as by `FlatModel.gradient`.
+        outs: As for `fused_gradients`.
     """
     batches = [source.minibatch(*minibatch) for source, minibatch in zip(sources, minibatches, strict=True)]
     inputs, target = put_together(torch.stack, batches)
     model = sources[0].model
-    (step, work), *_ = minibatches
-    model.seed(sources[0].seed(step))
-    losses, errors = vmap_gradients(model, weights, inputs, target, outs)
-    return _outcomes(losses, errors, work.count)
+    seeds = [source.seed(step) for source, (step, _) in zip(sources, minibatches, strict=True)]
+    found = fused_gradients(model, weights, inputs, target, outs, seeds)
+    pairs = (known(figures) for figures in found)
+    return [BatchResult(loss, errors, minibatches[0][1].count) for loss, errors in pairs]
 
 
-def put_together(how: Callable[[list[torch.Tensor]], torch.Tensor], batches: Sequence[Batch]) -> Batch:
-    """Combines several batches into one."""
+def put_together(
+    how: Callable[[list[torch.Tensor]], torch.Tensor],
+    batches: Sequence[Batch],
+    where: str = "[simulation] batching",
+    instead: str = "none",
+) -> Batch:
+    """Combines several batches into one.
+
+    Args:
+        how: Combines tensors into one.
+        batches: Batches of the same structure.
+        where: Key that wants it, for a message.
+        instead: Its valid value for other batches, for a message.
+
+    Raises:
+        ConfigError: The batches have different sizes.
+    """
     try:
         inputs, target = mapped(lambda *tensors: how(list(tensors)), *batches)
     except RuntimeError:
-        where = "[simulation] batching: mini-batches of different sizes cannot be computed together"
-        raise ConfigError(f"{where}; valid for this data: none") from None
+        text = f"{where}: mini-batches of different sizes cannot be computed together"
+        raise ConfigError(f"{text}; valid for this data: {instead}") from None
     return inputs, target
 
 
 def _outcomes(losses: npt.NDArray[Any], errors: npt.NDArray[Any], samples: int) -> list[BatchResult]:
     return [BatchResult(loss, wrong, samples) for loss, wrong in zip(losses.tolist(), errors.tolist(), strict=True)]
-
-
-def vmap_gradients(
-    model: FlatModel, weights: Sequence[torch.Tensor], inputs: Any, target: Any, outs: Sequence[torch.Tensor]
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Computes several gradients at once by `torch.func.vmap`. They may differ from others in the last bits.
-
-    Args:
-        model: Model without compiled code.
-        weights: Weights for each gradient, (size,) float32. A single vector applies to all.
-        inputs: (gradients, μ, …), a tensor or several.
-        target: (gradients, μ, …).
-        outs: (size,) float32 each, filled as by `FlatModel.gradient`. Their buffers are copies of the weights' buffers.
-
-    Returns:
-        Mean loss and number of wrong samples for each gradient.
-
-    Raises:
-        RuntimeError, ValueError: vmap does not support this model.
-    """
-    model.set_mode(training=True)
-    shared, layout = len(weights) == 1, model.layout
-    vectors = weights[0][None] if shared else torch.stack(list(weights))
-    parts = [
-        v.view(-1, *e.shape) for v, e in zip(torch.split(vectors, [e.size for e in layout], 1), layout, strict=True)
-    ]
-    of = {e.name: (e.kind, part[0] if shared else part) for part, e in zip(parts, layout, strict=True)}
-    trained = {name: value for name, (kind, value) in of.items() if kind == "parameter"}
-    buffers = {name: value for name, (kind, value) in of.items() if kind == "buffer"}  # gradients change no counters
-
-    def loss(
-        trained: dict[str, torch.Tensor], buffers: dict[str, torch.Tensor], inputs: Any, target: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        def module(*args: Any, **keywords: Any) -> Any:
-            return torch.func.functional_call(model.module, {**trained, **buffers}, args, keywords)
-
-        output, mean = model.autograd.loss(module, inputs, target)
-        return mean, output
-
-    place = None if shared else 0
-    one = torch.func.grad_and_value(loss, has_aux=True)
-    all_ = torch.func.vmap(one, in_dims=(place, place, 0, 0), randomness="different")
-    found, (losses, output) = all_(trained, buffers, moved(inputs, model.device), moved(target, model.device))
-    for index, out in enumerate(outs):
-        views = model.views.of(out)[: len(trained)]
-        torch._foreach_copy_(views, [gradient[index] for gradient in found.values()])
-        out[model.parameter_count :] = vectors[0 if shared else index, model.parameter_count :]
-    wrong = [model.task.wrong(*pair) for pair in zip(output, target, strict=True)]
-    sums = [np.nan if each is None else float(each.sum()) for each in wrong]
-    return losses.numpy(force=True), np.array(sums, np.float32)

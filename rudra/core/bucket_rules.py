@@ -147,8 +147,8 @@ def weights_whole_because(job: Job, plan: Plan) -> str:
         return "learners compute while weights arrive"
     if plan.stage is not None:
         return "a stage server has the last layers"
-    if job.cluster.learners_per_rank > 1:
-        return f"cluster.learners_per_rank = {job.cluster.learners_per_rank} lets learners of a rank compute in turn"
+    if job.cluster.sharing:
+        return f"cluster.{job.cluster.sharing} lets learners of a rank compute in turn"
     if job.data.sparse:
         return "data.sparse = true reads rows of them"
     if training.compile:

@@ -112,7 +112,7 @@ class JobFields(Table):
             ValueError: the topology does not take these options.
         """
         topology = plugins.choose("[topology] name", self.topology.name, {"auto": "", **topologies.shipped()})
-        per_rank, staged = self.cluster.learners_per_rank, self.placement.servers if self.placement.given else 0
+        per_rank, staged = self.cluster.per_rank, self.placement.servers if self.placement.given else 0
         scheduled = self.scheduled
         how = {"scheduled": scheduled, "window": scheduled and self.hogbatch.shares_weights}
         how["one_rank"] = self.cluster.one_rank is True

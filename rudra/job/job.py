@@ -193,7 +193,7 @@ class Job(JobFields):
         """Returns a copy with values for `cluster.learners` and `cluster.threads_per_rank`, which the launch decides.
 
         Args:
-            learners: λ. None: as in the job, else 4.
+            learners: λ. None: as in the job, else 4, or the next multiple of `learners_per_device`.
             threads_per_rank: number of torch threads of each learner. None: as in the job, else `cores` divided by the
                 number of ranks that compute gradients, at least 1.
             cores: number of processor cores that the learners share.
@@ -201,7 +201,8 @@ class Job(JobFields):
         Raises:
             ConfigError: the job does not allow this number of learners.
         """
-        learners = learners or self.cluster.learners or 4
+        bank = self.cluster.learners_per_device or 1
+        learners = learners or self.cluster.learners or -(-4 // bank) * bank
         at_once = -(-learners // self.cluster.on_rank(learners))
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // at_once)
         return self.with_(cluster={"learners": learners, "threads_per_rank": threads})

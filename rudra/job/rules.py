@@ -12,6 +12,7 @@ Only the first mistake is reported, in the order of this file.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -674,6 +675,9 @@ def one_rank(part: JobPart) -> Iterator[str]:
     on = "[cluster] one_rank = true is not supported with"
     if (per_rank := job.cluster.learners_per_rank) > 1:
         yield f"{on} learners_per_rank = {per_rank}; use learners_per_rank = 1"
+    if job.cluster.learners_per_device not in (None, plan.learner_numbers):
+        text = f"learners_per_device = {job.cluster.learners_per_device} of {plan.learner_numbers} learners"
+        yield f"{on} {text}; use learners_per_device = {plan.learner_numbers}, or one_rank = false"
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared'; use weights = 'server'"
     if plan.overlapped:
@@ -682,6 +686,68 @@ def one_rank(part: JobPart) -> Iterator[str]:
         yield f"{on} [topology] options.reduction = 'mpi'; use reduction = 'ordered'"
     if job.fault_tolerance.straggler_timeout_s is not None:
         yield f"{on} [fault_tolerance] straggler_timeout_s; remove straggler_timeout_s"
+
+
+@job_rule
+def banks(job: JobFields) -> Iterator[str]:
+    """Checks the keys of a bank of learners against others that need no plan."""
+    table, on = job.cluster, "[cluster] bank = 'fused' is not supported with"
+    if table.learners_per_device is None:
+        if table.bank != "auto":
+            yield f"[cluster] bank = '{table.bank}' needs learners_per_device; set it, or leave bank out"
+        return
+    if table.learners_per_rank > 1:
+        yield (
+            f"[cluster] learners_per_device = {table.learners_per_device} is not supported with learners_per_rank = "
+            f"{table.learners_per_rank}; use one of them"
+        )
+    if table.bank != "fused":
+        return
+    if reason := not_fused_because(job):
+        yield f"{on} {reason}; use bank = 'loop'"
+
+
+def not_fused_because(job: JobFields) -> str:
+    """Returns the key that excludes `cluster.bank = "fused"`. Empty: none does."""
+    if job.cluster.deterministic:
+        return "deterministic = true, because it changes the last bits"
+    if job.training.compile:
+        return "[training] compile = true"
+    if job.training.precision == "float16":
+        return "[training] precision = 'float16'"
+    if job.training.microbatches > 1:
+        return f"[training] microbatches = {job.training.microbatches}"
+    if job.cluster.shares:
+        return "shares, because all learners must have as many samples"
+    if job.data.sparse is True:
+        return "[data] sparse = true"
+    if job.placement.given:
+        return "[placement] cut"
+    if job.scheduled:
+        return f"protocol {named(job.protocol.name)}, whose mini-batches differ in size"
+    if job.simulation.batching != "none":
+        return f"[simulation] batching = '{job.simulation.batching}'"
+    return ""
+
+
+@part_rule
+def learners_of_a_bank(part: JobPart) -> Iterator[str]:
+    """Checks that each rank with learners gets a whole bank."""
+    table, plan = part.job.cluster, part.plan.whole
+    if (m := table.learners_per_device) is None or table.one_rank is True:
+        return
+    line = f"[cluster] learners_per_device = {m}"
+    if left := plan.learner_numbers % m:
+        fewer = plan.learner_numbers - left
+        instead = f"use learners = {fewer + m}" + (f" or {fewer}" if fewer else "")
+        yield f"{line} does not divide learners = {plan.learner_numbers}; {instead}, or another m"
+    hosted = Counter(plan.roles[learner].world_rank for learner in plan.learners)
+    if any(count != m for count in hosted.values()):
+        where = "compute group" if plan.groups else "node"
+        yield f"{line} does not divide the learners of each {where}; use a divisor of their number"
+    if table.bank == "fused" and plan.overlapped:
+        name = named(part.job.topology.name)
+        yield f"[cluster] bank = 'fused' is not supported with topology {name}, whose learners have threads; use 'loop'"
 
 
 @part_rule
@@ -721,8 +787,8 @@ def stragglers(part: JobPart) -> Iterator[str]:
     on = "[fault_tolerance] straggler_timeout_s is not supported with"
     if part.job.fault_tolerance.straggler_timeout_s is None:
         return
-    if (per_rank := part.job.cluster.learners_per_rank) > 1:
-        yield f"{on} [cluster] learners_per_rank = {per_rank}; use learners_per_rank = 1"
+    if sharing := part.job.cluster.sharing:
+        yield f"{on} [cluster] {sharing}; use {sharing.partition(' ')[0]} = 1"
     if part.plan.groups or not part.protocol.ordered:
         yield (
             f"{on} protocol {part.name} on topology {named(part.job.topology.name)}; "

@@ -189,6 +189,7 @@ class Rank:
             self._traffic.start_threads()
             self._work.compute_beside()
         self._traffic.use_buckets(self._rule)
+        self._follow_banks()
         others = (role.world_rank for role in plan.roles if role.world_rank != comm.rank)
         # Messages of neighbours arrive at once, with a ring. Large transfers make progress only if this rank polls.
         near = library is None and arena.neighbours.issuperset(range(comm.size))
@@ -378,6 +379,7 @@ class Rank:
                 raise failure
             case Halt():
                 self._roles.running.discard(role)
+                self._follow_banks()
                 self._code = max(self._code, action.code)
                 self.apart |= action.apart
 
@@ -423,6 +425,15 @@ class Rank:
         """Appends an event for a role of this rank to the queue."""
         self._roles.events.append((role, event))
 
+    def _follow_banks(self) -> None:
+        """Lets the bank of this rank wait only for learners that take part."""
+        learners = {role: each for role, each in self._executors.items() if isinstance(each, LearnerExecutor)}
+        active = self._roles.running.intersection(self.plan.learners)
+        running = [each for role, each in learners.items() if role in active]
+        for learner in learners.values():
+            if learner.bank is not None:
+                learner.bank.follow(running)
+
     # Regrouping by another plan (`rudra.mpi.regroup`).
 
     def abandon(self, plan: Plan, position: TrainingState) -> None:
@@ -442,6 +453,7 @@ class Rank:
 
     def regroup(self, position: TrainingState) -> None:
         """Creates the roles again, for training that continues from a position."""
+        self._follow_banks()
         self._reductions.renew(self.plan, self._roles.running)
         self._traffic.use_buckets(self._rule)
         self._roles.restart(self.plan, position, self.lost)

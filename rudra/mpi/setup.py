@@ -13,12 +13,14 @@ import torch
 from mpi4py import MPI
 
 from rudra.compute.averaging import CHUNK
+from rudra.compute.bank.choice import choose_form
+from rudra.compute.bank.gathering import bank_of
 from rudra.compute.device import devices, placement
 from rudra.compute.device.kind import CPU
 from rudra.compute.executor import Executor, prepare_torch
 from rudra.compute.first_gradient import try_first_gradient
 from rudra.compute.hogwild import give_window, layout_of
-from rudra.compute.learners import ReplicaExecutor
+from rudra.compute.learners import LearnerExecutor, ReplicaExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.owners import OwnerExecutor
 from rudra.compute.pulled_pass import PullingExecutor
@@ -98,6 +100,7 @@ class RankSetup:
         self.arena: Arena = Arena()
         self.files = RunFiles(start)
         self.auto, self.pulls = 0, False
+        self._gradients, self._bank = "", ""
         # Speed between nodes if it is needed, and whether forward passes after averages may begin early.
         self._network: tuple[NetworkSpeed | None, float] = None, 0.0
         self._ranks, self._start, self._device = ranks, start, device
@@ -189,16 +192,19 @@ class RankSetup:
         return self.plan.roles[self.plan.learners[0]].world_rank
 
     def _settle(self) -> None:
-        """Tries the first gradient on the rank that decides."""
+        """Tries the first gradient and the bank on the rank that decides."""
         gradients: str = self.job.training.gradients
-        if self._ranks.comm.rank == self._deciding and (self._start.checkpoint is None or gradients == "auto"):
+        if self._ranks.comm.rank == self._deciding:
             assert self._data.data is not None
-            gradients = try_first_gradient(self.job, self.plan, self._data.data, self._device)
+            if self._start.checkpoint is None or gradients == "auto":
+                gradients = try_first_gradient(self.job, self.plan, self._data.data, self._device)
+            self._bank = choose_form(self.job, self.plan, self._data.data, self._device, gradients)
         self._gradients = gradients
 
     def _take_settled(self) -> None:
         """Adopts the decision of that rank."""
-        self.job = settle(self.job, gradients=self._ranks.comm.bcast(self._gradients, self._deciding))
+        gradients, bank = self._ranks.comm.bcast((self._gradients, self._bank), self._deciding)
+        self.job = settle(self.job, gradients=gradients, bank=bank)
 
     def _try(self) -> None:
         """Prepares the learners for measuring their speed."""
@@ -242,6 +248,11 @@ class RankSetup:
             first_weights=final_weights,
             memory=self.arena.allocate if self._near else None,
         )
+        learners = [each for each in self.executors.values() if isinstance(each, LearnerExecutor)]
+        if self.job.cluster.fused and len(learners) > 1:
+            bank = bank_of(self.job, self.plan, learners)
+            for learner in learners:
+                learner.bank = bank
         for executor in self.executors.values():
             if executor.hooks is not None:
                 executor.hooks.output = self._start.output.stem

@@ -23,6 +23,7 @@ INDIFFERENT = (
     "training.stop_at_target",
     "training.patience",
     "cluster.learners_per_rank",
+    "cluster.learners_per_device",
     "cluster.node_memory",
     "cluster.buckets",
     "cluster.graphs",
@@ -92,7 +93,8 @@ def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
 def _decided(results: Results, job: Job) -> dict[str, Any]:
     """Returns the keys that the run has decided for the job of the caller, if it is the job of the record."""
     then, now = decisive(results.job), tables_of(job)
-    keys = ("learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else []))
+    keys = ["learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else [])]
+    keys += ["bank"] if job.cluster.bank == "auto" else []
     decided = {"cluster": {key: then["cluster"][key] for key in keys}}
     if job.placement.by_rule:
         decided["placement"] = {"cut": then["placement"]["cut"]}

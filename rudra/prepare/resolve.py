@@ -5,7 +5,7 @@ virtual time (`resolve_virtual`).
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
@@ -196,12 +196,16 @@ def resolve_virtual(job: Job, *, device: str | None = None, cores: int = 1) -> R
     return ResolvedJob(job, job.plan(nodes_of(job)))
 
 
-def settle(job: Job, *, gradients: str, shares: Sequence[float] | None = None) -> Job:
+def settle(job: Job, *, gradients: str, shares: Sequence[float] | None = None, bank: str | None = None) -> Job:
     """Fills in the keys that are measured with the data. No key is open afterwards.
 
     Args:
         job: Resolved job.
         gradients: Value of `training.gradients` after the first gradient.
         shares: Measured `cluster.shares`. None: the shares of the job stay.
+        bank: Measured `cluster.bank`. None: it stays, except that a bank whose form is open is a loop.
     """
-    return job.with_(training={"gradients": gradients}, cluster={} if shares is None else {"shares": shares})
+    cluster: dict[str, Any] = {} if shares is None else {"shares": shares}
+    if job.cluster.learners_per_device is not None and job.cluster.bank == "auto":
+        cluster["bank"] = bank or "loop"
+    return job.with_(training={"gradients": gradients}, cluster=cluster)

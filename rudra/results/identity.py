@@ -36,6 +36,7 @@ RESUME_MAY_CHANGE = (
     "training.evaluate_training_set",
     "training.evaluation_batch_size",
     "cluster.learners_per_rank",
+    "cluster.learners_per_device",
     "cluster.one_rank",
     "cluster.node_memory",
     "cluster.buckets",
@@ -82,7 +83,7 @@ def differences(then: Tables, now: Tables) -> list[tuple[str, Any, Any]]:
             measured = key == "shares" and value == "auto" and before  # the run stored its measured shares
             open_ = table == "cluster" and (value is None or key == "device" or measured)
             chosen = name == "placement.cut" and by_rule  # the run stored the chosen layer, or none
-            chosen |= name == "training.gradients" and value == "auto"
+            chosen |= name in ("training.gradients", "cluster.bank") and value == "auto"
             if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_ and not chosen:
                 found.append((name, before, value))
     found += [(key, then.get(key, []), now[key]) for key in DECISIVE_LISTS if now[key] != then.get(key, [])]
@@ -129,6 +130,8 @@ def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
     keys = ["threads_per_rank", *(["learners"] if as_many else [])]
     keys += [key for key in ("device", "shares") if now["cluster"][key] == "auto" and (as_many or key == "device")]
     found = {"cluster": {key: ran["cluster"][key] for key in keys}}
+    if now["cluster"]["bank"] == "auto" and now["cluster"]["learners_per_device"] is not None:
+        found["cluster"]["bank"] = ran["cluster"]["bank"]
     if now["placement"]["cut"] in PLACEMENT_RULES:
         found["placement"] = {"cut": ran["placement"]["cut"]}
     if now["training"]["gradients"] == "auto":

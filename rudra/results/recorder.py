@@ -326,6 +326,8 @@ def not_replayable(job: Job, plan: Plan, driver: str) -> str | None:
         return f"{kernels} without [cluster] deterministic = true"
     if job.cluster.device != "cpu" and job.hogbatch.learners_on_cpu(plan):
         return f"some workers computed on the CPU, and others on device {job.cluster.device}"
+    if job.cluster.fused and plan.served:
+        return "learners that were ready at the same time computed together ([cluster] bank = fused)"
     if driver == "simulation" and not job.simulation.tensors:
         return "the simulation had no tensors ([simulation] tensors = false)"
     if driver == "simulation" and job.simulation.batching != "none":

@@ -1,9 +1,11 @@
 """Gradients of several learners computed together: as one big batch, or by torch.func.vmap."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
+from rudra.compute.bank.gathering import ReadyLearner, bank_gradients, gradients_are_summed, throughout
 from rudra.compute.executor import Executor
 from rudra.compute.gradients import BatchResult
 from rudra.compute.learners import LearnerExecutor
@@ -13,8 +15,10 @@ from rudra.core.actions import Accumulate, Compute, ExecutorAction, Reduce
 from rudra.core.events import Computed, Event
 from rudra.core.work import Work
 from rudra.errors import ConfigError
+from rudra.job.job import Job
 from rudra.simulation.tensors import RealTensors
 from rudra.simulation.timing_only import NextMinibatch
+from topologies import Plan
 
 _MAPPED_SAMPLES = 1024
 """Number of samples per call of vmap. More samples are no faster and need much memory."""
@@ -115,7 +119,7 @@ class VmapTensors(RealTensors):
         self._ready: dict[int, tuple[Buffer, BatchResult]] = {}
 
     def planned(self, role: int, action: ExecutorAction) -> None:
-        if isinstance(action, Compute):
+        if isinstance(action, Compute) and role not in self._ready:
             self._planned[role] = action
 
     def lost(self, role: int) -> None:
@@ -134,17 +138,22 @@ class VmapTensors(RealTensors):
     def compute(self, role: int, action: Compute) -> Computed:
         self._computes((role, action.gradient))
         if role not in self._ready:
-            roles = list(self._planned)
-            at_a_time = max(1, _MAPPED_SAMPLES // action.work.count)
-            for first in range(0, len(roles), at_a_time):
-                self._compute_together(roles[first : first + at_a_time])
+            for roles in self._teams(role, action):
+                self._compute_together(roles)
         buffer, outcome = self._ready.pop(role)
         self._hold((role, action.gradient), buffer)
         computed = self._learner(role).computed(action, outcome)
         self._forget_stale((role, action.weights))
         return computed
 
-    def _compute_together(self, roles: list[int]) -> None:
+    def _teams(self, role: int, action: Compute) -> Iterator[Sequence[int]]:
+        """Yields the learners that compute together, now that an action of a role is due."""
+        roles = list(self._planned)
+        at_a_time = max(1, _MAPPED_SAMPLES // action.work.count)
+        for first in range(0, len(roles), at_a_time):
+            yield roles[first : first + at_a_time]
+
+    def _compute_together(self, roles: Sequence[int]) -> None:
         actions = [self._planned.pop(role) for role in roles]
         sources = [self._learner(role).source for role in roles]
         held = [self._held((role, action.weights)) for role, action in zip(roles, actions, strict=True)]
@@ -153,3 +162,51 @@ class VmapTensors(RealTensors):
         minibatches = [(action.step, action.work) for action in actions]
         outcomes = mapped_gradients(sources, minibatches, weights, [gradient.vector for gradient in gradients])
         self._ready.update(zip(roles, zip(gradients, outcomes, strict=True), strict=True))
+
+
+class BankTensors(VmapTensors):
+    """Gradients of the learners of each bank, computed as on ranks (`rudra.compute.bank.gathering`).
+
+    Args:
+        executors: Executors by role id.
+        halves: Whether gradients are sent as float16.
+        banks: Roles of each bank, in learner order.
+        joint: As for `Bank`.
+    """
+
+    def __init__(
+        self, executors: dict[int, Executor], *, halves: bool = False, banks: Sequence[Sequence[int]], joint: bool
+    ) -> None:
+        super().__init__(executors, halves=halves)
+        self._bank_of = {role: bank for bank in banks for role in bank}
+        self._joint = joint
+
+    def _teams(self, role: int, action: Compute) -> Iterator[Sequence[int]]:
+        """Yields the learners of the same bank that are ready."""
+        self._planned.setdefault(role, action)  # a replay plans nothing
+        yield [member for member in self._bank_of[role] if member in self._planned]
+
+    def _compute_together(self, roles: Sequence[int]) -> None:
+        ready, gradients = [], [self._new(role) for role in roles]
+        for role, gradient in zip(roles, gradients, strict=True):
+            action = self._planned.pop(role)
+            vectors = partial(_vectors, self._held((role, action.weights)), gradient)
+            ready.append(ReadyLearner(self._learner(role).source, action, vectors))
+        found = bank_gradients(ready, joint=self._joint)
+        outcomes = [each.source.checked(figures) for each, figures in zip(ready, found, strict=True)]
+        self._ready.update(zip(roles, zip(gradients, outcomes, strict=True), strict=True))
+
+
+def _vectors(weights: Buffer, gradient: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
+    return weights.vector, gradient.vector
+
+
+def bank_tensors(job: Job, plan: Plan, executors: dict[int, Executor]) -> RealTensors:
+    """Returns the tensors of all roles for gradients that are computed one by one, or by banks whose form is fused."""
+    halves = job.cluster.gradient_format == "float16"
+    if not job.cluster.fused:
+        return RealTensors(executors, halves=halves)
+    learners = plan.whole.learners
+    banks = [[i for i in learners if plan.roles[i].world_rank == rank] for rank in range(plan.ranks)]
+    joint = throughout(job, plan, gradients_are_summed)
+    return BankTensors(executors, halves=halves, banks=banks, joint=joint)

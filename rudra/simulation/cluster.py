@@ -22,7 +22,7 @@ from rudra.data.load import Data, DataInfo, load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.results.warm_start import final_weights
-from rudra.simulation.batching import BigBatchTensors, VmapTensors
+from rudra.simulation.batching import BigBatchTensors, VmapTensors, bank_tensors
 from rudra.simulation.tensors import RealTensors
 from rudra.simulation.timing_only import Tensors, TimingOnly
 from topologies import Plan
@@ -132,7 +132,7 @@ def _tensors_of(job: Job, plan: Plan, executors: dict[int, Executor]) -> RealTen
             return BigBatchTensors(executors, halves=halves, groups=plan.groups)
         case "vmap":
             return VmapTensors(executors, halves=halves)
-    return RealTensors(executors, halves=halves)
+    return bank_tensors(job, plan, executors)
 
 
 def _check_batching(

@@ -392,6 +392,8 @@ class Simulation:
 
     def _begin_in_turn(self, actor: Actor, action: Compute | RunFirstStage | BackpropFirstStage, time: float) -> None:
         actor.turns.append((actor, action))
+        if self._planned:
+            self._planned(actor.role, action)
         if len(actor.turns) == 1:
             self._begin(actor, action, time)
 

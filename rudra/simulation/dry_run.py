@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rudra.compute import models, tasks
+from rudra.compute.bank.choice import check_form
 from rudra.compute.device.kind import CPU
 from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor, torch_as_in
@@ -140,6 +141,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         with suppress(OSError):  # restarts the peak
             Path(f"/proc/{os.getpid()}/clear_refs").write_text("5")
         job = settle(job, gradients=try_first_gradient(job, plan, loaded))
+        check_form(job, plan, loaded)
         made = make_executors(job, plan, tuple(taking), loaded, prefetch=False, first_weights=final_weights)
         for executor in made.values():
             executor.hooks = None  # hooks are made but not called, as their effects may last

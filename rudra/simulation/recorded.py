@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from rudra.compute.bank.choice import check_form
 from rudra.compute.device import devices, placement
 from rudra.compute.executor import torch_as_in
 from rudra.compute.first_gradient import try_first_gradient
@@ -63,6 +64,7 @@ def simulate(resolved: ResolvedJob, start: StartDecision, *, measured: str | Non
             gradients: str = job.training.gradients
             if start.checkpoint is None or gradients == "auto":
                 gradients = try_first_gradient(job, plan, data, device)
+            check_form(job, plan, data, device)
             job = settle(job, gradients=gradients, shares=shares)
             cluster = make_cluster(job, plan, data, device)
             model = devices.DEVICES[job.cluster.device].model(device)

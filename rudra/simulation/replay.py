@@ -46,9 +46,9 @@ from rudra.results.reader import Results, open_results
 from rudra.results.recorder import arithmetic
 from rudra.results.warm_start import final_weights
 from rudra.results.writer import NORMS_EVERY
+from rudra.simulation.batching import bank_tensors
 from rudra.simulation.record import Comparison, Difference, Left, RecordedRun, compare_weights
 from rudra.simulation.replay_driver import ReplayDriver
-from rudra.simulation.tensors import RealTensors
 from topologies import Plan
 
 
@@ -228,7 +228,7 @@ def _repeat(
     )
     for executor in executors.values():
         executor.prepare()
-    tensors = RealTensors(executors, halves=job.cluster.gradient_format == "float16")
+    tensors = bank_tensors(job, plan, executors)
     phases = phases_of(job, plan, info.training_samples).having(record.decided)
     bar = tqdm(total=updates, unit=" updates", desc=record.path.name, leave=False, disable=quiet or None)
     comparison = Comparison(record, bar.update)

@@ -157,7 +157,7 @@ class Verdict(NamedTuple):
             return ""
         table = self.job.cluster
         learners = finalist.settings.get("cluster.learners", table.learners or 1)
-        ranks = -(-learners // finalist.settings.get("cluster.learners_per_rank", table.learners_per_rank))
+        ranks = -(-learners // finalist.settings.get("cluster.learners_per_rank", table.per_rank))
         return f"; machine time {duration(finalist.time_s * ranks)} on {ranks} ranks"
 
     def _on_test_set(self) -> str:

@@ -150,7 +150,7 @@ def _shares(job: Job) -> Iterator[tuple[Any]]:
 
 def _per_rank(job: Job) -> Iterator[tuple[int, int]]:
     """m and λ: learners of averages on the same ranks, as many as the job has and twice as many."""
-    if job.make_protocol().averages and not job.simulation.slowdown:
+    if job.make_protocol().averages and not job.simulation.slowdown and job.cluster.learners_per_device is None:
         each = job.cluster.learners_per_rank
         yield from ((each * times, job.learners * times) for times in (1, 2))
 

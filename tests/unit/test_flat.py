@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 from user_code import Assorted, Regrouping
 
+from rudra.compute.bank.fused import fused_gradients
 from rudra.compute.buffers import tried
 from rudra.compute.flat import FlatModel
 from rudra.compute.models import build
 from rudra.compute.networks import cifar10_full
 from rudra.compute.statedict import entries_of
-from rudra.compute.together import vmap_gradients
 from rudra.core.digest import sha256
 from rudra.core.layout import Entry
 from rudra.data.load import DataInfo
@@ -311,7 +311,7 @@ def test_mapped_gradients_are_those_of_one_after_the_other(network: Any, shape: 
         vector[: model.parameter_count] *= 1 + index
     inputs, labels = torch.randn(3, 2, *shape), torch.randint(16, (3, 2))
     outs = [torch.full((model.size,), math.nan) for _ in range(3)]
-    losses, wrong = vmap_gradients(model, weights, inputs, labels, outs)
+    losses, wrong = zip(*fused_gradients(model, weights, inputs, labels, outs, [0] * 3), strict=True)
     for index, out in enumerate(outs):
         model.bind(weights[0 if shared else index])
         expected = torch.empty(model.size)

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from rudra.cli.main import main
 from rudra.compute import networks, tasks
+from rudra.compute.bank.fused import fused_gradients
 from rudra.compute.checks import check_gradient
 from rudra.compute.flat import FlatModel
-from rudra.compute.together import vmap_gradients
 from rudra.errors import ConfigError
 from rudra.job.job import Job
 from rudra.job.tables import TaskTable, TrainingTable
@@ -184,14 +184,15 @@ def test_a_joint_gradient_is_near_that_in_float32(precision: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
-def test_mapped_gradients_in_bfloat16_are_near_those_one_by_one() -> None:
+def test_fused_gradients_in_bfloat16_are_near_those_in_float32() -> None:
     module, (inputs, target) = built(lenet), drawn((1, 28, 28))
-    flat, weights = made(module, "bfloat16")
+    flat, _ = made(module, "float32")
     halves = [slice(0, SIZE // 2), slice(SIZE // 2, SIZE)]
     single, together = torch.empty(2, flat.size), torch.empty(2, flat.size)
     loss = [flat.gradient(inputs[half], target[half], single[i], 0)[0] for i, half in enumerate(halves)]
     batches = (torch.stack([inputs[half] for half in halves]), torch.stack([target[half] for half in halves]))
-    found, _ = vmap_gradients(flat, [weights], *batches, list(together))
+    flat, weights = made(module, "bfloat16")
+    found, _ = zip(*fused_gradients(flat, [weights], *batches, list(together), [0, 0]), strict=True)
     assert found == pytest.approx(loss, rel=0.01)
     assert near(together, single, 0.02)
 

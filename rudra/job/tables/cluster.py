@@ -114,6 +114,21 @@ class ClusterTable(Table):
         description="largest number of learners on an MPI rank, which computes them one after another. Learners of a "
         "rank are neighbours on one node and in one compute group",
     )
+    learners_per_device: int | None = Field(
+        None,
+        ge=1,
+        le=100_000,
+        description="m: number of learners of a bank. They share an MPI rank and its device, and each rank with "
+        "learners has exactly m of them. Use it instead of learners_per_rank, which is only the largest number. "
+        "Default: no banks",
+    )
+    bank: Literal["auto", "loop", "fused"] = Field(
+        "auto",
+        description="how the learners of a bank compute. loop: one after another. fused: one vectorised pass computes "
+        "the gradients of all learners that are ready, which changes the last bits. auto: the faster one of these on "
+        "ranks, measured before training; loop with deterministic = true, with a model or keys that fused does not "
+        "support, and in virtual time",
+    )
     one_rank: bool | Literal["auto"] = Field(
         "auto",
         description="true: one MPI rank hosts all roles, so they share one process and, on a GPU, one copy of the data "
@@ -201,7 +216,23 @@ class ClusterTable(Table):
 
     def on_rank(self, learners: int) -> int:
         """Returns how many learners a rank has at most, if the job has this number of learners."""
-        return learners if self.one_rank is True else self.learners_per_rank
+        return learners if self.one_rank is True else self.per_rank
+
+    @property
+    def per_rank(self) -> int:
+        """Largest number of learners on a rank, if a rank does not host all roles."""
+        return self.learners_per_device or self.learners_per_rank
+
+    @property
+    def sharing(self) -> str:
+        """Key and value that let several learners share a rank. Empty: each has its own."""
+        key = "learners_per_rank" if self.learners_per_device is None else "learners_per_device"
+        return f"{key} = {self.per_rank}" if self.per_rank > 1 else ""
+
+    @property
+    def fused(self) -> bool:
+        """Whether the learners of a bank compute in one vectorised pass. With "auto" this is not known yet."""
+        return self.learners_per_device is not None and self.bank == "fused"
 
     @property
     def accelerated(self) -> bool:
