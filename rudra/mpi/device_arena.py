@@ -6,6 +6,9 @@ The receiver copies it from there to its own buffer. Places and leases work as i
 
 The memory of a device may end with its process. So a tensor counts only if its sender still ran after the receiver had
 copied it. Otherwise the receiver waits, until it learns that the sender is lost.
+
+A tensor for another rank is copied to a room, from where MPI sends it, and is received in a room. Rooms are page-locked
+main memory, or memory of the device if the MPI library reads that.
 """
 
 import os
@@ -52,12 +55,15 @@ class DeviceArena(Arena):
 
     Args:
         device: device of this rank.
+        reads: whether the MPI library reads and writes memory of the device.
     """
 
     copies = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, reads: bool = False) -> None:
         super().__init__()
+        self._reads = reads
+        self._rooms: list[torch.Tensor] = []
         self._device, self._kind = device, devices.kind_of(device)
         self.stream = self._kind.stream(device)
         self._region: Region | None = None
@@ -87,8 +93,28 @@ class DeviceArena(Arena):
         """Returns a slot without readers. None: all are in use."""
         return next((slot for slot in self._slots if not slot.readers), None)
 
+    def room(self, length: int) -> torch.Tensor:
+        """Returns a room, (length,) uint8, for a tensor that MPI sends or receives. `leave` ends its use."""
+        for place, room in enumerate(self._rooms):
+            if len(room) == length:
+                return self._rooms.pop(place)
+        if self._reads:
+            return torch.zeros(length, dtype=torch.uint8, device=self._device)
+        return self._kind.main_memory(length)
+
+    def written(self) -> None:
+        """Waits until a message is in its room, if that is on the device: MPI does not know the device's streams."""
+        if self._reads:
+            self._kind.finish(self._device)
+
+    def leave(self, room: torch.Tensor) -> None:
+        """Makes a room free. Nothing may read it or write to it any more."""
+        self._rooms.append(room)
+
     def intact(self, rank: int) -> bool:
         """Returns whether the memory of a neighbour is still there: its process has not begun to end."""
+        if rank not in self._pids:
+            return True  # it sent a message
         with suppress(OSError, ValueError):
             fields = Path(f"/proc/{self._pids[rank]}/stat").read_text().rpartition(")")[2].split()
             return not int(fields[6]) & _EXITS
@@ -99,6 +125,7 @@ class DeviceArena(Arena):
         self._regions.clear()
         self._views.clear()
         self._slots.clear()
+        self._rooms.clear()
         self._region = None
 
     def _offer(self, ranks: int) -> Any:

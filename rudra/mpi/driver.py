@@ -10,7 +10,7 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -118,6 +118,7 @@ class Rank:
         places: node of every rank. By default all are on one node.
         auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
         pulls: whether MPI and the model let a forward pass begin before all its weights are there.
+        whole: ranks whose learners send and receive whole vectors, because theirs are on a GPU.
 
     Attributes:
         comm: communicator of all ranks.
@@ -148,8 +149,10 @@ class Rank:
         places: Sequence[int] = (),
         auto: int = 0,
         pulls: bool = False,
+        whole: Collection[int] = (),
     ) -> None:
         self._job, self._places, self._auto, self._pulls = job, places or [0] * comm.size, auto, pulls
+        self._whole = whole
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
         self.apart = False
@@ -206,7 +209,7 @@ class Rank:
     @property
     def _rule(self) -> BucketRule:
         node = [self._places[role.world_rank] for role in self.plan.roles]
-        return BucketRule(self._job, self.plan, node, self._auto, self._pulls)
+        return BucketRule(self._job, self.plan, node, self._auto, self._pulls, self._whole)
 
     @property
     def lost(self) -> set[int]:

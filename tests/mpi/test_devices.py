@@ -34,6 +34,10 @@ RUNS: dict[str, dict[str, Any]] = {
     "async on adv": {"protocol": {"name": "async"}, "topology": {"name": "adv"}},
     "parts": {"protocol": {"name": "hardsync"}, "cluster": {"node_memory": False, "buckets": 0.001}},
     "async, parts": {"protocol": {"name": "async"}, "cluster": {"node_memory": False, "buckets": 0.001}},
+    "sharded": {
+        "protocol": {"name": "async"},
+        "topology": {"name": "sharded", "options": {"shards": 2}},
+    },
     "buffers": {"protocol": {"name": "hardsync"}, "model": {"name": user_code.normed}},
     "easgd": {
         "protocol": {"name": "easgd"},
@@ -84,20 +88,59 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-READ_THERE = ["hardsync", "async on adv", "adv*", "half", "buffers", "easgd"]
+READ_THERE = ["hardsync", "async", "too large for float16", "async on adv", "adv*", "half", "buffers", "easgd"]
+READ_THERE += ["sharded"]
 """Where a rank may read vectors on the devices of others."""
+
+TWO_NODES = {
+    "hardsync": [0, 0, 0, 1, 1],
+    "async": [0, 0, 0, 1, 1],
+    "adv*": [0, 0, 0, 1, 1, 1],
+    "async on adv": [0, 0, 0, 0, 1, 1, 1],
+    "async, parts": [0, 0, 0, 1, 1],
+    "sharded": [0, 0, 0, 1, 1, 1],
+    "buffers": [0, 0, 0, 1],
+    "easgd": [0, 0, 0, 1, 1],
+}
+"""Nodes of the ranks of runs with pairs of both kinds: on one node, and on two."""
 
 
 @pytest.fixture(scope="module")
 def ipc(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Result files of runs whose ranks read each other's device memory, some time after its place has come."""
-    paths, ranks = train("ipc", READ_THERE, tmp_path_factory.mktemp("runs"))
-    for rank in ranks:
-        assert not rank["copies"], "all compute where their vectors are"
-        assert rank["landed"] >= len(READ_THERE)
+    paths, ranks = train_on_devices(("ipc", "staged"), dict.fromkeys(READ_THERE), tmp_path_factory.mktemp("runs"))
+    for rank in ranks[:5]:
+        assert rank["landed"] >= 8
         assert rank["late"]
+        assert "sent" not in rank
     assert sum(rank.get("left", 0) for rank in ranks) >= sum(rank["landed"] for rank in ranks)
     return paths
+
+
+@pytest.fixture(scope="module", params=["staged", "mpi"])
+def mixed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """Result files of runs with a transport for each pair of ranks."""
+    directory = tmp_path_factory.mktemp("runs")
+    paths, ranks = train_on_devices(("ipc", request.param), TWO_NODES, directory)
+    assert ranks[0]["sent"] > 100
+    assert ranks[0]["left"] > 100
+    assert ranks[0]["late"]
+    assert ("buckets" in ranks[0]) == (request.param == "staged")
+    return paths
+
+
+def train_on_devices(
+    transports: tuple[Any, ...], runs: dict[str, Any], directory: Path
+) -> tuple[dict[str, Path], list[dict[str, Any]]]:
+    """Trains on late devices. The runs are named, with the nodes of their ranks, or None for one node."""
+    paths = {name: directory / f"{place}.h5" for place, name in enumerate(runs)}
+    jobs = {}
+    for name, path in paths.items():
+        job = make_job(**RUNS[name])
+        nodes = runs[name] or [0] * job.with_(cluster={"learners": 3}).plan().ranks
+        jobs[str(path)] = nodes, job
+    most = max(len(nodes) for nodes, _ in jobs.values())
+    return paths, on_ranks(user_code.train_on_devices, most - 2, transports=transports, jobs=jobs)
 
 
 def train(placing: str, names: list[str], directory: Path) -> tuple[dict[str, Path], list[dict[str, Any]]]:
@@ -137,6 +180,13 @@ def test_a_run_whose_ranks_read_device_memory_is_repeated_bit_for_bit(ipc: dict[
     assert_repeated(ipc[name])
     with rudra.open_results(ipc[name]) as results:
         assert results.attributes["transport"] == "ipc"
+
+
+@pytest.mark.parametrize("name", TWO_NODES)
+def test_a_run_with_a_transport_for_each_pair_is_repeated_bit_for_bit(mixed: dict[str, Path], name: str) -> None:
+    assert_repeated(mixed[name])
+    with rudra.open_results(mixed[name]) as results:
+        assert results.attributes["transport"] in ("ipc, staged", "ipc, mpi")
 
 
 def test_transports_lead_to_the_same_weights(ipc: dict[str, Path], staged: dict[str, Path]) -> None:

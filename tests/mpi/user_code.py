@@ -510,12 +510,13 @@ def run_on_devices(dies: int, sends: int, fails: int, payload: dict[str, Any]) -
 
     from rudra.compute.device.adverse import AdverseDevice
     from rudra.compute.device.devices import DEVICES
-    from rudra.mpi import setup
+    from rudra.job.transports import Transports
     from rudra.mpi.departures import Departures
     from rudra.mpi.session import run_ranks
+    from rudra.prepare import resolve
 
     rank, plain, left = MPI.COMM_WORLD.rank, Departures._send, [sends]
-    DEVICES["cpu"], setup.transport_of = AdverseDevice(rank), lambda *_: "ipc"
+    DEVICES["cpu"], resolve.transports_of = AdverseDevice(rank), lambda *_, **__: Transports("ipc", "staged")
 
     def no_region(device: AdverseDevice, *_: Any) -> Any:
         raise RuntimeError("CUDA error: operation not supported\nmore")
@@ -583,31 +584,13 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
     from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import setup
-    from rudra.mpi.departures import Departures
     from rudra.mpi.push_buckets import OutgoingPushes
-    from rudra.mpi.transfers import Transfers
 
     make, weights, read, copies, direct = setup.make_executors, Staging.weights, DirectBuffer.read, [], []
     push, receive, parts = OutgoingPushes._ready, Staging.receive, Counter[str]()
     learners.STAGED = 64
     device = AdverseDevice(comm.rank)
     DEVICES["cpu"] = device
-
-    if placing == "ipc":
-        placing, setup.transport_of = "device", lambda *_: "ipc"
-    leave, land = Departures._send, Transfers._poll_landings
-
-    def leave_slot(*about: Any) -> None:
-        parts["left"] += 1
-        leave(*about)
-
-    def land_late(transfers: Transfers) -> None:
-        before = len(transfers._landing)
-        land(transfers)
-        parts["landed"] += before - len(transfers._landing)
-        parts["late"] += len(transfers._landing)
-
-    Departures._send, Transfers._poll_landings = leave_slot, land_late  # type: ignore[method-assign]
 
     def placed(*arguments: Any, **keywords: Any) -> Any:
         return make(*arguments, **{**keywords, "placing": placing})
@@ -662,6 +645,57 @@ def train_ahead(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, A
     path, job = list(jobs.items())[comm.rank]
     train(job, Path(path), MPI.COMM_SELF).close()
     return {"committed": made[0].committed, "backs": len(backs), "refusal": made[0].refusal}
+
+
+def train_on_devices(
+    comm: Any, directory: Path, transports: tuple[Any, ...], jobs: dict[str, tuple[list[int], Any]]
+) -> dict[str, Any]:
+    """As `train_on_nodes`, on late devices between which tensors travel by these transports.
+
+    Returns how many copies were read in slots, sent from rooms, and reached a device; how often one was late; and how
+    many gradients came in buckets.
+    """
+    from rudra.compute import learners
+    from rudra.compute.device.adverse import AdverseDevice
+    from rudra.compute.device.devices import DEVICES
+    from rudra.job.transports import Transports
+    from rudra.mpi.departures import Departures
+    from rudra.mpi.push_buckets import IncomingPushes
+    from rudra.mpi.transfers import Transfers
+    from rudra.prepare import resolve
+
+    learners.STAGED, counts = 64, Counter[str]()
+    DEVICES["cpu"], resolve.transports_of = AdverseDevice(comm.rank), lambda *_, **__: Transports(*transports)
+    leave, send, land, take = (
+        Departures._send,
+        Departures._send_message,
+        Transfers._poll_landings,
+        IncomingPushes.take,
+    )
+
+    def leave_slot(*about: Any) -> None:
+        counts["left"] += 1
+        leave(*about)
+
+    def send_message(*about: Any) -> None:
+        counts["sent"] += 1
+        send(*about)
+
+    def land_late(transfers: Transfers) -> None:
+        before = len(transfers._landing)
+        land(transfers)
+        counts["landed"] += before - len(transfers._landing)
+        counts["late"] += len(transfers._landing)
+
+    def taken(*about: Any) -> Any:
+        found = take(*about)
+        counts["buckets"] += found is not None
+        return found
+
+    Departures._send, Departures._send_message = leave_slot, send_message  # type: ignore[method-assign]
+    Transfers._poll_landings, IncomingPushes.take = land_late, taken  # type: ignore[method-assign]
+    train_on_nodes(comm, directory, jobs)
+    return dict(counts)
 
 
 def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:
