@@ -22,6 +22,7 @@ from mpi4py import MPI
 
 from rudra.compute.device import devices
 from rudra.compute.device.regions import Region
+from rudra.compute.vectors import Buffer
 from rudra.mpi.arena import Arena
 
 SLOTS = 4
@@ -48,6 +49,24 @@ class Slot:
     def __init__(self, memory: torch.Tensor, offset: int) -> None:
         self.readers = 0
         self.memory, self.offset = memory, offset
+
+
+class RegionBuffer(Buffer):
+    """Vector in a slot that is reserved for it.
+
+    Args:
+        slot: the slot.
+        size: number of elements.
+
+    Attributes:
+        slot: the slot.
+    """
+
+    def __init__(self, slot: Slot, size: int) -> None:
+        self.version = 0
+        self.slot = slot
+        self.vector = slot.memory[: 4 * size].view(torch.float32)
+        self._array = None
 
 
 class DeviceArena(Arena):
@@ -92,6 +111,21 @@ class DeviceArena(Arena):
     def free_slot(self) -> Slot | None:
         """Returns a slot without readers. None: all are in use."""
         return next((slot for slot in self._slots if not slot.readers), None)
+
+    def reserve(self, size: int) -> RegionBuffer:
+        """Reserves a slot for a vector. Its buffer has no readers."""
+        slot = self.free_slot()
+        assert slot is not None, "too few slots"
+        slot.readers += 1
+        return RegionBuffer(slot, size)
+
+    def unreserve(self, buffer: Buffer) -> None:
+        """Makes the slot of a vector free, if it has one."""
+        if isinstance(buffer, RegionBuffer):
+            buffer.slot.readers -= 1
+
+    def offset_of(self, buffer: Buffer) -> int | None:
+        return buffer.slot.offset if isinstance(buffer, RegionBuffer) else None
 
     def room(self, length: int) -> torch.Tensor:
         """Returns a room, (length,) uint8, for a tensor that MPI sends or receives. `leave` ends its use."""

@@ -225,6 +225,7 @@ class _Session:
             places=setup.places,
             auto=setup.auto,
             pulls=setup.pulls,
+            library=setup.library,
             whole=setup.whole,
         )
 

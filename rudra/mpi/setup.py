@@ -35,7 +35,9 @@ from rudra.log import log
 from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
 from rudra.mpi.device_arena import SLOTS, DeviceArena
+from rudra.mpi.exchange import HELD
 from rudra.mpi.job_ranks import JobRanks
+from rudra.mpi.libraries import Library, library_of
 from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.mpi.node_data import NodeData
 from rudra.mpi.run_files import RunFiles
@@ -77,6 +79,7 @@ class RankSetup:
         files: files of the run.
         places: node of every rank.
         transports: transports of the pairs of ranks that compute on GPUs. None: there are none.
+        library: library that adds in the group of this rank's learners. None: the ranks do.
         auto: number of elements of a bucket that the ranks chose. 0: none.
         pulls: whether MPI and the model let a forward pass begin before all its weights are there.
     """
@@ -104,6 +107,12 @@ class RankSetup:
         self._network: tuple[NetworkSpeed | None, float] = None, 0.0
         self._ranks, self._start, self._device = ranks, start, device
         self.transports = transports
+        self.library: Library | None = None
+
+    def _groups_of(self, role: int) -> int:
+        """Returns the number of groups that a role reduces in."""
+        grouped = role in self.plan.learners and self.plan.roles[role].group is not None
+        return grouped + (grouped and self.plan.sharing != "nothing")
 
     @property
     def _nodes(self) -> list[int]:
@@ -114,6 +123,13 @@ class RankSetup:
     def on_devices(self) -> frozenset[int]:
         """Ranks whose vectors are on their devices, and are copied from there for others."""
         return on_devices(self.plan, self._nodes, self.transports)
+
+    @property
+    def _lends(self) -> bool:
+        """Whether this rank and others of its node have their vectors on devices."""
+        node = self.places[self._ranks.comm.rank]
+        near = {rank for rank in self.on_devices if self.places[rank] == node}
+        return self._ranks.comm.rank in near and len(near) > 1
 
     @property
     def whole(self) -> Collection[int]:
@@ -145,6 +161,7 @@ class RankSetup:
         measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
         data = (
             self._load,
+            self._check_own_devices,
             self._try_transport,
             lambda: self._data.share(),
             self._compare_data,
@@ -152,7 +169,14 @@ class RankSetup:
             self._take_settled,
         )
         network = (self._build, self._test_network, self._choose_buckets, self._try_to_pull)
-        ready = (*network, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
+        ready = (
+            *network,
+            self._restore,
+            self._meet_neighbours,
+            self._make_library,
+            self._share_window,
+            lambda: self._open(progress),
+        )
         for step in (*data, *measured, *ready):
             error = self._ranks.agree(step)
             if error is not None:
@@ -201,7 +225,7 @@ class RankSetup:
 
         All ranks of the node call this, and get the same result.
         """
-        color = 0 if self._ranks.comm.rank in self.on_devices else MPI.UNDEFINED
+        color = 0 if self._lends else MPI.UNDEFINED
         sharing, failure = self._node.Split(color, self._node.rank), ""
         if sharing != MPI.COMM_NULL:
             failure = arena.meet(sharing, self._ranks.comm.rank)
@@ -368,12 +392,39 @@ class RankSetup:
             self.arena = arena
         if self.transports.of_pair(node, node) != "ipc":
             return
-        near = [rank for rank in self.on_devices if self.places[rank] == node]
         sending = [executor for role, executor in self.executors.items() if not self.plan.traits(role).tests]
-        if self._ranks.comm.rank in near and len(near) > 1:
-            arena.make_slots(SLOTS * len(sending), 4 * max((executor.largest for executor in sending), default=0))
+        if self._lends:
+            joint = HELD * sum(self._groups_of(role) for role in self.roles)
+            arena.make_slots(
+                SLOTS * len(sending) + joint, 4 * max((executor.largest for executor in sending), default=0)
+            )
         if failure := self._meet(arena):
             raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); use transport = 'staged'")
+
+    def _make_library(self) -> None:
+        """Creates the library that adds in compute groups, if the job uses one."""
+        by_nccl = self.transports is not None and self.transports.nccl
+        try:
+            self.library = library_of(self._ranks.comm, self.plan, self.roles, self._device if by_nccl else None)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"[cluster] transport = 'nccl' does not work here ({reason}); {IN_MAIN_MEMORY}"
+            ) from error
+
+    def _check_own_devices(self) -> None:
+        """Checks that ranks of groups that reduce by NCCL have devices of their own."""
+        if self.transports is None or not self.transports.nccl:
+            return
+        learns = any(self.plan.traits(i).trains for i in self.roles)
+        mine = devices.kind_of(self._device).identity(self._device) if learns else ""
+        found = self._ranks.comm.allgather(mine)
+        if mine and (first := found.index(mine)) != self._ranks.comm.rank:
+            who = f"ranks {first} and {self._ranks.comm.rank} on {socket.gethostname()}"
+            raise ConfigError(
+                f"[cluster] transport = 'nccl' needs a GPU for each rank with learners, and {who} have the same; use "
+                "fewer learners, or transport = 'auto'"
+            )
 
     def _most_buffers(self, role: int) -> int:
         """Returns the largest number of buffers of a role at a time.

@@ -31,6 +31,13 @@ RUNS: dict[str, dict[str, Any]] = {
     "adv*": {"protocol": {"name": "async"}, "topology": {"name": "adv*"}},
     "one group": {"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}},
     "two groups": {"protocol": {"name": "async"}, "topology": {"name": "groups", "options": {"groups": 2}}},
+    "groups in float16": {
+        "protocol": {"name": "async"},
+        "topology": {"name": "groups", "options": {"groups": 2}},
+        "cluster": {"gradient_format": "float16"},
+    },
+    "replicas": {"protocol": {"name": "sma"}, "topology": {"name": "replicas"}},
+    "blocks": {"protocol": {"name": "sma"}, "topology": {"name": "hierarchical", "options": {"blocks": 2}}},
     "async on adv": {"protocol": {"name": "async"}, "topology": {"name": "adv"}},
     "parts": {"protocol": {"name": "hardsync"}, "cluster": {"node_memory": False, "buckets": 0.001}},
     "async, parts": {"protocol": {"name": "async"}, "cluster": {"node_memory": False, "buckets": 0.001}},
@@ -39,6 +46,11 @@ RUNS: dict[str, dict[str, Any]] = {
         "topology": {"name": "sharded", "options": {"shards": 2}},
     },
     "buffers": {"protocol": {"name": "hardsync"}, "model": {"name": user_code.normed}},
+    "buffers in a group": {
+        "protocol": {"name": "hardsync"},
+        "topology": {"name": "groups"},
+        "model": {"name": user_code.normed},
+    },
     "easgd": {
         "protocol": {"name": "easgd"},
         "topology": {"name": "replicas", "options": {"parameter_server": True}},
@@ -89,7 +101,7 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 READ_THERE = ["hardsync", "async", "too large for float16", "async on adv", "adv*", "half", "buffers", "easgd"]
-READ_THERE += ["sharded"]
+READ_THERE += ["sharded", "one group", "two groups", "groups in float16", "replicas", "blocks"]
 """Where a rank may read vectors on the devices of others."""
 
 TWO_NODES = {
@@ -101,6 +113,8 @@ TWO_NODES = {
     "sharded": [0, 0, 0, 1, 1, 1],
     "buffers": [0, 0, 0, 1],
     "easgd": [0, 0, 0, 1, 1],
+    "two groups": [0, 0, 0, 0, 1, 1],
+    "blocks": [0, 0, 0, 1, 1],
 }
 """Nodes of the ranks of runs with pairs of both kinds: on one node, and on two."""
 
@@ -114,6 +128,8 @@ def ipc(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         assert rank["late"]
         assert "sent" not in rank
     assert sum(rank.get("left", 0) for rank in ranks) >= sum(rank["landed"] for rank in ranks)
+    assert ranks[3]["exchanged in slots"] > 100
+    assert ranks[3]["exchanged in main memory"] > 10, "blocks add sums of their own"
     return paths
 
 
@@ -129,14 +145,41 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return paths
 
 
+REDUCED: dict[str, list[int]] = {
+    "one group": [0, 0, 0, 0],
+    "two groups": [0, 0, 0, 1, 1, 1],
+    "groups in float16": [0, 0, 0, 0, 1, 1],
+    "replicas": [0, 0, 1, 1],
+    "buffers in a group": [0, 0, 0, 1],
+}
+"""Nodes of the ranks of runs whose groups reduce by a library."""
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Result files of runs whose groups reduce by a library of their devices, which adds late."""
+    paths, ranks = train_on_devices(("ipc", "staged", True), REDUCED, tmp_path_factory.mktemp("runs"), reduction="mpi")
+    for rank in ranks[2:4]:
+        assert rank["summed"] > 100
+        assert rank["not summed yet"] > rank["summed"]
+        assert not any("exchanged" in name for name in rank)
+    return paths
+
+
 def train_on_devices(
-    transports: tuple[Any, ...], runs: dict[str, Any], directory: Path
+    transports: tuple[Any, ...], runs: dict[str, Any], directory: Path, **options: Any
 ) -> tuple[dict[str, Path], list[dict[str, Any]]]:
-    """Trains on late devices. The runs are named, with the nodes of their ranks, or None for one node."""
+    """Trains on late devices.
+
+    Args:
+        runs: names of runs, and the nodes of their ranks, or None for one node.
+        options: more options of topologies.
+    """
     paths = {name: directory / f"{place}.h5" for place, name in enumerate(runs)}
     jobs = {}
     for name, path in paths.items():
         job = make_job(**RUNS[name])
+        job = job.with_(topology={"options": {**job.topology.options, **options}})
         nodes = runs[name] or [0] * job.with_(cluster={"learners": 3}).plan().ranks
         jobs[str(path)] = nodes, job
     most = max(len(nodes) for nodes, _ in jobs.values())
@@ -187,6 +230,36 @@ def test_a_run_with_a_transport_for_each_pair_is_repeated_bit_for_bit(mixed: dic
     assert_repeated(mixed[name])
     with rudra.open_results(mixed[name]) as results:
         assert results.attributes["transport"] in ("ipc, staged", "ipc, mpi")
+
+
+@pytest.mark.parametrize("missing", ["copied", "taken", "added", "summed"])
+def test_a_missing_wait_of_a_reduction_is_noticed(ipc: dict[str, Path], missing: str, tmp_path: Path) -> None:
+    """By the ranks, whose weights then differ, or by other weights."""
+    job, path = make_job(**RUNS["one group"]).with_(fault_tolerance={"non_finite_loss": "warn"}), tmp_path / "run.h5"
+    if missing == "summed":
+        job = job.with_(topology={"options": {"reduction": "mpi"}})
+    try:
+        on_ranks(user_code.train_without_wait, 2, missing=missing, jobs={str(path): ([0] * 4, job)})
+    except RudraError:
+        return
+    with rudra.open_results(path) as hasty, rudra.open_results(ipc["one group"]) as plain:
+        assert not np.allclose(hasty.weights, plain.weights, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_groups_that_reduce_by_a_library_learn(nccl: dict[str, Path], name: str) -> None:
+    with rudra.open_results(nccl[name]) as results:
+        assert results.attributes["transport"].startswith("nccl, ipc")
+        assert results.attributes["not_replayable"]
+        assert results.summary()["final_test_error"] < 0.5
+
+
+def test_a_library_adds_the_same_gradients(nccl: dict[str, Path], ipc: dict[str, Path]) -> None:
+    found = []
+    for path in (nccl["one group"], ipc["one group"]):
+        with rudra.open_results(path) as results:
+            found.append(results.weights)
+    assert np.allclose(*found, atol=1e-4)
 
 
 def test_transports_lead_to_the_same_weights(ipc: dict[str, Path], staged: dict[str, Path]) -> None:

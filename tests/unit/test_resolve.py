@@ -10,9 +10,9 @@ from rudra.compute.device.kind import DeviceKind
 from rudra.errors import ConfigError, RudraError, TopologyError
 from rudra.job.boundary import START, Boundary
 from rudra.job.job import Job
+from rudra.job.transports import Transports
 from rudra.prepare.nodes import nodes_of
 from rudra.prepare.phases import phases_of
-from rudra.job.transports import Transports
 from rudra.prepare.resolve import RankFacts, choose_devices, fit, resolve, resolve_virtual, settle
 
 AUTO = Job(cluster={"device": "auto"})

@@ -68,7 +68,7 @@ def test_a_job_has_transports_within_and_between_nodes(
 
 
 def test_ranks_of_two_nodes_use_a_library_that_knows_gpus() -> None:
-    job, plan, places = placed(2)
+    job, plan, _ = placed(2)
     found = transports_of(job, plan, gpu_aware=True)
     assert found is not None
     assert [found.of_pair(*pair) for pair in ((0, 0), (0, 1), (1, 1))] == ["ipc", "mpi", "ipc"]
