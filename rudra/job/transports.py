@@ -16,6 +16,13 @@ memory. "staged": tensors are copied to main memory, and from there as between C
 IN_MAIN_MEMORY = "use transport = 'auto' or 'staged'"
 
 
+SLOTS = 4
+"""Number of slots for each role that sends tensors."""
+
+HELD = 3
+"""Number of slots for each group that a role reduces in: others still read one while two are filled."""
+
+
 class Transports(NamedTuple):
     """Transports of all pairs of ranks that compute on GPUs.
 
@@ -137,6 +144,7 @@ def on_devices(plan: Plan, nodes: Sequence[int], transports: Transports | None) 
     """
     if transports is None:
         return frozenset()
+    plan = plan.whole  # dormant learners may begin later
     ranks = [role.world_rank for role in plan.roles]
     elsewhere = {
         ranks[role]
@@ -150,6 +158,24 @@ def on_devices(plan: Plan, nodes: Sequence[int], transports: Transports | None) 
         if len(pair) > 1 and transports.of_pair(nodes[one], nodes[other]) == "ipc" and not pair & elsewhere:
             found |= pair
     return frozenset(found)
+
+
+def slots_of(plan: Plan, rank: int, nodes: Sequence[int], transports: Transports | None) -> int:
+    """Returns the number of slots in the memory that a rank lends to others of its node. A slot holds one vector.
+
+    Args:
+        plan, nodes, transports: As for `on_devices`.
+        rank: The rank.
+    """
+    found = on_devices(plan, nodes, transports)
+    place = {role.world_rank: node for role, node in zip(plan.roles, nodes, strict=True)}
+    if transports is None or transports.of_pair(place[rank], place[rank]) != "ipc":
+        return 0
+    if rank not in found or sum(place[other] == place[rank] for other in found) < 2:
+        return 0
+    roles = [role for role in plan.on_rank(rank) if not plan.traits(role).tests]
+    grouped = [role for role in roles if role in plan.learners and plan.roles[role].group is not None]
+    return SLOTS * len(roles) + HELD * len(grouped) * (1 + (plan.sharing != "nothing"))
 
 
 def _pairs(plan: Plan) -> Iterator[tuple[int, int]]:

@@ -25,9 +25,6 @@ from rudra.compute.device.regions import Region
 from rudra.compute.vectors import Buffer
 from rudra.mpi.arena import Arena
 
-SLOTS = 4
-"""Number of slots for each role that sends tensors."""
-
 ALIGNED = 256
 """Slots begin at multiples of this number of bytes."""
 

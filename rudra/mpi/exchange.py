@@ -10,9 +10,6 @@ from rudra.compute.device.streams import Pending
 from rudra.compute.vectors import Buffer, Take
 from rudra.mpi.device_arena import DeviceArena
 
-HELD = 3
-"""Number of copies for each member of a group: others still read one while two are made."""
-
 
 class Exchange:
     """Copies of the vectors of a group's members on this rank.

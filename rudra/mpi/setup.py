@@ -30,12 +30,11 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
 from rudra.errors import ConfigError
-from rudra.job.transports import IN_MAIN_MEMORY, Transport, Transports, on_devices
+from rudra.job.transports import IN_MAIN_MEMORY, Transport, Transports, on_devices, slots_of
 from rudra.log import log
 from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
-from rudra.mpi.device_arena import SLOTS, DeviceArena
-from rudra.mpi.exchange import HELD
+from rudra.mpi.device_arena import DeviceArena
 from rudra.mpi.job_ranks import JobRanks
 from rudra.mpi.libraries import Library, library_of
 from rudra.mpi.network_test import in_turns, measure, worst
@@ -109,11 +108,6 @@ class RankSetup:
         self.transports = transports
         self.library: Library | None = None
 
-    def _groups_of(self, role: int) -> int:
-        """Returns the number of groups that a role reduces in."""
-        grouped = role in self.plan.learners and self.plan.roles[role].group is not None
-        return grouped + (grouped and self.plan.sharing != "nothing")
-
     @property
     def _nodes(self) -> list[int]:
         """Node of every role."""
@@ -125,11 +119,9 @@ class RankSetup:
         return on_devices(self.plan, self._nodes, self.transports)
 
     @property
-    def _lends(self) -> bool:
-        """Whether this rank and others of its node have their vectors on devices."""
-        node = self.places[self._ranks.comm.rank]
-        near = {rank for rank in self.on_devices if self.places[rank] == node}
-        return self._ranks.comm.rank in near and len(near) > 1
+    def _slots(self) -> int:
+        """Number of slots that this rank lends to others of its node."""
+        return slots_of(self.plan, self._ranks.comm.rank, self._nodes, self.transports) if self.roles else 0
 
     @property
     def whole(self) -> Collection[int]:
@@ -225,7 +217,7 @@ class RankSetup:
 
         All ranks of the node call this, and get the same result.
         """
-        color = 0 if self._lends else MPI.UNDEFINED
+        color = 0 if self._slots else MPI.UNDEFINED
         sharing, failure = self._node.Split(color, self._node.rank), ""
         if sharing != MPI.COMM_NULL:
             failure = arena.meet(sharing, self._ranks.comm.rank)
@@ -393,11 +385,8 @@ class RankSetup:
         if self.transports.of_pair(node, node) != "ipc":
             return
         sending = [executor for role, executor in self.executors.items() if not self.plan.traits(role).tests]
-        if self._lends:
-            joint = HELD * sum(self._groups_of(role) for role in self.roles)
-            arena.make_slots(
-                SLOTS * len(sending) + joint, 4 * max((executor.largest for executor in sending), default=0)
-            )
+        if self._slots:
+            arena.make_slots(self._slots, 4 * max((executor.largest for executor in sending), default=0))
         if failure := self._meet(arena):
             raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); use transport = 'staged'")
 

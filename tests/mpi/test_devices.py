@@ -11,6 +11,7 @@ import user_code
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.compute.device import placement
+from rudra.compute.device.devices import DEVICES
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
 from rudra.core.wire import tail_bytes
@@ -452,3 +453,33 @@ def test_a_deterministic_run_on_a_gpu_is_repeated_bit_for_bit(gpu: torch.device,
     with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
         assert results.attributes["device_model"] == torch.cuda.get_device_name(gpu)
     assert_repeated(tmp_path / "run.h5")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["async", "one group", "sharded", "hardsync"])
+def test_two_ranks_read_each_others_memory_on_one_gpu(gpu: torch.device, tmp_path: Path, name: str) -> None:
+    """The weights are those that copies in main memory lead to, if the order of gradients does not matter."""
+    found = []
+    for transport in ("ipc", "staged"):
+        job = make_job(**RUNS[name], training={"epochs": 1})
+        job = job.with_(cluster={"learners": 2, "device": "cuda", "deterministic": True, "transport": transport})
+        with rudra.run(job, output=tmp_path / f"{transport}.h5", progress="quiet") as results:
+            assert results.attributes["transport"] == transport
+            found.append(results.summary()["weights_sha256"])
+    if job.protocol.name == "hardsync":
+        assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_a_group_of_one_rank_reduces_by_nccl(gpu: torch.device, tmp_path: Path) -> None:
+    if not DEVICES["cuda"].library():
+        pytest.skip("this build of torch has no NCCL")
+    job = make_job(**RUNS["one group"])
+    job = job.with_(cluster={"learners": 1, "device": "cuda", "transport": "nccl"})
+    with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.attributes["transport"].startswith("nccl, ")
+        assert results.summary()["final_test_error"] < 0.5
+    if torch.cuda.device_count() == 1:
+        with pytest.raises(RudraError) as caught:
+            rudra.run(job.with_(cluster={"learners": 2}), output=tmp_path / "two.h5", progress="quiet")
+        assert caught.value.exit_code == 2

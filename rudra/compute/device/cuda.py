@@ -211,6 +211,11 @@ class Cuda(DeviceKind):
         memory: torch.Tensor = rebuild(*arguments)
         return memory
 
+    def library(self) -> str:
+        if not hasattr(torch.distributed, "ProcessGroupNCCL"):
+            return ""
+        return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
     def identity(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)
 

@@ -119,6 +119,10 @@ class DeviceKind:
         """
         return attached(ticket)
 
+    def library(self) -> str:
+        """Returns name and version of the library of `collective`. Empty: there is none."""
+        return "gloo" if hasattr(torch.distributed, "ProcessGroupGloo") else ""
+
     def identity(self, device: torch.device) -> str:
         """Returns an identifier of a device that no other device has. Empty: any number of processes may share it."""
         return ""
