@@ -160,6 +160,15 @@ def on_devices(plan: Plan, nodes: Sequence[int], transports: Transports | None) 
     return frozenset(found)
 
 
+def lends(plan: Plan, rank: int, nodes: Sequence[int], transports: Transports | None) -> bool:
+    """Returns whether a rank and others of its node read each other's GPU memory. Arguments as for `slots_of`."""
+    place = {role.world_rank: node for role, node in zip(plan.roles, nodes, strict=True)}
+    if transports is None or rank not in place or transports.of_pair(place[rank], place[rank]) != "ipc":
+        return False
+    near = {other for other in on_devices(plan, nodes, transports) if place[other] == place[rank]}
+    return rank in near and len(near) > 1
+
+
 def slots_of(plan: Plan, rank: int, nodes: Sequence[int], transports: Transports | None) -> int:
     """Returns the number of slots in the memory that a rank lends to others of its node. A slot holds one vector.
 
@@ -167,11 +176,7 @@ def slots_of(plan: Plan, rank: int, nodes: Sequence[int], transports: Transports
         plan, nodes, transports: As for `on_devices`.
         rank: The rank.
     """
-    found = on_devices(plan, nodes, transports)
-    place = {role.world_rank: node for role, node in zip(plan.roles, nodes, strict=True)}
-    if transports is None or transports.of_pair(place[rank], place[rank]) != "ipc":
-        return 0
-    if rank not in found or sum(place[other] == place[rank] for other in found) < 2:
+    if not lends(plan, rank, nodes, transports):
         return 0
     roles = [role for role in plan.on_rank(rank) if not plan.traits(role).tests]
     grouped = [role for role in roles if role in plan.learners and plan.roles[role].group is not None]

@@ -30,7 +30,7 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
 from rudra.errors import ConfigError
-from rudra.job.transports import IN_MAIN_MEMORY, Transport, Transports, on_devices, slots_of
+from rudra.job.transports import IN_MAIN_MEMORY, Transport, Transports, lends, on_devices, slots_of
 from rudra.log import log
 from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
@@ -119,9 +119,9 @@ class RankSetup:
         return on_devices(self.plan, self._nodes, self.transports)
 
     @property
-    def _slots(self) -> int:
-        """Number of slots that this rank lends to others of its node."""
-        return slots_of(self.plan, self._ranks.comm.rank, self._nodes, self.transports) if self.roles else 0
+    def _lends(self) -> bool:
+        """Whether this rank and others of its node read each other's memory on devices."""
+        return lends(self.plan, self._ranks.comm.rank, self._nodes, self.transports)
 
     @property
     def whole(self) -> Collection[int]:
@@ -217,7 +217,7 @@ class RankSetup:
 
         All ranks of the node call this, and get the same result.
         """
-        color = 0 if self._slots else MPI.UNDEFINED
+        color = 0 if self._lends else MPI.UNDEFINED
         sharing, failure = self._node.Split(color, self._node.rank), ""
         if sharing != MPI.COMM_NULL:
             failure = arena.meet(sharing, self._ranks.comm.rank)
@@ -385,8 +385,9 @@ class RankSetup:
         if self.transports.of_pair(node, node) != "ipc":
             return
         sending = [executor for role, executor in self.executors.items() if not self.plan.traits(role).tests]
-        if self._slots:
-            arena.make_slots(self._slots, 4 * max((executor.largest for executor in sending), default=0))
+        if self._lends:
+            slots = slots_of(self.plan, self._ranks.comm.rank, self._nodes, self.transports)
+            arena.make_slots(slots, 4 * max((executor.largest for executor in sending), default=0))
         if failure := self._meet(arena):
             raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); use transport = 'staged'")
 
