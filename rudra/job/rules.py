@@ -364,7 +364,8 @@ def correction(part: JobPart) -> Iterator[str]:
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared', where no server sees a gradient; use weights = 'server'"
     if plan.reduction == "mpi":
-        yield f"{on} {_library(job)}, which is not repeatable; use {_ordered(job)}"
+        table, key = _library(job)
+        yield f"{on} [{table}] {key}, which is not repeatable; use {_ordered(job)}"
     if job.placement.given:
         yield f"{on} [placement] cut, because no role sees a whole gradient; remove one of them"
     if job.simulation.batching == "big-batch":
@@ -659,7 +660,8 @@ def weights_in_parts(part: JobPart) -> Iterator[str]:
 def groups_on_one_rank(part: JobPart) -> Iterator[str]:
     hosted = {(part.plan.roles[i].world_rank, part.plan.roles[i].group) for i in part.plan.learners}
     if part.plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
-        on = f"{_library(part.job)} is not supported with"
+        table, key = _library(part.job)
+        on = f"[{table}] {key} is not supported with"
         yield f"{on} learners of several groups on a rank; use {_ordered(part.job)}"
 
 
@@ -677,7 +679,8 @@ def one_rank(part: JobPart) -> Iterator[str]:
     if plan.overlapped:
         yield f"{on} topology {named(job.topology.name)}, whose learners have threads; use topology adv or base"
     if plan.reduction == "mpi":
-        yield f"{on} {_library(job)}; use reduction = 'ordered'"
+        table, key = _library(job)
+        yield f"{on} [{table}] {key}; use reduction = 'ordered'"
     if job.fault_tolerance.straggler_timeout_s is not None:
         yield f"{on} [fault_tolerance] straggler_timeout_s; remove straggler_timeout_s"
 
@@ -709,7 +712,8 @@ def active_learners(part: JobPart) -> Iterator[str]:
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared', which all workers update in place; use weights = 'server'"
     if plan.reduction == "mpi":
-        yield f"{on} {_library(job)}; use {_ordered(job)}"
+        table, key = _library(job)
+        yield f"{on} [{table}] {key}; use {_ordered(job)}"
     if job.simulation.batching == "big-batch":
         yield f"{on} [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
 
@@ -802,13 +806,16 @@ def other_roles(
     if who[0] != who[1]:
         yield "[topology] options must not change roles or ranks; use options that keep them"
     if after.reduction == "mpi":
-        yield f"{_library(job)} is not supported with {changing}; use {_ordered(job)}"
+        by_nccl = job is not None and job.cluster.nccl
+        key = "[cluster] transport = 'nccl'" if by_nccl else "[topology] options.reduction = 'mpi'"
+        yield f"{key} is not supported with {changing}; use {_ordered(job)}"
 
 
-def _library(job: JobFields | None) -> str:
-    """Returns the key by which a library adds in compute groups. None: the job is not known."""
-    by_nccl = job is not None and job.cluster.nccl
-    return "[cluster] transport = 'nccl'" if by_nccl else "[topology] options.reduction = 'mpi'"
+def _library(job: JobFields) -> tuple[str, str]:
+    """Returns table and key by which a library adds in compute groups."""
+    if job.cluster.nccl:
+        return "cluster", "transport = 'nccl'"
+    return "topology", "options.reduction = 'mpi'"
 
 
 def _ordered(job: JobFields | None) -> str:
