@@ -175,13 +175,14 @@ def _mpi_findings(seen: dict[str, Any]) -> Iterator[Finding]:
         advice = "base works; push and pull threads need an MPI library built with MPI_THREAD_MULTIPLE"
         yield Finding("mpi threads", "warn", f"only MPI_THREAD_{threads.upper()} is granted", advice)
     told = {
-        True: "yes: cluster.transport = 'mpi' can be set",
+        True: "yes: ranks on two nodes send GPU tensors directly",
         False: "no; GPU tensors travel through main memory",
         None: "unknown, the library does not report it; GPU tensors travel through main memory",
     }
     yield Finding("mpi gpu-aware", "ok", told[seen["gpu"]])
     yield _node_memory(*seen["memory"])
     yield _gpu_memory(seen["ipc"])
+    yield _transports(seen["ipc"], gpu_aware=bool(seen["gpu"]))
     yield _window(*seen["window"])
 
 
@@ -207,6 +208,26 @@ def _gpu_memory(failure: str | None) -> Finding:
         return Finding("gpu memory", "warn", f"ranks cannot read each other's: {_first_line(failure)}", advice)
     found = "not tried: two ranks on one node with GPUs are needed" if failure is None else "ranks read each other's"
     return Finding("gpu memory", "ok", f"{found} (cluster.transport = 'ipc')")
+
+
+def _transports(failure: str | None, *, gpu_aware: bool) -> Finding:
+    """Says which transports `cluster.transport = "auto"` chooses here, and whether NCCL can be set.
+
+    Args:
+        failure: as for `_gpu_memory`.
+        gpu_aware: whether the MPI library reads GPU memory.
+    """
+    with suppress(ImportError, OSError):
+        from rudra.compute.device.devices import AUTO, DEVICES  # and torch, which may be broken
+
+        if DEVICES[AUTO].count():
+            within = "staged" if failure else "ipc"
+            trial = " (a run tries it)" if failure is None else ""
+            library = DEVICES[AUTO].library()
+            groups = f"{library} for groups with cluster.transport = 'nccl' (not tried)" if library else "no NCCL"
+            pairs = f"{within} within a node{trial}, {'mpi' if gpu_aware else 'staged'} between nodes"
+            return Finding("transports", "ok", f"{pairs}; {groups}")
+    return Finding("transports", "ok", "only ranks that compute on GPUs have some")
 
 
 def _window(tried: bool, failure: str) -> Finding:

@@ -264,6 +264,7 @@ def load(
     scheduled: bool = False,
     window: bool = False,
     one_rank: bool = False,
+    library: bool = False,
 ) -> Topology:
     """Binds a topology to its options.
 
@@ -275,6 +276,7 @@ def load(
         scheduled: Whether the parameter server assigns the samples.
         window: Whether learners update shared weights.
         one_rank: Whether one rank hosts all roles.
+        library: Whether a library reduces in compute groups if the options do not say who does.
 
     Raises:
         KeyError: The name is unknown.
@@ -293,6 +295,8 @@ def load(
     except TypeError as error:
         valid = ", ".join([*signature.parameters][1:]) or "none"
         raise ValueError(f"[topology] options: {text}.plan: {error}; valid: {valid}") from None
+    if library and "reduction" in signature.parameters:
+        bound.setdefault("reduction", "mpi")
     return Topology(text, partial(source.plan, **bound), per_rank, staged, scheduled, window, one_rank)
 
 

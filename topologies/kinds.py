@@ -22,6 +22,8 @@ EVERYBODY = -1
 """Number of the group of all learners, if the compute groups average with each other."""
 
 Reduction = Literal["ordered", "nodes", "mpi"]
+"""Order of addition in a compute group. "mpi": a library's own order. It is the MPI library, or NCCL."""
+
 Sharing = Literal["nothing", "replica", "reference"]
 
 

@@ -46,7 +46,10 @@ def in_blocks(plan: Plan, numbers: Sequence[int], sharing: Sharing) -> Plan:
         sharing: State that a block shares.
     """
     if plan.reduction == "mpi":
-        raise ValueError("[topology] options.reduction = 'mpi' is not supported with blocks; use 'ordered' or 'nodes'")
+        raise ValueError(
+            "[topology] options.reduction = 'mpi', or [cluster] transport = 'nccl', is not supported with blocks; use "
+            "'ordered' or 'nodes', and transport = 'auto'"
+        )
     roles = list(plan.roles)
     for id_, number in zip(plan.learners, numbers, strict=True):
         roles[id_] = replace(roles[id_], group=number)

@@ -28,6 +28,26 @@ def to_half(vector: torch.Tensor, out: torch.Tensor) -> int:
     return exponent
 
 
+def round_to(vector: torch.Tensor, out: torch.Tensor, exponent: torch.Tensor) -> None:
+    """Does the same as `to_half` without a wait for a device.
+
+    Args:
+        vector: (size,) float32.
+        out: (size,) float16.
+        exponent: (1,) int16, receives the exponent.
+    """
+    low, high = torch.aminmax(vector)
+    peak = torch.maximum(-low, high)
+    fits = (peak < OVERFLOWS) | ~peak.isfinite()
+    exponent.copy_(torch.where(fits, 0, torch.frexp(peak).exponent - 15).reshape(1))
+    out.copy_(torch.ldexp(vector, -exponent))
+
+
+def unrounded(half: torch.Tensor, exponent: torch.Tensor, out: torch.Tensor) -> None:
+    """Reverses `round_to`, into `out`, (size,) float32."""
+    torch.ldexp(half.float(), exponent, out=out)
+
+
 def from_half(half: torch.Tensor, exponent: int, out: torch.Tensor) -> None:
     """Reverses `to_half`, into `out`, (size,) float32."""
     out.copy_(half)

@@ -27,6 +27,7 @@ from rudra.data.sparse import bytes_of
 from rudra.data.trees import moved, named
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.job.transports import slots_of, transports_of
 from rudra.memory import bytes_text
 from topologies import Plan
 
@@ -97,6 +98,7 @@ class MemoryPlan(NamedTuple):
         activations: Tensors that autograd saves.
         workspaces: Gradients of activations in the backward pass, and temporary memory of operations.
         evaluation: Weights and one batch of an evaluation.
+        slots: Copies of vectors that other ranks of the node read.
     """
 
     weights: int
@@ -106,6 +108,7 @@ class MemoryPlan(NamedTuple):
     activations: LinearBytes
     workspaces: LinearBytes
     evaluation: int
+    slots: int = 0
 
     def parts(self, samples: int) -> dict[str, int]:
         """Returns the bytes of each part, if the learner computes a number of samples at once."""
@@ -172,6 +175,7 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
         activations=through(sizes, [step.activations for step in steps]),
         workspaces=spaces._replace(fixed=spaces.fixed + LIBRARIES * kind_of(device).apart),
         evaluation=vector + of_data.at(count) + tested.at(count) if training.evaluate else 0,
+        slots=vector * slots_of(plan, plan.roles[learner].world_rank, plan.nodes(near=True), transports_of(job, plan)),
     )
 
 

@@ -115,7 +115,7 @@ class JobFields(Table):
         per_rank, staged = self.cluster.per_rank, self.placement.servers if self.placement.given else 0
         scheduled = self.scheduled
         how = {"scheduled": scheduled, "window": scheduled and self.hogbatch.shares_weights}
-        how["one_rank"] = self.cluster.one_rank is True
+        how |= {"one_rank": self.cluster.one_rank is True, "library": self.cluster.nccl}
         return topologies.load(topology, self.topology.options, per_rank, staged=staged, **how)
 
     def active(self, plan: topologies.Plan) -> topologies.Plan:

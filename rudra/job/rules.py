@@ -365,7 +365,8 @@ def correction(part: JobPart) -> Iterator[str]:
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared', where no server sees a gradient; use weights = 'server'"
     if plan.reduction == "mpi":
-        yield f"{on} [topology] options.reduction = 'mpi', which is not repeatable; use 'ordered' or 'nodes'"
+        table, key = _library(job)
+        yield f"{on} [{table}] {key}, which is not repeatable; use {_ordered(job)}"
     if job.placement.given:
         yield f"{on} [placement] cut, because no role sees a whole gradient; remove one of them"
     if job.simulation.batching == "big-batch":
@@ -660,10 +661,9 @@ def weights_in_parts(part: JobPart) -> Iterator[str]:
 def groups_on_one_rank(part: JobPart) -> Iterator[str]:
     hosted = {(part.plan.roles[i].world_rank, part.plan.roles[i].group) for i in part.plan.learners}
     if part.plan.reduction == "mpi" and len({rank for rank, _ in hosted}) < len(hosted):
-        yield (
-            "[topology] options.reduction = 'mpi' is not supported with learners of several groups on a rank; "
-            "use 'ordered' or 'nodes'"
-        )
+        table, key = _library(part.job)
+        on = f"[{table}] {key} is not supported with"
+        yield f"{on} learners of several groups on a rank; use {_ordered(part.job)}"
 
 
 @part_rule
@@ -683,7 +683,8 @@ def one_rank(part: JobPart) -> Iterator[str]:
     if plan.overlapped:
         yield f"{on} topology {named(job.topology.name)}, whose learners have threads; use topology adv or base"
     if plan.reduction == "mpi":
-        yield f"{on} [topology] options.reduction = 'mpi'; use reduction = 'ordered'"
+        table, key = _library(job)
+        yield f"{on} [{table}] {key}; use reduction = 'ordered'"
     if job.fault_tolerance.straggler_timeout_s is not None:
         yield f"{on} [fault_tolerance] straggler_timeout_s; remove straggler_timeout_s"
 
@@ -777,7 +778,8 @@ def active_learners(part: JobPart) -> Iterator[str]:
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared', which all workers update in place; use weights = 'server'"
     if plan.reduction == "mpi":
-        yield f"{on} [topology] options.reduction = 'mpi'; use 'ordered' or 'nodes'"
+        table, key = _library(job)
+        yield f"{on} [{table}] {key}; use {_ordered(job)}"
     if job.simulation.batching == "big-batch":
         yield f"{on} [simulation] batching = 'big-batch'; use batching = 'none' or 'vmap'"
 
@@ -856,16 +858,35 @@ def same_replicas(first: JobPart, later: JobPart) -> Iterator[str]:
 
 @change_rule
 def same_roles(first: JobPart, later: JobPart) -> Iterator[str]:
-    yield from other_roles(first.plan, later.plan, first.job.changing)
+    yield from other_roles(first.plan, later.plan, first.job.changing, first.job)
 
 
-def other_roles(before: topologies.Plan, after: topologies.Plan, changing: str = "[[changes]]") -> Iterator[str]:
+def other_roles(
+    before: topologies.Plan,
+    after: topologies.Plan,
+    changing: str = "[[changes]]",
+    job: JobFields | None = None,
+) -> Iterator[str]:
     """Yields reasons why the ranks of a run cannot continue with another plan."""
     who = [[(role.kind, role.index, plan.traits(i)) for i, role in enumerate(plan.roles)] for plan in (before, after)]
     if who[0] != who[1]:
         yield "[topology] options must not change roles or ranks; use options that keep them"
     if after.reduction == "mpi":
-        yield f"[topology] options.reduction = 'mpi' is not supported with {changing}; use 'ordered' or 'nodes'"
+        by_nccl = job is not None and job.cluster.nccl
+        key = "[cluster] transport = 'nccl'" if by_nccl else "[topology] options.reduction = 'mpi'"
+        yield f"{key} is not supported with {changing}; use {_ordered(job)}"
+
+
+def _library(job: JobFields) -> tuple[str, str]:
+    """Returns table and key by which a library adds in compute groups."""
+    if job.cluster.nccl:
+        return "cluster", "transport = 'nccl'"
+    return "topology", "options.reduction = 'mpi'"
+
+
+def _ordered(job: JobFields | None) -> str:
+    """Returns the values of that key with which ranks add in an order of the plan."""
+    return "transport = 'auto'" if job is not None and job.cluster.nccl else "'ordered' or 'nodes'"
 
 
 # Nodes of a simulation.

@@ -69,8 +69,8 @@ def facts_of_ranks(comm: MPI.Comm, cluster: ClusterTable) -> list[RankFacts]:
         place,
         socket.gethostname(),
         cores(),
-        devices.here(cluster.device),
-        gpu_aware=cluster.transport == "mpi" and bool(gpu_aware()),
+        found := devices.here(cluster.device),
+        gpu_aware=(cluster.transport == "mpi" or found > 0) and bool(gpu_aware()),
         threaded=MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
     )
     return [RankFacts(*facts) for facts in comm.allgather(tuple(mine))]

@@ -23,6 +23,7 @@ import torch
 from mpi4py import MPI
 
 from rudra.compute.device.streams import Stream
+from rudra.compute.vectors import Buffer
 from rudra.machine import memory_file
 
 _ALIGNED = mmap.ALLOCATIONGRANULARITY
@@ -198,6 +199,10 @@ class Arena:
             if first <= address < first + size:
                 return offset + address - first
         return None
+
+    def offset_of(self, buffer: Buffer) -> int | None:
+        """Returns the offset of a buffer in this rank's memory, or None if it is elsewhere."""
+        return self.offset(buffer.array)
 
     def bytes_at(self, rank: int, offset: int, length: int) -> torch.Tensor:
         """Returns a neighbour's memory as a tensor, (length,) uint8, to be read only."""

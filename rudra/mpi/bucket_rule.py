@@ -1,6 +1,6 @@
 """Rule that says which gradients and weights travel in buckets between learners and servers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from rudra.core.bucket_rules import pull_parts, pulling, push_parts, pushing
@@ -18,6 +18,7 @@ class BucketRule:
         node: node of every role.
         auto: number of elements of a bucket that the ranks chose.
         pulls: whether MPI and the model let a forward pass begin before all its weights are there.
+        whole: ranks whose learners send and receive whole vectors, because theirs are on a GPU.
     """
 
     job: Job
@@ -25,10 +26,14 @@ class BucketRule:
     node: Sequence[int]
     auto: int
     pulls: bool
+    whole: Collection[int] = ()
 
     def senders(self, owner: int) -> tuple[int, ...]:
         """Returns the learners that push large gradients to a role in buckets."""
-        return pushing(self.job, self.plan, self.node, owner)
+        return self._in_parts(pushing(self.job, self.plan, self.node, owner))
+
+    def _in_parts(self, learners: Sequence[int]) -> tuple[int, ...]:
+        return tuple(learner for learner in learners if self.plan.roles[learner].world_rank not in self.whole)
 
     def push_parts(self, owner: int, size: int, parameters: int) -> list[slice]:
         """Returns the parts of gradients for a role. Empty: they come as a whole.
@@ -42,7 +47,7 @@ class BucketRule:
 
     def receivers(self, owner: int) -> tuple[int, ...]:
         """Returns the learners that get large weights from a role in buckets."""
-        return pulling(self.job, self.plan, self.node, owner) if self.pulls else ()
+        return self._in_parts(pulling(self.job, self.plan, self.node, owner)) if self.pulls else ()
 
     def pull_parts(self, size: int, parameters: int) -> list[slice]:
         """Returns the parts of weights from a role. Empty: they come as a whole.

@@ -6,6 +6,9 @@ The receiver copies it from there to its own buffer. Places and leases work as i
 
 The memory of a device may end with its process. So a tensor counts only if its sender still ran after the receiver had
 copied it. Otherwise the receiver waits, until it learns that the sender is lost.
+
+A tensor for another rank is copied to a room, from where MPI sends it, and is received in a room. Rooms are page-locked
+main memory, or memory of the device if the MPI library reads that.
 """
 
 import os
@@ -19,10 +22,8 @@ from mpi4py import MPI
 
 from rudra.compute.device import devices
 from rudra.compute.device.regions import Region
+from rudra.compute.vectors import Buffer
 from rudra.mpi.arena import Arena
-
-SLOTS = 4
-"""Number of slots for each role that sends tensors."""
 
 ALIGNED = 256
 """Slots begin at multiples of this number of bytes."""
@@ -47,17 +48,38 @@ class Slot:
         self.memory, self.offset = memory, offset
 
 
+class RegionBuffer(Buffer):
+    """Vector in a slot that is reserved for it.
+
+    Args:
+        slot: the slot.
+        size: number of elements.
+
+    Attributes:
+        slot: the slot.
+    """
+
+    def __init__(self, slot: Slot, size: int) -> None:
+        self.version = 0
+        self.slot = slot
+        self.vector = slot.memory[: 4 * size].view(torch.float32)
+        self._array = None
+
+
 class DeviceArena(Arena):
     """The region of this rank and of its neighbours.
 
     Args:
         device: device of this rank.
+        reads: whether the MPI library reads and writes memory of the device.
     """
 
     copies = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, reads: bool = False) -> None:
         super().__init__()
+        self._reads = reads
+        self._rooms: list[torch.Tensor] = []
         self._device, self._kind = device, devices.kind_of(device)
         self.stream = self._kind.stream(device)
         self._region: Region | None = None
@@ -87,8 +109,43 @@ class DeviceArena(Arena):
         """Returns a slot without readers. None: all are in use."""
         return next((slot for slot in self._slots if not slot.readers), None)
 
+    def reserve(self, size: int) -> RegionBuffer:
+        """Reserves a slot for a vector. Its buffer has no readers."""
+        slot = self.free_slot()
+        assert slot is not None, "too few slots"
+        slot.readers += 1
+        return RegionBuffer(slot, size)
+
+    def unreserve(self, buffer: Buffer) -> None:
+        """Makes the slot of a vector free, if it has one."""
+        if isinstance(buffer, RegionBuffer):
+            buffer.slot.readers -= 1
+
+    def offset_of(self, buffer: Buffer) -> int | None:
+        return buffer.slot.offset if isinstance(buffer, RegionBuffer) else None
+
+    def room(self, length: int) -> torch.Tensor:
+        """Returns a room, (length,) uint8, for a tensor that MPI sends or receives. `leave` ends its use."""
+        for place, room in enumerate(self._rooms):
+            if len(room) == length:
+                return self._rooms.pop(place)
+        if self._reads:
+            return torch.zeros(length, dtype=torch.uint8, device=self._device)
+        return self._kind.main_memory(length)
+
+    def written(self) -> None:
+        """Waits until a message is in its room, if that is on the device: MPI does not know the device's streams."""
+        if self._reads:
+            self._kind.finish(self._device)
+
+    def leave(self, room: torch.Tensor) -> None:
+        """Makes a room free. Nothing may read it or write to it any more."""
+        self._rooms.append(room)
+
     def intact(self, rank: int) -> bool:
         """Returns whether the memory of a neighbour is still there: its process has not begun to end."""
+        if rank not in self._pids:
+            return True  # it sent a message
         with suppress(OSError, ValueError):
             fields = Path(f"/proc/{self._pids[rank]}/stat").read_text().rpartition(")")[2].split()
             return not int(fields[6]) & _EXITS
@@ -99,6 +156,7 @@ class DeviceArena(Arena):
         self._regions.clear()
         self._views.clear()
         self._slots.clear()
+        self._rooms.clear()
         self._region = None
 
     def _offer(self, ranks: int) -> Any:

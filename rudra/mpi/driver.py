@@ -10,7 +10,7 @@ compute. A rank with its own core spins for a while before it sleeps. Neighbours
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,9 +57,9 @@ from rudra.mpi.control_messages import ControlMessages
 from rudra.mpi.deadlock import Standstill
 from rudra.mpi.failure_reports import raise_reported
 from rudra.mpi.failures import Losses
-from rudra.mpi.group_reduction import library_comm
 from rudra.mpi.hosted_roles import HostedRoles, Make
 from rudra.mpi.idleness import Idleness
+from rudra.mpi.libraries import Library
 from rudra.mpi.long_work import LongWork
 from rudra.mpi.patience import Patience
 from rudra.mpi.reductions import Reductions
@@ -118,6 +118,8 @@ class Rank:
         places: node of every rank. By default all are on one node.
         auto: number of elements of a bucket that the ranks chose, if the job does not determine it.
         pulls: whether MPI and the model let a forward pass begin before all its weights are there.
+        library: library that adds in the group of this rank's learners. None: the ranks do.
+        whole: ranks whose learners send and receive whole vectors, because theirs are on a GPU.
 
     Attributes:
         comm: communicator of all ranks.
@@ -148,8 +150,11 @@ class Rank:
         places: Sequence[int] = (),
         auto: int = 0,
         pulls: bool = False,
+        library: Library | None = None,
+        whole: Collection[int] = (),
     ) -> None:
         self._job, self._places, self._auto, self._pulls = job, places or [0] * comm.size, auto, pulls
+        self._whole = whole
         self.comm, self.plan, self.phases = comm, plan, phases
         self.signalled = Signalled()
         self.apart = False
@@ -180,7 +185,6 @@ class Rank:
         )
         self.states = StateTransfer(comm, plan, partial(tags.tag, channel=STATES))
         self._saver = CheckpointThread(checkpoints, self._work, self.states)
-        library = library_comm(comm, plan, machines)
         overlaps = any(plan.traits(role).overlaps for role in machines)  # transfers run in parallel with computation
         post, hurries = None if overlaps else self._work.post, self.signalled.hurries
         self._reductions = Reductions(comm, executors, tags.tag, doorbell, arena, job, auto, post, hurries)
@@ -207,7 +211,7 @@ class Rank:
     @property
     def _rule(self) -> BucketRule:
         node = [self._places[role.world_rank] for role in self.plan.roles]
-        return BucketRule(self._job, self.plan, node, self._auto, self._pulls)
+        return BucketRule(self._job, self.plan, node, self._auto, self._pulls, self._whole)
 
     @property
     def lost(self) -> set[int]:
@@ -330,6 +334,7 @@ class Rank:
         ranks = self._losses.look()
         if ranks:
             self._traffic.lose(ranks)
+            self._reductions.lose(ranks)
             self.states.lose(ranks)
             lost = [i for i, role in enumerate(self.plan.roles) if role.world_rank in ranks]
             self._roles.events.extend((role, Lost(other)) for other in lost for role in self._roles.machines)

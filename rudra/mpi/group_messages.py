@@ -33,7 +33,7 @@ class GroupRequests:
 
     def __init__(self, comm: MPI.Comm, tag: int) -> None:
         self._comm, self._tag = comm, tag
-        self._all: list[MPI.Request] = []
+        self._all: list[Any] = []
         self._receives: list[MPI.Request] = []  # the requests that write into memory here
 
     def begin(self) -> None:
@@ -51,7 +51,7 @@ class GroupRequests:
         self._receives += requests
         return requests
 
-    def add(self, request: MPI.Request) -> None:
+    def add(self, request: Any) -> None:
         """Adds a request that was started elsewhere."""
         self._all.append(request)
 

@@ -21,6 +21,7 @@ import torch
 from mpi4py import MPI
 
 from rudra.compute.arrivals import Arrivals
+from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor, arithmetic_of_thread
 from rudra.compute.final_gradients import Ready
 from rudra.compute.vectors import Buffer, Take
@@ -31,8 +32,9 @@ from rudra.core.records import Gradient
 from rudra.mpi.arena import Arena
 from rudra.mpi.comm_threads import WorkerThread
 from rudra.mpi.doorbell import Doorbell
+from rudra.mpi.exchange import Exchange
+from rudra.mpi.libraries import Library
 from rudra.mpi.reduction import PartReduction
-from topologies import Plan
 
 MEASURED_STEPS = 5
 """Number of first steps that decide whether passes begin early. This costs copies, and another thread must notice what
@@ -76,6 +78,8 @@ class GroupReduction:
         library, arena, sums: arguments of `PartReduction`.
         to_all: whether all members need the result of gradients that come in buckets.
         early: whether the next forward pass may begin while parts are under way.
+        exchange: copies of the vectors, which are on a device. None: the ranks read the vectors themselves, or a
+            library adds them on the device.
 
     Attributes:
         roles: members on this rank, in group_rank order.
@@ -91,14 +95,19 @@ class GroupReduction:
         tag: int,
         parts: Sequence[slice],
         ring: Callable[[], None],
-        library: MPI.Comm | None = None,
+        library: Library | None = None,
         arena: Arena | None = None,
         sums: Sequence[Sequence[int]] = (),
         *,
         to_all: bool = True,
         early: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
-        self._library, self._to_all = library, to_all
+        self._library, self._to_all, self._exchange = library, to_all, exchange
+        # Copies of contributions that a device makes, and of results. The roles wait for both.
+        self._leaving: list[tuple[int, Reduce, Executor, Buffer, Pending]] = []
+        self._arriving: list[Pending] | None = None
+        self._abandoned: list[Pending] = []
         self._parts = [
             PartReduction(comm, members, tag + number, part, ring, library, arena, sums)
             for number, part in enumerate(parts)
@@ -121,7 +130,15 @@ class GroupReduction:
             self._thread.submit(arithmetic_of_thread())
         its = self._division
         far = bool(its.far) or len(its.sums) > 1
-        may = early and to_all and far and library is None and len(self.roles) == 1 and self._thread is not None
+        may = (
+            early
+            and exchange is None
+            and to_all
+            and far
+            and library is None
+            and len(self.roles) == 1
+            and self._thread is not None
+        )
         self.early, self._waits = False, WaitShare() if may else None
         self._kept = kept(len(parts))  # numbers of the parts that wait for others if passes begin early
         self._held: set[int] = set()  # numbers of the parts that are final, and wait for others if passes begin early
@@ -130,12 +147,12 @@ class GroupReduction:
 
     @property
     def buckets(self) -> bool:
-        """Whether gradients come in buckets."""
-        return len(self._parts) > 1
+        """Whether gradients come in buckets while they are computed."""
+        return len(self._parts) > 1 and self._exchange is None
 
     @property
     def busy(self) -> bool:
-        return bool(self._begun)
+        return bool(self._begun or self._leaving)
 
     @property
     def driven(self) -> bool:
@@ -247,18 +264,22 @@ class GroupReduction:
 
     def begin(self, role: int, action: Reduce, executor: Executor) -> None:
         """Starts a reduction for a member here. All members start the same one, and complete it before the next."""
+        if self._exchange is not None:
+            self._leaving.append(
+                (role, action, executor, *self._exchange.copied(executor.buffer(action.buffer).vector))
+            )
+            return
         if self._thread is not None and not (self.early and role in self._driven):
             self._take_over([role])
         with self._lock:
-            self._begin(role, action, executor)
+            self._begin(role, action, executor, executor.buffer(action.buffer))
         self._news.set()
 
-    def _begin(self, role: int, action: Reduce, executor: Executor) -> None:
+    def _begin(self, role: int, action: Reduce, executor: Executor, buffer: Buffer) -> None:
         if self._failed:
             return
         if self._waits is not None:
             self._waits.begin(time.perf_counter())
-        buffer = executor.buffer(action.buffer)
         early, expected = self._early.pop(role, (action, buffer))
         assert expected is buffer
         assert early.gradient.samples == action.gradient.samples
@@ -274,18 +295,25 @@ class GroupReduction:
 
     def test(self) -> Reduced | None:
         """Advances the reductions, and returns the event for all members here when all are complete."""
+        for each in [each for each in self._leaving if each[-1].done()]:
+            self._leaving.remove(each)
+            self._begin(*each[:-1])
         with self._lock:
             if self.early and self._driven:
                 self._raise_of_thread()
                 return None
             self._advance()
-        if self._active or len(self._begun) < len(self.roles):
+        if self._active or len(self._begun) < len(self.roles) or not self._returned():
             return None
         if self._waits is not None and self._waits.end(time.perf_counter()):
             self.early, self._waits = self._waits.is_large, None
         contributions = [self._begun[role] for role in self.roles]
         action, buffers, last = contributions[0][0], [buffer for *_, buffer in contributions], self._parts[-1]
-        if self._division.near:
+        if self._exchange is not None:
+            for buffer in buffers:
+                buffer.readers -= 1
+            self._arriving = None
+        elif self._division.near:
             self._defer(buffers, to_all=action.to_all)
         else:
             for part in self._parts:
@@ -300,6 +328,37 @@ class GroupReduction:
         self._complete.clear()
         self._arrivals = None
         return Reduced(action.sequence, last.rows.gradients, last.rows.words, action.group)
+
+    def _returned(self) -> bool:
+        """Returns whether results are where the members here need them. Copies them there if they are on a device."""
+        if self._exchange is None:
+            return True
+        if self._arriving is None:
+            self._arriving = self._taken(self._exchange)
+        if not all(copy.done() for copy in self._arriving):
+            return False
+        if self._exchange.intact(self._division.near):
+            return True
+        self._fail()
+        return False
+
+    def _taken(self, exchange: Exchange) -> list[Pending]:
+        contributions = [self._begun[role] for role in self.roles]
+        to_all, copies = contributions[0][0].to_all, [copy for *_, copy in contributions]
+        if not self._division.near:
+            for part in self._parts:
+                part.finish(copies, to_all=to_all)
+        elif not to_all and not self._division.has_first:
+            return []
+        found = []
+        for action, executor, copy in contributions if to_all else contributions[:1]:
+            into, take = (
+                executor.buffer(action.buffer),
+                self._taking(copies) if self._division.near else copy.vector.__getitem__,
+            )
+            into.version += 1
+            found.append(exchange.taken(into.vector, take))
+        return found
 
     def _advance(self) -> None:
         for part in [*self._active] if self._library is None else self._parts:
@@ -340,6 +399,8 @@ class GroupReduction:
             return self._arrivals
 
     def _forget(self) -> None:
+        self._abandoned += [copy for *_, copy in self._leaving] + (self._arriving or [])
+        self._leaving, self._arriving = [], None
         self._begun.clear()
         self._active.clear()
         self._early.clear()
@@ -356,13 +417,16 @@ class GroupReduction:
             return
         for role in self.roles if to_all else self.roles[:1]:
             action, executor, _ = self._begun[role]
-            whole = len(self._parts) == 1
-            executor.defer(action.buffer, self._parts[0].taking(buffers) if whole else self._gathered(buffers))
+            executor.defer(action.buffer, self._taking(buffers))
+
+    def _taking(self, buffers: Sequence[Buffer]) -> Take:
+        """Returns a function for slices of the complete result."""
+        return self._parts[0].taking(buffers) if len(self._parts) == 1 else self._gathered(buffers)
 
     def _gathered(self, buffers: Sequence[Buffer]) -> Take:
         """Returns a function for slices of the result. A slice must be complete when it is requested."""
         parts = sorted(self._parts, key=lambda part: part.part.start)
-        starts, room = [part.part.start for part in parts], torch.empty(0)
+        starts, room = [part.part.start for part in parts], torch.empty(0, device=buffers[0].vector.device)
         takes: dict[int, Take] = {}
 
         def take(wanted: slice) -> torch.Tensor:
@@ -403,13 +467,25 @@ class GroupReduction:
     @property
     def quiet(self) -> bool:
         """Whether no receive can write here any more."""
-        return all(part.quiet for part in self._parts)
+        self._abandoned = [copy for copy in self._abandoned if not copy.done()]
+        return not self._abandoned and all(part.quiet for part in self._parts)
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Ends sums of a library that has lost some of these ranks."""
+        if self._library is not None:
+            self._library.lose(ranks)
 
     def close(self) -> None:
-        """Ends the thread, and frees the communicator."""
+        """Ends the thread and the library, and frees the copies."""
         self._end_thread()
         if self._library is not None:
-            self._library.Free()
+            self._library.close()
+        self.free()
+
+    def free(self) -> None:
+        """Frees the copies, when it is quiet."""
+        if self._exchange is not None:
+            self._exchange.close()
 
 
 def ringing(doorbell: Doorbell, comm: MPI.Comm, ranks: Collection[int]) -> Callable[[], None]:
@@ -421,15 +497,3 @@ def ringing(doorbell: Doorbell, comm: MPI.Comm, ranks: Collection[int]) -> Calla
             doorbell.ring(rank)
 
     return ring
-
-
-def library_comm(comm: MPI.Comm, plan: Plan, roles: Collection[int]) -> MPI.Comm | None:
-    """Returns a communicator of these roles' group if the MPI library adds. All ranks call this together."""
-    if not plan.groups or plan.reduction != "mpi":
-        return None
-    for group, members in enumerate(plan.groups):
-        for place, role in enumerate(members):
-            if role in roles:
-                return comm.Split(group, place)
-    comm.Split(MPI.UNDEFINED)
-    return None

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from mpi4py import MPI
 
 from rudra.compute.arrivals import Arrivals
@@ -177,15 +178,23 @@ class WeightBuckets:
         """Whether some learner here receives weights in buckets."""
         return any(self.come(role, owner) for role, sources in self._sources.items() for owner in sources)
 
-    def pieces(self, role: int, to: int, wire: npt.NDArray[Any]) -> list[Piece]:
+    def pieces(self, role: int, to: int, wire: npt.NDArray[Any] | torch.Tensor) -> list[Piece]:
         """Returns the parts of a server's weights, and their tags. Empty: the weights are sent as a whole.
 
         Args:
             role: id of the server.
             to: id of the learner.
-            wire: weights, and the message after them if there is one.
+            wire: weights, and the message after them if there is one. In main memory if they have parts.
         """
-        return [*_cut(wire, self._gives.get((role, to), ()), lambda number: self._tag(to, REDUCTIONS + number, role))]
+        if not self._gives.get((role, to)):
+            return []
+        return [
+            *_cut(
+                np.asarray(wire),
+                self._gives.get((role, to), ()),
+                lambda number: self._tag(to, REDUCTIONS + number, role),
+            )
+        ]
 
     def receive(self, role: int, owner: int, wire: npt.NDArray[Any], weights: Buffer, post: Post) -> Callable[[], Any]:
         """Prepares to receive weights that come from a server in buckets.

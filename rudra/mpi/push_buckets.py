@@ -19,6 +19,7 @@ from operator import not_
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from mpi4py import MPI
 
 from rudra.compute.executor import Executor
@@ -27,11 +28,13 @@ from rudra.core.buckets import FinalParts
 from rudra.core.buffer_names import GRADIENT
 from rudra.core.messages import Message
 from rudra.core.wire import decode, encode
+from rudra.mpi.arena import Arena
 from rudra.mpi.bucket_rule import BucketRule
+from rudra.mpi.device_arena import DeviceArena
 from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.leases import Going
 from rudra.mpi.tags import PUSHES, REDUCTIONS
-from rudra.mpi.transfers import Wanted
+from rudra.mpi.transfers import Taken, Wanted
 
 Tag = Callable[[int, int, int], int]
 """Returns the tag of tensors for a role on a channel from a sender."""
@@ -167,6 +170,7 @@ class _Coming:
         heading: receive of the head. None: it has arrived.
         requests: receives of parts that are not complete.
         failed: whether the learner died while it sent.
+        room: room of the arena that receives the gradient. None: the buffer does.
     """
 
     role: int
@@ -178,6 +182,7 @@ class _Coming:
     heading: MPI.Request | None = None
     requests: list[MPI.Request] = field(default_factory=list)
     failed: bool = False
+    room: torch.Tensor | None = None
 
     @property
     def sent(self) -> int:
@@ -233,18 +238,23 @@ class IncomingPushes:
         tag: returns tags.
         losses: ranks that have died.
         executors: role -> executor that holds the buffers.
+        arena: memory of this rank. A `DeviceArena` has rooms for gradients, which are copied to the device later.
 
     Attributes:
         used: whether gradients have been expected in buckets.
     """
 
-    def __init__(self, comm: MPI.Comm, tag: Tag, losses: Losses, executors: Mapping[int, Executor]) -> None:
+    def __init__(
+        self, comm: MPI.Comm, tag: Tag, losses: Losses, executors: Mapping[int, Executor], arena: Arena | None = None
+    ) -> None:
         self.used = False
+        self._rooms = arena if isinstance(arena, DeviceArena) else None
         self._comm, self._tag, self._losses, self._executors = comm, tag, losses, executors
         self._coming: list[_Coming] = []
         self._complete: list[_Coming] = []  # gradients that no role has taken yet, in the order of their completion
         self._ending: list[tuple[_Coming, list[MPI.Request]]] = []  # abandoned; their memory will be used again
         self._forgotten: list[MPI.Request] = []  # of the dead; their memory must stay
+        self._kept: list[torch.Tensor] = []  # rooms of those
 
     def renew(self, rule: BucketRule) -> None:
         """Receives pushes for the roles here by a plan. Nothing may be under way."""
@@ -261,8 +271,12 @@ class IncomingPushes:
 
     def _post(self, coming: _Coming) -> None:
         """Begins to receive a gradient."""
-        self.used = True
-        array = self._executors[coming.role].renew(coming.name).array
+        self.used, executor = True, self._executors[coming.role]
+        if self._rooms is None:
+            array = executor.renew(coming.name).array
+        else:
+            coming.room = self._rooms.room(4 * executor.size + executor.tail)
+            array = coming.room.numpy()[: 4 * executor.size].view(np.float32)
         receive, source = self._comm.Irecv, coming.rank
         coming.requests = [
             receive(array[part], source, self._tag(coming.role, REDUCTIONS + number, coming.sender))
@@ -276,28 +290,32 @@ class IncomingPushes:
         for coming in [coming for coming in self._coming if coming.test()]:
             self._coming.remove(coming)
             if coming.ends:
-                self._executors[coming.role].release(coming.name, again=True)
+                self._free(coming)
             else:
                 self._complete.append(coming)
         if self._ending:
+            for coming in [coming for coming, all_ in self._ending if not _pending(all_)]:
+                if coming.room is not None:
+                    self._free(coming)
             self._ending = [(coming, left) for coming, all_ in self._ending if (left := _pending(all_))]
 
-    def take(self, wanted: Wanted) -> Message | None:
+    def take(self, wanted: Wanted) -> Taken | None:
         """Gives a complete gradient to a role that wants it, and begins to receive the learner's next one.
 
         Returns:
-            The message of the gradient, which is then in the wanted buffer. None: there is none.
+            The gradient, in the wanted buffer or in a room. None: there is none.
         """
         for coming in self._complete:
             if coming.role == wanted.role and coming.sender in wanted.in_buckets_of:
                 self._complete.remove(coming)
-                executor = self._executors[wanted.role]
-                executor.renew(wanted.name)
-                executor.swap(wanted.name, coming.name)
-                executor.buffer(wanted.name).version += 1
-                message = decode(memoryview(coming.head)[_HEAD.size :])
+                found = Taken(decode(memoryview(coming.head)[_HEAD.size :]), coming.rank, coming.room)
+                if coming.room is None:
+                    executor = self._executors[wanted.role]
+                    executor.renew(wanted.name)
+                    executor.swap(wanted.name, coming.name)
+                    executor.buffer(wanted.name).version += 1
                 self._post(coming)
-                return message
+                return found
         return None
 
     def lose(self, ranks: Collection[int]) -> None:
@@ -320,11 +338,20 @@ class IncomingPushes:
 
     def _forget(self, coming: _Coming, requests: list[MPI.Request]) -> None:
         """Frees a buffer. If something may still be written there, its memory is not used again."""
-        executor = self._executors[coming.role]
-        if requests:
-            self._forgotten += requests
-            executor.put_new(coming.name)
-        executor.release(coming.name, again=True)
+        self._forgotten += requests
+        if requests and coming.room is not None:
+            self._kept.append(coming.room)
+            coming.room = None
+        elif requests:
+            self._executors[coming.role].put_new(coming.name)
+        self._free(coming)
+
+    def _free(self, coming: _Coming) -> None:
+        if self._rooms is None:
+            self._executors[coming.role].release(coming.name, again=True)
+        elif coming.room is not None:
+            self._rooms.leave(coming.room)
+            coming.room = None
 
     def abandon(self) -> None:
         """Drops all gradients that no role has taken. `quiet` reports when nothing can be written any more."""
@@ -339,6 +366,8 @@ class IncomingPushes:
         """Receives what living learners have sent, but no role takes it any more. Returns whether all have ended."""
         self.poll()
         for coming in self._complete:
+            if coming.room is not None:
+                self._free(coming)
             self._post(coming)
         self._complete = []
         if self._coming and self._losses.active and (ranks := self._losses.look()):

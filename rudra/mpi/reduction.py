@@ -30,12 +30,14 @@ import torch
 from mpi4py import MPI
 
 from rudra.compute.averaging import CHUNK, Addends, added, average, finish_mean, slices
+from rudra.compute.device.streams import Stream
 from rudra.compute.vectors import Buffer, Take
 from rudra.core.actions import Reduce
 from rudra.mpi.arena import Arena
 from rudra.mpi.failures import outcome
 from rudra.mpi.group_messages import GroupRequests, GroupRows, LentBuffers
 from rudra.mpi.group_slices import GroupSlices
+from rudra.mpi.libraries import Library
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -49,8 +51,7 @@ class PartReduction:
         tag: tag of all messages between the group's ranks about this part.
         part: part of the vector.
         ring: wakes up the other members' ranks if they sleep.
-        library: communicator of the group's ranks if the MPI library adds. None: the ranks add,
-            in group_rank order.
+        library: library that adds for the group. None: the ranks add, in group_rank order.
         arena: shared memory that contains the gradients of this rank and its neighbours. None: all gradients travel in
             messages.
         sums: order of addition (`Plan.partial_sums`). A rank's members must all be in one partial sum. By default there
@@ -71,7 +72,7 @@ class PartReduction:
         tag: int,
         part: slice,
         ring: Callable[[], None],
-        library: MPI.Comm | None = None,
+        library: Library | None = None,
         arena: Arena | None = None,
         sums: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -93,11 +94,12 @@ class PartReduction:
             if number != its.home
         }
         self._room = torch.empty(0)  # scratch memory for a slice
+        self._stream = Stream() if arena is None else arena.stream
         self.begun: dict[int, tuple[Reduce, Buffer]] = {}
         self._row_requests: list[MPI.Request] = []  # receives of the other ranks' rows
         self._expects = False  # whether the receives of a reduction that has not begun here are pending
         self._handed_out = 0  # number of members here that have sent their slices
-        self._course: Iterator[bool] | None = None  # remaining steps after all members have begun
+        self._course: Iterator[bool | None] | None = None  # remaining steps after all members have begun
         self.failed = False
 
     def expect(self) -> None:
@@ -141,7 +143,7 @@ class PartReduction:
         The members of a rank do so in order, because the receivers expect that order.
         """
         its = self.division
-        offset = self._arena.offset(buffer.array) if its.near and self._arena is not None else 0
+        offset = self._arena.offset_of(buffer) if its.near and self._arena is not None else 0
         assert offset is not None
         self.rows.write(its.me, number, action, offset)
         for rank in its.far:
@@ -167,7 +169,10 @@ class PartReduction:
             actions, buffers = zip(*(self.begun[role] for role in self.division.roles), strict=True)
             if self._course is None:
                 self._course = self._steps(buffers, to_all=actions[0].to_all)
-            if not next(self._course, False):
+            step = next(self._course, False)
+            if step is None:
+                return False
+            if not step:
                 return True
             self._ring()
 
@@ -181,8 +186,12 @@ class PartReduction:
         self.begun.clear()
         self._expects = False
 
-    def _steps(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool]:
-        """Adds, after the rows of all members have arrived. Requests of one step must complete before the next step."""
+    def _steps(self, buffers: Sequence[Buffer], *, to_all: bool) -> Iterator[bool | None]:
+        """Adds, after the rows of all members have arrived. Requests of one step must complete before the next step.
+
+        Yields:
+            True after each step, and None while a device still adds.
+        """
         self.rows.take_in()
         self._lent.turn()
         if self._library is not None:
@@ -192,7 +201,9 @@ class PartReduction:
             if self._sums_of_others:
                 self._exchange_sums(buffers)
                 yield True
-            self._add(buffers)
+            adding = self._stream.submit(partial(self._add, buffers))
+            while not adding.done():
+                yield None
             if self._sums_of_others:
                 self._exchange_means(buffers, to_all=to_all)
                 yield True
@@ -232,7 +243,7 @@ class PartReduction:
                 into[part].copy_(added(([vector[part] for vector in vectors], factors), room))
             self._requests.send(self._array(buffers[0])[its.of_rank[owner]], owner)
 
-    def _add(self, buffers: Sequence[Buffer]) -> None:
+    def _add(self, buffers: Sequence[Buffer]) -> tuple[()]:
         """Computes the mean in this rank's own slice, in its own gradient."""
         its = self.division
         into = self._vector(buffers[0])[its.of_rank[its.me]]
@@ -241,6 +252,7 @@ class PartReduction:
         for part, room in self._slices(into):
             of_part = [([vector[part] for vector in vectors], factors) for vectors, factors in ordered]
             finish_mean(into[part], of_part, sum(self.rows.factors), room)
+        return ()
 
     def _slices(self, vector: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yields slices to add at once, and scratch memory for each. A device adds whole vectors at once."""
@@ -287,7 +299,7 @@ class PartReduction:
         Args:
             buffers: gradients of the members here.
         """
-        its, room = self.division, torch.empty(0)
+        its, room = self.division, torch.empty(0, device=buffers[0].vector.device)
         if its.alone:
             readable = self._readable(buffers)
             sources = [readable[place] for place in range(len(readable))]
@@ -308,13 +320,13 @@ class PartReduction:
         for other in others if to_all else ():
             other.copy_(first)
 
-    def _allreduce(self, library: MPI.Comm, buffers: Sequence[Buffer]) -> None:
+    def _allreduce(self, library: Library, buffers: Sequence[Buffer]) -> None:
         first, *others = map(self._vector, buffers)
         samples = [self.rows.gradients[place].samples for place in self.division.mine]
         first.mul_(samples[0])
         for other, count in zip(others, samples[1:], strict=True):
             first.add_(other, alpha=count)
-        self._requests.add(library.Iallreduce(MPI.IN_PLACE, self._array(buffers[0]), MPI.SUM))
+        self._requests.add(library.begin(first))
 
     def abandon(self) -> None:
         """Ends a reduction that a member has left for ever. `quiet` reports when it can no longer write here.

@@ -13,8 +13,11 @@ from rudra.core.bucket_rules import group_parts, passes_early
 from rudra.core.events import Event
 from rudra.job.job import Job
 from rudra.mpi.arena import Arena
+from rudra.mpi.device_arena import DeviceArena
 from rudra.mpi.doorbell import Doorbell
+from rudra.mpi.exchange import Exchange
 from rudra.mpi.group_reduction import GroupReduction, ringing
+from rudra.mpi.libraries import Library
 from rudra.mpi.tags import AVERAGES, REDUCTIONS
 from topologies import Plan
 from topologies.kinds import EVERYBODY
@@ -56,14 +59,16 @@ class Reductions:
         self._doorbell, self._arena, self._job, self._auto = doorbell, arena, job, auto
         self.of_groups: dict[int, GroupReduction] = {}
 
-    def renew(self, plan: Plan, roles: Collection[int], library: MPI.Comm | None = None) -> None:
+    def renew(self, plan: Plan, roles: Collection[int], library: Library | None = None) -> None:
         """Creates the reductions for the groups of some roles, from a plan.
 
         Args:
             plan: role assignment.
             roles: ids of this rank's roles.
-            library: communicator if the MPI library reduces, else None.
+            library: library that adds. None: the ranks do.
         """
+        for before in self.of_groups.values():
+            before.free()
         made = self.of_groups = {}
         for role in roles:
             for group in (plan.roles[role].group, *((EVERYBODY,) if plan.sharing != "nothing" else ())):
@@ -74,11 +79,17 @@ class Reductions:
                 made[group] = self._made(plan, members, tag, executor, library)
 
     def _made(
-        self, plan: Plan, members: Sequence[int], tag: int, executor: Executor, library: MPI.Comm | None
+        self, plan: Plan, members: Sequence[int], tag: int, executor: Executor, library: Library | None
     ) -> GroupReduction:
         ranks = {i: plan.roles[i].world_rank for i in members}
         may_pass_early = passes_early(self._job, plan, members)
         tensors = [entry.offset for entry in executor.layout]
+        sums, arena = plan.partial_sums(members), self._arena
+        exchange: Exchange | None = None
+        if isinstance(arena, DeviceArena) and library is None and len({*ranks.values()}) > 1:
+            near = len(sums) == 1 and arena.neighbours.issuperset(ranks.values())
+            exchange = Exchange(arena, executor.size, executor.device, near=near)
+            arena = arena if near else Arena()
         return GroupReduction(
             self._comm,
             ranks,
@@ -86,10 +97,11 @@ class Reductions:
             group_parts(self._job, plan, executor.size, executor.parameters, self._auto, members, tensors),
             ringing(self._doorbell, self._comm, ranks.values()),
             library,
-            self._arena,
-            plan.partial_sums(members),
+            arena,
+            sums,
             to_all=not plan.served,
             early=self._post is not None and may_pass_early and _can_pass_early(executor),
+            exchange=exchange,
         )
 
     def expect(self, role: int, action: Compute | BackpropFirstStage) -> Ready | None:
@@ -133,6 +145,11 @@ class Reductions:
     def driven(self) -> bool:
         """Whether other threads advance reductions that this rank waits for."""
         return any(reduction.driven for reduction in self.of_groups.values())
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Handles dead ranks."""
+        for reduction in self.of_groups.values():
+            reduction.lose(ranks)
 
     def abandon(self) -> None:
         """Abandons pending reductions."""

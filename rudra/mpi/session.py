@@ -135,7 +135,7 @@ def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], com
     ranks = facts_of_ranks(comm, written.cluster)
     try:
         resolved = fit(written, start.decided, ranks)
-        resolved, device = choose_devices(resolved, ranks, comm.rank)
+        resolved, device, transports = choose_devices(resolved, ranks, comm.rank)
     except RudraError as error:
         if comm.rank == 0:
             log.error(error)
@@ -144,7 +144,7 @@ def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], com
         text = f"{idle} of {comm.size} ranks have no role: servers and learners cannot use exactly that many"
         log.warning(f"{text}; `rudra topology` shows the roles")
     together = JobRanks(comm, resolved.plan, resolved.job.fault_tolerance, start, launched=launched)
-    setup = RankSetup(together, resolved, start, device, [rank.node for rank in ranks])
+    setup = RankSetup(together, resolved, start, device, transports, [rank.node for rank in ranks])
     code = setup.prepare(progress)
     code = _Session(together, setup, start).run() if code is None else code
     if not launched:
@@ -225,6 +225,8 @@ class _Session:
             places=setup.places,
             auto=setup.auto,
             pulls=setup.pulls,
+            library=setup.library,
+            whole=setup.whole,
         )
 
     def _serve(self, rank: Rank) -> int:

@@ -6,7 +6,7 @@ If one rank cannot take a step, all ranks end, and one line reports the reason.
 import mmap
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -32,12 +32,13 @@ from rudra.core.training_state import TrainingState
 from rudra.core.work import by_speed, speeds_text
 from rudra.data.load import Data, DataInfo, in_memory
 from rudra.errors import ConfigError
-from rudra.job.transports import IN_MAIN_MEMORY, transport_of
+from rudra.job.transports import IN_MAIN_MEMORY, Transport, Transports, lends, on_devices, slots_of
 from rudra.log import log
 from rudra.memory import give_back_freed_memory, keep_freed_memory
 from rudra.mpi.arena import Arena
-from rudra.mpi.device_arena import SLOTS, DeviceArena
+from rudra.mpi.device_arena import DeviceArena
 from rudra.mpi.job_ranks import JobRanks
+from rudra.mpi.libraries import Library, library_of
 from rudra.mpi.network_test import in_turns, measure, worst
 from rudra.mpi.node_data import NodeData
 from rudra.mpi.run_files import RunFiles
@@ -65,6 +66,7 @@ class RankSetup:
         resolved: the job and its plan.
         start: start of the run.
         device: device for this rank's computations.
+        transports: transports of the pairs of ranks that compute on GPUs. None: there are none.
         places: node of every rank.
 
     Attributes:
@@ -77,7 +79,8 @@ class RankSetup:
         arena: shared memory that holds the executors' buffers and that neighbours read.
         files: files of the run.
         places: node of every rank.
-        transport: transport of all pairs of ranks that compute on GPUs. None: there are none.
+        transports: transports of the pairs of ranks that compute on GPUs. None: there are none.
+        library: library that adds in the group of this rank's learners. None: the ranks do.
         auto: number of elements of a bucket that the ranks chose. 0: none.
         pulls: whether MPI and the model let a forward pass begin before all its weights are there.
     """
@@ -91,6 +94,7 @@ class RankSetup:
         resolved: ResolvedJob,
         start: StartDecision,
         device: torch.device,
+        transports: Transports | None,
         places: Sequence[int],
     ) -> None:
         self.job, self.plan = resolved
@@ -104,7 +108,36 @@ class RankSetup:
         # Speed between nodes if it is needed, and whether forward passes after averages may begin early.
         self._network: tuple[NetworkSpeed | None, float] = None, 0.0
         self._ranks, self._start, self._device = ranks, start, device
-        self.transport = transport_of(self.job, self.plan, [places[role.world_rank] for role in self.plan.roles])
+        self.transports = transports
+        self.library: Library | None = None
+
+    @property
+    def _nodes(self) -> list[int]:
+        """Node of every role."""
+        return [self.places[role.world_rank] for role in self.plan.roles]
+
+    @property
+    def on_devices(self) -> frozenset[int]:
+        """Ranks whose vectors are on their devices, and are copied from there for others."""
+        return on_devices(self.plan, self._nodes, self.transports)
+
+    @property
+    def _lends(self) -> bool:
+        """Whether this rank and others of its node read each other's memory on devices."""
+        return lends(self.plan, self._ranks.comm.rank, self._nodes, self.transports)
+
+    @property
+    def whole(self) -> Collection[int]:
+        """Ranks whose learners send and receive whole vectors, because theirs are on a GPU."""
+        by_mpi = self.transports is not None and self.transports.between == "mpi"
+        return range(self._ranks.comm.size) if by_mpi else self.on_devices
+
+    @property
+    def _transport(self) -> Transport | None:
+        """Transport that decides where the vectors of this rank are, as for `placement.placing`."""
+        if self.transports is None:
+            return None
+        return "ipc" if self._ranks.comm.rank in self.on_devices else self.transports.between
 
     @property
     def keeps_results(self) -> bool:
@@ -123,6 +156,7 @@ class RankSetup:
         measured = (self._try, self._time, self._divide) if self.job.cluster.shares == "auto" else ()
         data = (
             self._load,
+            self._check_own_devices,
             self._try_transport,
             lambda: self._data.share(),
             self._compare_data,
@@ -130,7 +164,14 @@ class RankSetup:
             self._take_settled,
         )
         network = (self._build, self._test_network, self._choose_buckets, self._try_to_pull)
-        ready = (*network, self._restore, self._meet_neighbours, self._share_window, lambda: self._open(progress))
+        ready = (
+            *network,
+            self._restore,
+            self._meet_neighbours,
+            self._make_library,
+            self._share_window,
+            lambda: self._open(progress),
+        )
         for step in (*data, *measured, *ready):
             error = self._ranks.agree(step)
             if error is not None:
@@ -153,31 +194,34 @@ class RankSetup:
         self._data.load()
 
     def _try_transport(self) -> None:
-        """Tries whether ranks read each other's memory on their devices, if the job uses it."""
-        if self.transport != "ipc":
+        """Tries on each node whether ranks read each other's memory on their devices, if the job uses it."""
+        if self.transports is None or self.transports.within != "ipc":
             return
         arena, wanted = DeviceArena(self._device), devices.DEVICES[self.job.cluster.device]
         arena.make_slots(1, 1)
-        if self.roles and devices.kind_of(self._device) is not wanted:
+        if devices.kind_of(self._device) is not wanted:
             arena.failure = f"torch sees no {wanted.noun}"
         failure = self._meet(arena)
         arena.close()
-        if not failure:
+        found = dict(zip(self.places, self._ranks.comm.allgather(failure), strict=True))  # the same on all of a node
+        if not any(found.values()):
             return
-        if self.job.cluster.transport == "ipc":
+        if failure and self.job.cluster.transport == "ipc":
             raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); {IN_MAIN_MEMORY}")
-        self.transport = "staged"
-        if not any(self.plan.traits(i).trains or self.plan.traits(i).tests for i in self.roles):
+        self.transports = self.transports._replace(excluded=frozenset(node for node, why in found.items() if why))
+        computes = any(self.plan.traits(i).trains or self.plan.traits(i).tests for i in self.roles)
+        if not computes and self._ranks.comm.rank not in self.on_devices:
             self._device = CPU
-        if self.keeps_results:
-            log.info(f"{self.job.name}: ranks cannot read each other's GPU memory ({failure}): transport is 'staged'")
+        for why in dict.fromkeys(filter(None, found.values())) if self.keeps_results else ():
+            log.info(f"{self.job.name}: ranks cannot read each other's GPU memory ({why}): transport is 'staged'")
 
     def _meet(self, arena: DeviceArena) -> str:
-        """Meets the ranks of this node that have roles. Returns the reason why they cannot share memory, or nothing.
+        """Meets the ranks of this node whose vectors are on devices. Returns why they cannot share memory, or nothing.
 
         All ranks of the node call this, and get the same result.
         """
-        sharing, failure = self._node.Split(0 if self.roles else MPI.UNDEFINED, self._node.rank), ""
+        color = 0 if self._lends else MPI.UNDEFINED
+        sharing, failure = self._node.Split(color, self._node.rank), ""
         if sharing != MPI.COMM_NULL:
             failure = arena.meet(sharing, self._ranks.comm.rank)
             sharing.Free()
@@ -208,7 +252,7 @@ class RankSetup:
 
     def _try(self) -> None:
         """Prepares the learners for measuring their speed."""
-        self._trial = Trial(self.job, self.plan, self.roles, self._data.data, self._device, self.transport)
+        self._trial = Trial(self.job, self.plan, self.roles, self._data.data, self._device, self._transport)
 
     def _time(self) -> None:
         """Measures the speed while all learners compute at the same time."""
@@ -233,7 +277,9 @@ class RankSetup:
         self.phases = phases_of(self.job, self.plan, self._info.training_samples)
         position = first_position(self._start, self.job, self.plan)
         self.machines = {i: self._machine(i, self.plan, position) for i in self.roles}
-        self._near = self.job.cluster.node_memory and self._node.size > 1 and self.transport != "ipc"
+        self._near = (
+            self.job.cluster.node_memory and self._node.size > 1 and self._ranks.comm.rank not in self.on_devices
+        )
         if not self.roles:
             return
         data = data or Data(None, None, self._info)
@@ -244,7 +290,7 @@ class RankSetup:
             data,
             prefetch=not in_memory(data.training),
             device=self._device,
-            placing=placement.placing(self._device, self.plan, transport=self.transport),
+            placing=placement.placing(self._device, self.plan, transport=self._transport),
             first_weights=final_weights,
             memory=self.arena.allocate if self._near else None,
         )
@@ -313,17 +359,20 @@ class RankSetup:
             overlaps = self.plan.traits(role).overlaps or (self.plan.overlapped and role == self.plan.server)
             if self._near and overlaps:
                 executor.reserve(GENERATIONS - 1)
-            executor.reserve(held(self.job, self.plan, node, role, executor.size, executor.parameters, self.auto))
+            if self._ranks.comm.rank not in self.on_devices:  # it receives them in rooms
+                about = executor.size, executor.parameters, self.auto
+                executor.reserve(held(self.job, self.plan, node, role, *about))
         restore(self.executors.values(), self._start, self.job, self.plan)
         if self.keeps_results:
             say_lost(self._start, self.job, self.plan)
 
     def _meet_neighbours(self) -> None:
         """Maps the buffers of other ranks of this node, and lets them map this rank's buffers."""
-        if self.transport == "ipc":
+        if self.transports is not None and self.on_devices:
             self._make_region()
-        reads_gpus = any(executor.direct for executor in self.executors.values())
-        near = self._node.Split(MPI.UNDEFINED if reads_gpus else 0, self._node.rank)  # others get messages
+        apart = any(executor.direct for executor in self.executors.values())
+        apart |= self._ranks.comm.rank in self.on_devices
+        near = self._node.Split(MPI.UNDEFINED if apart else 0, self._node.rank)  # others get messages
         if self._near and near != MPI.COMM_NULL:
             rooms = sum(
                 (executor.largest * 6 + executor.tail + 2 * mmap.ALLOCATIONGRANULARITY) * self._most_buffers(role)
@@ -339,11 +388,44 @@ class RankSetup:
 
     def _make_region(self) -> None:
         """Allocates the memory that other ranks read on this rank's device, and maps theirs."""
-        self.arena = arena = DeviceArena(self._device)
+        assert self.transports is not None
+        reads, node = self.transports.between == "mpi", self.places[self._ranks.comm.rank]
+        arena = DeviceArena(self._device, reads=reads)
+        if self._ranks.comm.rank in self.on_devices:
+            self.arena = arena
+        if self.transports.of_pair(node, node) != "ipc":
+            return
         sending = [executor for role, executor in self.executors.items() if not self.plan.traits(role).tests]
-        arena.make_slots(SLOTS * len(sending), 4 * max((executor.largest for executor in sending), default=0))
+        if self._lends:
+            slots = slots_of(self.plan, self._ranks.comm.rank, self._nodes, self.transports)
+            arena.make_slots(slots, 4 * max((executor.largest for executor in sending), default=0))
         if failure := self._meet(arena):
             raise ConfigError(f"[cluster] transport = 'ipc' does not work here ({failure}); use transport = 'staged'")
+
+    def _make_library(self) -> None:
+        """Creates the library that adds in compute groups, if the job uses one."""
+        by_nccl = self.transports is not None and self.transports.nccl
+        try:
+            self.library = library_of(self._ranks.comm, self.plan, self.roles, self._device if by_nccl else None)
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"[cluster] transport = 'nccl' does not work here ({reason}); {IN_MAIN_MEMORY}"
+            ) from error
+
+    def _check_own_devices(self) -> None:
+        """Checks that ranks of groups that reduce by NCCL have devices of their own."""
+        if self.transports is None or not self.transports.nccl:
+            return
+        learns = any(self.plan.traits(i).trains for i in self.roles)
+        mine = devices.kind_of(self._device).identity(self._device) if learns else ""
+        found = self._ranks.comm.allgather(mine)
+        if mine and (first := found.index(mine)) != self._ranks.comm.rank:
+            who = f"ranks {first} and {self._ranks.comm.rank} on {socket.gethostname()}"
+            raise ConfigError(
+                f"[cluster] transport = 'nccl' needs a GPU for each rank with learners, and {who} have the same; use "
+                "fewer learners, or transport = 'auto'"
+            )
 
     def _most_buffers(self, role: int) -> int:
         """Returns the largest number of buffers of a role at a time.
@@ -386,7 +468,8 @@ class RankSetup:
         network, copies = self._network
         facts = about_buckets(network, self.auto, copies=copies or LEAST_COPIED * self.pulls)
         models = {*self._ranks.comm.allgather(devices.kind_of(self._device).model(self._device))}
-        facts["transport"] = self.transport or ""
+        owner = self.places[self.plan.roles[self.plan.server].world_rank]
+        facts["transport"] = "" if self.transports is None else self.transports.names(self._nodes, owner)
         facts["device_model"] = "; ".join(sorted(models - {""}))  # servers compute in main memory
         self.files.open(self._ranks, settled, self.executors, statistics, self._info, self._data, facts, progress)
 

@@ -37,7 +37,7 @@ class Trial:
         roles: ids of the rank's roles.
         data: data that the learners need.
         device: device for their computations.
-        transport: transport of all pairs of ranks that compute on GPUs.
+        transport: as for `placement.placing`.
 
     Attributes:
         round_s: seconds for the second mini-batch of all learners here together. The first one warms up.

@@ -117,7 +117,7 @@ class TensorTraffic:
         self._announce, self._post, self._in_time = announce, post, in_time
         self._wake, self._delivered = wake, delivered
         self._outgoing = OutgoingPushes(comm, tags.tag, self._carry)
-        self._incoming = IncomingPushes(comm, tags.tag, losses, executors)
+        self._incoming = IncomingPushes(comm, tags.tag, losses, executors, arena)
         self._weights = WeightBuckets(comm, tags.tag, executors, hurries)
         take = self._incoming.take
         self._transfers = Transfers(comm, losses, executors, self._received, self._sent, arena, take)
@@ -188,6 +188,10 @@ class TensorTraffic:
             most = GENERATIONS - 1 - self._plan.traits(role).overlaps
             self._transfers.lend(going, action.message, to, tag, halves=halves, most=most)
             return
+        if self._transfers.on_device:
+            parts = partial(self._weights.pieces, role, action.to) if channel == WEIGHTS else None
+            self._transfers.depart(going, action.message, to, tag, halves=halves, pieces=parts)
+            return
         if channel == GRADIENTS and self._outgoing.takes(role, action.to):
             self._executors[role].send(action.buffer, action.message, action.to, near=True)
             self._outgoing.push(role, action.buffer, action.message, action.to)
@@ -225,7 +229,7 @@ class TensorTraffic:
         if action.gradient and self._incoming.used:
             senders = self._incoming.senders(role)
             wanted.in_buckets_of = [sender for sender in senders if action.source in {None, sender}]
-        if channel in self._threads and not wanted.near:
+        if channel in self._threads and not wanted.near and not self._transfers.on_device:
             assert source is not None
             wire = self._executors[role].buffer(action.buffer).wire
             start = partial(self._comm.Irecv, wire, source, tag)

@@ -3,20 +3,21 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 
 from rudra.compute.device.streams import Pending
 from rudra.compute.executor import Executor
-from rudra.compute.vectors import BorrowedBuffer, Buffer
+from rudra.compute.half import unrounded
+from rudra.compute.vectors import EXPONENT, BorrowedBuffer, Buffer
 from rudra.core.buffer_names import GRADIENT
 from rudra.core.messages import PARTS, Message
 from rudra.core.wire import decode, encode
 from rudra.mpi import leases
 from rudra.mpi.arena import Arena
-from rudra.mpi.departures import Departures
+from rudra.mpi.departures import Departures, Parcel, Pieces, half_of
 from rudra.mpi.device_arena import DeviceArena
 from rudra.mpi.failures import Losses, outcome
 from rudra.mpi.leases import PLACE_BYTES, Going, Leases, Place
@@ -64,13 +65,13 @@ class _Coming:
 
 @dataclass(slots=True)
 class _Landing:
-    """A copy of a neighbour's tensor that a device may still make.
+    """A copy of a tensor that a device may still make, from a neighbour's memory or from a room.
 
     Attributes:
         wanted: the receive.
         source: rank of the sender.
         message: message that belongs to the tensor, if there is one.
-        read: function that tells the sender that its memory is free.
+        read: function that reports that the memory is free.
         copied: the copy.
         void: whether no role takes the tensor any more.
     """
@@ -81,6 +82,20 @@ class _Landing:
     read: Callable[[], None]
     copied: Pending
     void: bool = False
+
+
+class Taken(NamedTuple):
+    """Gradient that has come in buckets.
+
+    Attributes:
+        message: its message.
+        source: rank of the sender.
+        room: room that holds it. None: it is in the buffer of the role.
+    """
+
+    message: Message
+    source: int
+    room: torch.Tensor | None
 
 
 class Transfers:
@@ -105,7 +120,7 @@ class Transfers:
             buffer.
         sent: called when the buffer of a send is free again, delivered or not.
         arena: memory that neighbours read.
-        take: gives a role a gradient that has come in buckets, and returns its message. None: there is none.
+        take: takes a gradient that has come in buckets for a role. None: there is none.
     """
 
     def __init__(
@@ -116,7 +131,7 @@ class Transfers:
         received: Callable[[Wanted, Message | None], None],
         sent: Callable[[Going], None],
         arena: Arena,
-        take: Callable[[Wanted], Message | None] = lambda wanted: None,
+        take: Callable[[Wanted], "Taken | None"] = lambda wanted: None,
     ) -> None:
         self._take = take
         self._comm, self._losses, self._executors = comm, losses, executors
@@ -125,7 +140,7 @@ class Transfers:
         self._places_sent: list[tuple[MPI.Request, bytes]] = []  # places that are being sent
         self._departures: Departures | None = None  # tensors that are copied before they are sent
         if isinstance(arena, DeviceArena):
-            self._departures = Departures(comm, arena, self._leases, self._places_sent)
+            self._departures = Departures(comm, arena, self._leases, self._places_sent, self.send)
         self._landing: list[_Landing] = []
         self._sends: list[tuple[MPI.Request, Going]] = []
         self._forgotten: list[MPI.Request] = []  # abandoned requests; their memory must stay
@@ -153,8 +168,7 @@ class Transfers:
         """
         executor = self._executors[going.role]
         if self._departures is not None:
-            how = {"copy_on_write": executor.copy_on_write(going.name)}
-            self._departures.add(executor.lend(going.name), going, encode(message), to, tag, **how)
+            self._departures.lend(self._parcel(going, message, to, tag, halves=halves))
             return
         array = executor.send(going.name, message, going.to, halves=halves, near=True)
         copied = executor.held(going.name) >= most
@@ -163,6 +177,32 @@ class Transfers:
         place = self._leases.lend(buffer, offset, array, to, going, **how)
         data = place.encode() + (b"" if message.kind in PARTS else encode(message))
         self._places_sent.append((self._comm.Isend(data, to, tag), data))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether tensors are on this rank's device, and are copied from there before they are sent."""
+        return self._departures is not None
+
+    def depart(
+        self, going: Going, message: Message, to: int, tag: int, *, halves: bool, pieces: Pieces | None = None
+    ) -> None:
+        """Sends another rank a copy of a tensor that is on this rank's device.
+
+        Args:
+            going, message, to, tag, halves: as for `lend`.
+            pieces: parts of the tensor, as for `Departures.send`.
+        """
+        assert self._departures is not None
+        tail = 0 if message.kind in PARTS else self._executors[going.role].tail
+        self._departures.send(self._parcel(going, message, to, tag, halves=halves), tail, pieces)
+
+    def _parcel(self, going: Going, message: Message, to: int, tag: int, *, halves: bool) -> Parcel:
+        executor, part = self._executors[going.role], message.kind in PARTS
+        vector = executor.lend(going.name).vector
+        if part:
+            vector = executor.slice_for(going.name, going.to)
+        written = executor.copy_on_write(going.name)
+        return Parcel(going, vector, b"" if part else encode(message), to, tag, halves, written)
 
     def receive(self, wanted: Wanted) -> None:
         """Begins to receive a tensor."""
@@ -184,6 +224,9 @@ class Transfers:
             if not joins:
                 executor.release(wanted.name, again=self._arena.copies)
             return bytearray(PLACE_BYTES + executor.tail), None
+        if self._departures is not None:
+            tail = 0 if wanted.part_of is not None else executor.tail
+            return self._arena_of_device.room(max(self._bytes(wanted), PLACE_BYTES) + tail), None
         buffer = executor.buffer(wanted.name) if joins else executor.renew(wanted.name)
         if wanted.part_of is not None:
             return executor.slice_array(wanted.name, wanted.part_of), buffer
@@ -193,10 +236,17 @@ class Transfers:
         """Processes a tensor or place that has arrived."""
         wanted, source = coming.wanted, coming.status.Get_source()
         if source not in self._arena.neighbours:
-            self._received(wanted, None)
+            if self._departures is None:
+                self._received(wanted, None)
+            else:
+                self._land_from_room(wanted, source, coming.memory)
             return
-        executor, place = self._executors[wanted.role], Place.decode(coming.memory)
-        message = None if wanted.part_of is not None else decode(memoryview(coming.memory)[PLACE_BYTES:])
+        executor, memory = self._executors[wanted.role], coming.memory
+        if isinstance(memory, torch.Tensor):
+            memory = memory[: PLACE_BYTES + executor.tail].numpy(force=True).copy()
+            self._arena_of_device.leave(coming.memory)
+        place = Place.decode(memory)
+        message = None if wanted.part_of is not None else decode(memoryview(memory)[PLACE_BYTES:])
         where = source, place.offset, place.length
         done = partial(self._give_back, source, place, self._anew)
         if leases.CHECKED:
@@ -211,10 +261,59 @@ class Transfers:
         if wanted.part_of is not None:
             copy = partial(_copied, executor.slice_for(wanted.name, wanted.part_of), self._arena.floats_at(*where))
         elif wanted.halves:
-            copy = partial(_unrounded, executor.renew(wanted.name), self._arena.bytes_at(*where))
+            how = _from_half if self._departures is not None else _unrounded
+            copy = partial(how, executor.renew(wanted.name), self._arena.bytes_at(*where))
         else:
             copy = partial(_copied, executor.renew(wanted.name).vector, self._arena.floats_at(*where))
-        self._landing.append(_Landing(wanted, source, message, done, self._arena.stream.submit(copy)))
+        self._begin_landing(wanted, source, message, done, copy)
+
+    def _bytes(self, wanted: Wanted) -> int:
+        """Returns the bytes of a tensor as it travels, without its message."""
+        executor = self._executors[wanted.role]
+        if wanted.part_of is not None:
+            return 4 * len(executor.slice_for(wanted.name, wanted.part_of))
+        size = executor.size_of(wanted.name)
+        return 2 * size + EXPONENT if wanted.halves else 4 * size
+
+    def _land_from_room(self, wanted: Wanted, source: int, room: torch.Tensor, message: Message | None = None) -> None:
+        """Copies a tensor from a room to this rank's device.
+
+        Args:
+            wanted: the receive.
+            source: rank of the sender.
+            room: the room.
+            message: message that belongs to the tensor. None: it follows the tensor, or there is none.
+        """
+        executor, length = self._executors[wanted.role], self._bytes(wanted)
+        done = partial(self._arena_of_device.leave, room)
+        if wanted.part_of is not None:
+            into = executor.slice_for(wanted.name, wanted.part_of)
+            copy = partial(_copied, into, room[:length].view(torch.float32))
+            self._begin_landing(wanted, source, None, done, copy)
+            return
+        if message is None:
+            message = decode(room[length:].numpy(force=True).data)
+        buffer = executor.renew(wanted.name)
+        if wanted.halves:
+            copy = partial(_from_half, buffer, room)
+        else:
+            copy = partial(_copied, buffer.vector, room[:length].view(torch.float32))
+        self._begin_landing(wanted, source, message, done, copy)
+
+    @property
+    def _arena_of_device(self) -> DeviceArena:
+        assert isinstance(self._arena, DeviceArena)
+        return self._arena
+
+    def _begin_landing(
+        self,
+        wanted: Wanted,
+        source: int,
+        message: Message | None,
+        read: Callable[[], None],
+        copy: Callable[[], tuple[()]],
+    ) -> None:
+        self._landing.append(_Landing(wanted, source, message, read, self._arena.stream.submit(copy)))
         self._poll_landings()
 
     def _poll_landings(self) -> None:
@@ -222,6 +321,8 @@ class Transfers:
         for landing in [landing for landing in self._landing if landing.copied.done()]:
             self._landing.remove(landing)
             if landing.void:
+                if landing.source not in self._arena.neighbours:
+                    landing.read()
                 continue
             if self._arena.intact(landing.source):
                 landing.read()
@@ -327,11 +428,14 @@ class Transfers:
 
     def _served_in_buckets(self, wanted: Wanted) -> bool:
         """Gives the role a gradient that has come in buckets, if there is one."""
-        message = self._take(wanted) if wanted.in_buckets_of else None
-        if message is None:
+        found = self._take(wanted) if wanted.in_buckets_of else None
+        if found is None:
             return False
         self._wanted.remove(wanted)
-        self._received(wanted, message)
+        if found.room is None:
+            self._received(wanted, found.message)
+        else:
+            self._land_from_room(wanted, found.source, found.room, found.message)
         return True
 
     def withdraw(self, role: int, name: str) -> bool:
@@ -449,6 +553,11 @@ class Transfers:
 
 def _copied(into: torch.Tensor, found: torch.Tensor) -> tuple[()]:
     into[: len(found)].copy_(found, non_blocking=True)
+    return ()
+
+
+def _from_half(into: Buffer, found: torch.Tensor) -> tuple[()]:
+    unrounded(*half_of(found, len(into.vector)), into.vector)
     return ()
 
 

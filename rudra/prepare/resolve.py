@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rudra.errors import ConfigError, TopologyError
 from rudra.job.job import Job
-from rudra.job.transports import IN_MAIN_MEMORY, transport_of
+from rudra.job.transports import IN_MAIN_MEMORY, Transports, on_devices, transports_of
 from rudra.prepare.cut import choose_cut
 from rudra.prepare.nodes import nodes_of
 from rudra.prepare.start import Decided
@@ -133,7 +133,7 @@ def _share(plan: Plan, ranks: Sequence[RankFacts]) -> int:
 
 def choose_devices(
     resolved: ResolvedJob, ranks: Sequence[RankFacts], number: int
-) -> tuple[ResolvedJob, "torch.device"]:
+) -> tuple[ResolvedJob, "torch.device", Transports | None]:
     """Resolves the kind of device that learners compute on.
 
     Args:
@@ -142,7 +142,7 @@ def choose_devices(
         number: Number of one rank.
 
     Returns:
-        The job with this device, and the device of that rank.
+        The job with this device, the device of that rank, and the transports.
 
     Raises:
         ConfigError: A rank lacks a GPU that the job requires, or its MPI library cannot use it.
@@ -159,8 +159,9 @@ def choose_devices(
     _check_transport(job, plan, kind, ranks)
     places = [rank.node for rank in ranks]
     resolved = ResolvedJob(job.with_(cluster={"device": kind}), plan)
-    servers = transport_of(resolved.job, plan, [places[role.world_rank] for role in plan.roles]) == "ipc"
-    return resolved, placement.of_rank(kind, number, plan, places, gpus[number], on_cpu, servers=servers)
+    transports = transports_of(resolved.job, plan, gpu_aware=all(rank.gpu_aware for rank in ranks))
+    others = on_devices(plan, [places[role.world_rank] for role in plan.roles], transports)
+    return resolved, placement.of_rank(kind, number, plan, places, gpus[number], on_cpu, others), transports
 
 
 def _check_transport(job: Job, plan: Plan, kind: str, ranks: Sequence[RankFacts]) -> None:

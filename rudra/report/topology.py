@@ -12,7 +12,7 @@ from rudra.errors import ConfigError, ResultsError, TopologyError
 from rudra.job.job import Job
 from rudra.job.table import checked
 from rudra.job.tables import HogbatchTable
-from rudra.job.transports import pairs_text, transport_text
+from rudra.job.transports import parsed, transport_text
 from rudra.machine import cores
 from rudra.prepare import cost_files
 from rudra.prepare.cut import with_cut
@@ -125,8 +125,8 @@ def of_results(results: Results) -> Cast | None:
         hosts = {node: names[role.world_rank] for role, node in zip(plan.roles, nodes, strict=True)}
     idle = tuple(sorted(set(range(len(names))) - used)) if hosts else ()
     shared = job.get("cluster", {}).get("node_memory") if real else None
-    transport = about.get("transport") or None
-    text = "" if transport is None else pairs_text(transport, nodes, node_memory=bool(shared))
+    transports = parsed(about.get("transport") or "")
+    text = "" if transports is None else transports.text(nodes, node_memory=bool(shared))
     return Cast(name, label, plan, nodes, about["gradients_per_update"], hosts, idle, shared, transport=text)
 
 
@@ -175,7 +175,7 @@ def as_text(cast: Cast, *, everything: bool = False) -> str:
 _ADDED: dict[Reduction, str] = {
     "ordered": "in group_rank order",
     "nodes": "in group_rank order on each node, and then the nodes' sums",
-    "mpi": "by the MPI library's allreduce (not replayable)",
+    "mpi": "by a library's allreduce (not replayable)",
 }
 
 

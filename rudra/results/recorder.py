@@ -73,8 +73,8 @@ ATTRIBUTES = {  # root attribute of a result file -> its meaning, shown in `docs
     "threads_per_rank": "threads that torch had on each learner",
     "device": "device that gradients were computed on",
     "device_model": "model of the GPUs that computed; empty on CPUs",
-    "transport": "how tensors travelled between ranks that computed on GPUs: `ipc`, `mpi` or `staged`; empty without "
-    "such ranks",
+    "transport": "how tensors travelled between ranks that computed on GPUs: `nccl` if groups reduced by it, then the "
+    "transports within a node and between nodes, `ipc`, `mpi` or `staged`; empty without such ranks",
     "flush_denormals": "whether denormal numbers were treated as zero",
     "replayable": "whether `rudra replay` can repeat the run",
     "not_replayable": "why it cannot; else empty",

@@ -36,6 +36,7 @@ from rudra.errors import ConfigError, ReplayError, printable
 from rudra.files import check_output
 from rudra.job.job import Job
 from rudra.job.tables import ClusterTable
+from rudra.job.transports import parsed
 from rudra.log import log
 from rudra.machine import cores
 from rudra.prepare.phases import phases_of
@@ -215,7 +216,7 @@ def _repeat(
     loaded = load(job.data, test=False, seed=job.training.seed, ignored=job.task.ignored)
     _check_data(record, loaded)
     info = loaded.info
-    on_ranks, ran_by = record.attributes["driver"] == "mpi", record.attributes.get("transport")
+    on_ranks, ran_by = record.attributes["driver"] == "mpi", parsed(record.attributes.get("transport") or "")
     executors = make_executors(
         job,
         plan,
@@ -223,7 +224,7 @@ def _repeat(
         loaded,
         prefetch=False,
         device=device,
-        placing=placement.placing(device, plan, transport=ran_by) if on_ranks else "device",
+        placing=placement.placing(device, plan, transport=ran_by and ran_by.within) if on_ranks else "device",
         first_weights=final_weights,
     )
     for executor in executors.values():

@@ -11,6 +11,7 @@ import user_code
 import rudra
 from rudra.bench.ranks import on_ranks
 from rudra.compute.device import placement
+from rudra.compute.device.devices import DEVICES
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
 from rudra.core.wire import tail_bytes
@@ -31,10 +32,26 @@ RUNS: dict[str, dict[str, Any]] = {
     "adv*": {"protocol": {"name": "async"}, "topology": {"name": "adv*"}},
     "one group": {"protocol": {"name": "hardsync"}, "topology": {"name": "groups"}},
     "two groups": {"protocol": {"name": "async"}, "topology": {"name": "groups", "options": {"groups": 2}}},
+    "groups in float16": {
+        "protocol": {"name": "async"},
+        "topology": {"name": "groups", "options": {"groups": 2}},
+        "cluster": {"gradient_format": "float16"},
+    },
+    "replicas": {"protocol": {"name": "sma"}, "topology": {"name": "replicas"}},
+    "blocks": {"protocol": {"name": "sma"}, "topology": {"name": "hierarchical", "options": {"blocks": 2}}},
     "async on adv": {"protocol": {"name": "async"}, "topology": {"name": "adv"}},
     "parts": {"protocol": {"name": "hardsync"}, "cluster": {"node_memory": False, "buckets": 0.001}},
     "async, parts": {"protocol": {"name": "async"}, "cluster": {"node_memory": False, "buckets": 0.001}},
+    "sharded": {
+        "protocol": {"name": "async"},
+        "topology": {"name": "sharded", "options": {"shards": 2}},
+    },
     "buffers": {"protocol": {"name": "hardsync"}, "model": {"name": user_code.normed}},
+    "buffers in a group": {
+        "protocol": {"name": "hardsync"},
+        "topology": {"name": "groups"},
+        "model": {"name": user_code.normed},
+    },
     "easgd": {
         "protocol": {"name": "easgd"},
         "topology": {"name": "replicas", "options": {"parameter_server": True}},
@@ -66,7 +83,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     names = {*COVERING, *selected(request, "name")}
     paths, ranks = train("staged", [name for name in RUNS if name in names], tmp_path_factory.mktemp("runs"))
     server, *others = (rank["copies"] for rank in ranks)
-    assert 0 < server < 3, "it is the statistics server where there is no other"
+    assert 0 < server < 12, "it is the statistics server where there is no other"
     assert min(others) > 30
     assert all(rank["asked"] > 1.3 * rank["copies"] for rank in ranks[-3:]), "gradients were late"
     assert all(min(rank["pushed"], rank["received"]) > 100 for rank in ranks[-3:]), "parts travelled on their own"
@@ -84,20 +101,90 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-READ_THERE = ["hardsync", "async on adv", "adv*", "half", "buffers", "easgd"]
+READ_THERE = ["hardsync", "async", "too large for float16", "async on adv", "adv*", "half", "buffers", "easgd"]
+READ_THERE += ["sharded", "one group", "two groups", "groups in float16", "replicas", "blocks"]
 """Where a rank may read vectors on the devices of others."""
+
+TWO_NODES = {
+    "hardsync": [0, 0, 0, 1, 1],
+    "async": [0, 0, 0, 1, 1],
+    "adv*": [0, 0, 0, 1, 1, 1],
+    "async on adv": [0, 0, 0, 0, 1, 1, 1],
+    "async, parts": [0, 0, 0, 1, 1],
+    "sharded": [0, 0, 0, 1, 1, 1],
+    "buffers": [0, 0, 0, 1],
+    "easgd": [0, 0, 0, 1, 1],
+    "two groups": [0, 0, 0, 0, 1, 1],
+    "blocks": [0, 0, 0, 1, 1],
+}
+"""Nodes of the ranks of runs with pairs of both kinds: on one node, and on two."""
 
 
 @pytest.fixture(scope="module")
 def ipc(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Result files of runs whose ranks read each other's device memory, some time after its place has come."""
-    paths, ranks = train("ipc", READ_THERE, tmp_path_factory.mktemp("runs"))
-    for rank in ranks:
-        assert not rank["copies"], "all compute where their vectors are"
-        assert rank["landed"] >= len(READ_THERE)
+    paths, ranks = train_on_devices(("ipc", "staged"), dict.fromkeys(READ_THERE), tmp_path_factory.mktemp("runs"))
+    for rank in ranks[:5]:
+        assert rank["landed"] >= 8
         assert rank["late"]
+        assert "sent" not in rank
     assert sum(rank.get("left", 0) for rank in ranks) >= sum(rank["landed"] for rank in ranks)
+    assert ranks[3]["exchanged in slots"] > 100
+    assert ranks[3]["exchanged in main memory"] > 10, "blocks add sums of their own"
     return paths
+
+
+@pytest.fixture(scope="module", params=["staged", "mpi"])
+def mixed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """Result files of runs with a transport for each pair of ranks."""
+    directory = tmp_path_factory.mktemp("runs")
+    paths, ranks = train_on_devices(("ipc", request.param), TWO_NODES, directory)
+    assert ranks[0]["sent"] > 100
+    assert ranks[0]["left"] > 100
+    assert ranks[0]["late"]
+    assert ("buckets" in ranks[0]) == (request.param == "staged")
+    return paths
+
+
+REDUCED: dict[str, list[int]] = {
+    "one group": [0, 0, 0, 0],
+    "two groups": [0, 0, 0, 1, 1, 1],
+    "groups in float16": [0, 0, 0, 0, 1, 1],
+    "replicas": [0, 0, 1, 1],
+    "buffers in a group": [0, 0, 0, 1],
+}
+"""Nodes of the ranks of runs whose groups reduce by a library."""
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Result files of runs whose groups reduce by a library of their devices, which adds late."""
+    paths, ranks = train_on_devices(("ipc", "staged", True), REDUCED, tmp_path_factory.mktemp("runs"), reduction="mpi")
+    for rank in ranks[2:4]:
+        assert rank["summed"] > 100
+        assert rank["not summed yet"] > rank["summed"]
+        assert not any("exchanged" in name for name in rank)
+    return paths
+
+
+def train_on_devices(
+    transports: tuple[Any, ...], runs: dict[str, Any], directory: Path, **options: Any
+) -> tuple[dict[str, Path], list[dict[str, Any]]]:
+    """Trains on late devices.
+
+    Args:
+        runs: names of runs, and the nodes of their ranks, or None for one node.
+        options: more options of topologies.
+    """
+    paths = {name: directory / f"{place}.h5" for place, name in enumerate(runs)}
+    jobs = {}
+    for name, path in paths.items():
+        job = make_job(**RUNS[name])
+        job = job.with_(topology={"options": {**job.topology.options, **options}})
+        nodes = runs[name] or [0] * job.with_(cluster={"learners": 3}).plan().ranks
+        jobs[str(path)] = nodes, job
+    most = max(len(nodes) for nodes, _ in jobs.values())
+    return paths, on_ranks(user_code.train_on_devices, most - 2, transports=transports, jobs=jobs)
 
 
 def train(placing: str, names: list[str], directory: Path) -> tuple[dict[str, Path], list[dict[str, Any]]]:
@@ -124,7 +211,7 @@ def test_a_run_on_copies_is_repeated_on_copies_bit_for_bit(
 
     monkeypatch.setattr(placement, "placing", placing)
     assert_repeated(staged[name])
-    assert made == [""]
+    assert made == [None]
 
 
 @pytest.mark.parametrize("name", DIRECT)
@@ -137,6 +224,43 @@ def test_a_run_whose_ranks_read_device_memory_is_repeated_bit_for_bit(ipc: dict[
     assert_repeated(ipc[name])
     with rudra.open_results(ipc[name]) as results:
         assert results.attributes["transport"] == "ipc"
+
+
+@pytest.mark.parametrize("name", TWO_NODES)
+def test_a_run_with_a_transport_for_each_pair_is_repeated_bit_for_bit(mixed: dict[str, Path], name: str) -> None:
+    assert_repeated(mixed[name])
+    with rudra.open_results(mixed[name]) as results:
+        assert results.attributes["transport"] in ("ipc, staged", "ipc, mpi")
+
+
+@pytest.mark.parametrize("missing", ["copied", "taken", "added", "summed"])
+def test_a_missing_wait_of_a_reduction_is_noticed(ipc: dict[str, Path], missing: str, tmp_path: Path) -> None:
+    """By the ranks, whose weights then differ, or by other weights."""
+    job, path = make_job(**RUNS["one group"]).with_(fault_tolerance={"non_finite_loss": "warn"}), tmp_path / "run.h5"
+    if missing == "summed":
+        job = job.with_(topology={"options": {"reduction": "mpi"}})
+    try:
+        on_ranks(user_code.train_without_wait, 2, missing=missing, jobs={str(path): ([0] * 4, job)})
+    except RudraError:
+        return
+    with rudra.open_results(path) as hasty, rudra.open_results(ipc["one group"]) as plain:
+        assert not np.allclose(hasty.weights, plain.weights, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_groups_that_reduce_by_a_library_learn(nccl: dict[str, Path], name: str) -> None:
+    with rudra.open_results(nccl[name]) as results:
+        assert results.attributes["transport"].startswith("nccl, ipc")
+        assert results.attributes["not_replayable"]
+        assert results.summary()["final_test_error"] < 0.5
+
+
+def test_a_library_adds_the_same_gradients(nccl: dict[str, Path], ipc: dict[str, Path]) -> None:
+    found = []
+    for path in (nccl["one group"], ipc["one group"]):
+        with rudra.open_results(path) as results:
+            found.append(results.weights)
+    assert np.allclose(*found, atol=1e-4)
 
 
 def test_transports_lead_to_the_same_weights(ipc: dict[str, Path], staged: dict[str, Path]) -> None:
@@ -329,3 +453,33 @@ def test_a_deterministic_run_on_a_gpu_is_repeated_bit_for_bit(gpu: torch.device,
     with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
         assert results.attributes["device_model"] == torch.cuda.get_device_name(gpu)
     assert_repeated(tmp_path / "run.h5")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["async", "one group", "sharded", "hardsync"])
+def test_two_ranks_read_each_others_memory_on_one_gpu(gpu: torch.device, tmp_path: Path, name: str) -> None:
+    """The weights are those that copies in main memory lead to, if the order of gradients does not matter."""
+    found = []
+    for transport in ("ipc", "staged"):
+        job = make_job(**RUNS[name], training={"epochs": 1})
+        job = job.with_(cluster={"learners": 2, "device": "cuda", "deterministic": True, "transport": transport})
+        with rudra.run(job, output=tmp_path / f"{transport}.h5", progress="quiet") as results:
+            assert results.attributes["transport"] == transport
+            found.append(results.summary()["weights_sha256"])
+    if job.protocol.name == "hardsync":
+        assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_a_group_of_one_rank_reduces_by_nccl(gpu: torch.device, tmp_path: Path) -> None:
+    if not DEVICES["cuda"].library():
+        pytest.skip("this build of torch has no NCCL")
+    job = make_job(**RUNS["one group"])
+    job = job.with_(cluster={"learners": 1, "device": "cuda", "transport": "nccl"})
+    with rudra.run(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.attributes["transport"].startswith("nccl, ")
+        assert results.summary()["final_test_error"] < 0.5
+    if torch.cuda.device_count() == 1:
+        with pytest.raises(RudraError) as caught:
+            rudra.run(job.with_(cluster={"learners": 2}), output=tmp_path / "two.h5", progress="quiet")
+        assert caught.value.exit_code == 2

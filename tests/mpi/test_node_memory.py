@@ -66,6 +66,54 @@ def test_device_memory_of_a_dead_rank_is_void(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_group_continues_without_a_rank_that_died_in_a_library(tmp_path: Path, nodes: int) -> None:
+    """The sum that it began ends on the others. They add the next ones themselves, in slots or in main memory."""
+    within = "ipc" if nodes == 1 else "staged"
+    how = f"dies=2, sums=9, transports=({within!r}, 'staged', True)"
+    job, output = job_file(tmp_path, "dropping", 'name = "groups"\noptions.reduction = "mpi"'), tmp_path / "out.h5"
+    before = f"import user_code; user_code.launch_on_devices({how})"
+    code, _, err = finish(start("run", job, "--output", output, before=before))
+    assert code == 0, err
+    assert "(rank 2) died" in err
+    with rudra.open_results(output) as results:
+        assert (results.status, results.attributes["transport"]) == ("finished", f"nccl, {within}")
+        assert {*results.gradients["learner"][-20:]} == {0, 2}
+        assert np.isfinite(results.weights).all()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("learners", [2, 3])
+def test_a_group_whose_ranks_read_device_memory_continues_without_a_rank_that_died(
+    tmp_path: Path, learners: int
+) -> None:
+    """Its last gradient was announced, but is void."""
+    before, output = "import user_code; user_code.launch_on_devices(dies=2, sums=9)", tmp_path / "out.h5"
+    job, wanted = job_file(tmp_path, "dropping", 'name = "groups"'), f"cluster.learners={learners}"
+    code, _, err = finish(start("run", job, "--set", wanted, "--output", output, before=before))
+    assert code == 0, err
+    assert "(rank 2) died" in err
+    with rudra.open_results(output) as results:
+        assert (results.status, results.attributes["transport"]) == ("finished", "ipc")
+        assert {*results.gradients["learner"][-20:]} == {*range(learners)} - {1}
+        assert (results.gradients["learner"] == 1).sum() == 8
+        assert np.isfinite(results.weights).all()
+    assert rudra.replay(output, quiet=True).difference is None
+
+
+@pytest.mark.timeout(300)
+def test_two_ranks_with_one_device_do_not_reduce_by_a_library(tmp_path: Path) -> None:
+    how = "same=True, transports=('ipc', 'staged', True)"
+    job = job_file(tmp_path, "dropping", 'name = "groups"\noptions.reduction = "mpi"')
+    before = f"import user_code; user_code.launch_on_devices({how})"
+    code, _, err = finish(start("run", job, "--output", tmp_path / "out.h5", "--quiet", before=before))
+    assert code == 2, err
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if "nccl" in line]
+    assert "[cluster] transport = 'nccl' needs a GPU for each rank with learners, and ranks 1 and 2 on" in line
+
+
+@pytest.mark.timeout(300)
 def test_without_device_memory_that_others_read_copies_in_main_memory_travel(tmp_path: Path) -> None:
     before, output = "import user_code; user_code.launch_on_devices(fails=2)", tmp_path / "out.h5"
     job = job_file(tmp_path, "dropping")

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -489,33 +490,50 @@ def run_on_nodes(nodes: list[int], payload: dict[str, Any], dies: int | None = N
     return run_ranks(**payload, comm=on_nodes(MPI.COMM_WORLD, nodes))[0]
 
 
-def launch_on_devices(dies: int = -1, sends: int = -1, fails: int = -1) -> None:
-    """Lets ranks read each other's memory on late devices.
+def launch_on_devices(
+    dies: int = -1,
+    sends: int = -1,
+    fails: int = -1,
+    sums: int = -1,
+    transports: tuple[Any, ...] = ("ipc", "staged"),
+    same: bool = False,
+) -> None:
+    """Lets tensors travel between ranks on late devices by these transports.
 
-    One dies when it has sent this number of tensors' places. Another one may have no memory that others read.
+    One rank dies when it has sent this number of tensors' places, or begun this number of sums of a group. Another one
+    may have no memory that others read. All ranks may have the same device.
     """
     from rudra.mpi import launch
 
-    plain = launch.launch
+    plain, about_ranks = launch.launch, (dies, sends, fails, sums, transports, same)
 
     def launched(*about: Any, payload: dict[str, Any], **more: Any) -> Any:
-        return plain(*about, payload=partial(run_on_devices, dies, sends, fails, payload), **more)
+        return plain(*about, payload=partial(run_on_devices, *about_ranks, payload), **more)
 
     launch.launch = launched
 
 
-def run_on_devices(dies: int, sends: int, fails: int, payload: dict[str, Any]) -> int:
+def run_on_devices(
+    dies: int, sends: int, fails: int, sums: int, transports: tuple[Any, ...], same: bool, payload: dict[str, Any]
+) -> int:
     """Runs a rank. The memory of the one that dies is void before its last tensor is read."""
     from mpi4py import MPI
 
     from rudra.compute.device.adverse import AdverseDevice
     from rudra.compute.device.devices import DEVICES
-    from rudra.mpi import setup
+    from rudra.job.transports import Transports
     from rudra.mpi.departures import Departures
+    from rudra.mpi.exchange import Exchange
+    from rudra.mpi.group_reduction import GroupReduction
+    from rudra.mpi.libraries import DeviceLibrary
     from rudra.mpi.session import run_ranks
+    from rudra.mpi.transfers import Transfers
+    from rudra.prepare import resolve
 
-    rank, plain, left = MPI.COMM_WORLD.rank, Departures._send, [sends]
-    DEVICES["cpu"], setup.transport_of = AdverseDevice(rank), lambda *_: "ipc"
+    rank, plain, left, begin = MPI.COMM_WORLD.rank, Departures._send, [sends, sums], DeviceLibrary.begin
+    DEVICES["cpu"], resolve.transports_of = AdverseDevice(rank), lambda *_, **__: Transports(*transports)
+    if same:
+        AdverseDevice.identity = lambda *_: "GPU-1"  # type: ignore[method-assign]
 
     def no_region(device: AdverseDevice, *_: Any) -> Any:
         raise RuntimeError("CUDA error: operation not supported\nmore")
@@ -531,7 +549,44 @@ def run_on_devices(dies: int, sends: int, fails: int, payload: dict[str, Any]) -
             departures._sent[-1][0].Wait()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Departures._send = send  # type: ignore[method-assign]
+    def begin_sum(library: DeviceLibrary, vector: Any) -> Any:
+        found = begin(library, vector)
+        left[1] -= 1
+        if rank == dies and not left[1]:
+            time.sleep(0.1)  # others have begun it, too
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    enter = GroupReduction._begin
+
+    def begin_reduction(reduction: GroupReduction, role: int, action: Any, executor: Any, buffer: Any) -> None:
+        enter(reduction, role, action, executor, buffer)
+        left[1] -= reduction._library is None
+        if rank == dies and not left[1]:
+            buffer.vector.fill_(torch.nan)
+            time.sleep(0.1)  # others have its row
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    land, take, seen = Transfers._land, Exchange.taken, Counter[str]()
+
+    def wait_for_the_end(arena: Any, what: str, count: int) -> None:
+        """Waits until the memory of the dead is void, where this rank is about to read its last tensor."""
+        seen[what] += 1
+        while rank != dies and seen[what] == count and dies in arena.neighbours and arena.intact(dies):
+            time.sleep(1e-3)
+
+    def land_late(transfers: Transfers, coming: Any) -> None:
+        if coming.status.Get_source() == dies:
+            wait_for_the_end(transfers._arena, "place", sends)
+        land(transfers, coming)
+
+    def take_late(exchange: Exchange, *about: Any) -> Any:
+        wait_for_the_end(exchange._arena, "sum", sums)
+        return take(exchange, *about)
+
+    Departures._send, DeviceLibrary.begin = send, begin_sum  # type: ignore[method-assign]
+    Transfers._land, Exchange.taken = land_late, take_late  # type: ignore[method-assign]
+    GroupReduction._begin = begin_reduction  # type: ignore[method-assign]
     return run_ranks(**payload)[0]
 
 
@@ -583,31 +638,13 @@ def train_placed(comm: Any, directory: Path, placing: str, jobs: dict[str, Any])
     from rudra.compute.staging import Staging
     from rudra.compute.vectors import DirectBuffer
     from rudra.mpi import setup
-    from rudra.mpi.departures import Departures
     from rudra.mpi.push_buckets import OutgoingPushes
-    from rudra.mpi.transfers import Transfers
 
     make, weights, read, copies, direct = setup.make_executors, Staging.weights, DirectBuffer.read, [], []
     push, receive, parts = OutgoingPushes._ready, Staging.receive, Counter[str]()
     learners.STAGED = 64
     device = AdverseDevice(comm.rank)
     DEVICES["cpu"] = device
-
-    if placing == "ipc":
-        placing, setup.transport_of = "device", lambda *_: "ipc"
-    leave, land = Departures._send, Transfers._poll_landings
-
-    def leave_slot(*about: Any) -> None:
-        parts["left"] += 1
-        leave(*about)
-
-    def land_late(transfers: Transfers) -> None:
-        before = len(transfers._landing)
-        land(transfers)
-        parts["landed"] += before - len(transfers._landing)
-        parts["late"] += len(transfers._landing)
-
-    Departures._send, Transfers._poll_landings = leave_slot, land_late  # type: ignore[method-assign]
 
     def placed(*arguments: Any, **keywords: Any) -> Any:
         return make(*arguments, **{**keywords, "placing": placing})
@@ -662,6 +699,117 @@ def train_ahead(comm: Any, directory: Path, jobs: dict[str, Any]) -> dict[str, A
     path, job = list(jobs.items())[comm.rank]
     train(job, Path(path), MPI.COMM_SELF).close()
     return {"committed": made[0].committed, "backs": len(backs), "refusal": made[0].refusal}
+
+
+def train_on_devices(
+    comm: Any, directory: Path, transports: tuple[Any, ...], jobs: dict[str, tuple[list[int], Any]]
+) -> dict[str, Any]:
+    """As `train_on_nodes`, on late devices between which tensors travel by these transports.
+
+    Returns how many copies were read in slots, sent from rooms, and reached a device; how often one was late; how many
+    gradients came in buckets; how many vectors a group exchanged in slots, and in main memory; and how often a sum of a
+    library was not complete.
+    """
+    from rudra.compute import learners
+    from rudra.compute.device.adverse import AdverseDevice
+    from rudra.compute.device.devices import DEVICES
+    from rudra.job.transports import Transports
+    from rudra.mpi.departures import Departures
+    from rudra.mpi.exchange import Exchange
+    from rudra.mpi.libraries import _DeviceSum
+    from rudra.mpi.push_buckets import IncomingPushes
+    from rudra.mpi.transfers import Transfers
+    from rudra.prepare import resolve
+
+    learners.STAGED, counts = 64, Counter[str]()
+    DEVICES["cpu"], resolve.transports_of = AdverseDevice(comm.rank), lambda *_, **__: Transports(*transports)
+    leave, send, land, take = (
+        Departures._send,
+        Departures._send_message,
+        Transfers._poll_landings,
+        IncomingPushes.take,
+    )
+
+    def leave_slot(*about: Any) -> None:
+        counts["left"] += 1
+        leave(*about)
+
+    def send_message(*about: Any) -> None:
+        counts["sent"] += 1
+        send(*about)
+
+    def land_late(transfers: Transfers) -> None:
+        before = len(transfers._landing)
+        land(transfers)
+        counts["landed"] += before - len(transfers._landing)
+        counts["late"] += len(transfers._landing)
+
+    def taken(*about: Any) -> Any:
+        found = take(*about)
+        counts["buckets"] += found is not None
+        return found
+
+    copied, test = Exchange.copied, _DeviceSum.Test
+
+    def exchanged(exchange: Exchange, vector: Any) -> Any:
+        counts["exchanged in slots" if exchange._near else "exchanged in main memory"] += 1
+        return copied(exchange, vector)
+
+    def tested(sum_: _DeviceSum, status: Any = None) -> bool:
+        done = test(sum_, status)
+        counts["summed" if done else "not summed yet"] += 1
+        return done
+
+    Exchange.copied, _DeviceSum.Test = exchanged, tested  # type: ignore[method-assign]
+    Departures._send, Departures._send_message = leave_slot, send_message  # type: ignore[method-assign]
+    Transfers._poll_landings, IncomingPushes.take = land_late, taken  # type: ignore[method-assign]
+    train_on_nodes(comm, directory, jobs)
+    return dict(counts)
+
+
+def train_without_wait(
+    comm: Any, directory: Path, missing: str, jobs: dict[str, tuple[list[int], Any]]
+) -> dict[str, Any]:
+    """As `train_on_devices`, where one wait of reductions is missing."""
+    from rudra.compute.device.streams import Done, Stream
+    from rudra.mpi.exchange import Exchange
+    from rudra.mpi.libraries import DeviceLibrary
+    from rudra.mpi.reduction import PartReduction
+
+    copied, taken, init, begin = Exchange.copied, Exchange.taken, PartReduction.__init__, DeviceLibrary.begin
+
+    class Hasty(Stream):
+        def __init__(self, stream: Stream) -> None:
+            self._late = stream
+
+        def submit(self, work: Any, after: Any = ()) -> Any:
+            self._late.submit(work, after)
+            return Done([])
+
+    def copy_hastily(exchange: Exchange, vector: Any) -> Any:
+        return copied(exchange, vector)[0], Done([])
+
+    def take_hastily(exchange: Exchange, *about: Any) -> Any:
+        taken(exchange, *about)
+        return Done([])
+
+    def add_hastily(part: PartReduction, *about: Any) -> None:
+        init(part, *about)
+        part._stream = Hasty(part._stream)
+
+    def sum_hastily(library: DeviceLibrary, vector: Any) -> Any:
+        begin(library, vector)._work.done()
+        return SimpleNamespace(Test=lambda status=None: True)
+
+    if missing == "copied":
+        Exchange.copied = copy_hastily  # type: ignore[assignment]
+    elif missing == "taken":
+        Exchange.taken = take_hastily  # type: ignore[method-assign]
+    elif missing == "added":
+        PartReduction.__init__ = add_hastily  # type: ignore[method-assign, assignment]
+    else:
+        DeviceLibrary.begin = sum_hastily  # type: ignore[method-assign]
+    return train_on_devices(comm, directory, ("ipc", "staged", missing == "summed"), jobs)
 
 
 def says_gpu_aware(comm: Any, directory: Path) -> dict[str, Any]:
@@ -914,6 +1062,7 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
     from rudra.core.buckets import MOST, parts
     from rudra.mpi.arena import Arena
     from rudra.mpi.group_reduction import GroupReduction
+    from rudra.mpi.libraries import MpiLibrary
 
     wrong = []
     chance, pace = random.Random(seed), random.Random(seed * comm.size + comm.rank)
@@ -940,7 +1089,8 @@ def reductions(comm: Any, directory: Path, seed: int, cases: int) -> dict[str, A
         arena.neighbours = frozenset(i for i in range(comm.size) if nodes[i] == nodes[comm.rank])
         if chance.random() < 0.1:
             arena.neighbours = frozenset()
-        library = comm.Split(0 if executors else MPI.UNDEFINED) if chance.random() < 0.2 else None
+        adds = chance.random() < 0.2
+        library = MpiLibrary(comm.Split(0 if executors else MPI.UNDEFINED)) if adds else None
         if not executors:
             continue
         if library is not None:

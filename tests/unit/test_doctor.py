@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rudra import doctor
+from rudra.compute.device.cuda import Cuda
 from rudra.machine import free_memory, memory_limit
 
 GIB = 2**30
@@ -108,3 +109,21 @@ def test_ranks_that_are_late_on_a_busy_machine_are_no_failure(
     _, mpi = doctor._mpi()
     assert (mpi.subject, mpi.state) == ("mpi", state)
     assert ("a load of 30.0 on 2 cores" in mpi.found) == (state == "warn")
+
+
+@pytest.mark.parametrize(
+    ("failure", "aware", "library", "found"),
+    [
+        ("", True, "NCCL 2.27.3", "ipc within a node, mpi between nodes; NCCL 2.27.3 for groups with"),
+        (None, False, "", "ipc within a node (a run tries it), staged between nodes; no NCCL"),
+        ("no such device", False, "", "staged within a node, staged between nodes; no NCCL"),
+    ],
+)
+def test_transports_that_a_run_would_choose(
+    monkeypatch: pytest.MonkeyPatch, failure: str | None, aware: bool, library: str, found: str
+) -> None:
+    monkeypatch.setattr(Cuda, "count", lambda _: 2)
+    monkeypatch.setattr(Cuda, "library", lambda _: library)
+    assert doctor._transports(failure, gpu_aware=aware).found.startswith(found)
+    monkeypatch.setattr(Cuda, "count", lambda _: 0)
+    assert doctor._transports(failure, gpu_aware=aware).found == "only ranks that compute on GPUs have some"

@@ -97,16 +97,12 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"fault_tolerance": {"stall_limit": 9.0}}, "[fault_tolerance] stall_limit is now stall_limit_s"),
     ({"cluster": {"wire": "float16"}}, "[cluster] wire is now gradient_format"),
     ({"cluster": {"gpu_aware_mpi": True}}, "[cluster] gpu_aware_mpi is now transport (true is 'mpi')"),
-    (
-        {"cluster": {"transport": "nccl"}},
-        "[cluster] transport must be 'auto', 'ipc', 'mpi' or 'staged': Rudra does not use NCCL",
-    ),
     *(
         (
             {"cluster": {**FOUR, "transport": name}},
             f"[cluster] transport = '{name}' is for GPUs, and [cluster] device = 'cpu'; use transport = 'auto'",
         )
-        for name in ("ipc", "mpi", "staged")
+        for name in ("ipc", "mpi", "nccl", "staged")
     ),
     (
         {"cluster": {**GPUS, "transport": "ipc", "one_rank": True}},
@@ -116,10 +112,15 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
         ({**tables, "cluster": {**GPUS, "transport": name, **tables.get("cluster", {})}}, UNSHARED.format(name, why))
         for name, tables, why in (
             ("mpi", {"topology": {"name": "groups"}}, "compute groups"),
-            ("ipc", {"topology": {"name": "groups"}}, "compute groups"),
             ("mpi", {"cluster": {"gradient_format": "float16"}}, "gradient_format = 'float16'"),
             ("ipc", {"cluster": {"node_memory": False}}, "node_memory = false"),
-            ("ipc", {"topology": {"name": "sharded"}}, "several servers that each hold a part of the weights"),
+            ("mpi", {"topology": {"name": "sharded"}}, "several servers that each hold a part of the weights"),
+            ("nccl", {}, "topology base, whose learners do not reduce in groups"),
+            (
+                "nccl",
+                {"topology": {"name": "groups", "options": {"reduction": "ordered"}}},
+                "[topology] options.reduction = 'ordered', as NCCL adds in its own order",
+            ),
         )
     ),
     ({"dict[": 1}, "unknown table or key 'dict['; valid: name, " + TABLES),

@@ -299,3 +299,11 @@ def test_validate_shows_the_plan_and_warns_if_this_gpu_is_too_small(
     assert re.search(r"learner memory about \S+ MB with 8 samples at once: weights .* on its device, ", out)
     warned = re.findall(r"a learner takes .* on its GPU, where 1 MB are free.*; a run on this machine is refused", err)
     assert len(warned) == (not fits)
+
+
+@pytest.mark.parametrize(
+    ("transport", "topology", "vectors"), [("ipc", "base", 4), ("staged", "base", 0), ("ipc", "groups", 7)]
+)
+def test_copies_that_other_ranks_read_are_planned(transport: str, topology: str, vectors: int) -> None:
+    job = job_of(topology={"name": topology}).with_(cluster={"device": "cuda", "transport": transport})
+    assert plan_of(job).slots == vectors * plan_of(job_of()).gradients / 2

@@ -10,6 +10,7 @@ from rudra.compute.device.kind import DeviceKind
 from rudra.errors import ConfigError, RudraError, TopologyError
 from rudra.job.boundary import START, Boundary
 from rudra.job.job import Job
+from rudra.job.transports import Transports
 from rudra.prepare.nodes import nodes_of
 from rudra.prepare.phases import phases_of
 from rudra.prepare.resolve import RankFacts, choose_devices, fit, resolve, resolve_virtual, settle
@@ -122,7 +123,8 @@ def test_choose_devices_learners_of_a_node_take_its_gpus_in_turn() -> None:
     given = ranks(0, 0, 0, 0, gpus=2)
     resolved = fit(AUTO, {}, given)
     chosen = [choose_devices(resolved, given, number) for number in range(4)]
-    assert {job.cluster.device for (job, _), _ in chosen} == {"cuda"}
+    assert {job.cluster.device for (job, _), *_ in chosen} == {"cuda"}
+    assert {transports for *_, transports in chosen} == {Transports("ipc", "staged")}
     of_learners = [chosen[resolved.plan.roles[role].world_rank][1] for role in resolved.plan.learners]
     assert of_learners == [torch.device("cuda", 0), torch.device("cuda", 1)]
     server = resolved.plan.roles[resolved.plan.server].world_rank
@@ -133,8 +135,8 @@ def test_choose_devices_learners_of_a_node_take_its_gpus_in_turn() -> None:
 
 def test_choose_devices_one_learner_without_a_gpu_keeps_all_on_the_cpu() -> None:
     given = [*ranks(0, 0, 0, gpus=2), *ranks(1)]
-    (job, _), device = choose_devices(fit(AUTO, {}, given), given, 2)
-    assert (job.cluster.device, device.type) == ("cpu", "cpu")
+    (job, _), device, transports = choose_devices(fit(AUTO, {}, given), given, 2)
+    assert (job.cluster.device, device.type, transports) == ("cpu", "cpu", None)
     wanted = Job(cluster={"device": "cuda"})
     with pytest.raises(ConfigError, match=r"torch sees no GPU for learner 1 \(rank 3\) on host1; valid there: cpu"):
         choose_devices(fit(wanted, {}, given), given, 0)

@@ -95,7 +95,7 @@ shared memory: ranks 0, 1 on a node of its own; ranks 2 to 4 on node 0; ranks 5,
 ALLREDUCE = """\
 topology groups (reduction = mpi), protocol hardsync
 
-inside a group, which has a communicator of its own, gradients are added by the MPI library's allreduce \
+inside a group, which has a communicator of its own, gradients are added by a library's allreduce \
 (not replayable);
 every learner updates weights of its own:
   group 0            2 learners

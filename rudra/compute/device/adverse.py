@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rudra.compute.device.collectives import Collective
 from rudra.compute.device.graphs import Graph, NotRecordedError, waited
 from rudra.compute.device.kind import CPU, DeviceKind, Result
 from rudra.compute.device.streams import Number, Pending, Stream, known
@@ -63,6 +64,9 @@ class AdverseDevice(DeviceKind):
             if waiting := [queue for queue in self._queues if queue and queue[0].may_begin]:
                 self._chance.choice(waiting).popleft().do()
 
+    def collective(self, device: torch.device, store: Any, place: int, size: int) -> Collective:
+        return _LateCollective(super().collective(device, store, place, size), self.stream(device))
+
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
         recorder = _Recorder()
         try:
@@ -76,6 +80,42 @@ class AdverseDevice(DeviceKind):
     def invalidate(self) -> None:
         """Makes all recorded work invalid."""
         self._epoch += 1
+
+
+class _LateCollective(Collective):
+    """Group whose sums begin late.
+
+    Args:
+        group: The group.
+        stream: Stream that begins them, in order.
+    """
+
+    def __init__(self, group: Collective, stream: Stream) -> None:
+        self._late, self._stream = group, stream
+        self.abort, self.close = group.abort, group.close  # type: ignore[method-assign]
+
+    def sum(self, vector: torch.Tensor) -> Pending:
+        begun: list[Pending] = []
+
+        def begin() -> tuple[()]:
+            begun.append(self._late.sum(vector))
+            return ()
+
+        return _LateSum(self._stream.submit(begin), begun)
+
+
+class _LateSum(Pending):
+    """Sum of such a group. `begun` has the sum as soon as `start` is done."""
+
+    def __init__(self, start: Pending, begun: list[Pending]) -> None:
+        self._start, self._begun = start, begun
+
+    def done(self) -> bool:
+        return self._start.done() and self._begun[0].done()
+
+    def numbers(self) -> list[float]:
+        self._start.numbers()
+        return self._begun[0].numbers()
 
 
 class RecordedGraph(Graph):

@@ -1,6 +1,7 @@
 """GPUs that torch uses through `torch.cuda`. No other module of Rudra calls it."""
 
 import gc
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,9 @@ import numpy.typing as npt
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
+from rudra.compute.device.collectives import Collective
 from rudra.compute.device.graphs import Graph, NotRecordedError, waited
-from rudra.compute.device.kind import DeviceKind, Result
+from rudra.compute.device.kind import NO_LIMIT, DeviceKind, Result
 from rudra.compute.device.regions import Region
 from rudra.compute.device.streams import Number, Pending, Stream
 from rudra.errors import ConfigError
@@ -208,6 +210,24 @@ class Cuda(DeviceKind):
         rebuild, arguments = ticket
         memory: torch.Tensor = rebuild(*arguments)
         return memory
+
+    def library(self) -> str:
+        if not hasattr(torch.distributed, "ProcessGroupNCCL"):
+            return ""
+        return "NCCL " + ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+    def identity(self, device: torch.device) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def collective(self, device: torch.device, store: Any, place: int, size: int) -> Collective:
+        nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)
+        if nccl is None:
+            raise RuntimeError("this build of torch has no NCCL")
+        for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING"):
+            os.environ[name] = "0"  # torch would end this process if another one dies
+        options = nccl.Options()
+        options._timeout = NO_LIMIT
+        return Collective(nccl(store, place, size, options))
 
     def main_memory(self, length: int) -> torch.Tensor:
         return torch.from_numpy(page_locked(length))

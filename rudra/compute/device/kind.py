@@ -1,10 +1,12 @@
 """Kind of device that computes."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from rudra.compute.device.collectives import Collective
 from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.regions import Region, attached
 from rudra.compute.device.streams import Stream
@@ -12,6 +14,11 @@ from rudra.compute.device.streams import Stream
 Result = TypeVar("Result")
 
 CPU = torch.device("cpu")
+
+NO_LIMIT = timedelta(days=1000)
+"""Time-out of a library that has none of its own here: MPI reports the death of a process."""
+
+LOOPBACK = "127.0.0.1"
 
 
 class DeviceKind:
@@ -111,6 +118,34 @@ class DeviceKind:
             OSError, ValueError, RuntimeError: It cannot be read from here.
         """
         return attached(ticket)
+
+    def library(self) -> str:
+        """Returns name and version of the library of `collective`. Empty: there is none."""
+        return "gloo" if hasattr(torch.distributed, "ProcessGroupGloo") else ""
+
+    def identity(self, device: torch.device) -> str:
+        """Returns an identifier of a device that no other device has. Empty: any number of processes may share it."""
+        return ""
+
+    def collective(self, device: torch.device, store: Any, place: int, size: int) -> Collective:
+        """Returns a group of processes that add vectors on their devices. All of them call this together.
+
+        Args:
+            device: Device of this process.
+            store: Store of torch's that all of them see.
+            place: Number of this process in the group.
+            size: Number of processes.
+
+        Raises:
+            RuntimeError: They cannot reach each other, or the library does not work.
+        """
+        gloo: Any = getattr(torch.distributed, "ProcessGroupGloo", None)
+        if gloo is None:
+            raise RuntimeError("this build of torch has no gloo")
+        options = gloo._Options()
+        options._timeout = NO_LIMIT
+        options._devices = [gloo.create_device(hostname=LOOPBACK if store.host == LOOPBACK else "")]
+        return Collective(gloo(store, place, size, options))
 
     def main_memory(self, length: int) -> torch.Tensor:
         """Allocates (length,) uint8 in main memory for copies to a device."""

@@ -46,8 +46,7 @@ def of_rank(
     places: Sequence[int],
     count: int,
     on_cpu: Collection[int] = (),
-    *,
-    servers: bool = False,
+    others: Collection[int] = (),
 ) -> torch.device:
     """Returns the device of one rank if learners compute on devices of a kind.
 
@@ -60,13 +59,13 @@ def of_rank(
         places: Node of every rank, any numbers.
         count: Number of such devices that the rank sees.
         on_cpu: Learners that need no such device. If another learner shares their rank, they use its device.
-        servers: Whether other servers also compute on such devices, and not in main memory.
+        others: Ranks whose servers also compute on such devices, and not in main memory.
     """
     if kind == "cpu":
         return CPU
     wanting = [learner for learner in plan.learners if learner not in on_cpu]
-    others = range(len(plan.roles)) if servers else ()
-    computing = (plan.roles[role].world_rank for role in (*wanting, plan.statistics, *others))
+    ranks = [plan.roles[role].world_rank for role in (*wanting, plan.statistics)]
+    computing = (*ranks, *sorted(others))
     near = list(dict.fromkeys(other for other in computing if places[other] == places[rank]))
     return DEVICES[kind].device(near.index(rank) % count) if count and rank in near else CPU
 
@@ -111,7 +110,8 @@ def placing(device: torch.device, plan: Plan, *, transport: str | None) -> Placi
     Args:
         device: The device.
         plan: Role assignment.
-        transport: Transport of all pairs of ranks that compute on GPUs. None or "auto": it does not matter here.
+        transport: Transport of the tensors that others read: "ipc" if they are copied from the device for each pair of
+            ranks. None: there are none.
     """
     if device.type == "cpu" or plan.local or transport == "ipc":
         return "device"

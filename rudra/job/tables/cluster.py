@@ -163,11 +163,13 @@ class ClusterTable(Table):
         "recorded. on: a model that cannot be recorded is refused. Results are bitwise identical with deterministic = "
         "true",
     )
-    transport: Literal["auto", "ipc", "mpi", "staged"] = Field(
+    transport: Literal["auto", "ipc", "mpi", "nccl", "staged"] = Field(
         "auto",
         description="how tensors travel between ranks that compute on GPUs. ipc: ranks of one node read each other's "
-        "GPU memory. mpi: a GPU-aware MPI library reads and writes GPU memory. staged: through main memory. auto: ipc "
-        "if all ranks are on one node and it works there, else staged",
+        "GPU memory. mpi: a GPU-aware MPI library reads and writes GPU memory. staged: through main memory. auto: for "
+        "each pair of ranks, ipc on one node if it works there, mpi between nodes if the library is GPU-aware, else "
+        "staged. nccl: compute groups reduce by NCCL, which needs a GPU for each learner and adds in its own order; "
+        "the rest as with auto",
     )
     gradient_format: Literal["float32", "float16"] = Field(
         "float32",
@@ -189,13 +191,6 @@ class ClusterTable(Table):
     flush_denormals: bool = Field(
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"
     )
-
-    @field_validator("transport", mode="before")
-    @classmethod
-    def _no_nccl(cls, value: Any) -> Any:
-        if value == "nccl":
-            raise ValueError("must be 'auto', 'ipc', 'mpi' or 'staged': Rudra does not use NCCL")
-        return value
 
     @field_validator("shares", mode="before")
     @classmethod
@@ -238,6 +233,11 @@ class ClusterTable(Table):
     def accelerated(self) -> bool:
         """Whether learners compute on another device than the CPU. With "auto" this is not known yet."""
         return self.device not in ("cpu", "auto")
+
+    @property
+    def nccl(self) -> bool:
+        """Whether compute groups reduce by NCCL."""
+        return self.transport == "nccl"
 
     @property
     def parts(self) -> tuple[float, ...]:
