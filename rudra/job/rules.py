@@ -692,7 +692,8 @@ def one_rank(part: JobPart) -> Iterator[str]:
 @job_rule
 def banks(job: JobFields) -> Iterator[str]:
     """Checks the keys of a bank of learners against others that need no plan."""
-    table, on = job.cluster, "[cluster] bank = 'fused' is not supported with"
+    table = job.cluster
+    on = "[cluster] bank = 'fused' is not supported with"
     if table.learners_per_device is None:
         if table.bank != "auto":
             yield f"[cluster] bank = '{table.bank}' needs learners_per_device; set it, or leave bank out"
