@@ -16,13 +16,13 @@ from rudra.compute.arrivals import Arrivals
 from rudra.compute.averaging import slices
 from rudra.compute.bank.gathering import Bank, ReadyLearner
 from rudra.compute.device.devices import kind_of
-from rudra.compute.device.streams import Number, Pending, Stream, known
+from rudra.compute.device.streams import Number, Pending, Stream, known, until_done
 from rudra.compute.early_pass import EarlyPass
-from rudra.compute.evaluation import add_batch, evaluate, score_of
+from rudra.compute.evaluation import evaluate, score_of, summed
 from rudra.compute.executor import Executor, performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.flat import FlatModel
-from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource, Sums
+from rudra.compute.gradients import ERROR, LOSS, BatchFigures, BatchResult, GradientSource
 from rudra.compute.norms import NormMeter
 from rudra.compute.owners import OwnerExecutor, UpdateResult
 from rudra.compute.speculation import SpeculativeSteps
@@ -41,7 +41,7 @@ from rudra.core.actions import (
 )
 from rudra.core.buckets import copied
 from rudra.core.buffer_names import WEIGHTS
-from rudra.core.events import Computed, Evaluated, EvaluationPartComputed
+from rudra.core.events import Computed, Evaluated, EvaluationPartComputed, SplitMetrics
 from rudra.data.samples import Batch, Samples
 from rudra.job.job import Job
 
@@ -107,26 +107,26 @@ class LearnerExecutor(Executor):
     def compute(self, action: Compute) -> Iterator[Computed | Pending]:
         noted = None if self.speculation is None else self.speculation.compute(action)
         if noted is not None:
-            while not noted.pending.done():
-                yield noted.pending
+            yield from until_done(noted.pending)
             batch = partial(self.source.minibatch, action.step, action.work)
             yield self.computed(action, self.source.confirmed(noted.figures.tolist(), action.work, batch))
             return
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
-        if self.norms is not None and self.ready is not None and self.norms.covers_gradient(action.timestamp):
-            self.ready = self.norms.watching(gradient.vector, self.ready)
+        norms = self.norms if self.norms is not None and self.norms.covers_gradient(action.timestamp) else None
+        if norms is not None and self.ready is not None and self._stage is None:
+            self.ready = norms.watching(gradient.vector, self.ready)
         batches: list[Batch] = []
         given = self.source.take(action.step, action.work)
         if self.bank is not None:
             about = self.source, action, partial(self._vectors, weights, gradient), given
             yield from self.bank.gather(self, ReadyLearner(*about))
 
-        def work() -> tuple[Number, Number]:
+        def work() -> tuple[Number, ...]:
             self.source.given = given
             loss, errors, _, batch = self._gradient(action, weights, gradient)
             self.source.given = None
             batches.append(batch)
-            return loss, errors
+            return loss, errors, self._norm(action)
 
         inputs = () if given is None else (given.copied,)
         pending = self._stream.submit(work, after=(*inputs, *self._arriving))
@@ -143,7 +143,8 @@ class LearnerExecutor(Executor):
                 yield last
             if self.ready is not None:
                 self.ready(part)
-        yield self.computed(action, self.source.confirmed(pending.numbers(), action.work, batches.pop))
+        loss, errors, norm = pending.numbers()
+        yield self.computed(action, self.source.confirmed((loss, errors), action.work, batches.pop), norm)
 
     def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
         """Computes a gradient in its buffer."""
@@ -175,20 +176,16 @@ class LearnerExecutor(Executor):
         return ()
 
     @performs(ComputeEvaluationPart)
-    def assess(self, action: ComputeEvaluationPart) -> Iterator[EvaluationPartComputed | None]:
+    def assess(self, action: ComputeEvaluationPart) -> Iterator[EvaluationPartComputed | Pending | None]:
         assert self.examined is not None
         weights, found = self.weights_to_test(action.weights), []
         size = self.examined.batch_size
         for name, split in self.examined.splits.items():
             batches = -(-len(split) // size)
             mine = range(batches * action.part // action.parts, batches * (action.part + 1) // action.parts)
-            sums: Sums = defaultdict(float)
-            for batch in mine:
-                add_batch(sums, self.source.model, weights, split, size, batch)
-                yield None
+            sums = yield from summed(self.source.model, weights, split, size, mine, self._stream)
             count = min(mine.stop * size, len(split)) - mine.start * size
-            totals = zip(sums, known(sums.values()), strict=True)
-            found += [(name.encode(), metric.encode()[:64], count, total) for metric, total in totals]
+            found += [(name.encode(), metric.encode()[:64], count, total) for metric, total in sums.items()]
         yield EvaluationPartComputed(action.part, np.array(found, records.SUM))
 
     def weights_to_test(self, name: str) -> torch.Tensor:
@@ -198,11 +195,25 @@ class LearnerExecutor(Executor):
             self._arriving.pop().numbers()
         return buffer.vector if self._stage is None else self._stage.weights(buffer)
 
-    def computed(self, action: Compute | BackpropFirstStage, outcome: BatchResult) -> Computed:
-        """Returns the result of a computation whose weights are still in their buffer."""
-        norm = math.nan
-        if self.norms is not None and self.norms.covers_gradient(action.timestamp):
-            norm = self.norms.norm(self.buffer(action.gradient).gradient)
+    def _norm(self, action: Compute | BackpropFirstStage) -> Number:
+        """Returns the norm of a gradient that has been computed. NaN: it is not recorded."""
+        if self.norms is None or not self.norms.covers_gradient(action.timestamp):
+            return math.nan
+        return self.norms.norm(self.buffer(action.gradient).gradient if self._stage is None else self._stage.gradient)
+
+    def computed(
+        self, action: Compute | BackpropFirstStage, outcome: BatchResult, norm: float | None = None
+    ) -> Computed:
+        """Returns the result of a computation whose weights are still in their buffer.
+
+        Args:
+            action: The computation.
+            outcome: Its loss and errors.
+            norm: What `_norm` found. None: the gradient is measured now.
+        """
+        if norm is None:
+            (norm,) = known([self._norm(action)])
+        norm = norm if self.norms is None else self.norms.rounded(norm)
         found = Computed(action.step, outcome.loss, outcome.errors, outcome.samples, norm)
         if self.hooks is not None:
             buffer = self.buffer(action.weights)
@@ -309,11 +320,16 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
 
 
 class StatisticsExecutor(Executor):
-    """Executor that evaluates weights, one batch at a time."""
+    """Executor that evaluates weights, one batch at a time.
+
+    A device does so on a stream of its own, in parallel with the gradients of its learners.
+    """
 
     def test(self, job: Job, flat: FlatModel, splits: Mapping[str, Samples]) -> None:
         """Sets the splits to evaluate."""
         self._flat, self._splits, self._batch_size = flat, splits, job.training.evaluation_batch_size
+        kind = kind_of(flat.device)
+        self._training, self._testing = kind.stream(flat.device), kind.stream(flat.device, own=True)
 
     def try_out(self, buffer: str) -> tuple[str, ...]:
         """Evaluates one batch. Returns the names of metrics other than loss and error."""
@@ -328,22 +344,24 @@ class StatisticsExecutor(Executor):
         return sum(math.ceil(len(split) / self._batch_size) for split in self._splits.values())
 
     @performs(Evaluate)
-    def evaluate(self, action: Evaluate) -> Iterator[Evaluated | None]:
+    def evaluate(self, action: Evaluate) -> Iterator[Evaluated | Pending | None]:
         began = time.perf_counter()
         scores = []
         tested = self.buffer(action.buffer)
         weights = tested.vector if self._stage is None else self._stage.weights(tested)
+        come = self._training.submit(lambda: ())  # the copy of these weights
         for name, split in self._splits.items():
-            for score in evaluate(self._flat, weights, split, self._batch_size, name):
-                if score is None:
-                    yield None
+            about = self._flat, weights, split, self._batch_size, name, self._testing, (come,)
+            for found in evaluate(*about):
+                if isinstance(found, SplitMetrics):
+                    scores.append(found)
                 else:
-                    scores.append(score)
+                    yield found
         yield Evaluated(action.buffer, tuple(scores), time.perf_counter() - began)
 
     @performs(MergeEvaluation)
     def sum(self, action: MergeEvaluation) -> Evaluated:
-        sums: dict[str, Sums] = {}
+        sums: dict[str, defaultdict[str, float]] = {}
         counts: Counter[str] = Counter()
         for split, name, samples, value in action.rows.tolist():
             of_split = sums.setdefault(split.decode(), defaultdict(float))

@@ -16,7 +16,7 @@ from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
 from rudra.compute.hogwild import HogwildExecutor, HogwildServerExecutor, threads_of
 from rudra.compute.learners import TRAIN, Examined, LearnerExecutor, ReplicaExecutor, StatisticsExecutor
-from rudra.compute.memory_plan import resident_set
+from rudra.compute.memory_plan import ResidentSets, resident_sets
 from rudra.compute.norms import meter_of_learner, meter_of_owner
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor, ServerExecutor
@@ -161,8 +161,9 @@ def make_executors(
             f"[protocol] correction = '{named(job.protocol.correction)}' is not supported with gradients in rows, as a "
             "sparse first layer has; use momentum > 0, or dense inputs"
         )
-    fed = learners and kind_of(device).apart and all_dense(data.info.sample)
-    resident = resident_set(job, plan, data, device) if fed else None
+    fed = kind_of(device).apart and all_dense(data.info.sample)
+    about = job, plan, data, device
+    there = resident_sets(*about, trains=bool(learners)) if fed else ResidentSets(None, data.tests)
     hooks = hooks_of(job, plan.whole, roles, flat.layout)
     made: dict[int, Executor] = {}
     for role in roles:
@@ -191,12 +192,12 @@ def make_executors(
             work = portions[role].work(0)
             source = GradientSource(job, plan.roles[role].index, work, own, data.training, prefetch=prefetch)
             if fed and not isinstance(executor, HogwildExecutor | FirstStageExecutor):
-                source.feed_device(resident)
+                source.feed_device(there.training)
             executor.learn(source, pushes_at_once=kind.pushes_at_once)
             executor.norms = meter_of_learner(job, plan, own.layout)
             if job.training.evaluate == "workers":
                 train = {TRAIN: data.training} if job.training.evaluate_training_set else {}
-                executor.examined = Examined({**data.tests, **train}, job.training.evaluation_batch_size)
+                executor.examined = Examined({**there.tests, **train}, job.training.evaluation_batch_size)
         if isinstance(executor, HogwildServerExecutor):
             executor.workers = {learner: plan.roles[learner].index for learner in plan.learners}
         if isinstance(executor, HogwildExecutor):
@@ -216,7 +217,7 @@ def make_executors(
         if isinstance(executor, ElasticExecutor):
             executor.train_alone(job, plan.whole, role)
         if isinstance(executor, StatisticsExecutor):
-            executor.test(job, flat, data.tests)
+            executor.test(job, flat, there.tests)
         if kind.tests and fronts is not None:
             executor.step_bytes = fronts[1].sent(job.training.minibatch_size) * job.learners
         if kind.tests:

@@ -8,7 +8,7 @@ difference as a workspace, for instance of cuDNN.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from rudra.compute.gradients import GradientSource
 from rudra.compute.speculation import BURSTS, LARGEST
 from rudra.core.work import Work, portion
 from rudra.data.load import Data
-from rudra.data.resident import Resident, stored_in_memory
+from rudra.data.resident import Resident, ResidentSplit, stored_in_memory
+from rudra.data.samples import Samples, whole_of
 from rudra.data.sparse import bytes_of
 from rudra.data.trees import moved, named
 from rudra.errors import ConfigError
@@ -271,21 +272,50 @@ def at_once(job: Job, plan: Plan) -> Callable[[int], int]:
     return samples
 
 
-def resident_set(job: Job, plan: Plan, data: Data, device: torch.device) -> Resident | None:
-    """Copies the training set to a device, as it is stored, if it fits there together with a learner.
+class ResidentSets(NamedTuple):
+    """Sets of samples on a device.
 
-    Half of the free memory is left: other ranks may use the device too.
-
-    Returns:
-        None: it does not fit, it is not in memory, or the user's own code changes samples in main memory.
+    Attributes:
+        training: Training set on the device. None: mini-batches are sent there.
+        tests: Splits for evaluation, on the device if they are there.
     """
-    samples, free = data.training, kind_of(device).free_bytes(device)
-    stored = None if samples is None or job.augment.name is not None else stored_in_memory(samples)
-    if samples is None or stored is None:
-        return None
+
+    training: Resident | None
+    tests: Mapping[str, Samples]
+
+
+def resident_sets(job: Job, plan: Plan, data: Data, device: torch.device, *, trains: bool) -> ResidentSets:
+    """Copies sets to a device, as they are stored, if they fit there together with a learner.
+
+    A set stays in main memory if it does not fit, if it is not in memory as arrays, or if the user's own code changes
+    its samples. Half of the free memory is left: other ranks may use the device too.
+
+    Args:
+        job: Resolved job.
+        plan: Role assignment.
+        data: Data with the sets.
+        device: The device.
+        trains: Whether learners compute there.
+    """
+    free, there = kind_of(device).free_bytes(device), dict[int, Resident]()
+    room = math.inf
     if free is not None:
         found = planned(job, plan, data, device)
-        needed = 0 if found is None else found.total(most_at_once(job, plan, len(samples)))
-        if sum(array.nbytes for array in stored) > (free - needed) / 2:
-            return None
-    return Resident(samples, device)
+        needed = 0 if found is None else found.total(most_at_once(job, plan, len(data.training or ())))
+        room = (free - needed) / 2
+
+    def resident(samples: Samples) -> Resident | None:
+        nonlocal room
+        stored, whole = stored_in_memory(samples), id(whole_of(samples))
+        if stored is not None and whole not in there and (size := sum(array.nbytes for array in stored)) <= room:
+            room -= size
+            there[whole] = Resident(samples, device)
+        return there.get(whole)
+
+    augmented = job.augment.name is not None
+    training = None if data.training is None or not trains or augmented else resident(data.training)
+    tests = {name: (split, resident(split)) for name, split in data.tests.items()}
+    return ResidentSets(
+        training,
+        {n: split if its is None else ResidentSplit(split, its, device) for n, (split, its) in tests.items()},
+    )

@@ -12,6 +12,7 @@ from itertools import groupby, pairwise
 import torch
 
 from rudra.compute.averaging import CACHE_LINE
+from rudra.compute.device.streams import Number
 from rudra.compute.final_gradients import Ready
 from rudra.compute.parts import pieces_of
 from rudra.compute.rows import RowGradient
@@ -90,23 +91,31 @@ class NormMeter:
 
         return measure
 
-    def norm(self, gradient: torch.Tensor | RowGradient) -> float:
-        """Returns the norm of a gradient's parameters."""
+    def norm(self, gradient: torch.Tensor | RowGradient) -> Number:
+        """Returns the norm of a gradient's parameters, for `rounded`. A device may still compute it."""
         if isinstance(gradient, RowGradient):
             return joint_norm(_norms(list(self._of_rows(gradient))), partial=self._partial)
         early, self._early = self._early, {}
         if not early:
-            return joint_norm(self._norms_of_runs(gradient), partial=self._partial)
+            found = self._norms_of_runs(gradient)
+            if not found.is_cpu:
+                norm: torch.Tensor = torch.linalg.vector_norm(found, dtype=torch.float64)
+                return norm
+            return joint_norm(found.tolist(), partial=self._partial)
         left = [piece for number, piece in enumerate(self._split(gradient)) if number not in early]
         return joint_norm([*early.values(), *_norms(left)], partial=self._partial)
 
-    def _norms_of_runs(self, gradient: torch.Tensor) -> list[float]:
+    def rounded(self, norm: float) -> float:
+        """Returns a norm with the precision of the records, unless it is the norm of a part."""
+        return norm if self._partial else single(norm)
+
+    def _norms_of_runs(self, gradient: torch.Tensor) -> torch.Tensor:
         """Returns the norms of all pieces. Neighbours of one size take one call, which does not change their norms."""
         runs = torch.split(gradient[: self._parameters], self._run_sizes)
         found = [torch.linalg.vector_norm(runs[number].view(shape), dim=1) for number, shape in self._matrices]
         if self._singles:
             found.append(torch.stack(torch._foreach_norm([runs[number] for number in self._singles])))
-        return torch.cat(found).tolist()
+        return torch.cat(found)
 
     def _split(self, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the pieces of a gradient's parameters."""
@@ -123,13 +132,16 @@ class NormMeter:
         copy = torch.empty_like(gradient[: self._parameters]) if self._last is None else self._last[1]
         self._last = timestamp, copy.copy_(gradient[: self._parameters])
 
-    def product(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> float:
-        """Returns the inner product with the gradient of the previous update. NaN: that gradient was not kept."""
+    def product(self, timestamp: int, gradient: torch.Tensor | RowGradient) -> Number:
+        """Returns the inner product with the gradient of the previous update, for `single`.
+
+        A device may still compute it. NaN: that gradient was not kept.
+        """
         if isinstance(gradient, RowGradient) or self._last is None or self._last[0] != timestamp - 1:
             return math.nan
         pairs = zip(self._split(gradient), self._split(self._last[1]), strict=True)
         products = torch.stack([torch.dot(*pair) for pair in pairs])
-        return single(sum(products.tolist()))
+        return sum(products.tolist()) if products.is_cpu else products.sum(dtype=torch.float64)
 
     def _of_rows(self, gradient: RowGradient) -> Iterator[torch.Tensor]:
         form, rows = gradient.row_format, gradient.rows

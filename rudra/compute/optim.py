@@ -271,9 +271,9 @@ class UpdateRule:
         return torch.mul(gradient, scale, out=self._scaled[part])
 
     @property
-    def clip_factor(self) -> float:
-        """Factor of the last gradient by clipping. NaN: gradients are not clipped."""
-        return math.nan if self._clip_norm is None else float(self._clipped)
+    def clip_factor(self) -> float | torch.Tensor:
+        """Factor of the last gradient by clipping. NaN: gradients are not clipped. A device may still compute it."""
+        return math.nan if self._clip_norm is None else self._clipped
 
     def move(self, weights: torch.Tensor) -> None:
         """Continues with weights in other memory, which holds the same values."""

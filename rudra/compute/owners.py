@@ -16,7 +16,7 @@ from rudra.compute.averaging import CACHE_LINE, CHUNK, slices
 from rudra.compute.carried import CarriedState
 from rudra.compute.correcting import Corrector
 from rudra.compute.device.devices import kind_of
-from rudra.compute.device.streams import Pending, Stream
+from rudra.compute.device.streams import Number, Pending, known, until_done
 from rudra.compute.executor import Executor, performs
 from rudra.compute.flat import FlatModel
 from rudra.compute.norms import NormMeter
@@ -27,12 +27,14 @@ from rudra.compute.sliced_steps import SlicedSteps
 from rudra.compute.sparse import SparseRows
 from rudra.compute.speculation import SpeculativeSteps, Step
 from rudra.compute.vectors import Buffer
+from rudra.compute.weight_samples import WeightSamples
 from rudra.core.actions import Accumulate, ComputeNorms, Copy, Correct, SetOptimizer, Update
 from rudra.core.buffer_names import AVERAGE, DOWNCAST, WEIGHTS
-from rudra.core.digest import digest_of, sample, sha256
+from rudra.core.digest import digest_of, sha256
 from rudra.core.events import NormsComputed, Updated
 from rudra.core.layout import Entry, Part
 from rudra.core.messages import Message, MessageKind
+from rudra.core.norms import single
 from rudra.core.state_names import CORRECTION, OPTIMIZER
 from rudra.errors import CheckpointError
 from rudra.job.job import Job
@@ -197,14 +199,8 @@ class OwnerExecutor(Executor):
         return self._rule.state_bytes()
 
     @cached_property
-    def _copying_back(self) -> Stream:
-        """Stream that copies samples of the weights to main memory."""
-        return kind_of(self.device).stream(self.device)
-
-    @cached_property
-    def _places(self) -> list[torch.Tensor]:
-        """Main memory for samples that come from a device, and that no update uses."""
-        return []
+    def _samples(self) -> WeightSamples:
+        return WeightSamples(self._of, self._owned_part, self.device)
 
     @cached_property
     def _copies(self) -> dict[str, npt.NDArray[np.float32]]:
@@ -334,9 +330,8 @@ class OwnerExecutor(Executor):
             return Updated(action.timestamp, digest_of(sampled), time.perf_counter() - began)
         if self.corrector is not None:
             self.corrector.updated()
-        norm, product = (math.nan, math.nan) if self.update_norms is None else self._measured(self.update_norms, action)
+        measured = self._measured(action)
         buffer = self._stepped(action)
-        clipped = math.nan if math.isnan(norm) else norm * self._rule.clip_factor
         self._give_back(action.gradient)
         self._round_counters(buffer.vector)
         buffer.version += 1
@@ -344,38 +339,39 @@ class OwnerExecutor(Executor):
             self._average_over_time(action, buffer.vector)
         if self.hooks is not None:
             self.hooks.updated(action, lambda: buffer.array, self._replica())
-        pieces, whole = self._sampled(buffer, action.timestamp), self._owned_part is None
-        done = partial(Updated, action.timestamp, sampled=pieces, norm=norm, clipped_norm=clipped, product=product)
-        if whole and kind_of(self.device).apart:
-            return self._sampled_later(buffer.vector[sample(action.timestamp, self.size)].clone(), done, began)
-        digest = buffer.digest(action.timestamp) if whole else 0
-        return done(digest=digest, seconds=time.perf_counter() - began)
-
-    def _sampled_later(
-        self, there: torch.Tensor, done: Callable[..., Updated], began: float
-    ) -> Iterator[Updated | Pending]:
-        """Begins to copy a sample of the weights to main memory. Returns the rest of the update."""
-        kind, most = kind_of(self.device), 4 * len(range(0, self.size, sample(0, self.size).step))
-        here = self._places.pop() if self._places else kind.main_memory(most)
-        came = here[: there.nbytes].view(torch.float32)
-
-        def copy() -> tuple[()]:
-            came.copy_(there, non_blocking=True)
-            return ()
-
-        pending = self._copying_back.submit(copy)
+        numbers = *measured, self._rule.clip_factor
+        if not kind_of(self.device).apart:
+            return self._updated(action, self._samples.now(buffer, action.timestamp), known(numbers), began)
+        coming = self._samples.later(buffer.vector, action.timestamp, numbers)
 
         def rest() -> Iterator[Updated | Pending]:
-            while not pending.done():
-                yield pending
-            digest = digest_of(came.numpy().tobytes())
-            self._places.append(here)
-            yield done(digest=digest, seconds=time.perf_counter() - began)
+            yield from until_done(coming.pending)
+            yield self._updated(action, coming.taken(), coming.pending.numbers(), began)
 
         return rest()
 
-    def _measured(self, meter: NormMeter, action: Update) -> tuple[float, float]:
+    def _updated(self, action: Update, sampled: list[bytes], numbers: Sequence[float], began: float) -> Updated:
+        """Returns the end of an update.
+
+        Args:
+            action: The update.
+            sampled: Sample of each stretch of the weights.
+            numbers: What `_measured` returned, and the factor of clipping.
+            began: When the update began.
+        """
+        norm, product, clip_factor = numbers
+        if self.update_norms is not None:
+            norm = self.update_norms.rounded(norm)
+        whole = self._owned_part is None
+        digest, pieces = (digest_of(*sampled), ()) if whole else (0, tuple(sampled))
+        seconds = time.perf_counter() - began
+        return Updated(action.timestamp, digest, seconds, pieces, norm, norm * clip_factor, single(product))
+
+    def _measured(self, action: Update) -> tuple[Number, Number]:
         """Returns the norm of an update's gradient, and its product with the previous one. NaN: it is not recorded."""
+        meter = self.update_norms
+        if meter is None:
+            return math.nan, math.nan
         measures, keeps = meter.covers(action.timestamp), meter.keeps(action.timestamp)
         if not (measures or keeps):
             return math.nan, math.nan
@@ -404,7 +400,8 @@ class OwnerExecutor(Executor):
             self._replace(action.weights, self.spare())
         buffer = self.buffer(action.weights)
         copy_on_write, waits = buffer is not before, action.gradient in self._deferred
-        sliced = self._rule.sliced if (copy_on_write or waits) and self.row_format is None else None
+        cached = (copy_on_write or waits) and self.row_format is None and buffer.vector.is_cpu
+        sliced = self._rule.sliced if cached else None
         if sliced is not None:
             self._update_in_slices(sliced, action, before.vector, buffer.vector)
         else:
@@ -416,7 +413,8 @@ class OwnerExecutor(Executor):
             if isinstance(gradient, RowGradient):
                 self._rule.step_rows(gradient, action.learning_rate)
             else:
-                self._rule.step(gradient[: self.parameters], action.learning_rate, _floats(action.norms))
+                norms = _floats(action.norms, gradient.device)
+                self._rule.step(gradient[: self.parameters], action.learning_rate, norms)
         return buffer
 
     def _take_behind(self, gradient: torch.Tensor, weights: torch.Tensor) -> None:
@@ -446,15 +444,7 @@ class OwnerExecutor(Executor):
     @performs(ComputeNorms)
     def measure(self, action: ComputeNorms) -> NormsComputed:
         gradient = self.buffer(action.gradient).vector[: self.parameters]
-        return NormsComputed(self._rule.norms(gradient).numpy().tobytes())
-
-    def _sampled(self, buffer: Buffer, timestamp: int) -> tuple[bytes, ...]:
-        """Returns a sample of each stretch of a part of the weights."""
-        if self._owned_part is None:
-            return ()
-        stretches = zip(self._owned_part.within, self._owned_part.stretches, strict=True)
-        which = [(place, sample(timestamp, self._of, stretch.start)) for place, stretch in stretches]
-        return tuple(buffer.sampled(slice(place.start + those.start, place.stop, those.step)) for place, those in which)
+        return NormsComputed(self._rule.norms(gradient).numpy(force=True).tobytes())
 
     def _update_in_slices(
         self, sliced: SlicedSteps, action: Update, before: torch.Tensor, weights: torch.Tensor
@@ -490,9 +480,9 @@ class OwnerExecutor(Executor):
         return self.buffer(WEIGHTS).readers > 0
 
 
-def _floats(norms: tuple[bytes, bytes]) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _floats(norms: tuple[bytes, bytes], device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Converts norms from bytes to tensors, if there are any."""
-    before, behind = (torch.from_numpy(np.frombuffer(each, np.float32).copy()) for each in norms)
+    before, behind = (torch.from_numpy(np.frombuffer(each, np.float32).copy()).to(device) for each in norms)
     return (before, behind) if any(norms) else None
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,9 @@ from msgspec import structs
 from protocols import Averaging
 from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.carried import CarriedState
-from rudra.compute.device.streams import Number
+from rudra.compute.device.devices import kind_of
+from rudra.compute.device.kind import CPU
+from rudra.compute.device.streams import Number, Pending, until_done
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import LearnerExecutor
@@ -76,7 +78,7 @@ class ElasticExecutor(LearnerExecutor):
         self._inner.change(action.momentum, action.options)
 
     @performs(StepReplica)
-    def step(self, action: StepReplica) -> ReplicaStepped:
+    def step(self, action: StepReplica) -> ReplicaStepped | Iterator[ReplicaStepped | Pending]:
         began = time.perf_counter()
         rule = self._rule_for(action.replica)
         gradient, buffer = self.buffer(action.gradient).vector, self.buffer(action.replica)
@@ -102,10 +104,10 @@ class ElasticExecutor(LearnerExecutor):
             elif difference is not None and action.elasticity:
                 replica[part].add_(difference[part], alpha=action.elasticity)
 
-        if (sliced := rule.sliced) is not None:  # each slice passes through memory once
+        if (sliced := rule.sliced) is not None and replica.is_cpu:  # each slice passes through memory once
             sliced.step(before, action.learning_rate, CHUNK, after)
         else:
-            parts = list(slices(0, parameters, CHUNK))
+            parts = list(slices(0, parameters, CHUNK if replica.is_cpu else parameters))
             for part in parts:
                 before(part)
             rule.step(gradient[:parameters], action.learning_rate)
@@ -116,8 +118,17 @@ class ElasticExecutor(LearnerExecutor):
             if difference is not None:
                 difference[parameters:] = replica[parameters:]
         buffer.version += 1
-        distance = math.nan if difference is None else math.sqrt(float(squares))  # waits for a device once
-        return ReplicaStepped(time.perf_counter() - began, distance)
+        if difference is None:
+            squares = math.nan
+        if not kind_of(self.device).apart:
+            return ReplicaStepped(time.perf_counter() - began, math.sqrt(float(squares)))
+        pending = self._stream.submit(lambda: (squares,))
+
+        def rest() -> Iterator[ReplicaStepped | Pending]:
+            yield from until_done(pending)
+            yield ReplicaStepped(time.perf_counter() - began, math.sqrt(*pending.numbers()))
+
+        return rest()
 
     @performs(ResetReplica)
     def restart(self, action: ResetReplica) -> None:
@@ -223,7 +234,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         """
         self._drop_ahead()
         sliced = self._rule_for(action.replica).sliced
-        if sliced is None or self._stage is not None:
+        if sliced is None or self._stage is not None or self.device.type != CPU.type:
             return None
         gradient, weights, difference = map(self.buffer, (action.gradient, action.weights, action.difference))
         self._ahead = StepAhead(action, sliced, self.spare(), gradient, weights, difference, final)
@@ -235,7 +246,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
             self._use_again(self._ahead.into)
         self._ahead = None
 
-    def step(self, action: StepReplica) -> ReplicaStepped:
+    def step(self, action: StepReplica) -> ReplicaStepped | Iterator[ReplicaStepped | Pending]:
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return super().step(action)

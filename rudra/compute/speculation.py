@@ -356,7 +356,7 @@ class SpeculativeSteps:
             self._refuse(f"weights and optimiser have {bytes_text(needed)}, more than {bytes_text(LARGEST)}")
             return False
         size, there = len(state[0]), self._device
-        at = torch.arange(size)[sample(0, size)]
+        at = torch.arange(0, size, sample(0, size).step)
         self._apart = sample(0, size).step
         width = self._source.indices_of(0, work, 1).shape[1]
         shapes = ((MOST * work.count, width), torch.int64), ((MOST, 2), torch.float64), ((MOST, len(at)), torch.float32)

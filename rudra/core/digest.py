@@ -28,6 +28,16 @@ def sample(timestamp: int, size: int, first: int = 0) -> slice:
     return slice((timestamp - first) % stride, None, stride)
 
 
+def sample_length(size: int, length: int | None = None) -> int:
+    """Returns the largest number of sampled elements of a stretch.
+
+    Args:
+        size: Size of the whole vector.
+        length: Size of the stretch. None: it is the whole vector.
+    """
+    return -(-(size if length is None else length) // max(1, size // SAMPLED))
+
+
 def digest_of(sampled: bytes) -> int:
     """Returns a digest of 64 bits of the floats of a sample."""
     return int.from_bytes(hashlib.blake2b(sampled, digest_size=8).digest(), "little")

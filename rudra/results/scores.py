@@ -11,6 +11,7 @@ from rudra.compute.evaluation import evaluate
 from rudra.compute.executor import torch_as_in
 from rudra.compute.flat import FlatModel
 from rudra.core.buffer_names import AVERAGE, WEIGHTS
+from rudra.core.events import SplitMetrics
 from rudra.data.load import load
 from rudra.job.job import Job
 from rudra.results import checkpoint
@@ -41,5 +42,6 @@ def on_test_set(job: Job, paths: Sequence[Path]) -> list[dict[str, float]]:
             tensors = checkpoint.read(path)[1]
             weights = torch.from_numpy(tensors.get(AVERAGE, tensors[WEIGHTS])).to(device)
             steps = evaluate(flat, weights, data.test, job.training.evaluation_batch_size)
-            found += [{"loss": s.loss, "error": s.error, **dict(s.metrics)} for s in steps if s is not None]
+            scores = (step for step in steps if isinstance(step, SplitMetrics))
+            found += [{"loss": s.loss, "error": s.error, **dict(s.metrics)} for s in scores]
     return found

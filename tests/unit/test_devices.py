@@ -16,14 +16,14 @@ from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES, here
 from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.device.placement import agreed, of_rank, virtual_kind
-from rudra.compute.device.streams import Pending, finished
-from rudra.compute.learners import LearnerExecutor
+from rudra.compute.device.streams import Pending, Stream, finished
+from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.staging import Staging
 from rudra.compute.vectors import Buffer
-from rudra.core.actions import Compute, Update
-from rudra.core.buffer_names import GRADIENT, WEIGHTS
-from rudra.core.events import Computed, Event, Hashed
+from rudra.core.actions import Compute, Evaluate, StepReplica, Update
+from rudra.core.buffer_names import DIFFERENCE, GRADIENT, REPLICA, SNAPSHOT, WEIGHTS
+from rudra.core.events import Computed, Evaluated, Event, Hashed
 from rudra.core.messages import Weights
 from rudra.core.wire import tail_bytes
 from rudra.data.load import load
@@ -291,6 +291,84 @@ def test_an_update_on_a_device_does_not_wait_for_the_sample_of_its_weights(monke
         found[device.apart] = [event.digest for work in updates[1:] for event in finished(work)]  # type: ignore[union-attr]
     assert found[True] == found[False]
     assert len({*found[True]}) == 2
+
+
+def test_the_norms_of_an_update_come_with_the_sample_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for device in (DeviceKind(), AdverseDevice(4)):
+        monkeypatch.setitem(DEVICES, "cpu", device)
+        clipped = {"learning_rate": 0.1, "momentum": 0.0, "clip_norm": 0.5}
+        run = job("async", 1, optimizer=clipped, results={"gradient_norms": "every 1"}).resolved()
+        plan = run.plan()
+        (owner,) = make_executors(run, plan, (plan.server,), load(run.data, test=False), prefetch=False).values()
+        owner.prepare()
+        works = []
+        for timestamp in (1, 2, 3):
+            owner.buffer(GRADIENT).vector.copy_(torch.linspace(0, 0.01 * timestamp, owner.size))
+            works.append(owner.perform(Update(GRADIENT, WEIGHTS, 0.1, timestamp)))
+        ends = [event for work in works for event in finished(work)]
+        found[device.apart] = [(each.norm, each.clipped_norm, each.product) for each in ends]  # type: ignore[union-attr]
+    assert str(found[True]) == str(found[False])  # with NaN
+    assert [norm > clipped for norm, clipped, _ in found[True]] == [False, True, True]
+    assert [product > 0 for *_, product in found[True]] == [False, True, True]
+
+
+def test_the_step_of_a_replica_does_not_wait_for_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for device in (DeviceKind(), AdverseDevice(4)):
+        monkeypatch.setitem(DEVICES, "cpu", device)
+        run = job("sma", 2, model={"name": "mlp"}).resolved()
+        plan = run.plan()
+        (role,) = plan.learners[:1]
+        (learner,) = make_executors(run, plan, (role,), load(run.data, test=False), prefetch=False).values()
+        learner.prepare()
+        works = []
+        for _ in range(3):
+            learner.buffer(GRADIENT).vector.copy_(torch.linspace(-1, 1, learner.size))
+            works.append(learner.perform(StepReplica(GRADIENT, REPLICA, 0.1, difference=DIFFERENCE)))
+        assert isinstance(next(works[0]), Pending) == device.apart
+        found[device.apart] = [event.distance for work in works[1:] for event in finished(work)]  # type: ignore[union-attr]
+        found[device.apart].append(learner.sha256(REPLICA))
+    assert found[True] == found[False]
+    assert found[True][0] < found[True][1]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_weights_are_evaluated_beside_gradients_after_they_have_come(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner computes with the same module meanwhile. Without the wait for the weights other weights are tested."""
+    run = job("async", 1, model={"name": network}).resolved()
+    plan, found = run.plan(), []
+    for seed in range(20):
+        monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(seed) if seed else DeviceKind())
+        roles = (plan.learners[0], plan.statistics)
+        learner, statistics = make_executors(run, plan, roles, load(run.data), prefetch=False).values()
+        assert isinstance(statistics, StatisticsExecutor)
+        assert isinstance(learner, LearnerExecutor)
+        learner.buffer(WEIGHTS).vector.copy_(torch.linspace(0.01, 0.1, learner.size))
+        tested = statistics.buffer(SNAPSHOT).vector.zero_()
+        training = statistics._training
+
+        def come(weights: torch.Tensor = tested) -> tuple[()]:
+            weights.copy_(torch.linspace(0.1, 0.01, len(weights)))
+            return ()
+
+        training.submit(come)
+        if not waits:
+            statistics._training = Stream()
+        work = LongWork(lambda: None)
+        computes = Compute(0, learner.source.work, WEIGHTS, GRADIENT)
+        work.begin(0, learner.perform(computes), lambda event: None)
+        work.begin(1, statistics.perform(Evaluate(SNAPSHOT)), lambda event: None)
+        events = []
+        while work.under_way:
+            if (ended := work.advance()) is not None and ended[1] is not None:
+                events.append(ended[1])
+        (scores,) = (event.scores for event in events if isinstance(event, Evaluated))
+        found.append((scores, learner.sha256(GRADIENT)))
+    right = sum(each == found[0] for each in found[1:])
+    assert (right == 19) == waits
 
 
 def test_work_that_is_dropped_writes_nothing_later() -> None:

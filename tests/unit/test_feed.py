@@ -21,12 +21,12 @@ from rudra.compute.flat import FlatModel
 from rudra.compute.gradients import GradientSource
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
-from rudra.compute.memory_plan import planned, resident_set
+from rudra.compute.memory_plan import planned, resident_sets
 from rudra.core.actions import Compute
 from rudra.core.buffer_names import GRADIENT, WEIGHTS
 from rudra.core.work import Work
 from rudra.data.load import load
-from rudra.data.resident import Resident, stored_in_memory
+from rudra.data.resident import Resident, ResidentSplit, stored_in_memory
 from rudra.data.samples import Split, Subset, indices_of_whole
 from rudra.data.sampling import Sampler
 from rudra.data.sources import Dense, Sparse, TokenWindows
@@ -178,7 +178,7 @@ JOB = Job(
 def test_a_set_lies_on_the_device_if_half_of_the_free_memory_holds_it(
     learners: int, share: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, plan = load(JOB.data), JOB.plan()
+    data, plan = load(JOB.data, test=False), JOB.plan()
     assert data.training is not None
     stored = stored_in_memory(data.training)
     assert stored is not None
@@ -201,8 +201,29 @@ def test_a_set_lies_on_the_device_if_half_of_the_free_memory_holds_it(
 
 def test_samples_that_the_users_code_changes_stay_in_main_memory() -> None:
     job = JOB.with_(augment={"name": "torch:neg"})
-    assert resident_set(job, job.plan(), load(job.data), CPU) is None
-    assert resident_set(JOB, JOB.plan(), load(JOB.data), CPU) is not None
+    assert resident_sets(job, job.plan(), load(job.data), CPU, trains=True).training is None
+    assert resident_sets(JOB, JOB.plan(), load(JOB.data), CPU, trains=True).training is not None
+
+
+def test_splits_for_evaluation_lie_on_the_device_too_and_share_the_copy_of_their_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = JOB.with_(data={"validation_split": 0.2})
+    data = load(job.data)
+    there = resident_sets(job, job.plan(), data, CPU, trains=True)
+    assert {*there.tests} == {*data.tests} == {"test", "validation"}
+    for name, split in data.tests.items():
+        found = there.tests[name]
+        assert isinstance(found, ResidentSplit)
+        assert len(found) == len(split)
+        for indices in (np.arange(len(split)), np.arange(3, 9)):
+            for mine, wanted in zip(found.batch(indices), split.batch(indices), strict=True):
+                assert torch.equal(mine, wanted)
+    assert isinstance(there.tests["validation"], ResidentSplit)
+    assert there.tests["validation"]._resident is there.training
+    nothing = AdverseDevice(0, free=0)
+    monkeypatch.setitem(DEVICES, "cpu", nothing)
+    assert resident_sets(job, job.plan(), data, CPU, trains=True) == (None, data.tests)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])

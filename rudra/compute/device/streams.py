@@ -5,7 +5,7 @@ class is the stream of a CPU. It does all work at once, so that devices and CPUs
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -58,6 +58,12 @@ class Stream:
             Exception: An exception of the work. A device may raise it later, in `Pending.done` or `Pending.numbers`.
         """
         return Done(known(work()))
+
+
+def until_done(pending: Pending) -> Iterator[Pending]:
+    """Yields work of a device as long as it is not done, so that the rank does other work meanwhile."""
+    while not pending.done():
+        yield pending
 
 
 def known(numbers: Iterable[Number]) -> list[float]:
