@@ -6,7 +6,7 @@ number without dimensions. Counters in weights are whole numbers. Means of gradi
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -35,9 +35,9 @@ from rudra.errors import ConfigError
 from rudra.job.tables import IN_16_BITS
 
 _KEPT = 8  # vectors with cached views for each role: generations of weights and of gradients
-_SCALE, _LESS = 2.0**12, 2.0**-4
-"""Scale of the loss in float16, which preserves small gradients, and its factor when large gradients overflow. A step
-tries 2^12, 2^8, 2^4 and 1. Each step starts from 2^12, so that its result depends on no other step."""
+_SCALES = 2.0**12, 2.0**8, 2.0**4, 1.0
+"""Scales of the loss in float16, which preserve small gradients. A step takes the first one that does not overflow, so
+that its result depends on no other step."""
 
 
 Gradients = Literal["autograd", "direct"]
@@ -64,6 +64,7 @@ class FlatModel:
         autograd: Gradients of all other inputs.
         graphs: Passes that the device repeats from a record. None: it computes all passes operation by operation.
         views: Views of vectors with the model's layout.
+        scales: Scales of the loss that a step tries in turn. One if the loss is not scaled.
         hooked: Whether hooks may observe or change a pass.
 
     Raises:
@@ -115,7 +116,7 @@ class FlatModel:
         of_device = kind_of(self.device)
         of_device.set_products(self.device, rounded=precision == "tf32")
         self._generator = of_device.generator(self.device)
-        self._scale = _SCALE if precision == "float16" else 1.0
+        self.scales = _SCALES if precision == "float16" else (1.0,)
         direct = gradients == "direct" and precision not in IN_16_BITS and not compiled
         self.hooked = hooked(module)
         self.chain = Chain.of(module, self._parameters, self.task) if direct else None
@@ -207,7 +208,7 @@ class FlatModel:
     @property
     def scaled(self) -> bool:
         """Whether the loss is scaled, so that small gradients survive."""
-        return self._scale != 1
+        return len(self.scales) > 1
 
     @property
     def does_without_autograd(self) -> bool:
@@ -230,6 +231,7 @@ class FlatModel:
         out: torch.Tensor | RowGradient,
         seed: int | torch.Tensor,
         ready: Ready | None = None,
+        scale: float | None = None,
     ) -> tuple[Number, Number]:
         """Computes the gradient of the mean loss at the bound weights.
 
@@ -243,6 +245,8 @@ class FlatModel:
                 continue from.
             ready: Called while the gradient is computed, with each part of `out` that is final. It is not called if
                 only the whole gradient becomes final, as with compiled code, rows, or the scaled loss of float16.
+            scale: One of `scales`, for a caller that tries the next one if the gradient `overflows`. None: the host
+                waits for the device, and tries them here.
 
         Returns:
             Mean loss and number of wrong samples; NaN if the task defines no error. A device may still compute them.
@@ -251,7 +255,8 @@ class FlatModel:
             DataError: A label is outside the model's classes.
         """
         rows = out if isinstance(out, RowGradient) else None
-        if ready is None and isinstance(out, torch.Tensor) and (graphed := self._graphed(inputs, target, out)):
+        recorded = ready is None and (scale or self.scales[-1]) == self.scales[0]
+        if recorded and isinstance(out, torch.Tensor) and (graphed := self._graphed(inputs, target, out)):
             self.seed(seed)
             loss, wrong, output = graphed.repeat(inputs, target)
             if isinstance(wrong, torch.Tensor):
@@ -268,8 +273,13 @@ class FlatModel:
                 views[0].zero_().index_add_(0, *found)
             wrong = self.task.wrong(output, target)
         else:
-            loss, wrong, _ = self._backward(inputs, target, out, seed, "mean", self._scale, ready)
+            scales = self.scales if scale is None else (scale,)
+            loss, wrong, _ = self._fitting(inputs, target, out, seed, "mean", scales, ready)
         return figures(loss, wrong)
+
+    def overflows(self, gradient: torch.Tensor) -> Number:
+        """Returns whether a gradient has infinite numbers or NaN, as 1 or 0. A device may still compute it."""
+        return number((~gradient[: self.parameter_count].isfinite().all()).float())
 
     def _graphed(self, inputs: Any, target: Any, out: torch.Tensor) -> GraphedPass | None:
         """Returns the record of a pass. None: there is none, so its operations run one by one."""
@@ -305,7 +315,7 @@ class FlatModel:
         self, inputs: Any, target: Any, out: torch.Tensor, seed: int
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[Any]]:
         """Computes `gradient` for a batch of several mini-batches. Returns the loss and the error of each sample."""
-        losses, wrong, _ = self._backward(inputs, target, out, seed, "none", self._scale)
+        losses, wrong, _ = self._fitting(inputs, target, out, seed, "none", self.scales)
         if isinstance(wrong, torch.Tensor):
             wrong = wrong.numpy(force=True)
         return losses.numpy(force=True), np.full(len(losses), np.nan) if wrong is None else wrong
@@ -321,6 +331,23 @@ class FlatModel:
     def random_state(self) -> torch.Tensor:
         """State of the random generator, uint8."""
         return self._generator.get_state()
+
+    def _fitting(
+        self,
+        inputs: Any,
+        target: Any,
+        into: torch.Tensor | RowGradient,
+        seed: int | torch.Tensor,
+        reduction: LossReduction,
+        scales: Sequence[float],
+        ready: Ready | None = None,
+    ) -> Passed:
+        """Computes a gradient at the first of some scales that does not overflow. The last one need not fit."""
+        for scale in scales[:-1]:
+            found = self._backward(inputs, target, into, seed, reduction, scale)
+            if not self.overflows(into.rest if isinstance(into, RowGradient) else into):
+                return found
+        return self._backward(inputs, target, into, seed, reduction, scales[-1], ready)
 
     def _backward(
         self,
@@ -362,16 +389,13 @@ class FlatModel:
             rows.put_gradient(gradients[self._rows])
         self.autograd.copy(gradients, views)
         if scale != 1:
-            scaled_gradient = out[: self.parameter_count]
-            if not scaled_gradient.isfinite().all():
-                return self._backward(inputs, target, into, seed, reduction, scale * _LESS)
-            scaled_gradient.mul_(1 / scale)
+            out[: self.parameter_count].mul_(1 / scale)
         return Passed(loss.detach(), self.task.wrong(passed.output, target), passed.output)
 
     def pass_to_record(self, inputs: Any, target: Any, out: torch.Tensor) -> Passed:
         """Computes a gradient for a graph, without a seed. If the error is on the device, so are both figures."""
         with self.autograd.guard.without_sums():
-            loss, wrong, output = self._backward(inputs, target, out, None, "mean", self._scale)
+            loss, wrong, output = self._backward(inputs, target, out, None, "mean", self.scales[0])
         if isinstance(wrong, torch.Tensor):
             loss, wrong = torch.stack([loss.double(), wrong.sum(dtype=torch.float32).double()])
         return Passed(loss, wrong, mapped(lambda tensor: tensor.detach(), output))  # no node of autograd lives on

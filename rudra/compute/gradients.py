@@ -166,6 +166,7 @@ class GradientSource:
         weights: torch.Tensor,
         out: torch.Tensor | RowGradient,
         ready: Ready | None = None,
+        scale: float | None = None,
     ) -> BatchFigures:
         """Computes the gradient of one step. A device may still compute it when this returns.
 
@@ -175,11 +176,12 @@ class GradientSource:
             weights: (size,) float32, only read.
             out: Receives the gradient, as in `FlatModel.gradient`.
             ready: Called while more of it becomes final, as in `FlatModel.gradient`.
+            scale: As in `FlatModel.gradient`.
 
         Raises:
             DataError: A label is out of range. Other exceptions of the user's data set propagate.
         """
-        return self.of_batch(step, work, self.minibatch(step, work), weights, out, ready)
+        return self.of_batch(step, work, self.minibatch(step, work), weights, out, ready, scale)
 
     def of_batch(
         self,
@@ -189,9 +191,10 @@ class GradientSource:
         weights: torch.Tensor,
         out: torch.Tensor | RowGradient,
         ready: Ready | None = None,
+        scale: float | None = None,
     ) -> BatchFigures:
         """Computes the gradient as `compute` does, from samples that the caller has drawn."""
-        return BatchFigures(*self._gradient(batch, weights, out, self.seed(step), ready), work, batch)
+        return BatchFigures(*self._gradient(batch, weights, out, self.seed(step), ready, scale), work, batch)
 
     @property
     def can_pass_early(self) -> bool:
@@ -254,6 +257,7 @@ class GradientSource:
         out: torch.Tensor | RowGradient,
         seed: int,
         ready: Ready | None = None,
+        scale: float | None = None,
     ) -> tuple[Number, Number]:
         """Computes `FlatModel.gradient` in the parts that the job sets: their mean, weighted by samples.
 
@@ -263,7 +267,7 @@ class GradientSource:
         count = len(trees.first(target))
         if self._microbatches == 1 or count == 1:
             model.bind(weights)
-            return model.gradient(inputs, target, out, seed, ready)
+            return model.gradient(inputs, target, out, seed, ready, scale)
         assert isinstance(out, torch.Tensor), "gradients in rows are of whole mini-batches"
         trained, last = slice(model.parameter_count), 0
         loss: Number = 0.0
@@ -275,7 +279,7 @@ class GradientSource:
         for part in parts(count, self._microbatches):
             first, last = last, last + part
             ours, theirs = (mapped(lambda t, a=first, b=last: stretch(t, a, b), each) for each in batch)
-            its_loss, wrong = model.gradient(ours, theirs, out, seed if state is None else state)
+            its_loss, wrong = model.gradient(ours, theirs, out, seed if state is None else state, scale=scale)
             state = model.random_state
             mean[trained].add_(out[trained], alpha=part / count)
             loss, errors = loss + its_loss * (part / count), errors + wrong
@@ -318,7 +322,7 @@ class GradientSource:
         model.record_passes()
         assert model.graphs is not None
         while not model.graphs.tried:
-            self._gradient(batch, weights, torch.empty_like(weights), 0)
+            self._gradient(batch, weights, torch.empty_like(weights), 0, scale=model.scales[0])
         if model.graphs.refusal:
             text = f"the step of this model cannot be recorded: {model.graphs.refusal}"
             raise ConfigError(f"[cluster] graphs = 'on': {text}; valid for this model: auto, off")

@@ -116,43 +116,52 @@ class LearnerExecutor(Executor):
         if norms is not None and self.ready is not None and self._stage is None:
             self.ready = norms.watching(gradient.vector, self.ready)
         batches: list[Batch] = []
+        model = self.source.model
         given = self.source.take(action.step, action.work)
         if self.bank is not None:
             about = self.source, action, partial(self._vectors, weights, gradient), given
             yield from self.bank.gather(self, ReadyLearner(*about))
 
-        def work() -> tuple[Number, ...]:
+        def work(scale: float | None) -> tuple[Number, ...]:
             self.source.given = given
-            loss, errors, _, batch = self._gradient(action, weights, gradient)
+            loss, errors, _, batch = self._gradient(action, weights, gradient, scale)
             self.source.given = None
-            batches.append(batch)
-            return loss, errors, self._norm(action)
+            batches[:] = [batch]
+            checks = scale not in (None, model.scales[-1])
+            overflows = model.overflows(self._vectors(weights, gradient)[1]) if checks else 0.0
+            return loss, errors, self._norm(action), overflows
 
         inputs = () if given is None else (given.copied,)
-        pending = self._stream.submit(work, after=(*inputs, *self._arriving))
-        self._arriving.clear()
-        if given is not None:
-            given.half.used = pending
-        copies = self._copies_back(gradient, pending)
-        last = copies[-1][1] if copies else pending
-        while not pending.done():
-            self.source.send_ahead(action.step, action.work)
-            yield last
+        tried = model.scales if model.scaled and kind_of(model.device).apart else (None,)
+        for scale in tried:
+            pending = self._stream.submit(partial(work, scale), after=(*inputs, *self._arriving))
+            self._arriving.clear()
+            if given is not None:
+                given.half.used = pending
+            copies = self._copies_back(gradient, pending)
+            last = copies[-1][1] if copies else pending
+            while not pending.done():
+                self.source.send_ahead(action.step, action.work)
+                yield last
+            loss, errors, norm, overflows = pending.numbers()
+            if not overflows:
+                break
         for part, there in copies:
             while not there.done():
                 yield last
             if self.ready is not None:
                 self.ready(part)
-        loss, errors, norm = pending.numbers()
         yield self.computed(action, self.source.confirmed((loss, errors), action.work, batches.pop), norm)
 
-    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
+    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer, scale: float | None) -> BatchFigures:
         """Computes a gradient in its buffer."""
         if self.bank is not None:
             return self.bank.gradient(self)
         if self._stage is None:
-            return self.source.compute(action.step, action.work, weights.vector, gradient.gradient, self.ready)
-        return self.source.compute(action.step, action.work, self._stage.weights(weights), self._stage.gradient)
+            about = weights.vector, gradient.gradient, self.ready
+        else:
+            about = self._stage.weights(weights), self._stage.gradient, None
+        return self.source.compute(action.step, action.work, *about, scale)
 
     def _vectors(self, weights: Buffer, gradient: Buffer) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns weights and the place of their gradient on the device."""
@@ -306,11 +315,11 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
             self._early.keep()
         return done
 
-    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
+    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer, scale: float | None) -> BatchFigures:
         early, self._computed = self._early, action
         if early is None or not early.fits_gradient(action, weights):
             self._drop_early()
-            return super()._gradient(action, weights, gradient)
+            return super()._gradient(action, weights, gradient, scale)
         self._early = None
         assert early.passed is not None
         assert early.batch is not None

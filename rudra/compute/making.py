@@ -240,7 +240,8 @@ def speculation_of(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> S
         return None
     source, kind = learner.source, kind_of(learner.device)
     records = kind.records and job.cluster.graphs != "off" and job.training.microbatches == 1
-    plain = learner.computes_in_place and source.resident is not None and job.optimizer.name in OPTIMIZERS
+    in_place = learner.computes_in_place and source.resident is not None
+    plain = in_place and job.optimizer.name in OPTIMIZERS and not source.model.scaled
     extras = (learner.hooks, owner.hooks, learner.norms, owner.update_norms, owner.corrector)
     averages = job.optimizer.average.given
     if not (records and plain) or averages or plan.parted or any(each is not None for each in extras):

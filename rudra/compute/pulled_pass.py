@@ -125,11 +125,11 @@ class PullingExecutor(LearnerExecutor):
         self._coming = None
         return super().compute(action)
 
-    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer) -> BatchFigures:
+    def _gradient(self, action: Compute, weights: Buffer, gradient: Buffer, scale: float | None) -> BatchFigures:
         pulled, self._pulled = self._pulled, None
         self._computed = action
         if pulled is None or not pulled.fits(action, weights):
-            return super()._gradient(action, weights, gradient)
+            return super()._gradient(action, weights, gradient, scale)
         assert pulled.passed is not None
         assert pulled.batch is not None
         about = pulled.passed, action.work, pulled.batch

@@ -414,18 +414,26 @@ class RankSetup:
             ) from error
 
     def _check_own_devices(self) -> None:
-        """Checks that ranks of groups that reduce by NCCL have devices of their own."""
-        if self.transports is None or not self.transports.nccl:
+        """Checks which ranks have the same device: groups that reduce by NCCL need devices of their own.
+
+        Other ranks may share one, and a line says what that costs.
+        """
+        if self.transports is None:
             return
-        learns = any(self.plan.traits(i).trains for i in self.roles)
-        mine = devices.kind_of(self._device).identity(self._device) if learns else ""
+        kind, rank = devices.kind_of(self._device), self._ranks.comm.rank
+        mine = kind.identity(self._device), any(self.plan.traits(i).trains for i in self.roles)
         found = self._ranks.comm.allgather(mine)
-        if mine and (first := found.index(mine)) != self._ranks.comm.rank:
-            who = f"ranks {first} and {self._ranks.comm.rank} on {socket.gethostname()}"
+        here = [other for other, its in enumerate(found) if mine[0] and its[0] == mine[0]]
+        learning = [other for other in here if found[other][1]]
+        if self.transports.nccl and rank in learning[1:]:
+            who = f"ranks {learning[0]} and {rank} on {socket.gethostname()}"
             raise ConfigError(
                 f"[cluster] transport = 'nccl' needs a GPU for each rank with learners, and {who} have the same; use "
                 "fewer learners, or transport = 'auto'"
             )
+        if len(here) > 1 and rank == here[0] and kind.takes_turns():
+            who = f"ranks {', '.join(map(str, here))} on {socket.gethostname()}"
+            log.info(f"{who} share a {kind.noun}, which computes for one of them at a time: start NVIDIA MPS there")
 
     def _most_buffers(self, role: int) -> int:
         """Returns the largest number of buffers of a role at a time.

@@ -1,5 +1,6 @@
 """The training data lies in each node's memory once, and gradients and weights are read where they lie."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,12 @@ def test_two_ranks_with_one_device_do_not_reduce_by_a_library(tmp_path: Path) ->
 
 @pytest.mark.timeout(300)
 def test_without_device_memory_that_others_read_copies_in_main_memory_travel(tmp_path: Path) -> None:
-    before, output = "import user_code; user_code.launch_on_devices(fails=2)", tmp_path / "out.h5"
+    before, output = "import user_code; user_code.launch_on_devices(fails=2, same=True)", tmp_path / "out.h5"
     job = job_file(tmp_path, "dropping")
-    code, _, err = finish(start("run", job, "--output", output, "--quiet", before=before))
+    code, _, err = finish(start("run", job, "--output", output, before=before))
     assert code == 0, err
+    (line,) = [line for line in err.splitlines() if "share a CPU" in line]
+    assert re.search(r"ranks 0, 1, 2, 3, 4 on .* share a CPU, which computes for one of them at a time", line)
     (line,) = [line for line in err.splitlines() if "GPU memory" in line]
     assert line.endswith("(rank 2: CUDA error: operation not supported): transport is 'staged'")
     with rudra.open_results(output) as results:

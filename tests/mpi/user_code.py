@@ -534,6 +534,7 @@ def run_on_devices(
     DEVICES["cpu"], resolve.transports_of = AdverseDevice(rank), lambda *_, **__: Transports(*transports)
     if same:
         AdverseDevice.identity = lambda *_: "GPU-1"  # type: ignore[method-assign]
+        AdverseDevice.takes_turns = lambda _: True  # type: ignore[method-assign]
 
     def no_region(device: AdverseDevice, *_: Any) -> Any:
         raise RuntimeError("CUDA error: operation not supported\nmore")

@@ -155,7 +155,7 @@ def test_without_a_scale_small_gradients_are_lost() -> None:
     """What the test above would not show otherwise."""
     module, batch = built(normalised), drawn((20,))
     mixed, _ = made(module, "float16", task=scaled_loss(1e-6))
-    mixed._scale = 1.0
+    mixed.scales = (1.0,)
     out = torch.empty(mixed.size)
     mixed.gradient(*batch, out, 5)
     assert out[: mixed.parameter_count].count_nonzero() < mixed.parameter_count / 2

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -175,7 +176,8 @@ class Cuda(DeviceKind):
 
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
         before = torch.cuda.current_stream(device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # A graph has the priority of this stream: steps go before evaluations, which have a stream of their own.
+        stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(before)
         try:
             with torch.cuda.stream(stream), _waiting_refused():
@@ -218,6 +220,10 @@ class Cuda(DeviceKind):
 
     def identity(self, device: torch.device) -> str:
         return str(torch.cuda.get_device_properties(device).uuid)
+
+    def takes_turns(self) -> bool:
+        pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+        return not (pipes / "control").exists()
 
     def collective(self, device: torch.device, store: Any, place: int, size: int) -> Collective:
         nccl: Any = getattr(torch.distributed, "ProcessGroupNCCL", None)

@@ -127,6 +127,10 @@ class DeviceKind:
         """Returns an identifier of a device that no other device has. Empty: any number of processes may share it."""
         return ""
 
+    def takes_turns(self) -> bool:
+        """Returns whether such a device computes for one process at a time."""
+        return False
+
     def collective(self, device: torch.device, store: Any, place: int, size: int) -> Collective:
         """Returns a group of processes that add vectors on their devices. All of them call this together.
 
