@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import user_code
 from job_files import short_job as job_file
 from processes import (
@@ -76,6 +77,25 @@ def test_a_learner_that_dies_is_left_behind(tmp_path: Path, protocol: str, topol
         assert results.learners["pushed"][1] >= 10
         assert np.isfinite(results.summary()["final_test_error"])
     assert replays(output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dies", ["dying", "crashing"])
+def test_a_learner_that_dies_or_breaks_its_gpu_is_left_behind(tmp_path: Path, dies: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU here")
+    job, output = job_file(tmp_path, "softsync", f"{dies}_3"), tmp_path / "out.h5"
+    process = start("run", job, "--output", output, "--set", "cluster.device=cuda", "--set", "cluster.graphs=off")
+    code, _, err = finish(process)
+    assert code == 0, err
+    told = [line for line in ours(err) if "(rank 3)" in line]
+    assert "Traceback" not in err
+    assert any("parameter server (rank 0): learner 1 (rank 3) died" in line for line in told), err
+    assert any("its GPU is lost: CUDA error" in line for line in told) == (dies == "crashing"), err
+    with rudra.open_results(output) as results:
+        assert results.status == "finished"
+        assert (results.attributes["device"], results.learners["pushed"][1] >= 10) == ("cuda", True)
+        assert np.isfinite(results.weights).all()
 
 
 BY_NODES = 'options.reduction = "nodes"'

@@ -212,6 +212,8 @@ class Trap(nn.Module):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has no more.")
             if self.deed == "lose":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be")
+            if self.deed == "crash":  # a GPU finds out later, and the process cannot use it any more
+                inputs.new_zeros(3)[inputs.new_full((1,), 7, dtype=torch.int64)]
             if self.deed == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.deed == "hang":
@@ -241,6 +243,10 @@ def dying_3() -> nn.Module:
 
 def losing_3() -> nn.Module:
     return Trap(DIES_AFTER, "lose", 3)
+
+
+def crashing_3() -> nn.Module:
+    return Trap(DIES_AFTER, "crash", 3)
 
 
 def parted_3() -> nn.Module:
