@@ -77,6 +77,7 @@ def trained(name: str, seed: int) -> str:
     return str((found.weights.tolist(), rows))
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("orders", [10, pytest.param(1000, marks=CAMPAIGN)])
 @pytest.mark.parametrize("name", RUNS)
 def test_every_order_gives_the_bits_of_a_cpu(name: str, orders: int) -> None:
