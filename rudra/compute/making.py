@@ -23,7 +23,7 @@ from rudra.compute.owners import AveragingExecutor, FirstWeights, OwnerExecutor,
 from rudra.compute.parts import cut
 from rudra.compute.pulled_pass import PullingExecutor
 from rudra.compute.replicas import AveragerExecutor, CentralExecutor, ElasticExecutor, ReferrerExecutor, outer_rule
-from rudra.compute.speculation import SpeculativeSteps
+from rudra.compute.speculation import RateAfter, SpeculativeSteps
 from rudra.compute.stages import (
     FirstStageExecutor,
     FirstStageReplicaExecutor,
@@ -227,13 +227,16 @@ def make_executors(
     return made
 
 
-def speculation_of(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> SpeculativeSteps | None:
+def speculation_of(
+    job: Job, plan: Plan, executors: Mapping[int, Executor], rate_after: RateAfter | None = None
+) -> SpeculativeSteps | None:
     """Lets a device do steps before the roles of the only rank ask for them. None: these steps cannot be predicted.
 
     Args:
         job: Resolved job.
         plan: Role assignment.
         executors: Executor of each role. All of them are in this process.
+        rate_after: As for `SpeculativeSteps`.
     """
     learner, owner = executors[plan.learners[0]], executors[plan.server]
     if len(plan.whole.learners) > 1 or type(learner) is not PullingExecutor or type(owner) is not ServerExecutor:
@@ -246,7 +249,7 @@ def speculation_of(job: Job, plan: Plan, executors: Mapping[int, Executor]) -> S
     averages = job.optimizer.average.given
     if not (records and plain) or averages or plan.parted or any(each is not None for each in extras):
         return None
-    found = SpeculativeSteps(learner, owner, source, owner.in_place())
+    found = SpeculativeSteps(learner, owner, source, owner.in_place(), rate_after)
     for executor in (learner, owner):
         executor.speculation, executor.roll_back = found, found.roll_back
     return found

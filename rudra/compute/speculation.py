@@ -54,6 +54,9 @@ LARGEST = 1 << 26
 
 _Key = tuple[int, int, float | None]
 
+RateAfter = Callable[[int, int], float | None]
+"""(samples of an update, number of updates before it) -> predicted rate of that update. None: it is not known."""
+
 
 class Step(NamedTuple):
     """Update by the owner of the weights.
@@ -107,8 +110,7 @@ class _Burst:
         first: Number of the first step.
         work: Samples of the first step.
         timestamp: Timestamp of the weights before the first step.
-        rate: Learning rate of all steps.
-        count: Number of steps.
+        rates: Learning rate of each step.
         pending: Work that does them.
     """
 
@@ -116,9 +118,13 @@ class _Burst:
     first: int
     work: Work
     timestamp: int
-    rate: float
-    count: int
+    rates: Sequence[float]
     pending: Pending = field(default_factory=lambda: Done([]))
+
+    @property
+    def count(self) -> int:
+        """Number of steps."""
+        return len(self.rates)
 
 
 class SpeculativeSteps:
@@ -131,14 +137,23 @@ class SpeculativeSteps:
         owner: Executor of the owner of the weights.
         source: The learner's source of gradients, whose training set is on the device.
         step: Update by the owner.
+        rate_after: Predicts rates of updates. None: another rate than the last one is never predicted.
 
     Attributes:
         refusal: Why no steps are done ahead any more. Empty: they may be.
         committed: Number of steps that were done ahead and that the roles have seen.
     """
 
-    def __init__(self, learner: Executor, owner: Executor, source: GradientSource, step: Step) -> None:
+    def __init__(
+        self,
+        learner: Executor,
+        owner: Executor,
+        source: GradientSource,
+        step: Step,
+        rate_after: RateAfter | None = None,
+    ) -> None:
         self._learner, self._owner, self._source, self._step = learner, owner, source, step
+        self._rate_after = rate_after or self._same_rate
         self._model = source.model
         self._device = self._model.device
         self._kind = kind_of(self._device)
@@ -203,10 +218,14 @@ class SpeculativeSteps:
     def _expects_update(self, action: Update, last: Update | None) -> bool:
         if not self._half or last is None:
             return False
-        plain = not any(action.norms) and not action.average
+        plain, burst = not any(action.norms) and not action.average, self._bursts[0]
         about = action.weights, action.gradient, action.learning_rate, action.timestamp
-        timestamp = self._bursts[0].timestamp + self._place + 1
-        return plain and about == (last.weights, self._into, last.learning_rate, timestamp)
+        wanted = last.weights, self._into, burst.rates[self._place], burst.timestamp + self._place + 1
+        return plain and about == wanted
+
+    def _same_rate(self, samples: int, updates: int) -> float | None:
+        """Predicts the rate of the last two updates, if it was the same."""
+        return self._updated.learning_rate if self._updated is not None and self._steady else None
 
     def carries(self, giver: Executor, name: str, taker: Executor, into: str) -> bool:
         """Returns whether a tensor need not be copied from one executor to the other, because the device is ahead."""
@@ -255,7 +274,7 @@ class SpeculativeSteps:
     def _follows(self, action: Compute, last: Compute) -> bool:
         """Whether the steps from this computation on are likely to be like the last one."""
         updated = self._updated
-        if self.refusal or updated is None or not self._steady or self._seen <= WARM:
+        if self.refusal or updated is None or self._seen <= WARM:
             return False
         plain = action.then is None and not any(updated.norms) and not updated.average
         follows = (action.step, action.work) == (last.step + 1, last.work.after(1)) and action.work.stride > 0
@@ -269,13 +288,34 @@ class SpeculativeSteps:
         self._vectors = weights, gradient
         if not self._slots and not self._allocate(action.work, self._updated.learning_rate):
             return False
+        if not (rates := self._rates_from(action.work, action.timestamp)):
+            return False
         try:
-            self._graph = self._recorded(self._updated.learning_rate)
+            self._graph = self._recorded(rates[0])
         except NotRecordedError as error:
             self._refuse(str(error))
             return False
-        self._burst(action.step, action.work, action.timestamp)
+        rates = self._rates_from(action.work, action.timestamp)  # a record may have shown that rates stay here
+        if not rates:
+            return False
+        self._burst(action.step, action.work, action.timestamp, rates)
         return True
+
+    def _rates_from(self, work: Work, timestamp: int) -> Sequence[float]:
+        """Returns the rates of the next steps, at most to the end of a pass, where the roles may evaluate or save.
+
+        A rate that is part of the record must serve for several steps.
+        """
+        assert self._computed is not None
+        found: list[float] = []
+        for number in range(MOST):
+            rate = self._rate_after(work.count, timestamp - self._computed.timestamp + number)
+            if rate is None or (found and not self._rates and rate != found[0]):
+                break
+            found.append(rate)
+            if self._source.ends_pass(work.after(number)):
+                break
+        return found if self._rates or len(found) > 1 else ()
 
     def _recorded(self, rate: float) -> Graph:
         """Returns the record of a step for a learning rate.
@@ -305,14 +345,16 @@ class SpeculativeSteps:
     def _extend(self) -> None:
         """Queues another burst if there is room, and if the last one does not end a pass through the training set."""
         burst = self._bursts[-1]
-        if len(self._bursts) < BURSTS and not self._source.ends_pass(burst.work.after(burst.count - 1)):
-            self._burst(burst.first + burst.count, burst.work.after(burst.count), burst.timestamp + burst.count)
+        if len(self._bursts) == BURSTS or self._source.ends_pass(burst.work.after(burst.count - 1)):
+            return
+        work, timestamp = burst.work.after(burst.count), burst.timestamp + burst.count
+        rates = self._rates_from(work, timestamp)
+        if rates and (self._rates or rates[0] == burst.rates[0]):  # the other record can be made later
+            self._burst(burst.first + burst.count, work, timestamp, rates)
 
-    def _burst(self, first: int, work: Work, timestamp: int) -> None:
-        """Queues steps, at most to the end of a pass, where the roles may evaluate, save or change something."""
-        assert self._updated is not None
-        ends = (number + 1 for number in range(MOST) if self._source.ends_pass(work.after(number)))
-        burst = _Burst(self._slots.popleft(), first, work, timestamp, self._updated.learning_rate, next(ends, MOST))
+    def _burst(self, first: int, work: Work, timestamp: int, rates: Sequence[float]) -> None:
+        """Queues steps."""
+        burst = _Burst(self._slots.popleft(), first, work, timestamp, rates)
         rows = self._source.indices_of(first, work, burst.count)
         burst.slot.rows[: len(rows)].copy_(rows)
         burst.pending = self._stream.submit(partial(self._do, burst))
@@ -334,8 +376,9 @@ class SpeculativeSteps:
         self._rows.copy_(burst.slot.rows, non_blocking=True)
         self._number.zero_()
         self._timestamp.fill_(burst.timestamp + 1)
-        self._set_rates(burst.rate)
         for number in range(count):
+            if not number or burst.rates[number] != burst.rates[number - 1]:
+                self._set_rates(burst.rates[number])
             self._model.seed(self._source.seed(burst.first + number))
             self._graph.replay()
 

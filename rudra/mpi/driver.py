@@ -167,6 +167,10 @@ class Rank:
         doorbell, arena = self._control.doorbell, arena or Arena()
         self._work = LongWork(partial(doorbell.ring, comm.rank))
         tags = TensorTags(plan, lambda: self._regrouping.generation)
+
+        def rate_after(samples: int, updates: int) -> float | None:
+            return self._roles.machines[plan.server].rate_after(samples, updates)
+
         self._traffic = TensorTraffic(
             comm,
             plan,
@@ -181,7 +185,7 @@ class Rank:
             delivered=self._control.delivered.add,
             in_time=self._regrouping.in_time,
             hurries=self.signalled.hurries,
-            speculation=speculation_of(job, plan, executors) if comm.size == 1 and not halves else None,
+            speculation=speculation_of(job, plan, executors, rate_after) if comm.size == 1 and not halves else None,
         )
         self.states = StateTransfer(comm, plan, partial(tags.tag, channel=STATES))
         self._saver = CheckpointThread(checkpoints, self._work, self.states)

@@ -212,20 +212,22 @@ class Ledger:
         average.end_window(((self.timestamp - 1) // self.per_update, counted), (epoch, self.epoch))
         return [update, *actions]
 
-    def _rate(self, samples: int, mean_staleness: float) -> float:
-        """Returns the rate of the next update, by gradients of `samples` samples."""
-        progress, protocol = (self.samples + samples) / self._training_samples, self.rules.protocol
+    def _rate(self, samples: int, mean_staleness: float, after: int = 0) -> float:
+        """Returns the rate of an update by gradients of `samples` samples, after others like it in the same epoch."""
+        progress = (self.samples + samples * (1 + after)) / self._training_samples
+        update, protocol = (self.timestamp + after) // self.per_update, self.rules.protocol
         factor = protocol.modulation.rate_factor(mean_staleness) * protocol.rate_scale(samples)
-        return self.rules.schedule.rate(self.epoch, progress, self.timestamp // self.per_update) * factor
+        return self.rules.schedule.rate(self.epoch, progress, update) * factor
 
-    def predicted_rate(self, samples: int) -> float | None:
-        """Predicts the rate of the next update if nothing else happens. None: it will be the last update.
+    def predicted_rate(self, samples: int, after: int = 0) -> float | None:
+        """Predicts the rate of an update if nothing else happens. None: it will be the last update.
 
         Args:
             samples: number of samples of the update, by gradients that are not stale.
+            after: number of updates like it that come before, in the same epoch.
         """
-        last = self.samples + samples >= self.epochs * self._training_samples
-        return None if last or self.rules.protocol.outer_rate is not None else self._rate(samples, 0.0)
+        last = self.samples + samples * (1 + after) >= self.epochs * self._training_samples
+        return None if last or self.rules.protocol.outer_rate is not None else self._rate(samples, 0.0, after)
 
     def enter(self, rate: float, now: float) -> list[Action]:
         """Enters an update that was made elsewhere, at this rate, by all counted gradients."""

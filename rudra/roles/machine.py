@@ -123,6 +123,15 @@ class Machine:
         co_owned: tuple[CoOwned, ...] = ()
         self._handling = self._METHODS, history, co_owned  # one attribute: slow to look up, as `self` has many types
 
+    def rate_after(self, samples: int, updates: int) -> float | None:
+        """Predicts the learning rate of an update of this role's weights. None: it is not known.
+
+        Args:
+            samples: number of samples of the update.
+            updates: number of updates like it that come before.
+        """
+        return None
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Takes one event and returns what to do, in order.
 

@@ -229,6 +229,9 @@ class ParameterServer(Machine):
         """Number of gradients that have arrived and are not applied."""
         return self.ledger.pending + self.buffers.waiting
 
+    def rate_after(self, samples: int, updates: int) -> float | None:
+        return self.ledger.predicted_rate(samples, updates)
+
     @property
     def waiting_for(self) -> str:
         if self._evaluation.under_way is not None:

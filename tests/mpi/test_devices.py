@@ -278,6 +278,10 @@ AHEAD: dict[str, dict[str, Any]] = {
         "results": {"checkpoint_every": "50 updates"},
     },
     "another momentum": {"changes": [{"at_update": 70, "optimizer": {"momentum": 0.5}}]},
+    "another rate in each update": {
+        "model": {"name": user_code.even_digits},
+        "optimizer": {"schedule": "cosine", "schedule_every": "update"},
+    },
 }
 """Runs on one rank whose device does steps ahead, and what interrupts them."""
 
@@ -287,15 +291,15 @@ def test_runs_whose_device_is_ahead_of_the_roles_are_repeated_bit_for_bit(tmp_pa
     for name, tables in AHEAD.items():
         alone = {"learners": 1, "one_rank": True}
         about = {"model": {"name": user_code.normed_digits}, "data": {"name": "digits", "train_limit": 400}}
-        jobs[str(tmp_path / f"{name}.h5")] = make_job({"name": "hardsync"}, cluster=alone, **about, **tables)
-    found = on_ranks(user_code.train_ahead, 1, jobs=jobs)
+        jobs[str(tmp_path / f"{name}.h5")] = make_job({"name": "hardsync"}, cluster=alone, **about | tables)
+    found = on_ranks(user_code.train_ahead, len(jobs) - 2, jobs=jobs)
     for path, ahead in zip(jobs, found, strict=True):
         assert_repeated(Path(path))
         with rudra.open_results(path) as results:
             updates = results.summary()["updates"]
         assert ahead["refusal"] == ""
         assert ahead["committed"] > 0.5 * updates
-    assert [ahead["backs"] > 0 for ahead in found] == [False, True, True]
+    assert [ahead["backs"] > 0 for ahead in found] == [False, True, True, False]
 
 
 def assert_repeated(path: Path) -> None:

@@ -85,7 +85,8 @@ class Ranks:
         steps: The steps that are done ahead. None: none are.
     """
 
-    def __init__(self, job: Job, device: DeviceKind) -> None:
+    def __init__(self, job: Job, device: DeviceKind, rates: Callable[[int], float | None] | None = None) -> None:
+        self.rates = rates or (lambda timestamp: self.rate)
         plan = job.plan()
         self.learner_role, self.owner_role = plan.learners[0], plan.server
         executors: dict[int, Executor] = make_executors(
@@ -97,7 +98,8 @@ class Ranks:
         self.learner, self.owner = learner, owner
         for executor in executors.values():
             executor.prepare()
-        self.steps = speculation_of(job, plan, executors)
+        known = None if rates is None else lambda samples, updates: rates(self.timestamp + updates)
+        self.steps = speculation_of(job, plan, executors, known)
         self.traffic = LocalTraffic(
             executors,
             halves=False,
@@ -131,7 +133,9 @@ class Ranks:
             into = f"gradient {self.step % 2}"
             self.carry(self.learner_role, GRADIENT, self.owner_role, into, gradient=True)
             between(self, "pushed")
-            (updated,) = finished(self.owner.perform(Update(into, WEIGHTS, self.rate, self.timestamp + 1)))
+            (updated,) = finished(
+                self.owner.perform(Update(into, WEIGHTS, self.rates(self.timestamp), self.timestamp + 1))
+            )
             assert isinstance(updated, Updated)
             self.seen.append((updated.timestamp, updated.digest))
             between(self, "updated")
@@ -204,6 +208,43 @@ def test_another_rate_needs_no_other_record_if_the_optimiser_reads_it_in_memory(
         if ranks.steps is not None:
             assert len(ranks.steps._graphs) == records
             assert ranks.steps.committed > 60
+        seen.append(ranks.close())
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "records", "committed"),
+    [("whole cache lines", 1, 100 - WARM), ("adam", 0, 0)],
+)
+def test_rates_that_change_with_each_update_are_predicted(
+    name: str, records: int, committed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record for each rate would cost more than it saves."""
+
+    def falling(timestamp: int) -> float:
+        return 0.05 / (1 + timestamp)
+
+    seen = []
+    for device in (HOST, AdverseDevice(2)):
+        monkeypatch.setitem(DEVICES, "cpu", device)
+        ranks = Ranks(CASES[name], device, falling)
+        ranks.train(100)
+        if ranks.steps is not None:
+            assert (len(ranks.steps._graphs), ranks.steps.committed) == (records, committed)
+            assert ranks.steps.refusal == ""
+        seen.append(ranks.close())
+    assert seen[0] == seen[1]
+
+
+def test_a_rate_that_is_not_the_predicted_one_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an evaluation lowers it."""
+    seen = []
+    for device in (HOST, AdverseDevice(3)):
+        monkeypatch.setitem(DEVICES, "cpu", device)
+        ranks = Ranks(CASES["whole cache lines"], device, lambda timestamp: 0.05)
+        ranks.train(20)
+        ranks.rates = lambda timestamp: 0.01 + timestamp / 1e5
+        ranks.train(3)
         seen.append(ranks.close())
     assert seen[0] == seen[1]
 
