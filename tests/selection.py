@@ -21,13 +21,15 @@ def covering(kept: Collection[Any], cases: Iterable[Any]) -> list[Any]:
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> set[Any]:
-    """Returns the values of a parameter in the tests of a module that this session runs.
+    """Returns the values of a parameter in the tests that this session runs with the requesting fixture.
 
     A fixture of a module, which prepares all cases at once, prepares only these.
     """
     items = (item for item in request.session.items if isinstance(item, pytest.Function))
-    called = (item.callspec for item in items if item.path == request.path and hasattr(item, "callspec"))
-    return {spec.params[parameter] for spec in called if parameter in spec.params}
+    called = [item.callspec for item in items if request.fixturename in item.fixturenames and hasattr(item, "callspec")]
+    own = getattr(request, "param", None)
+    found = (spec.params for spec in called if spec.params.get(request.fixturename) == own)
+    return {params[parameter] for params in found if parameter in params}
 
 
 def together(kept: Collection[str], cases: Iterable[str]) -> list[Any]:

@@ -13,6 +13,7 @@ from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_d
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import covering, selected
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -54,18 +55,24 @@ ASYNCHRONOUS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+FORMS = [(name, m) for name in IN_STEP for m in (2, 4) if not (m == 4 and name == "two groups")]  # within a group
+FEW = [(name, m) for name, m in FORMS if m == 4 or name in ("two groups", "one group", "average")]
+
+
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, str], Path]:
+def recorded(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[tuple[str, int, str], Path]:
     """Result files of one launch, by case, learners on a rank, and form."""
     runs = {
-        (name, m, bank): make_job(protocol, m, bank, **tables)
+        (name, m, "loop"): make_job(protocol, m, "loop", **tables)
         for name, (protocol, tables) in IN_STEP.items()
-        for m, bank in ((1, "loop"), (4, "loop"), (4, "fused"), (2, "fused"))
-        if not (m == 4 and name == "two groups")
+        for m in (1, 4)
+        if (name, m) in FORMS or m == 1
     }
-    for name, (protocol, tables) in ASYNCHRONOUS.items():
-        runs[name, 2, "fused"] = make_job(protocol, 2, "fused", **tables)
-        runs[name, 4, "fused"] = make_job(protocol, 4, "fused", **tables)
+    for name, m in sorted(selected(request, "form")):
+        protocol, tables = (IN_STEP | ASYNCHRONOUS)[name]
+        runs[name, m, "fused"] = make_job(protocol, m, "fused", **tables)
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
     jobs = {str(path): runs[case] for case, path in paths.items()}
@@ -86,14 +93,12 @@ def test_a_loop_of_learners_on_a_device_has_the_bits_of_ranks_with_one_learner(
     assert replays(recorded[name, 4, "loop"])
 
 
-@pytest.mark.parametrize("m", [2, 4])
-@pytest.mark.parametrize("name", IN_STEP)
+@pytest.mark.parametrize("form", covering(FEW, FORMS), ids=str)
 def test_a_fused_bank_on_ranks_is_the_simulated_one(
-    recorded: dict[tuple[str, int, str], Path], name: str, m: int, tmp_path: Path
+    recorded: dict[tuple[str, int, str], Path], form: tuple[str, int], tmp_path: Path
 ) -> None:
     """Mini-batches are delayed at random, so learners of a bank become ready in any order."""
-    if (name, m, "fused") not in recorded:
-        pytest.skip("a bank is within a group")
+    name, m = form
     path, (protocol, tables) = recorded[name, m, "fused"], IN_STEP[name]
     with (
         rudra.open_results(path) as results,
@@ -115,11 +120,18 @@ def test_a_fused_bank_on_ranks_is_the_simulated_one(
     assert not replayable or replays(path)
 
 
-@pytest.mark.parametrize("m", [2, 4])
-@pytest.mark.parametrize("name", ASYNCHRONOUS)
+@pytest.mark.parametrize(
+    "form",
+    covering(
+        [("async", 2), ("softsync", 4), ("elastic", 2), ("changed", 4)],
+        [(name, m) for name in ASYNCHRONOUS for m in (2, 4)],
+    ),
+    ids=str,
+)
 def test_asynchronous_learners_of_a_fused_bank_do_not_wait_for_each_other(
-    recorded: dict[tuple[str, int, str], Path], name: str, m: int
+    recorded: dict[tuple[str, int, str], Path], form: tuple[str, int]
 ) -> None:
+    name, m = form
     with rudra.open_results(recorded[name, m, "fused"]) as results:
         totals, gradients = results.totals[0], results.gradients
         assert results.status == "finished"

@@ -73,7 +73,7 @@ def make_job(protocol: dict[str, Any], **tables: Any) -> rudra.Job:
     )
 
 
-COVERING = ["hardsync", "async", "adv*", "two groups", "parts", "async, parts", "buffers"]
+COVERING = ["hardsync", "async", "adv*", "one group", "two groups", "parts", "async, parts", "buffers"]
 DIRECT = ["hardsync", "async on adv", "adv*", "half"]  # where MPI may read and write the vectors of who computes
 
 
@@ -104,6 +104,8 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 READ_THERE = ["hardsync", "async", "too large for float16", "async on adv", "adv*", "half", "buffers", "easgd"]
 READ_THERE += ["sharded", "one group", "two groups", "groups in float16", "replicas", "blocks"]
 """Where a rank may read vectors on the devices of others."""
+READ_ON_ONE_NODE = ["hardsync", "too large for float16", "half", "one group", "groups in float16", "replicas", "blocks"]
+"""Those that are compared, and what runs on two nodes have not."""
 
 TWO_NODES = {
     "hardsync": [0, 0, 0, 1, 1],
@@ -118,12 +120,16 @@ TWO_NODES = {
     "blocks": [0, 0, 0, 1, 1],
 }
 """Nodes of the ranks of runs with pairs of both kinds: on one node, and on two."""
+MPI_BETWEEN = ["hardsync", "async on adv", "adv*", "two groups"]
+"""Those of them with each kind of sender and receiver, for the transport by which MPI reads tensors."""
 
 
 @pytest.fixture(scope="module")
-def ipc(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def ipc(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
     """Result files of runs whose ranks read each other's device memory, some time after its place has come."""
-    paths, ranks = train_on_devices(("ipc", "staged"), dict.fromkeys(READ_THERE), tmp_path_factory.mktemp("runs"))
+    names = {*READ_ON_ONE_NODE, *selected(request, "name")}
+    runs = dict.fromkeys(name for name in READ_THERE if name in names)
+    paths, ranks = train_on_devices(("ipc", "staged"), runs, tmp_path_factory.mktemp("runs"))
     for rank in ranks[:5]:
         assert rank["landed"] >= 8
         assert rank["late"]
@@ -134,15 +140,26 @@ def ipc(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture(scope="module", params=["staged", "mpi"])
-def mixed(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
-    """Result files of runs with a transport for each pair of ranks."""
-    directory = tmp_path_factory.mktemp("runs")
-    paths, ranks = train_on_devices(("ipc", request.param), TWO_NODES, directory)
+@pytest.fixture(scope="module")
+def copied_between(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """Result files of runs on two nodes, between which copies in main memory travel."""
+    return train_on_two_nodes("staged", selected(request, "name"), tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def read_between(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Path]:
+    """Result files of runs on two nodes, between which MPI reads and writes tensors."""
+    return train_on_two_nodes("mpi", selected(request, "name"), tmp_path_factory.mktemp("runs"))
+
+
+def train_on_two_nodes(between: str, names: set[str], directory: Path) -> dict[str, Path]:
+    """Trains with a transport for each pair of ranks."""
+    runs = {name: nodes for name, nodes in TWO_NODES.items() if name in names}
+    paths, ranks = train_on_devices(("ipc", between), runs, directory)
     assert ranks[0]["sent"] > 100
     assert ranks[0]["left"] > 100
     assert ranks[0]["late"]
-    assert ("buckets" in ranks[0]) == (request.param == "staged")
+    assert ("buckets" in ranks[0]) == (between == "staged")
     return paths
 
 
@@ -219,7 +236,7 @@ def test_a_run_of_which_mpi_reads_tensors_is_repeated_bit_for_bit(direct: dict[s
     assert_repeated(direct[name])
 
 
-@pytest.mark.parametrize("name", READ_THERE)
+@pytest.mark.parametrize("name", covering(READ_ON_ONE_NODE, READ_THERE))
 def test_a_run_whose_ranks_read_device_memory_is_repeated_bit_for_bit(ipc: dict[str, Path], name: str) -> None:
     assert_repeated(ipc[name])
     with rudra.open_results(ipc[name]) as results:
@@ -227,10 +244,19 @@ def test_a_run_whose_ranks_read_device_memory_is_repeated_bit_for_bit(ipc: dict[
 
 
 @pytest.mark.parametrize("name", TWO_NODES)
-def test_a_run_with_a_transport_for_each_pair_is_repeated_bit_for_bit(mixed: dict[str, Path], name: str) -> None:
-    assert_repeated(mixed[name])
-    with rudra.open_results(mixed[name]) as results:
-        assert results.attributes["transport"] in ("ipc, staged", "ipc, mpi")
+def test_a_run_with_copies_between_nodes_is_repeated_bit_for_bit(copied_between: dict[str, Path], name: str) -> None:
+    assert_repeated(copied_between[name])
+    with rudra.open_results(copied_between[name]) as results:
+        assert results.attributes["transport"] == "ipc, staged"
+
+
+@pytest.mark.parametrize("name", covering(MPI_BETWEEN, TWO_NODES))
+def test_a_run_of_which_mpi_reads_tensors_between_nodes_is_repeated_bit_for_bit(
+    read_between: dict[str, Path], name: str
+) -> None:
+    assert_repeated(read_between[name])
+    with rudra.open_results(read_between[name]) as results:
+        assert results.attributes["transport"] == "ipc, mpi"
 
 
 @pytest.mark.parametrize("missing", ["copied", "taken", "added", "summed"])
