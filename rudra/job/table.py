@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, get_args
 
@@ -38,9 +39,7 @@ class Table(BaseModel):
     @classmethod
     def _unconverted(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuses values that would be converted silently: "16" and true are not numbers, 1 is not true."""
-        annotation = cls.model_fields[info.field_name or ""].annotation
-        wanted = {annotation, *get_args(annotation)}
-        texts = [text for kind in wanted for text in get_args(kind) if isinstance(text, str)]
+        wanted, texts, is_table = _kinds(cls, info.field_name or "")
         if value is None and type(None) in wanted:
             return value
         if bool in wanted and not isinstance(value, bool) and value not in texts:
@@ -48,9 +47,18 @@ class Table(BaseModel):
         if wanted & {int, float} and dict not in wanted and isinstance(value, bool | str) and value not in texts:
             others = f"; also valid: {', '.join(map(repr, texts))}" if texts else ""
             raise ValueError(f"must be a {'whole ' if int in wanted else ''}number, not {short(value)}{others}")
-        if Table not in getattr(annotation, "__mro__", ()) and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
+        if not is_table and any(abs(n) >= 2**63 for n in _whole_numbers(value)):
             raise ValueError(f"must be below 2**63, not {short(value)}")
         return value
+
+
+@cache
+def _kinds(table: type[Table], key: str) -> tuple[set[Any], list[str], bool]:
+    """Returns the types that a key may have, the texts among its values, and whether it is a table itself."""
+    annotation = table.model_fields[key].annotation
+    wanted = {annotation, *get_args(annotation)}
+    texts = [text for kind in wanted for text in get_args(kind) if isinstance(text, str)]
+    return wanted, texts, Table in getattr(annotation, "__mro__", ())
 
 
 AnyTable = TypeVar("AnyTable", bound=Table)

@@ -22,7 +22,8 @@ pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get install chromium"),
 ]
-WIDTHS = (390, 640, 1280)
+PHONE, TABLET, DESKTOP = SCREENS = [(390,), (640,), (1280,)]
+"""Widths: tests of the same one share a page."""
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,13 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def opened(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The page at a width, without network; nothing may have been said on the console in the end."""
-    width, *dark = getattr(request, "param", (1280,))
+    """The page at a width, without network; nothing may have been said on the console in the end.
+
+    Tests that change the page name no width. They follow one another on one page.
+    """
+    width, *dark = getattr(request, "param", DESKTOP)
     context = browser.new_context(
         viewport={"width": width, "height": 844}, color_scheme="dark" if dark else "light", offline=True
     )
@@ -58,7 +62,7 @@ def opened(browser: Any, page_file: Path, request: pytest.FixtureRequest) -> Ite
     assert said == []
 
 
-@pytest.mark.parametrize("opened", [(w,) for w in WIDTHS] + [(390, "dark")], indirect=True, ids=str)
+@pytest.mark.parametrize("opened", [*SCREENS, (390, "dark")], indirect=True, ids=str)
 def test_nothing_is_wider_than_the_screen(opened: Any) -> None:
     width = opened.viewport_size["width"]
     assert opened.evaluate("document.documentElement.scrollWidth") == width
@@ -68,7 +72,7 @@ def test_nothing_is_wider_than_the_screen(opened: Any) -> None:
     assert opened.evaluate(out) == []
 
 
-@pytest.mark.parametrize("opened", [(390,)], indirect=True, ids=str)
+@pytest.mark.parametrize("opened", [PHONE], indirect=True, ids=str)
 def test_a_phone_shows_errors_without_scrolling(opened: Any) -> None:
     cells = "all => all.map(cell => [cell.textContent.trim(), cell.getBoundingClientRect().right])"
     heads = dict(opened.eval_on_selector_all("table.sortable thead th", cells))
@@ -76,7 +80,7 @@ def test_a_phone_shows_errors_without_scrolling(opened: Any) -> None:
     assert error < 390
 
 
-@pytest.mark.parametrize("opened", [(w,) for w in WIDTHS], indirect=True, ids=str)
+@pytest.mark.parametrize("opened", SCREENS, indirect=True, ids=str)
 def test_every_figure_is_seen_once_and_readable(opened: Any) -> None:
     kind = "narrow" if opened.viewport_size["width"] <= 640 else "wide"
     for figure in opened.query_selector_all("figure"):
@@ -89,7 +93,7 @@ def test_every_figure_is_seen_once_and_readable(opened: Any) -> None:
         assert min(heights) > 9
 
 
-@pytest.mark.parametrize("opened", [(w,) for w in WIDTHS], indirect=True, ids=str)
+@pytest.mark.parametrize("opened", SCREENS, indirect=True, ids=str)
 def test_no_text_in_a_figure_leaves_it(opened: Any) -> None:
     out = """svgs => svgs.filter(s => s.getBoundingClientRect().width).flatMap(s => {
         const f = s.getBoundingClientRect();
@@ -99,7 +103,7 @@ def test_no_text_in_a_figure_leaves_it(opened: Any) -> None:
     assert opened.eval_on_selector_all("figure svg", out) == []
 
 
-@pytest.mark.parametrize("opened", [(1280,), (1280, "dark")], indirect=True, ids=str)
+@pytest.mark.parametrize("opened", [DESKTOP, (1280, "dark")], indirect=True, ids=str)
 def test_text_stands_out_from_the_page(opened: Any) -> None:
     """WCAG's contrast of at least 4.5, of text in the page and in figures."""
     contrast = """() => {

@@ -170,7 +170,7 @@ def test_a_rank_that_is_killed_takes_its_bank_along(
         assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
 
 
-@pytest.mark.parametrize("protocol", ["hardsync", "softsync", "average"])
+@pytest.mark.parametrize("protocol", covering(["hardsync", "average"], ["hardsync", "softsync", "average"]))
 def test_a_fused_run_that_is_stopped_goes_on_as_if_it_had_not(tmp_path: Path, protocol: str) -> None:
     job, output = job_file(tmp_path, protocol), tmp_path / "out.h5"
     process = start("run", job, "--output", output, *settings(SETTINGS))

@@ -13,7 +13,7 @@ from processes import finish, mpirun, ours, ranks_of, replays, start, wait_for_d
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from tests.selection import covering, selected
+from tests.selection import CAMPAIGN, covering, selected
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -157,7 +157,7 @@ def test_a_synchronous_run_on_one_rank_is_the_simulated_one(recorded: dict[tuple
 @pytest.mark.parametrize(
     ("protocol", "topology", "rank", "dead"),
     [
-        ("softsync", 'name = "base"', 2, [0, 1]),
+        pytest.param("softsync", 'name = "base"', 2, [0, 1], marks=CAMPAIGN),
         ("async", 'name = "groups"\noptions.groups = 2', 2, [0, 1]),  # one of them pushed for its group
         ("hardsync", 'name = "groups"', 3, [4, 5]),
     ],

@@ -12,7 +12,7 @@ from processes import finish, start
 
 import rudra
 from rudra.bench.ranks import on_ranks
-from tests.selection import together
+from tests.selection import covering, together
 
 pytestmark = pytest.mark.mpi
 
@@ -67,7 +67,7 @@ def test_device_memory_of_a_dead_rank_is_void(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", covering([1], [1, 2]))
 def test_a_group_continues_without_a_rank_that_died_in_a_library(tmp_path: Path, nodes: int) -> None:
     """The sum that it began ends on the others. They add the next ones themselves, in slots or in main memory."""
     within = "ipc" if nodes == 1 else "staged"
@@ -84,7 +84,7 @@ def test_a_group_continues_without_a_rank_that_died_in_a_library(tmp_path: Path,
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("learners", [2, 3])
+@pytest.mark.parametrize("learners", covering([2], [2, 3]))
 def test_a_group_whose_ranks_read_device_memory_continues_without_a_rank_that_died(
     tmp_path: Path, learners: int
 ) -> None:

@@ -85,7 +85,7 @@ def on(topology: str, protocol: str, n: int | None = None, learners: int = 12, *
     costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 1e9, "nodes": 3, **tables}
     about = {"name": topology, "options": costs.pop("options", {})}
     plain = job(protocol, learners, n=n, simulation=costs, topology=about).with_(cluster={"buckets": "off"})
-    return timing(plain, 2000 * SAMPLES)["gradients"]
+    return timing(plain, 1000 * SAMPLES)["gradients"]
 
 
 @pytest.mark.parametrize("simulation", [{}, {"jitter": 0.9}, {"bandwidth_bytes_per_s": 2e7, "slowdown": {3: 4.0}}])
@@ -186,7 +186,7 @@ def test_gradients_that_are_too_stale_for_the_rate_are_told_once(
     """Every epoch of three is staler than 2n where nobody waits; α0/n is the rate for n."""
     costs = {"compute_s": 0.1, "jitter": 0.1, "bandwidth_bytes_per_s": 2e7, "nodes": 3}
     run = job("async", 12, simulation=costs, topology={"name": topology, "options": options})
-    warnings = timing(run.with_(protocol={"modulation": modulation}), 2000 * SAMPLES).warnings
+    warnings = timing(run.with_(protocol={"modulation": modulation}), 1000 * SAMPLES).warnings
     assert len(warnings) == bool(told)
     for text in warnings:
         assert re.search(r"gradients of epoch 1 were stale by \d+\.\d updates on average, more than 2n = 24, ", text)
