@@ -88,7 +88,7 @@ def test_a_search_that_is_stopped_continues_and_its_job_reaches_the_target(
 
     def stopping(trainer: Trainer, probe: Probe, before: Outcome | None) -> Outcome:
         trained.append(probe)
-        if len(trained) % 4 == 0:
+        if len(trained) % 6 == 0:
             raise KeyboardInterrupt
         return plain(trainer, probe, before)
 
@@ -162,6 +162,7 @@ def test_another_cluster_trains_only_what_depends_on_time(
     searched: Searched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store of another search changes nothing but the time."""
+    monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")  # nobody looks at figures
     trained = count_training(monkeypatch)
     even = JOB.with_(simulation={"slowdown": {}, "compute_s": 0.01})
     alone = rudra.tune(even, output=tmp_path / "alone", **ABOUT)

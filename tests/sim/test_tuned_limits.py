@@ -29,6 +29,12 @@ ABOUT: dict[str, Any] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages have no figures, at which nobody looks."""
+    monkeypatch.setattr("rudra.report.page.inline", lambda figure, prefix, *, narrow: "")
+
+
 class Noisy(nn.Module):
     """Multiplies its outputs by noise that no seed decides."""
 
