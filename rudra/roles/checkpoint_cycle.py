@@ -4,6 +4,8 @@ A checkpoint is made in three steps while training continues. First, weights and
 to a file next to the last checkpoint. Second, the statistics server writes all rows up to this update to the disk.
 Third, the new file replaces the last one. So the result file has every row that a checkpoint needs.
 
+The second step begins when all owners have reported the update. An owner's state may arrive before its report.
+
 A kept checkpoint has a second file name, so that other runs can start from it.
 """
 
@@ -67,6 +69,7 @@ class CheckpointCycle:
         self._last = position
         self.saving: TrainingState | None = None
         self.alone = False
+        self._written = False  # whether the file is written, and its rows are not requested yet
         self._kept = position.timestamp if position.steps else -1  # timestamp of the last complete checkpoint, or -1
         self._ending = False
 
@@ -127,13 +130,21 @@ class CheckpointCycle:
             self.saving = None
             return [Warn(text), *self._end(now, failed=True)]
         if isinstance(event, Saved):
-            message = CheckpointWritten(self._ledger.id, self.saving.timestamp, self.saving.epoch)
-            return [*self._ledger.outbox.flush(now), Send(self._ledger.rules.plan.statistics, message)]
+            self._written = True
+            return self.noted(now)
         position, self.saving = self.saving, None
         self._kept = position.timestamp
         text = f"written in {now - self._ledger.clock.start_time - position.time_s:.2f} s, in parallel with training"
         self._ledger.tell("checkpoint", position.timestamp, position.time_s, text)
         return self._ledger.outbox.due(now) + self._end(now)
+
+    def noted(self, now: float) -> list[Action]:
+        """Requests the rows of a written checkpoint, if the row of its update is complete."""
+        if not self._written or self.saving is None or self.saving.timestamp > self._ledger.noted:
+            return []
+        self._written = False
+        message = CheckpointWritten(self._ledger.id, self.saving.timestamp, self.saving.epoch)
+        return [*self._ledger.outbox.flush(now), Send(self._ledger.rules.plan.statistics, message)]
 
     def end(self, now: float) -> list[Action]:
         """Ends a stopped run after its closing account, when its last checkpoint is made or has failed."""

@@ -168,6 +168,11 @@ class Ledger:
         return bool(self._update_rows)
 
     @property
+    def noted(self) -> int:
+        """Timestamp of the last update whose row is complete."""
+        return self.timestamp - len(self._update_rows)
+
+    @property
     def pending(self) -> int:
         """Number of gradients that are counted for the next update."""
         return len(self._pending.rows)

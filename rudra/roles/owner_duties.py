@@ -83,7 +83,7 @@ class OwnerDuties:
             whole = made if self.steps.alone and not made.sampled else self.steps.here(made)
         else:
             whole = self.steps.there(made)
-        return None if whole is None else self.ledger.note(whole, now)
+        return None if whole is None else self.ledger.note(whole, now) + self.cycle.noted(now)
 
     def maintain(
         self, event: Saved | Received[RowsFlushed] | Committed | Received[SnapshotCredit], now: float

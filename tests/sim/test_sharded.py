@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 from points import SAMPLES, make_job
 
 import rudra
+from rudra.core.events import Event, Received
+from rudra.core.messages import CheckpointWritten, MessageKind
 from rudra.errors import ConfigError, RunError
 from rudra.job.job import Job
+from rudra.roles import Machine
+from rudra.roles.machine import States
+from rudra.roles.statistics import StatisticsServer
+from rudra.simulation.checked_run import timing, validate
 
 pytestmark = pytest.mark.slow
 
@@ -107,6 +113,40 @@ def test_what_a_learner_left_between_parts_is_dropped_by_all(tmp_path: Path) -> 
         assert results.learners["samples"][1] == applied, "what did not arrive as a whole counts nowhere"
         assert results.totals["samples"][0] >= SAMPLES
     assert rudra.replay(tmp_path / "run.h5", job=job, quiet=True).identical
+
+
+@pytest.mark.parametrize(
+    ("protocol", "tables"),
+    [
+        ("softsync", {"topology": {"name": "sharded", "options": {"shards": 2}}}),
+        ("hardsync", {"placement": {"cut": 1, "rule": "synchronous", "servers": 2}}),
+    ],
+    ids=["shards", "stages"],
+)
+@pytest.mark.parametrize("latency_s", [0.0, 0.05])
+def test_all_rows_of_a_checkpoint_are_there_before_it_counts(
+    protocol: str, tables: dict[str, Any], latency_s: float
+) -> None:
+    """Another owner's part of a checkpoint may come before its report of the update."""
+    costs = {"compute_s": 0.1, "update_s": 0.02, "latency_s": latency_s, "local_latency_s": latency_s}
+    run = make_job(protocol, 2, results={"checkpoint_every": "1 updates", "report_s": 0.0}, **tables)
+    run = run.with_(training={"epochs": 2}, simulation={**costs, "latency_jitter_s": 0.0})
+    recorded, checkpoints = 0, list[int]()
+
+    def look(machine: Machine, before: States, event: Event) -> None:
+        nonlocal recorded
+        validate(machine, before, event)
+        if isinstance(machine, StatisticsServer) and isinstance(event, Received):
+            message = event.message
+            recorded += len(message.rows) if message.kind is MessageKind.UPDATES else 0
+            if isinstance(message, CheckpointWritten):
+                assert recorded >= message.timestamp
+                checkpoints.append(message.timestamp)
+
+    rows = timing(run, 10 * SAMPLES, look)
+    assert rows.code == 0
+    assert len(checkpoints) > 5
+    assert len(rows["updates"]) == recorded > checkpoints[-1] / 2
 
 
 @pytest.mark.parametrize(
