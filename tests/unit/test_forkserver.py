@@ -18,7 +18,7 @@ from rudra.mpi.forkserver import fork_server, process_of
 from rudra.mpi.rank_proxy import KILLED_LINE, LEFT_LINE
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 WORKER = """
 import os, random, signal, socket, sys, time

@@ -149,7 +149,7 @@ def test_locked_updates_all_survive() -> None:
         assert sorted(entry.update for of_worker in made for entry in of_worker) == [*range(1, 4001)]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("deaths", [5, pytest.param(30, marks=CAMPAIGN)])
 def test_a_death_at_any_moment_leaves_the_latest_generation_whole_and_the_lock_free(deaths: int) -> None:
     """Among them deaths of who holds the lock, and is half through with the other generation."""
