@@ -19,7 +19,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(CHROMIUM is None, reason="no browser: apt-get install chromium"),
 ]
 PHONE, TABLET, DESKTOP = SCREENS = [(390,), (640,), (1280,)]

@@ -16,7 +16,7 @@ from rudra.report.cluster_diagram import drawings
 from rudra.report.runs import collect
 from rudra.report.svg import inline
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 
 
 def point(path: Path, lam: int, topology: str, options: dict[str, Any] | None = None, **more: Any) -> Path:

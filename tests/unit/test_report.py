@@ -29,7 +29,7 @@ from rudra.report.sections import sections_of
 from rudra.report.svg import _drawn, inline
 from rudra.report.tables import ReportTable, comparison, form_of, speed_up, summary
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")

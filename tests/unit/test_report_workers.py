@@ -17,7 +17,7 @@ from rudra.report.runs import read
 from rudra.report.worker_figures import normalised
 from rudra.report.workers import Workers, workers_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 SMALL = {"kind": "small", "threads": 4, "min": 1, "max": 16, "compute_s": {1: 0.04, 16: 0.16}}
 LARGE = {"kind": "large", "min": 32, "max": 256, "compute_s": {32: 0.064, 64: 0.096, 128: 0.16, 256: 0.288}}
