@@ -66,7 +66,7 @@ sys.exit(launch(series.job, series.directory / "all.h5", roles=roles, payload=se
     ("where", "everybody"),
     [
         ("base", False),
-        ("adv*", False),
+        pytest.param("adv*", False, marks=CAMPAIGN),
         ("replicas", False),
         pytest.param("base", True, marks=CAMPAIGN),
         pytest.param("adv", False, marks=CAMPAIGN),
