@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from rudra.compute.direct import DirectLinear
 from rudra.compute.final_gradients import FinalGradients, Ready
@@ -32,6 +34,28 @@ class Forward(NamedTuple):
     untouched: Untouched
 
 
+class OwnDraws(TorchFunctionMode):
+    """Dropout by torch's rule, with masks from one generator.
+
+    Args:
+        generator: The generator.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._dropout if func is functional.dropout else func)(*args, **kwargs or {})
+
+    def _dropout(self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        """Stands for `torch.nn.functional.dropout`, whose arguments it has."""
+        if not training or not 0 < p < 1:  # torch draws nothing, or refuses p
+            return functional.dropout(input, p, training, inplace)
+        kept = torch.empty_like(input).bernoulli_(1 - p, generator=self._generator).div_(1 - p)
+        return input.mul_(kept) if inplace else input * kept
+
+
 class Autograd:
     """Forward and backward passes of a module whose parameters are views of a vector.
 
@@ -46,6 +70,7 @@ class Autograd:
 
     Attributes:
         guard: Checks that a pass does not change the weights.
+        draws: Lets the model draw from a generator of its own. None: it draws from the one of the device.
     """
 
     def __init__(
@@ -64,6 +89,7 @@ class Autograd:
         self._device = parameters[0].device
         half = precision in IN_16_BITS
         self._autocast = torch.autocast(self._device.type, getattr(torch, precision)) if half else None
+        self.draws: OwnDraws | None = None
         self._final: FinalGradients | None = None  # made at its first use: it adds hooks to all parameters
         self.guard = WeightsGuard(layout, parameters, sum(p.numel() for p in parameters))
 
@@ -73,12 +99,18 @@ class Autograd:
         """Computes output and loss of the module or an equivalent function, float32 in any precision."""
         inputs, target = moved(inputs, self._device), moved(target, self._device)
         if self._autocast is None:
-            output = self._task.compared(called(module, inputs))
+            output = self._task.compared(self._output(module, inputs))
             return output, self._task.loss(output, target, reduction)
         with self._autocast:
-            output = self._task.compared(called(module, inputs))
+            output = self._task.compared(self._output(module, inputs))
             output = output.float() if isinstance(output, torch.Tensor) else output
             return output, self._task.loss(output, target, reduction).float()
+
+    def _output(self, module: Callable[..., Any], inputs: Any) -> Any:
+        if self.draws is None:
+            return called(module, inputs)
+        with self.draws:
+            return called(module, inputs)
 
     def forward(
         self,

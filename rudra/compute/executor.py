@@ -34,7 +34,7 @@ from rudra.probe import probed
 def torch_as_in(cluster: ClusterTable) -> Iterator[None]:
     """Sets threads, denormals and determinism as a job asks, and restores the previous settings afterwards."""
     of_thread = arithmetic_of_thread()
-    of_process = prepare_torch(cluster, cluster.threads_per_rank or 1)
+    of_process = prepare_torch(cluster, cluster.torch_threads)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from rudra.compute.autograd import Autograd
+from rudra.compute.autograd import Autograd, OwnDraws
 from rudra.compute.chain import Chain
 from rudra.compute.compiled import CompiledStep
 from rudra.compute.device.devices import kind_of
@@ -139,6 +139,15 @@ class FlatModel:
         self.graphs = GraphedPasses(self.device, self.pass_to_record)
         if self.hooked:
             self.graphs.refuse("hooks of the model may run Python code in each step")
+
+    def draw_apart(self, *, apart: bool) -> None:
+        """Lets the masks of dropout come from a generator of the model's own, bitwise the same ones, or no longer.
+
+        No two models can draw from the generator of a CPU at the same time. Layers that draw other random numbers still
+        use it.
+        """
+        self._generator = torch.Generator() if apart else kind_of(self.device).generator(self.device)
+        self.autograd.draws = OwnDraws(self._generator) if apart else None
 
     def bind(self, weights: torch.Tensor) -> None:
         """Makes the module compute with these weights, without a copy.

@@ -296,8 +296,9 @@ class GradientSource:
             ConfigError: torch.compile does not support this model, or its gradient differs from torch's. Or the job
                 demands a graph, and the step cannot be recorded.
         """
-        if self._needs_graph:
-            self._try_graph()
+        if self._needs_graph and (reason := self.not_recorded_because()):
+            text = f"the step of this model cannot be recorded: {reason}"
+            raise ConfigError(f"[cluster] graphs = 'on': {text}; valid for this model: auto, off")
         if not self.model.compiled:
             return
         weights = torch.zeros(self.model.size, device=self.model.device)
@@ -314,8 +315,11 @@ class GradientSource:
             text = f"the compiled gradient differs from torch's by {difference:.1g} of its norm"
             raise ConfigError(f"[training] compile = true: {text}; valid for this model: false")
 
-    def _try_graph(self) -> None:
-        """Records a step, and drops the record: the graphs of the run belong to other vectors."""
+    def not_recorded_because(self) -> str:
+        """Returns why a device cannot record a step, with the place in its code. Empty: it can.
+
+        It drops the record, because the graphs of the run belong to other vectors.
+        """
         model, batch = self.model, self._inputs.minibatch(0, self.work)
         weights = torch.zeros(model.size, device=model.device)
         model.read_into(weights)
@@ -323,10 +327,9 @@ class GradientSource:
         assert model.graphs is not None
         while not model.graphs.tried:
             self._gradient(batch, weights, torch.empty_like(weights), 0, scale=model.scales[0])
-        if model.graphs.refusal:
-            text = f"the step of this model cannot be recorded: {model.graphs.refusal}"
-            raise ConfigError(f"[cluster] graphs = 'on': {text}; valid for this model: auto, off")
+        refusal = model.graphs.refusal
         model.record_passes()
+        return refusal
 
     def minibatch(self, step: int, work: Work) -> Batch:
         """Returns the samples of one step."""

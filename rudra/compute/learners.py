@@ -74,6 +74,7 @@ class LearnerExecutor(Executor):
         norms: Norms of gradients. None: they are not recorded.
         speculation: Steps that the device does before the role asks. None: it does none.
         bank: Learners of this rank that compute together with this one. None: it computes by itself.
+        own_stream: Whether other learners of this rank compute at the same time, on other streams.
     """
 
     source: GradientSource
@@ -86,6 +87,7 @@ class LearnerExecutor(Executor):
     norms: NormMeter | None = None
     speculation: SpeculativeSteps | None = None
     bank: Bank | None = None
+    own_stream = False
 
     def learn(self, source: GradientSource, *, pushes_at_once: bool) -> None:
         """Sets the source of gradients, and whether its learner pushes at once."""
@@ -94,6 +96,15 @@ class LearnerExecutor(Executor):
         self._stream, self._arriving = kind_of(device).stream(device), []
         if self._stage is not None:
             self._copying = kind_of(device).stream(device, own=True)
+
+    def use_stream(self, stream: Stream) -> None:
+        """Computes on a stream while other learners compute on others. The source has a model of its own."""
+        self._stream, self.own_stream = stream, True
+
+    @property
+    def computes_alone(self) -> bool:
+        """Whether the rank waits for each gradient of this learner, and computes no other at the same time."""
+        return self.bank is None and not self.own_stream
 
     def prepare(self) -> None:
         super().prepare()
@@ -112,6 +123,8 @@ class LearnerExecutor(Executor):
             yield self.computed(action, self.source.confirmed(noted.figures.tolist(), action.work, batch))
             return
         weights, gradient = self.buffer(action.weights), self.buffer(action.gradient)
+        if self.own_stream and self._stage is None:
+            self.ready = None  # only the thread of the roles may call it
         norms = self.norms if self.norms is not None and self.norms.covers_gradient(action.timestamp) else None
         if norms is not None and self.ready is not None and self._stage is None:
             self.ready = norms.watching(gradient.vector, self.ready)
@@ -230,6 +243,7 @@ class LearnerExecutor(Executor):
         return found
 
     def close(self) -> None:
+        self._stream.close()
         self.source.close()
         super().close()
 
@@ -253,7 +267,7 @@ class ReplicaExecutor(LearnerExecutor, OwnerExecutor):
         """
         whole = self._stage is None and self._owned_part is None
         plain = self.row_format is None and self.device.type == "cpu" and not self.direct
-        alone = self.hooks is None and self.corrector is None and self.bank is None
+        alone = self.hooks is None and self.corrector is None and self.computes_alone
         return whole and plain and alone and type(self) is ReplicaExecutor and self.source.can_pass_early
 
     @property

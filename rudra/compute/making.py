@@ -90,6 +90,7 @@ def make_executors(
     data: Data,
     *,
     prefetch: bool,
+    at_once: bool = False,
     device: torch.device = CPU,
     placing: Placing = "device",
     rows: bool = True,
@@ -104,6 +105,7 @@ def make_executors(
         roles: Ids of the roles.
         data: Data that roles in this process need.
         prefetch: Whether each learner gets an input thread.
+        at_once: Whether the learners may compute at the same time, each with a model of its own.
         device: Device for gradients and evaluation.
         placing: Placement of buffers. Servers and optimisers compute on the device of their buffers.
         rows: Whether gradients of sparse layers may be rows (`rudra.core.rows`).
@@ -170,6 +172,7 @@ def make_executors(
         kind, part = plan.traits(role), owned.get(role)
         cls = Executor if kind.tests and data.test is None else EXECUTORS[kind.variant]
         own = flat if fronts is None else fronts[0]  # the model for gradients
+        own = model() if at_once and kind.trains else own
         if sides and part is None and kind.updates:  # one of several replicas
             part = sides[kind.concludes]
         whole = flat if part is not None or kind.tests else own

@@ -78,7 +78,7 @@ class PullingExecutor(LearnerExecutor):
     def can_pass_early(self) -> bool:
         """Whether forward passes may begin before all their weights are there. On a device the copies of weights do."""
         plain = self.row_format is None and not self.direct and self.device.type == "cpu"
-        return plain and (self._stage is not None or self.source.can_pass_early)
+        return plain and (self._stage is not None or (self.computes_alone and self.source.can_pass_early))
 
     def prepare_pass(self, weights: Buffer, servers: int, arrivals: Arrivals) -> None:
         """Prepares the forward pass at weights that will arrive, if it can begin early.

@@ -14,7 +14,7 @@ from rudra.compute.averaging import CHUNK, slices
 from rudra.compute.carried import CarriedState
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.kind import CPU
-from rudra.compute.device.streams import Number, Pending, until_done
+from rudra.compute.device.streams import Number, Pending, known, until_done
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
 from rudra.compute.learners import LearnerExecutor
@@ -104,25 +104,30 @@ class ElasticExecutor(LearnerExecutor):
             elif difference is not None and action.elasticity:
                 replica[part].add_(difference[part], alpha=action.elasticity)
 
-        if (sliced := rule.sliced) is not None and replica.is_cpu:  # each slice passes through memory once
-            sliced.step(before, action.learning_rate, CHUNK, after)
-        else:
-            parts = list(slices(0, parameters, CHUNK if replica.is_cpu else parameters))
-            for part in parts:
-                before(part)
-            rule.step(gradient[:parameters], action.learning_rate)
-            for part in parts:
-                after(part)
-        if self.size > parameters:
-            replica[parameters:] = gradient[parameters:]
-            if difference is not None:
-                difference[parameters:] = replica[parameters:]
+        def work() -> tuple[Number]:
+            if (sliced := rule.sliced) is not None and replica.is_cpu:  # each slice passes through memory once
+                sliced.step(before, action.learning_rate, CHUNK, after)
+            else:
+                parts = list(slices(0, parameters, CHUNK if replica.is_cpu else parameters))
+                for part in parts:
+                    before(part)
+                rule.step(gradient[:parameters], action.learning_rate)
+                for part in parts:
+                    after(part)
+            if self.size > parameters:
+                replica[parameters:] = gradient[parameters:]
+                if difference is not None:
+                    difference[parameters:] = replica[parameters:]
+            return (math.nan if difference is None else squares,)
+
         buffer.version += 1
-        if difference is None:
-            squares = math.nan
-        if not kind_of(self.device).apart:
-            return ReplicaStepped(time.perf_counter() - began, math.sqrt(float(squares)))
-        pending = self._stream.submit(lambda: (squares,))
+        # The step of a shared reference has no stream of its own, because its role does not wait for it.
+        apart = self.own_stream and self._stage is None and action.replica == REPLICA
+        if not apart:
+            numbers = work()
+            if not kind_of(self.device).apart:
+                return ReplicaStepped(time.perf_counter() - began, math.sqrt(*known(numbers)))
+        pending = self._stream.submit(work if apart else lambda: numbers)
 
         def rest() -> Iterator[ReplicaStepped | Pending]:
             yield from until_done(pending)
@@ -234,7 +239,7 @@ class AveragerExecutor(ElasticExecutor, OwnerExecutor):
         """
         self._drop_ahead()
         sliced = self._rule_for(action.replica).sliced
-        if sliced is None or self._stage is not None or self.device.type != CPU.type:
+        if sliced is None or self._stage is not None or self.own_stream or self.device.type != CPU.type:
             return None
         gradient, weights, difference = map(self.buffer, (action.gradient, action.weights, action.difference))
         self._ahead = StepAhead(action, sliced, self.spare(), gradient, weights, difference, final)

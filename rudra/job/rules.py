@@ -693,20 +693,36 @@ def one_rank(part: JobPart) -> Iterator[str]:
 def banks(job: JobFields) -> Iterator[str]:
     """Checks the keys of a bank of learners against others that need no plan."""
     table = job.cluster
-    on = "[cluster] bank = 'fused' is not supported with"
     if table.learners_per_device is None:
         if table.bank != "auto":
             yield f"[cluster] bank = '{table.bank}' needs learners_per_device; set it, or leave bank out"
+        if table.streams is not None:
+            yield f"[cluster] streams = {table.streams} needs learners_per_device; set it, or leave streams out"
         return
     if table.learners_per_rank > 1:
         yield (
             f"[cluster] learners_per_device = {table.learners_per_device} is not supported with learners_per_rank = "
             f"{table.learners_per_rank}; use one of them"
         )
-    if table.bank != "fused":
-        return
-    if reason := not_fused_because(job):
-        yield f"{on} {reason}; use bank = 'loop'"
+    if table.streams is not None and table.streams > table.learners_per_device:
+        most = f"learners_per_device = {table.learners_per_device}"
+        yield f"[cluster] streams = {table.streams} is more than {most}; use 1 to {table.learners_per_device}"
+    reasons = {"fused": not_fused_because, "graphs": not_graphed_because}
+    if table.bank in reasons and (reason := reasons[table.bank](job)):
+        yield f"[cluster] bank = '{table.bank}' is not supported with {reason}; use bank = 'loop'"
+
+
+def not_graphed_because(job: JobFields) -> str:
+    """Returns the key that excludes `cluster.bank = "graphs"`. Empty: none does."""
+    if job.cluster.graphs == "off":
+        return "graphs = 'off'"
+    if job.training.compile:
+        return "[training] compile = true"
+    if job.placement.given:
+        return "[placement] cut"
+    if job.scheduled:
+        return f"protocol {named(job.protocol.name)}, whose mini-batches differ in size"
+    return ""
 
 
 def not_fused_because(job: JobFields) -> str:
@@ -747,9 +763,9 @@ def learners_of_a_bank(part: JobPart) -> Iterator[str]:
     if any(count != m for count in hosted.values()):
         where = "compute group" if plan.groups else "node"
         yield f"{line} does not divide the learners of each {where}; use a divisor of their number"
-    if table.bank == "fused" and plan.overlapped:
-        name = named(part.job.topology.name)
-        yield f"[cluster] bank = 'fused' is not supported with topology {name}, whose learners have threads; use 'loop'"
+    if table.bank in ("fused", "graphs") and plan.overlapped:
+        on = f"[cluster] bank = '{table.bank}' is not supported with"
+        yield f"{on} topology {named(part.job.topology.name)}, whose learners have threads; use 'loop'"
 
 
 @part_rule

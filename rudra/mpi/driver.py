@@ -271,7 +271,7 @@ class Rank:
                 self._handle(role, Tick())
             if self._recorder is not None:
                 self._recorder.idle()
-            beside = bool(self._work.beside) or self._reductions.driven
+            beside = self._work.threaded or self._reductions.driven
             busy = beside or self._work.under_way
             self._idleness.pause(now, self.plan, self._roles.waits, origin=self._origin, busy=busy, beside=beside)
         self._close()

@@ -92,6 +92,8 @@ class LongWork:
         return events
 
     def _append(self, queue: _Queue, action: _Action) -> None:
+        if action.pending is not None:
+            action.pending.when_done(self._wake)
         self._actions.setdefault(queue, deque()).append(action)
 
     def advance(self) -> tuple[int, Event | None] | None:
@@ -104,6 +106,8 @@ class LongWork:
             action = actions.popleft()
             found = next(action.work)
             if isinstance(found, Pending):
+                if found is not action.pending:
+                    found.when_done(self._wake)
                 actions.appendleft(action._replace(pending=found))
             elif found is None:
                 actions.appendleft(action)
@@ -117,6 +121,12 @@ class LongWork:
     def under_way(self) -> bool:
         """Whether other threads or devices work for this rank."""
         return bool(self.beside or self._actions)
+
+    @property
+    def threaded(self) -> bool:
+        """Whether other threads work for this rank."""
+        pending = (actions[0].pending for actions in self._actions.values())
+        return bool(self.beside) or any(each is not None and each.threaded for each in pending)
 
     def drop(self, roles: Collection[int]) -> None:
         """Drops the unfinished work of some roles. Waits for their devices, which would still write into buffers."""

@@ -15,6 +15,7 @@ from mpi4py import MPI
 from rudra.compute.averaging import CHUNK
 from rudra.compute.bank.choice import choose_form
 from rudra.compute.bank.gathering import bank_of
+from rudra.compute.bank.graphs import compute_at_once
 from rudra.compute.device import devices, placement
 from rudra.compute.device.kind import CPU
 from rudra.compute.executor import Executor, prepare_torch
@@ -249,6 +250,8 @@ class RankSetup:
         """Adopts the decision of that rank."""
         gradients, bank = self._ranks.comm.bcast((self._gradients, self._bank), self._deciding)
         self.job = settle(self.job, gradients=gradients, bank=bank)
+        if self.job.cluster.graphed:
+            prepare_torch(self.job.cluster, self.job.cluster.torch_threads)
 
     def _try(self) -> None:
         """Prepares the learners for measuring their speed."""
@@ -283,12 +286,15 @@ class RankSetup:
         if not self.roles:
             return
         data = data or Data(None, None, self._info)
+        learning = sum(self.plan.traits(i).trains for i in self.roles)
+        at_once = self.job.cluster.graphed and learning > 1
         self.executors = make_executors(
             self.job,
             self.plan,
             self.roles,
             data,
             prefetch=not in_memory(data.training),
+            at_once=at_once,
             device=self._device,
             placing=placement.placing(self._device, self.plan, transport=self._transport),
             first_weights=final_weights,
@@ -299,12 +305,15 @@ class RankSetup:
             bank = bank_of(self.job, self.plan, learners)
             for learner in learners:
                 learner.bank = bank
+        if at_once:
+            assert data.training is not None
+            compute_at_once(self.job, learners, data.training, say=self._ranks.comm.rank == self._deciding)
         for executor in self.executors.values():
             if executor.hooks is not None:
                 executor.hooks.output = self._start.output.stem
             # Slices make the step of a small model no faster, and threads that share cores would synchronise after each
             # slice.
-            alone = self.job.cluster.threads_per_rank == 1
+            alone = self.job.cluster.torch_threads == 1
             executor.lazy_average = executor.row_format is None and executor.size > CHUNK and alone
             executor.lazy_average &= executor.device.type == CPU.type  # a device is faster with whole vectors
 

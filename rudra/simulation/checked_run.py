@@ -130,7 +130,7 @@ def train(
     plan = job_.plan(nodes_of(job_))
     loaded = load(job_.data)
     info = loaded.info
-    torch.set_num_threads(job_.cluster.threads_per_rank or 1)
+    torch.set_num_threads(job_.cluster.torch_threads)
     roles_ = tuple(range(len(plan.roles)))
     executors = make_executors(job_, plan, roles_, loaded, prefetch=False)
     position = BEGINNING if resumed is None else resumed.position

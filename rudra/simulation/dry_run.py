@@ -153,7 +153,7 @@ def rehearse(job: Job, plan: Plan) -> Rehearsal:
         for owner in owners.values():
             owner.perform(Update(GRADIENT, WEIGHTS, 0.0, 1))  # the optimiser allocates its state
             if isinstance(owner, AveragerExecutor):
-                owner.perform(StepReplica(GRADIENT, REPLICA, 0.0))
+                finished(owner.perform(StepReplica(GRADIENT, REPLICA, 0.0)))
         why = unrepeatable(fingerprints(loaded))
         on_device = planned(job, plan, loaded, CPU)
     held_out = 0 if loaded.validation is None else len(loaded.validation)

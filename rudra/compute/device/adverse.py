@@ -51,6 +51,12 @@ class AdverseDevice(DeviceKind):
         self._queues.append(deque())
         return AdverseStream(self, self._queues[-1])
 
+    def streams(
+        self, device: torch.device, count: int, at_once: int, begin: Callable[[], None] = lambda: None
+    ) -> list[Stream]:
+        found = [self.stream(device, own=True) for _ in range(min(count, at_once))]
+        return [found[place % len(found)] for place in range(count)]
+
     def go_on(self) -> None:
         """Does some work, perhaps none."""
         with self._lock:

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from rudra.log import log
 
 AMPERE = (8, 0)
 """Compute capability of the first GPUs that round factors to TF32."""
+
+MOST_STREAMS = 32
+"""Number of streams of a GPU that torch gives out before it gives out the first one again."""
 
 
 class CudaStream(Stream):
@@ -49,6 +53,44 @@ class CudaStream(Stream):
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return _OnGpu(numbers, came, event)
+
+
+@dataclass(slots=True)
+class _Recordings:
+    """What recorded work of one stream uses, and no other stream may use at the same time.
+
+    Attributes:
+        stream: Stream on which work is recorded. cuBLAS has a workspace for each stream, whose address is in a graph.
+            None: work is recorded on a new stream each time.
+        state: State of the generator that recorded work draws from. None: the one that the generator has.
+        last: Last graph. It keeps the memory that all graphs of the stream share, because they run one after another.
+        made: Number of states that there have been.
+    """
+
+    stream: torch.cuda.Stream | None = None
+    state: torch.Generator | None = None
+    last: torch.cuda.CUDAGraph | None = None
+    made: int = 0
+
+
+class CudaOwnStream(CudaStream):
+    """Stream of a model that computes at the same time as others.
+
+    Args:
+        kind: Kind of the device.
+        device: The GPU.
+        stream: Stream of torch that nobody else uses.
+    """
+
+    def __init__(self, kind: "Cuda", device: torch.device, stream: torch.cuda.Stream) -> None:
+        super().__init__(stream)
+        self._kind, self._device = kind, device
+        self._own = _Recordings(stream, kind.generator(device).clone_state())
+
+    def submit(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending] = ()) -> Pending:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # updates of the weights, for instance
+        with self._kind.recording(self._device, self._own):
+            return super().submit(work, after)
 
 
 class _OnGpu(Pending):
@@ -130,9 +172,7 @@ class Cuda(DeviceKind):
     records = True
 
     def __init__(self) -> None:
-        # All graphs share memory, because they run one after another on one stream. The last one keeps this memory.
-        self._last: torch.cuda.CUDAGraph | None = None
-        self._generators = 0  # number of states that the generator has had
+        self._recordings = _Recordings()  # of the stream whose work the host submits now
 
     def count(self) -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -174,10 +214,32 @@ class Cuda(DeviceKind):
             return CudaStream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
         return CudaStream(torch.cuda.current_stream(device))
 
+    def streams(
+        self, device: torch.device, count: int, at_once: int, begin: Callable[[], None] = lambda: None
+    ) -> list[Stream]:
+        # Torch gives out 32 streams in turn, so those that it gives out one after another differ.
+        there = [torch.cuda.Stream(device) for _ in range(min(count, at_once, MOST_STREAMS))]  # type: ignore[no-untyped-call]
+        found = [CudaOwnStream(self, device, stream) for stream in there]
+        return [found[place % len(found)] for place in range(count)]
+
+    @contextmanager
+    def recording(self, device: torch.device, own: _Recordings) -> Iterator[None]:
+        """Lets work of a stream record and draw random numbers with what this stream has for it."""
+        generator, before = self.generator(device), self._recordings
+        state = generator.graphsafe_get_state()
+        assert own.state is not None
+        generator.graphsafe_set_state(own.state)
+        self._recordings = own
+        try:
+            yield
+        finally:
+            self._recordings = before
+            generator.graphsafe_set_state(state)
+
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
-        before = torch.cuda.current_stream(device)
+        before, own = torch.cuda.current_stream(device), self._recordings
         # A graph has the priority of this stream: steps go before evaluations, which have a stream of their own.
-        stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        stream = own.stream or torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(before)
         try:
             with torch.cuda.stream(stream), _waiting_refused():
@@ -185,9 +247,9 @@ class Cuda(DeviceKind):
         except RuntimeError as error:
             raise NotRecordedError(waited(error)) from error
         before.wait_stream(stream)
-        graph, generator, made = torch.cuda.CUDAGraph(), self.generator(device), self._generators
+        graph, generator, made = torch.cuda.CUDAGraph(), self.generator(device), own.made
         fresh = generator.clone_state()
-        pool = torch.cuda.graph_pool_handle() if self._last is None else self._last.pool()
+        pool = torch.cuda.graph_pool_handle() if own.last is None else own.last.pool()
         collects = gc.isenabled()
         gc.collect()
         gc.disable()  # to free memory while CUDA records is an error
@@ -197,13 +259,14 @@ class Cuda(DeviceKind):
         except RuntimeError as error:  # torch leaves its stream and its generator as while it recorded
             torch.cuda.set_stream(before)
             generator.graphsafe_set_state(fresh)
-            self._generators += 1
+            own.made += 1
+            own.state = fresh if own.state is not None else None
             raise NotRecordedError(waited(error)) from error
         finally:
             if collects:
                 gc.enable()
-        self._last = graph
-        return CudaGraph(graph, lambda: made == self._generators), found
+        own.last = graph
+        return CudaGraph(graph, lambda: made == own.made), found
 
     def region(self, device: torch.device, length: int) -> Region:
         return CudaRegion(device, length)

@@ -10,6 +10,7 @@ from rudra.compute.device.collectives import Collective
 from rudra.compute.device.graphs import Graph, NotRecordedError
 from rudra.compute.device.regions import Region, attached
 from rudra.compute.device.streams import Stream
+from rudra.compute.device.threads import Threads, ThreadStream
 
 Result = TypeVar("Result")
 
@@ -87,6 +88,22 @@ class DeviceKind:
             own: Whether its work may run in parallel with the work that torch does on the device.
         """
         return Stream()
+
+    def streams(
+        self, device: torch.device, count: int, at_once: int, begin: Callable[[], None] = lambda: None
+    ) -> list[Stream]:
+        """Returns streams for models that compute at the same time, each on its own stream.
+
+        Work of such a stream begins after the work that torch does on the device outside streams when it is submitted.
+
+        Args:
+            device: Device that works.
+            count: Number of streams.
+            at_once: Most streams that work at the same time. The same memory for activations serves all others.
+            begin: Called first in each thread that does work of these streams.
+        """
+        threads = Threads(min(count, at_once), begin)
+        return [ThreadStream(threads) for _ in range(count)]
 
     def record(self, device: torch.device, work: Callable[[], Result]) -> tuple[Graph, Result]:
         """Records work for repetitions.

@@ -6,6 +6,7 @@ class is the stream of a CPU. It does all work at once, so that devices and CPUs
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -16,7 +17,13 @@ Number = float | torch.Tensor
 
 
 class Pending(ABC):
-    """Work of a stream that may not be done yet."""
+    """Work of a stream that may not be done yet.
+
+    Attributes:
+        threaded: Class attribute. Whether a thread of this process does the work. It may need the core of this thread.
+    """
+
+    threaded: ClassVar[bool] = False
 
     @abstractmethod
     def done(self) -> bool:
@@ -25,6 +32,9 @@ class Pending(ABC):
     @abstractmethod
     def numbers(self) -> list[float]:
         """Returns the numbers that the work gave. Waits until it is done."""
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Calls a function once the work is done, from any thread. It is not called if only `done` finds that out."""
 
 
 class Done(Pending):
@@ -58,6 +68,9 @@ class Stream:
             Exception: An exception of the work. A device may raise it later, in `Pending.done` or `Pending.numbers`.
         """
         return Done(known(work()))
+
+    def close(self) -> None:
+        """Ends the threads of the stream, if it has some. It takes no work afterwards."""
 
 
 def until_done(pending: Pending) -> Iterator[Pending]:

@@ -122,12 +122,20 @@ class ClusterTable(Table):
         "learners has exactly m of them. Use it instead of learners_per_rank, which is only the largest number. "
         "Default: no banks",
     )
-    bank: Literal["auto", "loop", "fused"] = Field(
+    bank: Literal["auto", "loop", "graphs", "fused"] = Field(
         "auto",
-        description="how the learners of a bank compute. loop: one after another. fused: one vectorised pass computes "
-        "the gradients of all learners that are ready, which changes the last bits. auto: the faster one of these on "
-        "ranks, measured before training; loop with deterministic = true, with a model or keys that fused does not "
-        "support, and in virtual time",
+        description="how the learners of a bank compute. loop: one after another. graphs: at the same time, each "
+        "repeats a recorded graph on a stream of a GPU, or has a thread of a CPU and one torch thread. fused: one "
+        "vectorised pass computes the gradients of all learners that are ready, which changes the last bits. auto: the "
+        "fastest one of these on ranks, measured before training; not fused with deterministic = true; loop in "
+        "virtual time",
+    )
+    streams: int | None = Field(
+        None,
+        ge=1,
+        le=100_000,
+        description="s: number of learners of a bank that compute at the same time with bank = 'graphs', at most "
+        "learners_per_device. Default: 8 on a GPU, threads_per_rank on a CPU",
     )
     one_rank: bool | Literal["auto"] = Field(
         "auto",
@@ -138,8 +146,9 @@ class ClusterTable(Table):
     threads_per_rank: int | None = Field(
         None,
         ge=1,
-        description="number of torch threads of each learner. Default: cores of the node divided by its ranks with "
-        "learners",
+        description="number of torch threads of each learner. With bank = 'graphs' on CPUs, it has one, and this is the "
+        "number of learners of a bank that compute at the same time. Default: cores of the node divided by its ranks "
+        "with learners",
     )
     shares: Literal["auto"] | tuple[float, ...] = Field(
         (),
@@ -228,6 +237,16 @@ class ClusterTable(Table):
     def fused(self) -> bool:
         """Whether the learners of a bank compute in one vectorised pass. With "auto" this is not known yet."""
         return self.learners_per_device is not None and self.bank == "fused"
+
+    @property
+    def graphed(self) -> bool:
+        """Whether the learners of a bank compute at the same time. With "auto" this is not known yet."""
+        return self.learners_per_device is not None and self.bank == "graphs"
+
+    @property
+    def torch_threads(self) -> int:
+        """Number of torch threads of a gradient. The last bits depend on it."""
+        return 1 if self.graphed and not self.accelerated else self.threads_per_rank or 1
 
     @property
     def accelerated(self) -> bool:

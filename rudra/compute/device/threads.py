@@ -1,0 +1,112 @@
+"""Streams of a CPU: threads that compute at the same time."""
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import ClassVar
+
+from rudra.compute.device.streams import Number, Pending, Stream, known
+
+
+class ThreadWork(Pending):
+    """Work of a thread.
+
+    Args:
+        work: As for `Stream.submit`.
+        after: Work that must be done before. It was submitted earlier.
+    """
+
+    threaded: ClassVar[bool] = True
+
+    def __init__(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending]) -> None:
+        self._todo: tuple[Callable[[], Sequence[Number]], Sequence[Pending]] | None = (work, after)
+        self._over = threading.Event()
+        self._numbers: list[float] = []
+        self._error: BaseException | None = None
+        self._call: Callable[[], None] | None = None
+
+    def do(self) -> None:
+        """Does the work in this thread."""
+        assert self._todo is not None
+        work, after = self._todo
+        try:
+            for each in after:
+                each.numbers()
+            self._numbers = known(work())
+        except BaseException as error:  # whoever waits raises it again
+            self._error = error
+        self._todo = None
+        self._over.set()
+        if self._call is not None:
+            self._call()
+
+    def done(self) -> bool:
+        if self._over.is_set() and self._error is not None:
+            raise self._error
+        return self._over.is_set()
+
+    def numbers(self) -> list[float]:
+        self._over.wait()
+        self.done()
+        return self._numbers
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        self._call = call
+        if self._over.is_set():  # perhaps before the thread knew the function
+            call()
+
+
+class Threads:
+    """Threads that do the work of several streams. They begin it in the order in which it was submitted.
+
+    So a thread never waits for work that has not begun.
+
+    Args:
+        count: Number of threads.
+        begin: Called in each thread first.
+    """
+
+    def __init__(self, count: int, begin: Callable[[], None]) -> None:
+        self._todo: SimpleQueue[ThreadWork | None] = SimpleQueue()
+        about = {"target": self._serve, "args": (begin,), "name": "rudra-learner", "daemon": True}
+        self._threads = [threading.Thread(**about) for _ in range(count)]  # type: ignore[arg-type]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, begin: Callable[[], None]) -> None:
+        begin()
+        while (work := self._todo.get()) is not None:
+            work.do()
+
+    def submit(self, work: ThreadWork) -> None:
+        """Appends work for the first thread that is free."""
+        self._todo.put(work)
+
+    def close(self) -> None:
+        """Ends the threads after they have done all submitted work."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._todo.put(None)
+        for thread in threads:
+            thread.join()
+
+
+class ThreadStream(Stream):
+    """Stream whose work is done by any of several threads, one piece after another.
+
+    Args:
+        threads: The threads, which other streams also use.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
+        self._last: ThreadWork | None = None
+
+    def submit(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending] = ()) -> Pending:
+        before = [] if self._last is None else [self._last]
+        self._last = ThreadWork(work, [*before, *after])
+        self._threads.submit(self._last)
+        return self._last
+
+    def close(self) -> None:
+        self._threads.close()
