@@ -17,6 +17,11 @@ DENSEST = 1100
 """Largest ratio of decompressed to compressed bytes, which is the limit of deflate."""
 
 
+def cache_directory() -> Path:
+    """Returns the user's directory of measurements, which any of them may delete. It need not exist."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rudra"
+
+
 def check_output(path: Path, force: bool) -> None:
     """Raises ResultsError if no file can be created at `path`. `force` allows replacing an existing file."""
     directory = path.parent

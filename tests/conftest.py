@@ -5,6 +5,7 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import Generator
+from itertools import count
 
 import pytest
 import torch
@@ -38,10 +39,14 @@ def _without_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+_CACHES = count()
+
+
 @pytest.fixture(autouse=True)
 def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody has measured on this machine is no part of a test."""
+    """What somebody has measured on this machine is no part of a test, nor what another test has measured."""
     monkeypatch.setattr(cost_files, "MEASURED", tmp_path_factory.getbasetemp() / "no such directory")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_CACHES)}"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -707,6 +707,8 @@ def banks(job: JobFields) -> Iterator[str]:
     if table.streams is not None and table.streams > table.learners_per_device:
         most = f"learners_per_device = {table.learners_per_device}"
         yield f"[cluster] streams = {table.streams} is more than {most}; use 1 to {table.learners_per_device}"
+    if table.streams is not None and table.bank not in ("auto", "graphs"):
+        yield f"[cluster] streams = {table.streams} is not supported with bank = '{table.bank}'; use bank = 'graphs'"
     reasons = {"fused": not_fused_because, "graphs": not_graphed_because}
     if table.bank in reasons and (reason := reasons[table.bank](job)):
         yield f"[cluster] bank = '{table.bank}' is not supported with {reason}; use bank = 'loop'"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rudra.errors import ConfigError, meant
+from rudra.files import cache_directory
 from rudra.job.job import Job
 from rudra.job.jobfiles import read_toml
 from rudra.job.simulation import DEFAULTS, PER_BYTE
@@ -19,7 +20,7 @@ from rudra.prepare import run_costs
 
 PRESETS = Path(__file__).parent / "presets"
 
-MEASURED = Path.home() / ".cache" / "rudra"
+MEASURED = cache_directory()
 """Directory where files of `rudra calibrate` are found without a name."""
 
 

@@ -1,7 +1,12 @@
 """Gradients of several learners at once: those of each learner by itself, with its own statistics and masks."""
 
+import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ from rudra.compute.bank import choice, gathering
 from rudra.compute.bank.choice import choose_form
 from rudra.compute.bank.fused import fused_gradients
 from rudra.compute.bank.gathering import Bank, gradients_are_summed, learn_in_step
+from rudra.compute.bank.measured import MeasuredForms
 from rudra.compute.checks import check_fused
 from rudra.compute.device.streams import Pending
 from rudra.compute.flat import FlatModel
@@ -269,7 +275,10 @@ def test_which_learners_are_in_step(protocol: str, tables: dict[str, Any], in_st
 # The form.
 
 
-@pytest.mark.parametrize("more", [{"deterministic": True}, {"bank": "loop"}, {"shares": [1, 2]}])
+@pytest.mark.parametrize(
+    "more",
+    [{"deterministic": True, "threads_per_rank": 1}, {"bank": "loop"}, {"deterministic": True, "graphs": "off"}],
+)
 def test_no_form_is_measured_where_only_a_loop_is_possible(more: dict[str, Any]) -> None:
     """No data is there to measure with."""
     data: Any = None
@@ -277,21 +286,107 @@ def test_no_form_is_measured_where_only_a_loop_is_possible(more: dict[str, Any])
     assert choose_form(job, job.plan(), data, torch.device("cpu"), "autograd") == "loop"
 
 
-def test_the_faster_form_is_chosen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(protocol={"name": "sma"}, cluster={"learners": 2, "learners_per_device": 2}).resolved()
-    data = load(job.data)
-    for times, form in (((2.0, 1.0), "fused"), ((1.0, 1.0), "loop"), ((1.0, 2.0), "loop")):
-        monkeypatch.setattr(choice, "_measured", lambda *_, found=times: found)
-        with caplog.at_level("INFO"):
-            assert choose_form(job, job.plan(), data, torch.device("cpu"), "autograd") == form
-        assert f"bank of 2 learners: {form} (a gradient takes: fused {500 * times[1]:.3g} ms" in caplog.text
-    monkeypatch.undo()
-    monkeypatch.setattr(choice, "_SPAN_S", 0.0)
-    assert choose_form(job, job.plan(), data, torch.device("cpu"), "autograd") in ("loop", "fused")
-    job = job.with_(model={"name": Spread})
+def chosen(job: Job, **tables: Any) -> str:
+    job = job.with_(**tables)
+    return choose_form(job, job.plan(), load(job.data), torch.device("cpu"), "autograd")
+
+
+def test_the_fastest_form_is_chosen_and_remembered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(protocol={"name": "sma"}, cluster={"learners": 2, "learners_per_device": 2, "threads_per_rank": 2})
+    job, caches = job.resolved(), Path(os.environ["XDG_CACHE_HOME"], "rudra")
+    found = {"loop": 2.0, "graphs": 1.5, "fused": 1.0}
+    measured = []
+
+    def measure(learners: Any, forms: Sequence[str]) -> Mapping[str, float]:
+        measured.append([*forms])
+        return {form: found[form] for form in forms}
+
+    monkeypatch.setattr(choice, "_measured", measure)
     with caplog.at_level("INFO"):
-        assert choose_form(job, job.plan(), data, torch.device("cpu"), "autograd") == "loop"
+        assert [chosen(job) for _ in range(3)] == ["fused"] * 3
+        assert chosen(job, cluster={"deterministic": True}) == "graphs", "it has the last bits of a loop"
+        found["graphs"] = found["fused"] = 1.95
+        assert chosen(job, training={"minibatch_size": 5}) == "loop", "the gain is small"
+    assert measured == [["loop", "graphs", "fused"], ["loop", "graphs"], ["loop", "graphs", "fused"]]
+    said = "bank of 2 learners: fused (a gradient takes: fused 500 ms, graphs 750 ms, loop 1e+03 ms"
+    assert f"{said})" in caplog.text
+    assert f"{said}, measured earlier: {caches}" in caplog.text
+    assert len([*caches.iterdir()]) == 3
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"[]", b"{", b'{"about": 1, "seconds": {"loop": 1}}', b"\xff\xfe", b"[" * 100_000, None]
+)
+def test_a_damaged_file_of_times_is_ignored_and_replaced(damage: bytes | None) -> None:
+    job = Job(cluster={"learners": 2, "learners_per_device": 2, "threads_per_rank": 2}).resolved()
+    model, forms = FlatModel(lenet((1, 28, 28), 10)), ["loop", "graphs"]
+    file = MeasuredForms(job, model, load(job.data).info, forms)
+    assert file.read() is None
+    for seconds in (1.0, 2.0):
+        file.write({"loop": seconds, "graphs": 0.5, "fused": 3.0})
+        assert file.read() == {"loop": seconds, "graphs": 0.5}
+    whole = file.path.read_bytes()
+    changed = whole.replace(b'"loop": 2.0', b'"loop": NaN') if damage is None else damage
+    file.path.write_bytes(changed)
+    assert file.read() is None
+    file.write({"loop": 2.0, "graphs": 0.5, "fused": 3.0})
+    assert file.path.read_bytes() == whole
+    assert [each.name for each in file.path.parent.iterdir()] == [file.path.name], "nothing else is left"
+    other = MeasuredForms(job.with_(training={"minibatch_size": 3}), model, load(job.data).info, forms)
+    assert other.path != file.path
+    assert MeasuredForms(job, model, load(job.data).info, [*forms, "other"]).read() is None
+
+
+def test_jobs_that_measure_at_the_same_time_leave_a_whole_file() -> None:
+    job = Job(cluster={"learners": 2, "learners_per_device": 2, "threads_per_rank": 2}).resolved()
+    file = MeasuredForms(job, FlatModel(mlp((6,), 10)), load(job.data).info, ["loop", "graphs"])
+    file.write({"loop": 1.0, "graphs": 1.0})
+    writer = """if True:
+        import sys
+        from pathlib import Path
+        from rudra.files import written
+        for turn in range(200):
+            with written(Path(sys.argv[1])) as part:
+                part.write(Path(sys.argv[2]).read_bytes())
+    """
+    copy = file.path.with_suffix(".copy")
+    copy.write_bytes(file.path.read_bytes())
+    others = [subprocess.Popen([sys.executable, "-c", writer, file.path, copy]) for _ in range(2)]
+    seen = set()
+    while any(other.poll() is None for other in others):
+        seen.add(str(file.read()))
+    assert [other.returncode for other in others] == [0, 0]
+    assert seen == {str(file.read())} != {"None"}
+
+
+def test_the_forms_are_measured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(protocol={"name": "sma"}, cluster={"learners": 2, "learners_per_device": 2, "threads_per_rank": 2})
+    job = job.resolved()
+    monkeypatch.setattr(choice, "_SPAN_S", 0.0)
+    threads = torch.get_num_threads()
+    with caplog.at_level("INFO"):
+        assert chosen(job) in ("loop", "graphs", "fused")
+        assert all(f"{form} " in caplog.text for form in ("loop", "graphs", "fused"))
+        assert chosen(job, model={"name": Spread}, cluster={"threads_per_rank": 1}) == "loop"
+        assert chosen(job, model={"name": Noisy}, cluster={"deterministic": True}) == "loop"
     assert "compute one after another ([cluster] bank = 'fused': torch.func.vmap does not support" in caplog.text
+    assert "([cluster] bank = 'graphs': the model draws random numbers, not only by dropout)" in caplog.text
+    assert torch.get_num_threads() == threads
+    assert not [thread for thread in threading.enumerate() if thread.name == "rudra-learner"]
+
+
+class Noisy(nn.Module):
+    """Adds noise to its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layer(inputs.flatten(1) + torch.randn(64))
+        return output
 
 
 class Spread(Branching):
@@ -345,6 +440,29 @@ TWO = {"learners": 4, "learners_per_device": 2, "bank": "fused"}
             "[cluster] bank = 'fused' is not supported with deterministic = true, because it changes the last bits; "
             "use bank = 'loop'",
         ),
+        (
+            {"cluster": {**TWO, "bank": "graphs"}, "training": {"compile": True}},
+            "[cluster] bank = 'graphs' is not supported with [training] compile = true; use bank = 'loop'",
+        ),
+        ({"cluster": {**TWO, "bank": "graphs"}, "placement": {"cut": 2}}, "with [placement] cut; use bank = 'loop'"),
+        ({"cluster": {**TWO, "bank": "graphs", "graphs": "off"}}, "with graphs = 'off'; use bank = 'loop'"),
+        (
+            {"cluster": {**TWO, "bank": "graphs"}, "topology": {"name": "adv*"}, "protocol": {"name": "async"}},
+            "[cluster] bank = 'graphs' is not supported with topology adv*, whose learners have threads; use 'loop'",
+        ),
+        (
+            {"cluster": {**TWO, "bank": "graphs"}, "protocol": {"name": "hogbatch"}},
+            "with protocol hogbatch, whose mini-batches differ in size; use bank = 'loop'",
+        ),
+        (
+            {"cluster": {**TWO, "streams": 2}},
+            "[cluster] streams = 2 is not supported with bank = 'fused'; use bank = 'graphs'",
+        ),
+        (
+            {"cluster": {**TWO, "streams": 3}},
+            "[cluster] streams = 3 is more than learners_per_device = 2; use 1 to 2",
+        ),
+        ({"cluster": {"streams": 3}}, "[cluster] streams = 3 needs learners_per_device; set it, or leave streams out"),
         ({"cluster": TWO, "training": {"compile": True}}, "with [training] compile = true; use bank = 'loop'"),
         ({"cluster": TWO, "training": {"precision": "float16"}}, "with [training] precision = 'float16'; use bank ="),
         ({"cluster": TWO, "training": {"microbatches": 2}}, "with [training] microbatches = 2; use bank = 'loop'"),

@@ -18,6 +18,7 @@ from simulated_mpi import Group, RankOfMpi, World, which_are_over
 
 from rudra.compute.arrivals import Arrivals
 from rudra.compute.averaging import average
+from rudra.compute.device.streams import finished
 from rudra.compute.executor import Executor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.replicas import AveragerExecutor
@@ -214,7 +215,7 @@ class AveragingRank(Rank):
                 self.ready[role](piece)
         else:
             executor.buffer(GRADIENT).vector[PARAMETERS:] = own[PARAMETERS:]
-            executor.step(STEP)
+            finished(executor.perform(STEP))
             made = Gradient(-1, list(self.members).index(role), SAMPLES[role], self.step, 0, 0, 0, 1.0, 0.0, 0.0, 0)
             self.reduction.begin(role, Reduce(DIFFERENCE, 0, self.step, made, True, GroupFlags(role)), executor)
             del self.pieces[role]
@@ -224,7 +225,7 @@ class AveragingRank(Rank):
             return
         for role, executor in self.usual.items():
             executor.buffer(GRADIENT).vector.copy_(gradient_of(role, self.step))
-            executor.step(STEP)
+            finished(executor.perform(STEP))
         differences = [executor.buffer(DIFFERENCE).vector.clone() for executor in self.usual.values()]
         for executor in self.usual.values():
             samples = [SAMPLES[role] for role in self.members]

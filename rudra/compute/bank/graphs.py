@@ -52,7 +52,9 @@ def check_graphs(source: GradientSource) -> None:
     shapes = [_shapes(source.minibatch(step, source.work.after(step))) for step in range(2)]
     if shapes[0] != shapes[1]:
         first, second = (", ".join(str(tuple(shape)) for shape in its) for its in shapes)
-        raise ConfigError(f"{where}: mini-batches change their shape, from {first} to {second}; valid for this data: loop")
+        raise ConfigError(
+            f"{where}: mini-batches change their shape, from {first} to {second}; valid for this data: loop"
+        )
     if reason := source.not_recorded_because():
         raise ConfigError(f"{where}: the step of this model cannot be recorded: {reason}; {instead}")
 
@@ -69,6 +71,8 @@ def in_turn_because(job: Job, source: GradientSource, samples: Samples) -> str:
         source: Source of the gradients of a learner.
         samples: Training samples.
     """
+    if kind_of(source.model.device).records:
+        return ""
     if job.training.in_16_bits:
         return "torch keeps weights in 16 bits for all threads together"
     if asked_at_once(samples):
@@ -101,10 +105,11 @@ def compute_at_once(job: Job, learners: Sequence[LearnerExecutor], samples: Samp
     """
     sources = [learner.source for learner in learners]
     check_apart(sources)
-    streams, reason = own_streams(job, sources, samples)
-    if reason and say:
-        log.info(f"{job.name}: the learners of a bank compute one after another ({reason})")
-    for learner, stream in zip(learners, streams, strict=False):
+    if reason := in_turn_because(job, sources[0], samples):
+        if say:
+            log.info(f"{job.name}: the learners of a bank compute one after another ({reason})")
+        return
+    for learner, stream in zip(learners, own_streams(job, sources), strict=True):
         learner.use_stream(stream)
 
 
@@ -122,22 +127,19 @@ def check_apart(sources: Sequence[GradientSource]) -> None:
         )
 
 
-def own_streams(job: Job, sources: Sequence[GradientSource], samples: Samples) -> tuple[list[Stream], str]:
-    """Returns a stream for each source. If there is none, the text says why threads cannot compute at the same time.
+def own_streams(job: Job, sources: Sequence[GradientSource]) -> list[Stream]:
+    """Returns a stream for each source, if they can compute at the same time.
 
     Args:
         job: Resolved job.
         sources: Sources of gradients, each with a model of its own.
-        samples: Training samples.
     """
     device = sources[0].model.device
     kind = kind_of(device)
     if not kind.records:
-        if reason := in_turn_because(job, sources[0], samples):
-            return [], reason
         for source in sources:
             source.model.draw_apart(apart=True)
-    return kind.streams(device, len(sources), streams_of(job, device), one_thread()), ""
+    return kind.streams(device, len(sources), streams_of(job, device), one_thread())
 
 
 def one_thread() -> Callable[[], None]:

@@ -154,7 +154,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _NUMBERS:
+        if func in _NUMBERS or (func in _CHOOSING and any(_chooses(each) for each in args[1])):
             raise RuntimeError("the host waits for a number")
         results = func(*args, **(kwargs or {}))
         self.operations.append(tree_map(_memory, (func, args, kwargs or {}, results)))
@@ -166,8 +166,20 @@ _Recorder.__torch_dispatch__ = inspect.unwrap(_Recorder.__torch_dispatch__)  # t
 
 
 _ATEN = torch.ops.aten
-_NUMBERS = (_ATEN._local_scalar_dense.default, _ATEN.equal.default, _ATEN.nonzero.default)
+_NUMBERS = (
+    _ATEN._local_scalar_dense.default,
+    _ATEN.equal.default,
+    _ATEN.nonzero.default,
+    _ATEN.masked_select.default,
+)
 """Operations whose result the host waits for."""
+
+_CHOOSING = (_ATEN.index.Tensor, _ATEN.index_put_.default, _ATEN.index_put.default, _ATEN._index_put_impl_.default)
+"""Operations that the host waits for if an index says which elements are chosen."""
+
+
+def _chooses(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _memory(value: Any) -> Any:

@@ -33,7 +33,7 @@ class Pending(ABC):
     def numbers(self) -> list[float]:
         """Returns the numbers that the work gave. Waits until it is done."""
 
-    def when_done(self, call: Callable[[], None]) -> None:
+    def when_done(self, call: Callable[[], None]) -> None:  # noqa: B027
         """Calls a function once the work is done, from any thread. It is not called if only `done` finds that out."""
 
 

@@ -146,9 +146,9 @@ class ClusterTable(Table):
     threads_per_rank: int | None = Field(
         None,
         ge=1,
-        description="number of torch threads of each learner. With bank = 'graphs' on CPUs, it has one, and this is the "
-        "number of learners of a bank that compute at the same time. Default: cores of the node divided by its ranks "
-        "with learners",
+        description="number of torch threads of each learner. With bank = 'graphs' on CPUs each learner has one, and "
+        "this number of learners compute at the same time. Default: cores of the node divided by its ranks with "
+        "learners",
     )
     shares: Literal["auto"] | tuple[float, ...] = Field(
         (),
