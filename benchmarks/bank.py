@@ -1,71 +1,77 @@
-"""A bank of learners on one device: gradients of m learners fused, against one learner after another."""
+"""A bank of learners on one device: gradients of m learners in each form (`cluster.bank`)."""
 
-import time
+from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
-from benchmarks.compile import LENET, RESNET, SMALLEST
 from benchmarks.shared import one_thread
 from rudra.bench.ranks import compared
 from rudra.benchmark_report import Report, ratios, spread
-from rudra.compute import models
-from rudra.compute.bank.fused import fused_gradients
-from rudra.compute.flat import FlatModel
-from rudra.compute.shortcuts import gradients_of
-from rudra.compute.tasks import Classification
-from rudra.data.load import DataInfo
+from rudra.compute.bank.trial import BankLearners, FormTrial
+from rudra.compute.device.kind import CPU
+from rudra.data.load import load
 from rudra.job.job import Job
+from rudra.machine import cores
 
-SMALL = DataInfo("resnet32", 1, 1, (3, 8, 8), 10)
+FORMS = ("loop", "graphs", "fused")
+SPAN_S = 0.1
+"""Least time of one turn of a form, in seconds."""
+
+NETWORKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "mlp": ({"name": "mlp"}, (1, 4, 4)),
+    "lenet": ({"name": "lenet"}, (1, 28, 28)),
+    "resnet8": ({"name": "resnet32", "options": {"blocks": 1}}, (3, 32, 32)),
+    "resnet32": ({"name": "resnet32"}, (3, 32, 32)),
+}
+
+
+def images(shape: list[int]) -> tuple[TensorDataset, TensorDataset]:
+    """Random images with their labels."""
+    found = TensorDataset(torch.randn(256, *shape), torch.arange(256) % 10)
+    return found, found
 
 
 @one_thread()
 def run(*, quick: bool) -> Report:
-    """Measures in this process, with one thread, on random images."""
-    cases = [(LENET, 4, 4), (LENET, 4, 8), (LENET, 16, 4), (RESNET, 4, 4), (SMALL, 4, 8), (SMALL, 4, 32)]
-    report = Report(["network", "pixels", "μ", "m", "images/s loop", "images/s fused", "times the images/s"])
-    for info, size, learners in [(SMALLEST, 4, 2)] if quick else cases:
-        times = _Case(info, size, learners).measure(2 if quick else 15)
-        loop, fused = (size * learners / spread(turns).median for turns in times.values())
-        report.rows.append(
-            (info.name, info.input_shape[1], size, learners, loop, fused, ratios(times["loop"], times["fused"]))
-        )
+    """Measures in this process, with a thread for each core, on random images. `loop, 1 thread` has one."""
+    report = Report(
+        [
+            *("network", "pixels", "μ", "m", "images/s loop, 1 thread", *(f"images/s {form}" for form in FORMS)),
+            *("graphs / loop", "fused / loop"),
+        ]
+    )
+    for name, size in [("mlp", 4)] if quick else [("lenet", 4), ("resnet8", 16), ("resnet32", 16)]:
+        for learners in (2,) if quick else (1, 2, 4, 8):
+            times = measured(name, size, learners, 2 if quick else 9)
+            rates = [size * learners / spread(turns).median for turns in times.values()]
+            more = [ratios(times["loop"], times[form]) for form in FORMS[1:]]
+            report.rows.append((name, NETWORKS[name][1][1], size, learners, *rates, *more))
+    report.notes = [f"{cores()} cores; each learner of graphs has one torch thread, and a thread of its own"]
     return report
 
 
-class _Case:
-    def __init__(self, info: DataInfo, size: int, learners: int) -> None:
-        module = models.build(Job(model={"name": info.name}).model, info, 0)
-        self._model = FlatModel(
-            module, gradients="direct" if gradients_of(module, Classification(0)) == "direct" else "autograd"
-        )
-        self._inputs = torch.randn(learners, size, *info.input_shape)
-        self._target = torch.arange(size).expand(learners, -1) % info.classes
-        weights, outs = torch.zeros(2, learners, self._model.size)
-        for vector in weights:
-            self._model.read_into(vector)
-        weights[:, : self._model.parameter_count] *= 1 + 0.01 * torch.randn(learners, self._model.parameter_count)
-        self._weights, self._outs = list(weights), list(outs)
+def measured(name: str, size: int, learners: int, turns: int) -> Mapping[str, list[float]]:
+    """Returns the seconds of a gradient of each learner in each turn, by form."""
+    model, shape = NETWORKS[name]
+    job = Job(
+        model=model,
+        data={"name": images, "options": {"shape": list(shape)}, "classes": 10},
+        training={"minibatch_size": size},
+        cluster={"learners": learners, "learners_per_device": learners},
+    ).resolved(threads_per_rank=cores())
+    data = load(job.data)
+    found = BankLearners(job, job.plan(), data, CPU, "direct")
+    ways = {"loop, 1 thread": FormTrial(found, "loop", 1), **{form: FormTrial(found, form, cores()) for form in FORMS}}
+    once = max(trial.seconds() + trial.seconds() for trial in ways.values()) / 2
+    count = max(1, round(SPAN_S / once))
+    times = compared({form: partial(_mean_s, trial, count) for form, trial in ways.items()}, turns)
+    for trial in ways.values():
+        trial.close()
+    return times
 
-    def _loop(self, count: int) -> float:
-        """Returns the processor time of a gradient of each learner, in seconds."""
-        began = time.thread_time()
-        for step in range(count):
-            for batch in zip(self._weights, self._inputs, self._target, self._outs, strict=True):
-                self._model.bind(batch[0])
-                self._model.gradient(*batch[1:], step)
-        return (time.thread_time() - began) / count
 
-    def _fused(self, count: int) -> float:
-        """Returns the processor time of a gradient of each learner, in seconds."""
-        began = time.thread_time()
-        for step in range(count):
-            seeds = [step] * len(self._outs)
-            fused_gradients(self._model, self._weights, self._inputs, self._target, self._outs, seeds)
-        return (time.thread_time() - began) / count
-
-    def measure(self, turns: int) -> dict[str, list[float]]:
-        """Returns the seconds of a gradient of each learner in each turn, by form."""
-        count = max(2, int(0.1 / min(self._loop(2), self._fused(2))))
-        return compared({"loop": partial(self._loop, count), "fused": partial(self._fused, count)}, turns)
+def _mean_s(trial: FormTrial, count: int) -> float:
+    return sum(trial.seconds() for _ in range(count)) / count
