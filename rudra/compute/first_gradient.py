@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rudra.compute import models, tasks
 from rudra.compute.buffers import changed, tried
 from rudra.compute.checks import check_gradient
-from rudra.compute.device.devices import kind_of
 from rudra.compute.device.faults import operations_named
 from rudra.compute.device.kind import CPU
 from rudra.compute.flat import FlatModel, Gradients
 from rudra.compute.gradients import GradientSource
-from rudra.compute.memory_plan import check_memory, planned
+from rudra.compute.memory_plan import check_device_memory
 from rudra.compute.shortcuts import gradients_of
 from rudra.compute.stages import cut_model
 from rudra.compute.tasks import Task
@@ -54,9 +53,7 @@ def try_first_gradient(job: Job, plan: Plan, data: Data, device: torch.device = 
             cannot compute its gradient in the job's precision, with the job's mini-batches or by deterministic
             operations. Exceptions of the user's own code propagate.
     """
-    kind = kind_of(device)
-    if kind.free_bytes(device) is not None and (found := planned(job, plan, data, device)) is not None:
-        check_memory(job, plan, found, kind, device, data.info.training_samples)
+    check_device_memory(job, plan, data, device)
     task = tasks.make(job.task, data.info.classes)
 
     def model() -> torch.nn.Module:

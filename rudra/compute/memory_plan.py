@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rudra.compute import models, tasks
+from rudra.compute.bank.graphs import streams_of
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.kind import DeviceKind
 from rudra.compute.flat import FlatModel
@@ -61,6 +62,10 @@ class LinearBytes(NamedTuple):
         """Returns the bytes at a number of samples."""
         return math.ceil(self.fixed + self.per_sample * samples)
 
+    def times(self, count: int) -> "LinearBytes":
+        """Returns the bytes of several at once."""
+        return LinearBytes(self.fixed * count, self.per_sample * count)
+
 
 def through(sizes: Sequence[int], found: Sequence[float]) -> LinearBytes:
     """Returns the line through one or two measurements. One measurement is proportional to the samples."""
@@ -100,6 +105,7 @@ class MemoryPlan(NamedTuple):
         workspaces: Gradients of activations in the backward pass, and temporary memory of operations.
         evaluation: Weights and one batch of an evaluation.
         slots: Copies of vectors that other ranks of the node read.
+        bank: What the parts are computed from, for another number of learners.
     """
 
     weights: int
@@ -110,12 +116,12 @@ class MemoryPlan(NamedTuple):
     workspaces: LinearBytes
     evaluation: int
     slots: int = 0
+    bank: "BankMemory | None" = None
 
     def parts(self, samples: int) -> dict[str, int]:
         """Returns the bytes of each part, if the learner computes a number of samples at once."""
-        return {
-            name: part.at(samples) if isinstance(part, LinearBytes) else part for name, part in self._asdict().items()
-        }
+        found = {name: part for name, part in self._asdict().items() if name != "bank"}
+        return {name: part.at(samples) if isinstance(part, LinearBytes) else part for name, part in found.items()}
 
     def total(self, samples: int) -> int:
         """Returns the bytes of all parts."""
@@ -124,17 +130,74 @@ class MemoryPlan(NamedTuple):
     def text(self, samples: int) -> str:
         """Describes the plan in one line."""
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in self.parts(samples).items() if size)
-        return f"{bytes_text(self.total(samples))} with {samples} samples at once: {parts}"
+        text = f"{bytes_text(self.total(samples))} with {samples} samples at once: {parts}"
+        bank = self.bank
+        if bank is None or bank.learners == 1:
+            return text
+        saved = self.activations.at(samples) * (bank.learners - bank.at_once) // bank.at_once
+        return f"{text}; activations of {bank.at_once} of {bank.learners} learners at a time save {bytes_text(saved)}"
+
+
+class BankMemory(NamedTuple):
+    """Memory of learners that share a device, as a function of their number. Bytes, or numbers of vectors.
+
+    Activations, workspaces, mini-batches and autograd's gradients exist once for each learner that computes at the same
+    time. In the form `graphs` these are as many as streams.
+
+    Source: crossbow.txt §4.5, the online memory plan, in which the learners of a device share a pool of buffers.
+
+    Attributes:
+        learners: Number of learners, m.
+        form: `cluster.bank`.
+        streams: Most learners that compute at the same time in the form `graphs`.
+        vector: Bytes of the weights.
+        kept: Bytes of the gradients that autograd makes.
+        weights: Vectors of weights of each learner.
+        others: Vectors of weights, and of gradients, of all learners together.
+        updates: Whether each learner updates its weights. If not, a server on this device may do so.
+        state: Bytes of the state of all optimisers, or of each learner that updates its weights.
+        one: Parts of the plan for one learner that computes.
+    """
+
+    learners: int
+    form: str
+    streams: int
+    vector: int
+    kept: int
+    weights: int
+    others: tuple[int, int]
+    updates: bool
+    state: int
+    one: MemoryPlan
+
+    @property
+    def at_once(self) -> int:
+        """Number of learners that compute at the same time."""
+        return {"graphs": min(self.streams, self.learners), "fused": self.learners}.get(self.form, 1)
+
+    def plan(self) -> MemoryPlan:
+        """Returns the plan of all learners."""
+        copies = self.form == "fused"  # stacked weights, and their gradients
+        one, times, kept = self.one, self.at_once, self.kept * self.at_once
+        return one._replace(
+            weights=self.vector * (self.learners * (self.weights + copies) + self.others[0]),
+            gradients=self.vector * (self.learners + self.others[1]) + kept,
+            state=self.state * (self.learners if self.updates else 1),
+            data=one.data.times(times),
+            activations=one.activations.times(times),
+            workspaces=one.workspaces.times(times),
+            bank=self,
+        )
 
 
 def planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPlan | None:
-    """Predicts the memory of a learner on a device.
+    """Predicts the memory of the learners of a rank on a device.
 
     Args:
         job: Resolved job.
         plan: Role assignment.
         data: Data with the training set.
-        device: Device of the learner.
+        device: Device of the learners.
 
     Returns:
         None if layers are placed on a stage server, or if the model does not compute the small mini-batches. The first
@@ -161,23 +224,35 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
     traits = [plan.traits(role) for role in plan.on_rank(plan.roles[learner].world_rank)]
     here, several = sum(kind.trains for kind in traits), training.microbatches > 1
     serves = job.cluster.one_rank is True and any(kind.updates and not kind.trains for kind in traits)
-    owners, owned = here if plan.traits(learner).updates else serves, vector * (1 + job.optimizer.state_vectors)
+    updates, owned = plan.traits(learner).updates, vector * (1 + job.optimizer.state_vectors)
     saved = BURSTS * owned if serves and here == 1 and kind_of(device).records and owned <= LARGEST else 0
     passed = [_PASSED * step.largest for step in steps]
     beyond = [step.peak - step.activations - more - kept for step, more in zip(steps, passed, strict=True)]
     of_data, tested = through(sizes, [s.data for s in steps]), through(sizes, [s.evaluation for s in steps])
     count = training.evaluation_batch_size
     spaces = through(sizes, [more + max(0, left) for more, left in zip(passed, beyond, strict=True)])
-    return MemoryPlan(
-        weights=vector * (here + serves + (several and flat.size > flat.parameter_count)),
-        gradients=vector * (here + serves + several) + kept,
-        state=(owned - vector) * owners + saved,
-        data=LinearBytes(*(part * (1 + kind_of(device).apart) for part in of_data)),
+    one = MemoryPlan(
+        weights=vector,
+        gradients=vector + kept,
+        state=owned - vector,
+        data=of_data.times(1 + kind_of(device).apart),
         activations=through(sizes, [step.activations for step in steps]),
         workspaces=spaces._replace(fixed=spaces.fixed + LIBRARIES * kind_of(device).apart),
         evaluation=vector + of_data.at(count) + tested.at(count) if training.evaluate else 0,
         slots=vector * slots_of(plan, plan.roles[learner].world_rank, plan.nodes(near=True), transports_of(job, plan)),
     )
+    return BankMemory(
+        learners=here,
+        form=job.cluster.bank if job.cluster.learners_per_device is not None else "loop",
+        streams=streams_of(job, device),
+        vector=vector,
+        kept=kept,
+        weights=3 if plan.averaging else 1,  # the central model, a replica and their difference
+        others=(serves + (several and flat.size > flat.parameter_count), serves + several),
+        updates=updates,
+        state=(owned - vector) * (updates or serves) + saved,
+        one=one,
+    ).plan()
 
 
 def _measured(flat: FlatModel, batch: Any, seed: int) -> StepMemory:
@@ -228,7 +303,7 @@ def check_memory(
         training_samples: Size of the training set.
 
     Raises:
-        ConfigError: They do not fit. The text has the largest μ that fits.
+        ConfigError: They do not fit. The text has the most learners of a bank that fit, or the largest μ.
     """
     free = kind.free_bytes(device)
     for where, batch, its, its_plan in _batches(job, plan, training_samples):
@@ -236,12 +311,27 @@ def check_memory(
         needed = found.total(samples(batch))
         if free is None or needed <= free:
             continue
+        if (bank := found.bank) is not None and job.cluster.learners_per_device is not None and bank.learners > 1:
+            place = f"on their {kind.noun}, where {bytes_text(free)} are free"
+            totals = [bank._replace(learners=m).plan().total(samples(batch)) for m in range(1, bank.learners)]
+            if fits := bisect_right(totals, free):
+                raise ConfigError(
+                    f"[cluster] learners_per_device = {bank.learners}: the learners take {bytes_text(needed)} {place}; "
+                    f"use 1 to {fits}, or a smaller training.minibatch_size"
+                )
         text = f"{where}: a learner takes {bytes_text(needed)} on its {kind.noun}, where {bytes_text(free)} are free"
         fits = bisect_right(range(1, batch), free, key=lambda mu: found.total(samples(mu)))
         if fits:
             raise ConfigError(f"{text}; use 1 to {fits}, or more training.microbatches")
         least = f"{bytes_text(found.total(1))} with a single sample does not fit either"
         raise ConfigError(f"{text}, and {least}; use a smaller model, or a smaller training.evaluation_batch_size")
+
+
+def check_device_memory(job: Job, plan: Plan, data: Data, device: torch.device) -> None:
+    """Checks as `check_memory` does, if a limit of the device's memory is known and the memory can be predicted."""
+    kind = kind_of(device)
+    if kind.free_bytes(device) is not None and (found := planned(job, plan, data, device)) is not None:
+        check_memory(job, plan, found, kind, device, data.info.training_samples)
 
 
 def _batches(job: Job, plan: Plan, training_samples: int) -> Iterator[tuple[str, int, Job, Plan]]:

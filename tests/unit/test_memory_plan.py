@@ -15,14 +15,17 @@ from torch.utils.data import TensorDataset
 import rudra
 from rudra.cli.main import main
 from rudra.compute import memory_plan, models, tasks
+from rudra.compute.bank import choice
+from rudra.compute.bank.choice import choose_form
 from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES
 from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.flat import FlatModel
-from rudra.compute.memory_plan import LIBRARIES, MemoryPlan, planned
+from rudra.compute.memory_plan import LIBRARIES, MemoryPlan, check_device_memory, planned
 from rudra.data.load import load
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.memory import bytes_text
 
 IMAGES = TensorDataset(torch.rand(300, 3, 32, 32), torch.arange(300) % 10)
 TEXTS = TensorDataset(torch.arange(300 * 20).view(300, 20) % 65, torch.arange(300 * 20).view(300, 20) % 65)
@@ -69,7 +72,7 @@ def test_a_device_apart_from_main_memory_holds_two_mini_batches(monkeypatch: pyt
     monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(0))
     spaces = here.workspaces._replace(fixed=here.workspaces.fixed + LIBRARIES)
     data = memory_plan.LinearBytes(0.0, 2 * here.data.per_sample)
-    assert plan_of(job_of()) == here._replace(data=data, workspaces=spaces)
+    assert plan_of(job_of())._replace(bank=None) == here._replace(data=data, workspaces=spaces, bank=None)
 
 
 def test_what_autograd_saves_of_a_linear_layer_is_counted_exactly() -> None:
@@ -90,6 +93,71 @@ def test_learners_of_a_rank_have_vectors_of_their_own_and_owners_the_state_of_th
     assert (both.weights, both.gradients) == (2 * one.weights, 3 * one.weights)
     parts = plan_of(job.with_(training={"microbatches": 2}))
     assert (parts.weights, parts.gradients) == (one.weights, 3 * one.weights), "a sum of gradients, and no buffers"
+
+
+def bank_of(m: int, form: str, **tables: Any) -> Job:
+    cluster = {
+        "learners": m,
+        "learners_per_device": m,
+        "bank": form,
+        "threads_per_rank": 1,
+        **tables.pop("cluster", {}),
+    }
+    return job_of("lenet", **tables).with_(cluster=cluster)
+
+
+def test_activations_of_a_bank_exist_once_for_each_learner_that_computes_at_the_same_time() -> None:
+    one = plan_of(bank_of(1, "loop"))
+    for form, streams, at_once in (("loop", None, 1), ("graphs", 2, 2), ("graphs", 8, 8), ("fused", None, 8)):
+        found = plan_of(bank_of(8, form, cluster={"streams": streams}))
+        copies = 8 * (form == "fused")
+        assert (found.weights, found.state) == ((8 + copies) * one.weights, one.state)
+        assert found.gradients == (8 + at_once) * one.weights, "autograd makes some of them"
+        for part in ("activations", "workspaces", "data"):
+            assert getattr(found, part).at(16) == pytest.approx(at_once * getattr(one, part).at(16), abs=8)
+        saved = (8 - at_once) * one.activations.at(64)
+        said = f"; activations of {at_once} of 8 learners at a time save {bytes_text(saved)}"
+        assert found.text(64).endswith(said)
+    averaged = bank_of(8, "graphs", cluster={"streams": 2}, protocol={"name": "sma"}, optimizer={"momentum": 0.9})
+    found = plan_of(averaged)
+    assert (found.weights, found.state) == (24 * one.weights, 8 * one.weights), "z, a replica and a difference for each"
+
+
+def test_a_bank_that_does_not_fit_is_refused_with_the_largest_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    enough = plan_of(bank_of(5, "graphs", cluster={"streams": 2})).total(64)
+    monkeypatch.setitem(DEVICES, "cpu", Small(enough))
+    job = bank_of(8, "graphs", cluster={"streams": 2})
+    with pytest.raises(ConfigError) as caught:
+        rudra.simulate(job, progress="quiet")
+    assert re.fullmatch(
+        r"\[cluster\] learners_per_device = 8: the learners take \S+ MB on their GPU, where \S+ MB are free; use 1 to 5, "
+        r"or a smaller training\.minibatch_size",
+        str(caught.value),
+    )
+    check_device_memory(*of_job(bank_of(5, "graphs", cluster={"streams": 2})), CPU)
+    monkeypatch.setitem(DEVICES, "cpu", Small(plan_of(bank_of(1, "graphs")).total(40)))
+    both, free = plan_of(bank_of(2, "graphs")), DEVICES["cpu"].free_bytes(CPU)
+    fits = max(mu for mu in range(1, 64) if both.total(mu) <= (free or 0))
+    with pytest.raises(ConfigError, match=rf"^\[training\] minibatch_size = 64 .*; use 1 to {fits}, or more"):
+        check_device_memory(*of_job(bank_of(2, "graphs")), CPU)
+
+
+def of_job(job: Job) -> tuple[Job, Any, Any]:
+    return job, job.plan(), load(job.data)
+
+
+def test_forms_that_do_not_fit_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+
+    def measure(learners: Any, forms: Sequence[str]) -> dict[str, float]:
+        measured.extend(forms)
+        return dict.fromkeys(forms, 1.0)
+
+    monkeypatch.setattr(choice, "_measured", measure)
+    monkeypatch.setitem(DEVICES, "cpu", Small(plan_of(bank_of(4, "graphs", cluster={"streams": 2})).total(64)))
+    job = bank_of(4, "auto", cluster={"streams": 2})
+    assert choose_form(*of_job(job), CPU, "autograd") == "loop"
+    assert measured == ["loop", "graphs"]
 
 
 class Living(TorchDispatchMode):  # type: ignore[no-untyped-call]

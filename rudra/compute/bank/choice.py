@@ -12,6 +12,7 @@ from rudra.compute.device.devices import kind_of
 from rudra.compute.device.kind import CPU
 from rudra.compute.executor import arithmetic_of_thread
 from rudra.compute.graphs import WARM
+from rudra.compute.memory_plan import check_device_memory
 from rudra.data.load import Data
 from rudra.errors import ConfigError
 from rudra.job.job import Job
@@ -71,6 +72,7 @@ def choose_form(job: Job, plan: Plan, data: Data, device: torch.device, gradient
         if not excluded[form]:
             try:
                 check(learners)
+                check_device_memory(job.with_(cluster={"bank": form}), plan, data, device)
                 forms.append(form)
             except ConfigError as error:
                 reasons.append(str(error))
