@@ -60,8 +60,8 @@ BENCHMARKS = {  # name -> comparison and goal
         "< 2 % of a step of lenet and resnet32, in the way that a run draws them",
     ),
     "bank": (
-        "gradients of the learners of a bank: fused against one after another (cluster.bank)",
-        "none: cluster.bank = 'auto' takes the faster one",
+        "gradients of the learners of a bank: one after another, at the same time, and fused (cluster.bank)",
+        "none: cluster.bank = 'auto' takes the fastest form",
     ),
     "compile": ("gradients by torch.compile (training.compile), against the same without it", ">= 1.3 for lenet"),
     "recording": ("what it costs to record a run so that it can be replayed", "<= 1 % of the run"),

@@ -44,7 +44,7 @@ _CACHES = count()
 
 @pytest.fixture(autouse=True)
 def _without_calibration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody has measured on this machine is no part of a test, nor what another test has measured."""
+    """A test uses no measurement of this machine, and none of another test."""
     monkeypatch.setattr(cost_files, "MEASURED", tmp_path_factory.getbasetemp() / "no such directory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_CACHES)}"))
 

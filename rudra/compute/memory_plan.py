@@ -105,7 +105,7 @@ class MemoryPlan(NamedTuple):
         workspaces: Gradients of activations in the backward pass, and temporary memory of operations.
         evaluation: Weights and one batch of an evaluation.
         slots: Copies of vectors that other ranks of the node read.
-        bank: What the parts are computed from, for another number of learners.
+        bank: Numbers that give the parts for any number of learners.
     """
 
     weights: int
@@ -144,7 +144,7 @@ class BankMemory(NamedTuple):
     Activations, workspaces, mini-batches and autograd's gradients exist once for each learner that computes at the same
     time. In the form `graphs` these are as many as streams.
 
-    Source: crossbow.txt §4.5, the online memory plan, in which the learners of a device share a pool of buffers.
+    Source: crossbow.txt §4.5, the online memory plan. There the learners of a device share a pool of buffers.
 
     Attributes:
         learners: Number of learners, m.

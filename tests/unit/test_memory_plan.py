@@ -130,8 +130,8 @@ def test_a_bank_that_does_not_fit_is_refused_with_the_largest_that_does(monkeypa
     with pytest.raises(ConfigError) as caught:
         rudra.simulate(job, progress="quiet")
     assert re.fullmatch(
-        r"\[cluster\] learners_per_device = 8: the learners take \S+ MB on their GPU, where \S+ MB are free; use 1 to 5, "
-        r"or a smaller training\.minibatch_size",
+        r"\[cluster\] learners_per_device = 8: the learners take \S+ MB on their GPU, where \S+ MB are free; use "
+        r"1 to 5, or a smaller training\.minibatch_size",
         str(caught.value),
     )
     check_device_memory(*of_job(bank_of(5, "graphs", cluster={"streams": 2})), CPU)

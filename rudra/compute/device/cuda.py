@@ -57,11 +57,11 @@ class CudaStream(Stream):
 
 @dataclass(slots=True)
 class _Recordings:
-    """What recorded work of one stream uses, and no other stream may use at the same time.
+    """Things that the recorded work of one stream uses. Another stream must not use them at the same time.
 
     Attributes:
-        stream: Stream on which work is recorded. cuBLAS has a workspace for each stream, whose address is in a graph.
-            None: work is recorded on a new stream each time.
+        stream: Stream that records the work. A graph contains the address of cuBLAS's workspace for this stream. None:
+            a new stream records each time.
         state: State of the generator that recorded work draws from. None: the one that the generator has.
         last: Last graph. It keeps the memory that all graphs of the stream share, because they run one after another.
         made: Number of states that there have been.
@@ -79,7 +79,7 @@ class CudaOwnStream(CudaStream):
     Args:
         kind: Kind of the device.
         device: The GPU.
-        stream: Stream of torch that nobody else uses.
+        stream: Stream of torch, for this model only.
     """
 
     def __init__(self, kind: "Cuda", device: torch.device, stream: torch.cuda.Stream) -> None:

@@ -33,7 +33,7 @@ class ThreadWork(Pending):
             for each in after:
                 each.numbers()
             self._numbers = known(work())
-        except BaseException as error:  # whoever waits raises it again
+        except BaseException as error:  # `done` and `numbers` raise it again
             self._error = error
         self._todo = None
         self._over.set()
@@ -57,7 +57,7 @@ class ThreadWork(Pending):
 
 
 class Threads:
-    """Threads that do the work of several streams. They begin it in the order in which it was submitted.
+    """Threads that do the work of several streams, first come, first served.
 
     So a thread never waits for work that has not begun.
 
