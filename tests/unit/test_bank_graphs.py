@@ -64,6 +64,10 @@ def data() -> Data:
     return load(job_of().data, test=False)
 
 
+NUMBERS = {"LearnerExecutor.compute": 4, "ElasticExecutor.step": 1}
+"""Count of numbers that come back with the work of a function."""
+
+
 class Impatient(Stream):
     """Stream of a learner whose host does not wait for some of its work."""
 
@@ -72,7 +76,8 @@ class Impatient(Stream):
 
     def submit(self, work: Callable[[], Sequence[Number]], after: Sequence[Pending] = ()) -> Pending:
         pending = self._stream.submit(work, after)
-        return Done([0.0, 0.0]) if self._name in getattr(work, "__qualname__", "") else pending
+        named = getattr(work, "func", work).__qualname__
+        return Done([0.0] * NUMBERS[self._name]) if self._name in named else pending
 
 
 class Bank:
