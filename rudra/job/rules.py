@@ -766,8 +766,8 @@ def learners_of_a_bank(part: JobPart) -> Iterator[str]:
         where = "compute group" if plan.groups else "node"
         yield f"{line} does not divide the learners of each {where}; use a divisor of their number"
     if table.bank in ("fused", "graphs") and plan.overlapped:
-        on = f"[cluster] bank = '{table.bank}' is not supported with"
-        yield f"{on} topology {named(part.job.topology.name)}, whose learners have threads; use 'loop'"
+        where = f"topology {named(part.job.topology.name)}, whose learners have threads"
+        yield f"[cluster] bank = '{table.bank}' is not supported with {where}; use 'loop'"
 
 
 @part_rule

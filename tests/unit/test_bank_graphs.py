@@ -281,7 +281,7 @@ def test_a_model_that_a_device_cannot_record_is_refused_with_the_place(
     text = str(caught.value)
     assert text.startswith("[cluster] bank = 'graphs': the step of this model cannot be recorded: the host waits for a")
     assert "(at test_bank_graphs.py:" in text
-    assert text.endswith("; valid for this model: loop")
+    assert text.endswith("; use bank = 'loop'")
     assert "\n" not in text
 
 
@@ -293,7 +293,7 @@ def test_mini_batches_that_change_their_shape_are_refused(monkeypatch: pytest.Mo
     text = (
         r"^\[cluster\] bank = 'graphs': mini-batches change their shape, from \(4, 64\), \(4,\) to \(4, 65\), \(4,\); "
     )
-    with pytest.raises(ConfigError, match=text + "valid for this data: loop$"):
+    with pytest.raises(ConfigError, match=text + "use bank = 'loop'$"):
         check_graphs(source)
 
 

@@ -46,17 +46,18 @@ def check_graphs(source: GradientSource) -> None:
     Raises:
         ConfigError: It cannot. The text says why, and names the place in the code.
     """
-    where, instead = "[cluster] bank = 'graphs'", "valid for this model: loop"
     if not kind_of(source.model.device).records:
         return
     shapes = [_shapes(source.minibatch(step, source.work.after(step))) for step in range(2)]
     if shapes[0] != shapes[1]:
         first, second = (", ".join(str(tuple(shape)) for shape in its) for its in shapes)
         raise ConfigError(
-            f"{where}: mini-batches change their shape, from {first} to {second}; valid for this data: loop"
+            f"[cluster] bank = 'graphs': mini-batches change their shape, from {first} to {second}; use bank = 'loop'"
         )
     if reason := source.not_recorded_because():
-        raise ConfigError(f"{where}: the step of this model cannot be recorded: {reason}; {instead}")
+        raise ConfigError(
+            f"[cluster] bank = 'graphs': the step of this model cannot be recorded: {reason}; use bank = 'loop'"
+        )
 
 
 def _shapes(batch: Any) -> list[torch.Size]:
