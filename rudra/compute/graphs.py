@@ -4,7 +4,7 @@ A small step takes a GPU less time than Python needs to name its operations. A g
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 
 from rudra.compute.device.devices import kind_of
 from rudra.compute.device.graphs import Graph, NotRecordedError
+from rudra.compute.device.streams import Number
 from rudra.data.trees import leaves, mapped, moved
 from rudra.log import log
 
@@ -20,6 +21,10 @@ WARM = 2
 
 KEPT = 8
 """Most graphs of a model. Each belongs to a vector of weights, a vector for the gradient, and shapes."""
+
+
+SEEN = 100
+"""Most sorts of steps that are counted."""
 
 
 class Passed(NamedTuple):
@@ -118,3 +123,90 @@ class GraphedPasses:
         kind = kind_of(self._device)
         graph, passed = kind.record(self._device, lambda: self._compute(inputs, target, out))
         return GraphedPass(graph, inputs, target, passed, (weights, out))
+
+
+class GraphedWork(NamedTuple):
+    """Work that a device repeats.
+
+    Attributes:
+        graph: The recorded work.
+        numbers: Its results, which the graph writes.
+        tensors: Tensors that it reads and writes. The graph knows only their addresses, so they must live as long.
+    """
+
+    graph: Graph
+    numbers: tuple[Number, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+class GraphedSteps:
+    """All recorded steps of an optimiser, with all that belongs to a step.
+
+    Args:
+        device: Device of the weights.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._possible = device, kind_of(device).records
+        self._seen: Counter[Hashable] = Counter()
+        self._known: dict[Hashable, GraphedWork] = {}
+
+    @property
+    def count(self) -> int:
+        """Number of recorded steps."""
+        return len(self._known)
+
+    def forget(self) -> None:
+        """Records all steps again, because the optimiser has other settings or tensors."""
+        self._known.clear()
+        self._seen.clear()
+
+    def do(
+        self,
+        work: Callable[[], tuple[Number, ...]],
+        about: Hashable,
+        read: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+    ) -> tuple[Number, ...]:
+        """Does work, from a record if it has been done a few times.
+
+        Args:
+            work: Returns numbers, on the device if it computes them.
+            about: Everything that the work depends on, except these tensors.
+            read: Tensors that it only reads.
+            written: Tensors that it changes.
+        """
+        if not self._possible:
+            return work()
+        key = about, *(tensor.data_ptr() for tensor in (*read, *written))
+        if key in self._known and not self._known[key].graph.is_valid():
+            del self._known[key]
+        if key not in self._known:
+            if len(self._seen) > SEEN:  # a rate of its own for each step, for instance
+                self._seen.clear()
+            self._seen[key] += 1
+            if self._seen[key] <= WARM or not self._record(key, work, read, written):
+                return work()
+        found = self._known[key]
+        found.graph.replay()
+        return found.numbers
+
+    def _record(
+        self,
+        key: Hashable,
+        work: Callable[[], tuple[Number, ...]],
+        read: Sequence[torch.Tensor],
+        written: Sequence[torch.Tensor],
+    ) -> bool:
+        """Records work, which changes nothing now. Returns whether that is possible."""
+        before = [tensor.clone() for tensor in written]
+        while len(self._known) >= KEPT:  # of other rates, for instance
+            del self._known[next(iter(self._known))]
+        try:
+            self._known[key] = GraphedWork(*kind_of(self._device).record(self._device, work), (*read, *written))
+        except NotRecordedError as error:
+            self._possible = False
+            log.info(f"the steps of replicas are not recorded as a graph: {error}")
+        for tensor, value in zip(written, before, strict=True):
+            tensor.copy_(value)
+        return self._possible

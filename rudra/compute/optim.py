@@ -217,6 +217,11 @@ class UpdateRule:
         """Whether a device may keep the rates: Adam would round them, and Caffe's momentum needs them here."""
         return self._sgd and not self._caffe
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a device may repeat a recorded step at the same rate: others count their steps in main memory."""
+        return self._sgd
+
     def _set_rates(self, learning_rate: float) -> list[float]:
         """Sets and returns the rate of each optimiser group."""
         rates = self.rates(learning_rate)

@@ -17,6 +17,7 @@ from rudra.compute.device.kind import CPU
 from rudra.compute.device.streams import Number, Pending, known, until_done
 from rudra.compute.executor import performs
 from rudra.compute.final_gradients import Ready
+from rudra.compute.graphs import GraphedSteps
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.optim import UpdateRule
 from rudra.compute.owners import OwnerExecutor, ServerExecutor, UpdateResult
@@ -58,6 +59,7 @@ class ElasticExecutor(LearnerExecutor):
         """Creates the replica, and the job's optimiser for it."""
         replica = self.buffer(REPLICA).vector
         self._inner = UpdateRule(job.optimizer, replica[: self.parameters], self.layout)
+        self._graphed = GraphedSteps(self.device)
 
     def put(self, name: str, buffer: Buffer) -> None:
         super().put(name, buffer)
@@ -76,6 +78,7 @@ class ElasticExecutor(LearnerExecutor):
     def set_optimizer(self, action: SetOptimizer) -> None:
         assert action.weights == REPLICA
         self._inner.change(action.momentum, action.options)
+        self._graphed.forget()
 
     @performs(StepReplica)
     def step(self, action: StepReplica) -> ReplicaStepped | Iterator[ReplicaStepped | Pending]:
@@ -86,12 +89,13 @@ class ElasticExecutor(LearnerExecutor):
         difference = self.renew(action.difference).vector if action.difference else None
         early = action.elasticity is not None
         squares: Number = 0.0
+        summed = torch.Tensor.double if kind_of(self.device).records else number
 
         def differ(part: slice) -> None:
             nonlocal squares
             assert difference is not None
             torch.sub(weights[part], replica[part], out=difference[part])
-            squares += number(torch.dot(difference[part], difference[part]))
+            squares += summed(torch.dot(difference[part], difference[part]))
 
         def before(part: slice) -> torch.Tensor:
             if difference is not None and early:
@@ -104,7 +108,9 @@ class ElasticExecutor(LearnerExecutor):
             elif difference is not None and action.elasticity:
                 replica[part].add_(difference[part], alpha=action.elasticity)
 
-        def work() -> tuple[Number]:
+        def work() -> tuple[Number, ...]:
+            nonlocal squares
+            squares = 0.0
             if (sliced := rule.sliced) is not None and replica.is_cpu:  # each slice passes through memory once
                 sliced.step(before, action.learning_rate, CHUNK, after)
             else:
@@ -127,7 +133,15 @@ class ElasticExecutor(LearnerExecutor):
             numbers = work()
             if not kind_of(self.device).apart:
                 return ReplicaStepped(time.perf_counter() - began, math.sqrt(*known(numbers)))
-        pending = self._stream.submit(work if apart else lambda: numbers)
+
+        def on_stream() -> tuple[Number, ...]:
+            if not rule.repeats:
+                return work()
+            written = [replica, *rule.state().values(), *([] if difference is None else [difference])]
+            about = action.learning_rate, action.elasticity, difference is None
+            return self._graphed.do(work, about, [gradient, weights], written)
+
+        pending = self._stream.submit(on_stream if apart else lambda: numbers)
 
         def rest() -> Iterator[ReplicaStepped | Pending]:
             yield from until_done(pending)

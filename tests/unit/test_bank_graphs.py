@@ -21,6 +21,7 @@ from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.device.streams import Done, Number, Pending, Stream
 from rudra.compute.device.threads import Threads, ThreadStream
 from rudra.compute.executor import torch_as_in
+from rudra.compute.graphs import KEPT, SEEN, WARM, GraphedSteps
 from rudra.compute.learners import LearnerExecutor
 from rudra.compute.making import make_executors
 from rudra.core.actions import Compute, StepReplica
@@ -246,6 +247,35 @@ def test_a_device_repeats_a_graph_for_each_learner(monkeypatch: pytest.MonkeyPat
     models = [each.source.model for each in bank.learners.values()]
     assert len({*map(id, models)}) == LEARNERS
     assert all(model.graphs.tried and not model.graphs.refusal for model in models)
+    assert [each._graphed.count for each in bank.learners.values()] == [1] * LEARNERS, "a record of the step as well"
+
+
+def test_steps_are_recorded_again_with_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(1))
+    steps = GraphedSteps(CPU)
+    read, written = torch.ones(3), torch.zeros(3)
+
+    def work(rate: float) -> tuple[Number, ...]:
+        written.add_(read, alpha=rate)
+        return (written.sum().double(),)
+
+    rates = [1.0] * 6 + [2.0] * 6
+    found = [float(steps.do(partial(work, rate), rate, [read], [written])[0]) for rate in rates]
+    assert found == [3.0 * total for total in (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 18)]
+    assert steps.count == 2
+    for number in range(10, 1000):
+        steps.do(partial(work, 0.0), number, [read], [written])
+    assert steps.count == 2
+    assert len(steps._seen) <= SEEN + 1
+    steps.forget()
+    assert steps.count == 0
+    steps.do(partial(work, 1.0), 1.0, [read], [written])
+    assert steps.count == 0
+    for number in range(3 * KEPT):
+        for _ in range(WARM + 2):
+            steps.do(partial(work, 0.0), -number, [read], [written])
+    assert steps.count == KEPT
+    assert written.tolist() == [19.0] * 3
 
 
 # Models and data.
