@@ -39,11 +39,14 @@ class OwnDraws(TorchFunctionMode):
 
     Args:
         generator: The generator.
+
+    Attributes:
+        used: Whether a mask has been drawn.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self._generator = generator
+        self._generator, self.used = generator, False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (self._dropout if func is functional.dropout else func)(*args, **kwargs or {})
@@ -52,6 +55,7 @@ class OwnDraws(TorchFunctionMode):
         """Stands for `torch.nn.functional.dropout`, whose arguments it has."""
         if not training or not 0 < p < 1:  # torch draws nothing, or refuses p
             return functional.dropout(input, p, training, inplace)
+        self.used = True
         kept = torch.empty_like(input).bernoulli_(1 - p, generator=self._generator).div_(1 - p)
         return input.mul_(kept) if inplace else input * kept
 

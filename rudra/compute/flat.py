@@ -140,14 +140,22 @@ class FlatModel:
         if self.hooked:
             self.graphs.refuse("hooks of the model may run Python code in each step")
 
-    def draw_apart(self, *, apart: bool) -> None:
-        """Lets the masks of dropout come from a generator of the model's own, bitwise the same ones, or no longer.
+    def draw_apart(self, *, masks: bool) -> OwnDraws:
+        """Seeds a generator of the model's own from now on, because no two models can use the one of a CPU at a time.
 
-        No two models can draw from the generator of a CPU at the same time. Layers that draw other random numbers still
-        use it.
+        Args:
+            masks: Whether the masks of dropout come from it, bitwise the same ones. This makes each layer a little
+                slower. Layers that draw other random numbers never use it.
         """
-        self._generator = torch.Generator() if apart else kind_of(self.device).generator(self.device)
-        self.autograd.draws = OwnDraws(self._generator) if apart else None
+        self._generator = torch.Generator()
+        found = OwnDraws(self._generator)
+        self.autograd.draws = found if masks else None
+        return found
+
+    def draw_as_usual(self) -> None:
+        """Seeds the generator of the device again, and draws from it."""
+        self._generator = kind_of(self.device).generator(self.device)
+        self.autograd.draws = None
 
     def bind(self, weights: torch.Tensor) -> None:
         """Makes the module compute with these weights, without a copy.

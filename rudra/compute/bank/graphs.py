@@ -6,7 +6,7 @@ model computes at one vector of weights at a time.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,8 +64,20 @@ def _shapes(batch: Any) -> list[torch.Size]:
     return [tensor.shape for tree in batch for tensor in leaves(tree)]
 
 
-def in_turn_because(job: Job, source: GradientSource, samples: Samples) -> str:
-    """Returns why threads cannot compute the gradients of several learners at the same time. Empty: they can.
+class Drawing(NamedTuple):
+    """How the learners of a bank draw random numbers, if threads of a CPU compute them.
+
+    Attributes:
+        masks: Whether the model draws masks of dropout.
+        in_turn: Why threads cannot compute several gradients at the same time. Empty: they can.
+    """
+
+    masks: bool
+    in_turn: str = ""
+
+
+def drawing_of(job: Job, source: GradientSource, samples: Samples) -> Drawing:
+    """Finds out by a trial how a model draws random numbers. A device that records draws them on each stream.
 
     Args:
         job: Resolved job.
@@ -73,23 +85,23 @@ def in_turn_because(job: Job, source: GradientSource, samples: Samples) -> str:
         samples: Training samples.
     """
     if kind_of(source.model.device).records:
-        return ""
+        return Drawing(masks=False)
     if job.training.in_16_bits:
-        return "torch keeps weights in 16 bits for all threads together"
+        return Drawing(masks=False, in_turn="torch keeps weights in 16 bits for all threads together")
     if asked_at_once(samples):
-        return "the data set may draw random numbers"
+        return Drawing(masks=False, in_turn="the data set may draw random numbers")
     model, batch = source.model, source.minibatch(0, source.work)
     weights, usual, apart = torch.empty(3, model.size)
     model.read_into(weights)
     source.of_batch(0, source.work, batch, weights, usual)
     before = torch.default_generator.get_state()
-    model.draw_apart(apart=True)
+    draws = model.draw_apart(masks=True)
     source.of_batch(0, source.work, batch, weights, apart)
-    model.draw_apart(apart=False)
+    model.draw_as_usual()
     same = torch.equal(usual.view(torch.int32), apart.view(torch.int32))
     if not same or not torch.equal(before, torch.default_generator.get_state()):
-        return "the model draws random numbers, not only by dropout"
-    return ""
+        return Drawing(masks=False, in_turn="the model draws random numbers, not only by dropout")
+    return Drawing(masks=draws.used)
 
 
 def compute_at_once(job: Job, learners: Sequence[LearnerExecutor], samples: Samples, *, say: bool) -> None:
@@ -106,11 +118,12 @@ def compute_at_once(job: Job, learners: Sequence[LearnerExecutor], samples: Samp
     """
     sources = [learner.source for learner in learners]
     check_apart(sources)
-    if reason := in_turn_because(job, sources[0], samples):
+    drawing = drawing_of(job, sources[0], samples)
+    if drawing.in_turn:
         if say:
-            log.info(f"{job.name}: the learners of a bank compute one after another ({reason})")
+            log.info(f"{job.name}: the learners of a bank compute one after another ({drawing.in_turn})")
         return
-    for learner, stream in zip(learners, own_streams(job, sources), strict=True):
+    for learner, stream in zip(learners, own_streams(job, sources, masks=drawing.masks), strict=True):
         learner.use_stream(stream)
 
 
@@ -128,18 +141,19 @@ def check_apart(sources: Sequence[GradientSource]) -> None:
         )
 
 
-def own_streams(job: Job, sources: Sequence[GradientSource]) -> list[Stream]:
+def own_streams(job: Job, sources: Sequence[GradientSource], *, masks: bool) -> list[Stream]:
     """Returns a stream for each source, if they can compute at the same time.
 
     Args:
         job: Resolved job.
         sources: Sources of gradients, each with a model of its own.
+        masks: As for `Drawing`.
     """
     device = sources[0].model.device
     kind = kind_of(device)
     if not kind.records:
         for source in sources:
-            source.model.draw_apart(apart=True)
+            source.model.draw_apart(masks=masks)
     return kind.streams(device, len(sources), streams_of(job, device), one_thread())
 
 

@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
 from rudra.compute import models, tasks
 from rudra.compute.bank.gathering import ReadyLearner, bank_gradients
-from rudra.compute.bank.graphs import check_apart, check_graphs, in_turn_because, own_streams
+from rudra.compute.bank.graphs import Drawing, check_apart, check_graphs, drawing_of, own_streams
 from rudra.compute.checks import check_fused
 from rudra.compute.device.devices import finish, kind_of
 from rudra.compute.device.streams import Number, Stream
@@ -81,8 +81,13 @@ class BankLearners:
         sources = self.sources(apart=True, count=2)
         check_apart(sources)
         check_graphs(sources[0])
-        if self.job.cluster.bank == "auto" and (reason := in_turn_because(self.job, sources[0], self.training)):
-            raise ConfigError(f"[cluster] bank = 'graphs': {reason}")
+        if self.job.cluster.bank == "auto" and self.drawing.in_turn:
+            raise ConfigError(f"[cluster] bank = 'graphs': {self.drawing.in_turn}")
+
+    @cached_property
+    def drawing(self) -> Drawing:
+        """How they draw random numbers."""
+        return drawing_of(self.job, self.sources(apart=True, count=1)[0], self.training)
 
 
 def _pair(weights: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +110,7 @@ class FormTrial:
         self.device, self._step = model.device, 0
         self._streams: list[Stream] = [kind_of(self.device).stream(self.device)] * len(self._sources)
         if form == "graphs":
-            self._streams = own_streams(learners.job, self._sources)
+            self._streams = own_streams(learners.job, self._sources, masks=learners.drawing.masks)
         self._weights, self._outs = torch.empty(2, len(self._sources), model.size, device=model.device)
         for row in self._weights:
             model.read_into(row)
