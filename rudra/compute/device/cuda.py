@@ -218,7 +218,8 @@ class Cuda(DeviceKind):
         self, device: torch.device, count: int, at_once: int, begin: Callable[[], None] = lambda: None
     ) -> list[Stream]:
         # Torch gives out 32 streams in turn, so those that it gives out one after another differ.
-        there = [torch.cuda.Stream(device) for _ in range(min(count, at_once, MOST_STREAMS))]  # type: ignore[no-untyped-call]
+        number = min(count, at_once, MOST_STREAMS)
+        there = [torch.cuda.Stream(device, priority=-1) for _ in range(number)]  # type: ignore[no-untyped-call]
         found = [CudaOwnStream(self, device, stream) for stream in there]
         return [found[place % len(found)] for place in range(count)]
 
