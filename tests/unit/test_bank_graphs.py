@@ -13,7 +13,8 @@ from torch import nn
 
 import rudra
 from rudra.compute import feed
-from rudra.compute.bank.graphs import check_graphs, compute_at_once, streams_of
+from rudra.compute.bank import graphs
+from rudra.compute.bank.graphs import Drawing, check_graphs, compute_at_once, streams_of
 from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES
 from rudra.compute.device.faults import set_deterministic
@@ -180,23 +181,31 @@ def test_the_numbers_do_not_depend_on_the_threads(streams: int, alone: str) -> N
     assert not any(thread.is_alive() for thread in names)
 
 
-def test_learners_compute_at_the_same_time() -> None:
-    """Each waits in its forward pass for the others."""
+class Meeting(nn.Module):
+    """A network whose learners wait for each other, after they have seeded generators and before they draw."""
+
     meet = threading.Barrier(LEARNERS, timeout=60)
 
-    class Meeting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.meets = nn.Linear(64, 10), False
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+        self.network = network()
 
-        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            if threading.current_thread().name == "rudra-learner":
-                assert torch.get_num_threads() == 1
-                meet.wait()
-            output: torch.Tensor = self.layer(inputs.flatten(1))
-            return output
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if threading.current_thread().name == "rudra-learner":
+            assert torch.get_num_threads() == 1
+            self.meet.wait()
+        output: torch.Tensor = self.network(inputs)
+        return output
 
-    trained(job_of(Meeting, streams=LEARNERS))
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_learners_that_compute_at_the_same_time_draw_their_own_numbers(
+    apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = trained(job_of(Meeting, bank="loop"))
+    if not apart:
+        monkeypatch.setattr(graphs, "drawing_of", lambda *args: Drawing(masks=False))
+    assert (trained(job_of(Meeting, streams=LEARNERS)) == wanted) == apart
 
 
 @pytest.mark.parametrize("orders", [range(40), pytest.param(range(40, 1000), marks=pytest.mark.campaign)])
