@@ -24,6 +24,7 @@ INDIFFERENT = (
     "training.patience",
     "cluster.learners_per_rank",
     "cluster.learners_per_device",
+    "cluster.streams",
     "cluster.node_memory",
     "cluster.buckets",
     "cluster.graphs",

@@ -37,6 +37,7 @@ RESUME_MAY_CHANGE = (
     "training.evaluation_batch_size",
     "cluster.learners_per_rank",
     "cluster.learners_per_device",
+    "cluster.streams",
     "cluster.one_rank",
     "cluster.node_memory",
     "cluster.buckets",

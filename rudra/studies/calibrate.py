@@ -182,7 +182,7 @@ def _timed(job: Job) -> Job:
         changes=(),
         placement={"cut": None},
         topology={"name": "base", "options": {}},
-        cluster={"learners_per_rank": 1, "learners_per_device": None, "bank": "auto", "shares": ()},
+        cluster={"learners_per_rank": 1, "learners_per_device": None, "bank": "auto", "streams": None, "shares": ()},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         hogbatch=HogbatchTable().model_dump(),
         averaging=AveragingTable().model_dump(),

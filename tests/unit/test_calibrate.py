@@ -109,6 +109,12 @@ def test_a_correction_and_the_cores_of_the_node_are_in_the_file() -> None:
         assert (file["cores_per_node"], file["cpu_s_per_byte"]) == (cores(), 2e-10)
 
 
+def test_learners_of_a_bank_are_timed_by_themselves() -> None:
+    cluster = {"learners": 4, "learners_per_device": 4, "bank": "graphs", "streams": 2}
+    timed = calibrate._timed(Job(protocol={"name": "sma"}, cluster=cluster)).cluster
+    assert (timed.learners_per_device, timed.bank, timed.streams) == (None, "auto", None)
+
+
 def test_a_byte_of_tcp_takes_some_time_of_a_core() -> None:
     began = time.process_time()
     found = cpu_s_per_byte()
