@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 
 import torch
 
@@ -107,18 +108,17 @@ _CHECKS: dict[str, Callable[[BankLearners], None]] = {
 def _measured(learners: BankLearners, forms: Sequence[str]) -> Times:
     """Measures the gradients of all learners of a bank in several forms, in turns. Returns their shortest times."""
     restore = arithmetic_of_thread()
-    trials = {form: FormTrial(learners, form) for form in forms}
     warm = WARM if kind_of(learners.device).records else 0
     fastest: dict[str, float] = {}
-    end = time.perf_counter() + _SPAN_S
-    for round_ in range(1000):
-        for form, trial in trials.items():
-            seconds = trial.seconds()
-            if round_ > warm:  # the first gradients allocate memory, and are recorded
-                fastest[form] = min(fastest.get(form, seconds), seconds)
-        if fastest and time.perf_counter() > end:
-            break
-    for trial in trials.values():
-        trial.close()
-    restore()
+    with ExitStack() as stack:
+        stack.callback(restore)
+        trials = {form: stack.enter_context(closing(FormTrial(learners, form))) for form in forms}
+        end = time.perf_counter() + _SPAN_S
+        for round_ in range(1000):
+            for form, trial in trials.items():
+                seconds = trial.seconds()
+                if round_ > warm:  # the first gradients allocate memory, and are recorded
+                    fastest[form] = min(fastest.get(form, seconds), seconds)
+            if fastest and time.perf_counter() > end:
+                break
     return fastest
