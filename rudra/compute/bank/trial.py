@@ -69,6 +69,14 @@ class BankLearners:
         work = portion_of(self.job, self._plan, role).work(0)
         return GradientSource(self.job, self._plan.roles[role].index, work, model, self.training, prefetch=False)
 
+    @cached_property
+    def vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights and gradients of all learners, (m, size) float32 each."""
+        weights, gradients = torch.empty(2, len(self.roles), self.models[0].size, device=self.device)
+        self.models[0].read_into(weights[0])
+        weights[1:] = weights[0]
+        return weights, gradients
+
     def check_fused(self) -> None:
         """Raises ConfigError if the form is "fused", and the model or the data does not allow it."""
         model = self.models[0]
@@ -111,9 +119,7 @@ class FormTrial:
         self._streams: list[Stream] = [kind_of(self.device).stream(self.device)] * len(self._sources)
         if form == "graphs":
             self._streams = own_streams(learners.job, self._sources, masks=learners.drawing.masks)
-        self._weights, self._outs = torch.empty(2, len(self._sources), model.size, device=model.device)
-        for row in self._weights:
-            model.read_into(row)
+        self._weights, self._outs = learners.vectors
         one = form == "graphs" and not kind_of(self.device).records
         self._threads = 1 if one else threads or torch.get_num_threads()
 
