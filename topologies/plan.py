@@ -1,5 +1,6 @@
 """Plan of a topology: the roles of a run, and their edges for gradients and weights."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -104,6 +105,8 @@ class Plan:
         gone: Ids of roles whose ranks have died. They are still in `roles`, and in no other attribute.
         active: Number of learners that take part: the first ones that live. The others are dormant. None: all take
             part.
+        evenly: Whether the first learner of each rank comes first, then the second one of each, and so on. Otherwise
+            learners come in their order.
         drawn: Roles as the topology made them, if roles are gone or dormant. Otherwise empty.
     """
 
@@ -119,6 +122,7 @@ class Plan:
     window: bool = False
     gone: frozenset[int] = frozenset()
     active: int | None = None
+    evenly: bool = False
     drawn: tuple[Role, ...] = field(default=(), repr=False, compare=False)
 
     def __new__(cls, *_: Any, **fields: Any) -> Self:
@@ -248,13 +252,30 @@ class Plan:
         """Ids of the learners that live and do not take part. They are in no other attribute except `roles`."""
         if self.active is None:
             return frozenset()
+        places = self._places if self.evenly else {}
         living = (i for i, role in enumerate(self.roles) if role.kind_traits.trains and i not in self.gone)
-        return frozenset(islice(living, self.active, None))
+        return frozenset(islice(sorted(living, key=lambda i: places.get(i, 0)), self.active, None))
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Place of each learner among all learners of its rank."""
+        before: Counter[int] = Counter()
+        found = {}
+        for id_, role in enumerate(self.roles):
+            if role.kind_traits.trains:
+                found[id_] = before[role.world_rank]
+                before[role.world_rank] += 1
+        return found
 
     @cached_property
     def whole(self) -> "Plan":
         """The plan with all roles, alive and taking part."""
         return replace(self, roles=self.drawn, gone=frozenset(), active=None, drawn=()) if self.drawn else self
+
+    @cached_property
+    def ranks_with_learners(self) -> frozenset[int]:
+        """MPI ranks that host learners that take part."""
+        return frozenset(self.roles[learner].world_rank for learner in self.learners)
 
     @cached_property
     def learner_numbers(self) -> int:
@@ -433,13 +454,15 @@ class Plan:
             raise ValueError("no learner is left")
         return self.whole._present(gone, self.active)
 
-    def with_active(self, learners: int | None) -> "Plan":
+    def with_active(self, learners: int | None, *, evenly: bool = False) -> "Plan":
         """Returns the plan with a number of active learners: the first ones that live.
 
         Args:
             learners: Number of learners. None: all.
+            evenly: Whether each rank has as many of them as any other, or one fewer.
         """
-        return self.whole._present(self.gone, learners)
+        whole = self.whole
+        return (whole if whole.evenly == evenly else replace(whole, evenly=evenly))._present(self.gone, learners)
 
     def _present(self, gone: frozenset[int], active: int | None) -> "Plan":
         """Returns the plan of the roles that live and take part. Here all do."""

@@ -53,7 +53,7 @@ class Phases(tuple[Phase, ...]):
     @property
     def may_change(self) -> bool:
         """Whether the job of the run changes, or may change."""
-        return len(self) > 1 or (bool(self) and self[0].job.decisions.given)
+        return len(self) > 1 or (bool(self) and self[0].job.decides)
 
     def having(self, decided: tuple[DecidedChange, ...]) -> "Phases":
         """Returns the phases with changes that were decided and have taken effect."""
@@ -76,7 +76,7 @@ class Phases(tuple[Phase, ...]):
         if self._job is None or self._make is None:
             return False
         begun = len(phases_begun(self, position)) - 1
-        job, key = self._job.after(begun), f"at_{self._job.decisions.at}"
+        job, key = self._job.after(begun), f"at_{self._job.decided_at}"
         for text in changes:
             job = job.after(len(job.changes)).with_decided([(json.dumps({key: 1, **json.loads(text)}), 0)])
         before, after = self._make(job)

@@ -258,7 +258,8 @@ EVENT_KINDS = {
     "patience": "`training.patience` evaluations brought no improvement",
     "plateau": "schedule `plateau` lowered the learning rate",
     "change": "a table `[[changes]]`, or a decided change, took effect",
-    "decision": "the function of `[decisions]` decided a change: its keys as JSON",
+    "decision": "a change was decided, by the function of `[decisions]` or for the growth of banks: its keys as JSON",
+    "measured": "throughput of the run with a number of learners on each device, as JSON, for the growth of banks",
     "decided": "a decided change took effect: as JSON, the table `[[changes]]` that would do the same, and its place "
     "among the changes",
     "branch": "the run began with the checkpoint of another run",

@@ -1,6 +1,6 @@
 """The tables of a job, with the protocol and the topology that they make."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -82,7 +82,19 @@ class JobFields(Table):
     @property
     def changing(self) -> str:
         """Table that changes keys during the run. Empty: none does."""
-        return "[[changes]]" if self.changes else "[decisions]" if self.decisions.given else ""
+        if self.changes or self.decisions.given:
+            return "[[changes]]" if self.changes else "[decisions]"
+        return f"[cluster] {self.cluster.bank_key}" if self.cluster.grows else ""
+
+    @property
+    def decides(self) -> bool:
+        """Whether changes may be decided during the run, by the user's function or for the growth of banks."""
+        return self.decisions.given or self.cluster.grows
+
+    @property
+    def decided_at(self) -> Literal["epoch", "update"]:
+        """When decided changes take effect, as in `[decisions] at`."""
+        return "update" if self.cluster.grows else self.decisions.at
 
     @property
     def protocol_factory(self) -> Any:
@@ -119,8 +131,14 @@ class JobFields(Table):
         return topologies.load(topology, self.topology.options, per_rank, staged=staged, **how)
 
     def active(self, plan: topologies.Plan) -> topologies.Plan:
-        """Returns a plan in which the job's active learners take part. The others are dormant."""
-        return plan.with_active(self.cluster.active_learners)
+        """Returns a plan in which the job's active learners take part. The others are dormant.
+
+        A bank that grows begins with one learner.
+        """
+        active = self.cluster.active_learners
+        if active is None and self.cluster.grows:
+            active = len(plan.whole.ranks_with_learners)
+        return plan.with_active(active, evenly=self.cluster.bank_size is not None)
 
     def make_correction(self) -> protocols.Correction:
         """Makes the job's correction of gradients, without a state.

@@ -59,7 +59,7 @@ class Job(JobFields):
         first = None if self.cluster.learners is None else self._part(self.plan())
         if first is not None:
             rules.check(rules.PART_RULES, first)
-        if first is not None and self.decisions.given:
+        if first is not None and self.decides:
             rules.check(rules.CHANGE_RULES, first, first)
         for number, change in enumerate(self.changes, 1):
             try:
@@ -170,6 +170,15 @@ class Job(JobFields):
         """Returns the job without a function that decides changes."""
         return self.with_(decisions={"call": None, "options": {}, "at": "epoch"})
 
+    def without_growth(self) -> Job:
+        """Returns the job whose banks begin in the same way, and do not grow by themselves. λ must be known."""
+        m = self.cluster.bank_size
+        if m is None or not self.cluster.grows:
+            return self
+        active = self.cluster.active_learners or self.learners // m
+        fixed = {"learners_per_device": m, "most_learners_per_device": None, "growth": "double"}
+        return self.with_(cluster={**fixed, "active_learners": active})
+
     @property
     def evaluations_decide(self) -> bool:
         """Whether evaluations decide when the training ends, or how it continues."""
@@ -193,7 +202,7 @@ class Job(JobFields):
         """Returns a copy with values for `cluster.learners` and `cluster.threads_per_rank`, which the launch decides.
 
         Args:
-            learners: λ. None: as in the job, else 4, or the next multiple of `learners_per_device`.
+            learners: λ. None: as in the job, else 4, or the next multiple of the size of a bank.
             threads_per_rank: number of torch threads of each learner. None: as in the job, else `cores` divided by the
                 number of ranks that compute gradients, at least 1.
             cores: number of processor cores that the learners share.
@@ -201,11 +210,12 @@ class Job(JobFields):
         Raises:
             ConfigError: the job does not allow this number of learners.
         """
-        bank = self.cluster.learners_per_device or 1
+        bank = self.cluster.bank_size or 1
         learners = learners or self.cluster.learners or -(-4 // bank) * bank
         at_once = -(-learners // self.cluster.on_rank(learners))
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // at_once)
-        return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
+        known = {"most_learners_per_device": bank} if self.cluster.grows else {}
+        return self.with_(cluster={"learners": learners, "threads_per_rank": threads, **known})
 
     def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:
         """Returns the roles of the job and their connections. The number of learners must be known.

@@ -219,8 +219,9 @@ def keys_without_a_function(job: JobFields) -> Iterator[str]:
 
 @job_rule
 def decisions_with_rates_of_updates(job: JobFields) -> Iterator[str]:
-    if job.decisions.given and job.optimizer.schedule_every == "update":
-        yield "[decisions] is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'"
+    if job.decides and job.optimizer.schedule_every == "update":
+        by = "[decisions]" if job.decisions.given else f"[cluster] {job.cluster.bank_key}"
+        yield f"{by} is not supported with [optimizer] schedule_every = 'update'; use schedule_every = 'epoch'"
 
 
 @job_rule
@@ -675,9 +676,10 @@ def one_rank(part: JobPart) -> Iterator[str]:
     on = "[cluster] one_rank = true is not supported with"
     if (per_rank := job.cluster.learners_per_rank) > 1:
         yield f"{on} learners_per_rank = {per_rank}; use learners_per_rank = 1"
-    if job.cluster.learners_per_device not in (None, plan.learner_numbers):
-        text = f"learners_per_device = {job.cluster.learners_per_device} of {plan.learner_numbers} learners"
-        yield f"{on} {text}; use learners_per_device = {plan.learner_numbers}, or one_rank = false"
+    if job.cluster.bank_size not in (None, plan.learner_numbers):
+        key = "most_learners_per_device" if job.cluster.grows else "learners_per_device"
+        text = f"{key} = {job.cluster.bank_size} of {plan.learner_numbers} learners"
+        yield f"{on} {text}; use {key} = {plan.learner_numbers}, or one_rank = false"
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared'; use weights = 'server'"
     if plan.overlapped:
@@ -693,6 +695,9 @@ def one_rank(part: JobPart) -> Iterator[str]:
 def banks(job: JobFields) -> Iterator[str]:
     """Checks the keys of a bank of learners against others that need no plan."""
     table = job.cluster
+    for key in () if table.grows else ("most_learners_per_device", "growth"):
+        if key in table.non_defaults:
+            yield f"[cluster] {key} is for learners_per_device = 'auto'; use this, or remove {key}"
     if table.learners_per_device is None:
         if table.bank != "auto":
             yield f"[cluster] bank = '{table.bank}' needs learners_per_device; set it, or leave bank out"
@@ -701,10 +706,10 @@ def banks(job: JobFields) -> Iterator[str]:
         return
     if table.learners_per_rank > 1:
         yield (
-            f"[cluster] learners_per_device = {table.learners_per_device} is not supported with learners_per_rank = "
-            f"{table.learners_per_rank}; use one of them"
+            f"[cluster] {table.bank_key} is not supported with learners_per_rank = {table.learners_per_rank}; "
+            "use one of them"
         )
-    if table.streams is not None and table.streams > table.learners_per_device:
+    if table.streams is not None and not table.grows and table.streams > table.per_rank:
         most = f"learners_per_device = {table.learners_per_device}"
         yield f"[cluster] streams = {table.streams} is more than {most}; use 1 to {table.learners_per_device}"
     if table.streams is not None and table.bank not in ("auto", "graphs"):
@@ -754,9 +759,9 @@ def not_fused_because(job: JobFields) -> str:
 def learners_of_a_bank(part: JobPart) -> Iterator[str]:
     """Checks that each rank with learners gets a whole bank."""
     table, plan = part.job.cluster, part.plan.whole
-    if (m := table.learners_per_device) is None or table.one_rank is True:
+    if (m := table.bank_size) is None or table.one_rank is True:
         return
-    line = f"[cluster] learners_per_device = {m}"
+    line = f"[cluster] {'most_' if table.grows else ''}learners_per_device = {m}"
     if left := plan.learner_numbers % m:
         fewer = plan.learner_numbers - left
         instead = f"use learners = {fewer + m}" + (f" or {fewer}" if fewer else "")
@@ -768,6 +773,23 @@ def learners_of_a_bank(part: JobPart) -> Iterator[str]:
     if table.bank in ("fused", "graphs") and plan.overlapped:
         where = f"topology {named(part.job.topology.name)}, whose learners have threads"
         yield f"[cluster] bank = '{table.bank}' is not supported with {where}; use 'loop'"
+
+
+@job_rule
+def two_that_decide(job: JobFields) -> Iterator[str]:
+    if job.cluster.grows and job.decisions.given:
+        yield f"[cluster] {job.cluster.bank_key} is not supported with [decisions] call; remove call, or use a number"
+
+
+@part_rule
+def banks_that_grow(part: JobPart) -> Iterator[str]:
+    """Checks that more learners only add replicas to an average."""
+    if part.job.cluster.grows and (not part.plan.averaging or part.plan.served):
+        text = f"protocol {part.name} on topology {named(part.job.topology.name)}, as it would change the batch of"
+        yield (
+            f"[cluster] {part.job.cluster.bank_key} is not supported with {text} an update; use a number, or a "
+            "protocol that averages replicas synchronously, such as sma"
+        )
 
 
 @part_rule
@@ -789,10 +811,11 @@ def shares(part: JobPart) -> Iterator[str]:
 def active_learners(part: JobPart) -> Iterator[str]:
     """Checks keys that need all learners, or roles that cannot restart when a dormant learner begins."""
     job, plan, active = part.job, part.plan, part.job.cluster.active_learners
-    if active is None:
+    if active is None and not job.cluster.grows:
         return
-    on = f"[cluster] active_learners = {active} is not supported with"
-    if active > plan.learner_numbers:
+    key = f"active_learners = {active}" if active else job.cluster.bank_key
+    on = f"[cluster] {key} is not supported with"
+    if active is not None and active > plan.learner_numbers:
         yield f"{on} {plan.learner_numbers} learners; use 1 to {plan.learner_numbers}"
     if plan.window:
         yield f"{on} [hogbatch] weights = 'shared', which all workers update in place; use weights = 'server'"

@@ -109,6 +109,11 @@ class SimulationTable(Table):
     compute_s: float | dict[int, float] = Field(
         0.1, description="compute time of a learner for one mini-batch, in seconds: a number, or a table of μ = seconds"
     )
+    bank_s: dict[int, float] = Field(
+        {},
+        description="table of m = seconds in which m learners of a bank compute a mini-batch each. Other m are "
+        "interpolated. Default: one learner after another, in m times compute_s",
+    )
     layers: tuple[LayerCost, ...] = Field(
         (),
         description="list of tables: times of each layer, for `rudra place` and for gradients in buckets. Default: "
@@ -273,11 +278,11 @@ class SimulationTable(Table):
             raise ValueError(f"has a machine {min(value)}; use 0 or more")
         return value
 
-    @field_validator("slowdown", "compute_s", "nodes", "learner_jitter")
+    @field_validator("slowdown", "compute_s", "bank_s", "nodes", "learner_jitter")
     @classmethod
     def _positive(cls, value: Any, info: ValidationInfo) -> Any:
         least = 0 if info.field_name == "learner_jitter" else None
-        of = {"compute_s": "μ =", "nodes": "λ ="}.get(info.field_name or "", "learner")
+        of = {"compute_s": "μ =", "bank_s": "m =", "nodes": "λ ="}.get(info.field_name or "", "learner")
         entries = {"": value} if not isinstance(value, dict) else {f"of {of} {k}": v for k, v in value.items()}
         if not entries and info.field_name in {"compute_s", "nodes"}:
             raise ValueError("has no entry; use a number, or a table with at least one entry")
@@ -286,7 +291,7 @@ class SimulationTable(Table):
                 raise ValueError(f"{where} must be {'> 0' if least is None else '>= 0'}, not {number}".strip())
         return value
 
-    @field_validator("compute_s", "nodes")
+    @field_validator("compute_s", "bank_s", "nodes")
     @classmethod
     def _positive_keys(cls, value: Any) -> Any:
         if isinstance(value, dict) and any(key < 1 for key in value):

@@ -34,7 +34,11 @@ class Recalling(Protocol):
     @property
     def split(self) -> str: ...
     def recall(
-        self, tests: Mapping[int, Mapping[str, float | None]], kept: Collection[int], decisions: Sequence[str]
+        self,
+        tests: Mapping[int, Mapping[str, float | None]],
+        kept: Collection[int],
+        decisions: Sequence[str],
+        measured: Sequence[str],
     ) -> None: ...
 
 
@@ -170,7 +174,8 @@ def recall(start: StartDecision, statistics: Recalling, hooks: RoleHooks | None)
     with open_results(checkpoint.results_of(start.checkpoint)) as results:
         events, epochs, position = results.events, results.epochs, start.position
         earlier = events[events["timestamp"] <= position.timestamp]
-        decisions = map(json.dumps, from_events(earlier, b"decision") if start.same_job else ())
-        statistics.recall(tests(results, statistics.split, position.epoch), results.kept_epochs, [*decisions])
+        kinds = (b"decision", b"measured")
+        decided = [[*map(json.dumps, from_events(earlier, kind) if start.same_job else ())] for kind in kinds]
+        statistics.recall(tests(results, statistics.split, position.epoch), results.kept_epochs, *decided)
         if hooks is not None:
             hooks.recall(epochs[epochs["epoch"] <= position.epoch])

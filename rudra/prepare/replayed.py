@@ -6,7 +6,7 @@ from typing import Any
 
 from rudra.errors import ConfigError, ReplayError
 from rudra.job.job import Job
-from rudra.results.identity import DECISIVE, DECISIVE_LISTS, decisive, tables_of
+from rudra.results.identity import DECISIVE, DECISIVE_LISTS, decisive, grows, tables_of
 from rudra.results.reader import Results
 from rudra.trust import admit
 
@@ -49,7 +49,7 @@ def replayed_job(results: Results, given: Job | None, overrides: Sequence[str] =
     decided = {} if given is None else _decided(results, given)
     job = _restored(results, overrides, trust) if given is None else given
     training = {**decided.get("training", {}), "evaluate": False, "evaluate_training_set": False, "patience": None}
-    return job.without_decisions().with_(
+    repeated = job.without_decisions().with_(
         hooks=(),
         cluster=decided.get("cluster", {}),
         placement=decided.get("placement", {}),
@@ -64,6 +64,7 @@ def replayed_job(results: Results, given: Job | None, overrides: Sequence[str] =
             "keep_best": False,
         },
     )
+    return repeated.without_growth()
 
 
 def _restored(results: Results, overrides: Sequence[str], trust: bool) -> Job:
@@ -96,6 +97,7 @@ def _decided(results: Results, job: Job) -> dict[str, Any]:
     then, now = decisive(results.job), tables_of(job)
     keys = ["learners", "threads_per_rank", "device", *(["shares"] if job.cluster.shares == "auto" else [])]
     keys += ["bank"] if job.cluster.bank == "auto" else []
+    keys += ["most_learners_per_device"] if job.cluster.grows else []
     decided = {"cluster": {key: then["cluster"][key] for key in keys}}
     if job.placement.by_rule:
         decided["placement"] = {"cut": then["placement"]["cut"]}
@@ -105,8 +107,8 @@ def _decided(results: Results, job: Job) -> dict[str, Any]:
     for table in DECISIVE:
         for key, value in {**now[table], **decided.get(table, {})}.items():
             name = f"{table}.{key}"
-            if value != then[table][key] and name not in {*unknown, *REPLAY_MAY_CHANGE, *INDIFFERENT}:
-                before = then[table][key]
+            before, indifferent = then[table][key], {*unknown, *REPLAY_MAY_CHANGE, *INDIFFERENT}
+            if value != before and (name not in indifferent or grows(name, before, value)):
                 raise ConfigError(f"{results.path}: ran with {name} = {before}, not {value}; use the job of the run")
     for key in DECISIVE_LISTS:
         if now[key] != (before := results.job.get(key, [])):

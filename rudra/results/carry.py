@@ -138,7 +138,8 @@ def carried(
             yield piece[(piece["step"] < steps[piece["learner"]]) & (piece["learner"] < count)]
 
     def events() -> Iterator[Rows]:
-        left_out = [b"decided"] if same_job else [b"decided", b"decision"]  # the position has what took effect
+        left_out = [b"decided"]  # the position has what took effect
+        left_out += [] if same_job else [b"decision", b"measured"]
         lowered = 0  # rate drops, of which those after the checkpoint will be recorded again
         for piece in upto("events"):
             piece = piece[~np.isin(piece["kind"], left_out)]

@@ -85,10 +85,21 @@ def differences(then: Tables, now: Tables) -> list[tuple[str, Any, Any]]:
             open_ = table == "cluster" and (value is None or key == "device" or measured)
             chosen = name == "placement.cut" and by_rule  # the run stored the chosen layer, or none
             chosen |= name in ("training.gradients", "cluster.bank") and value == "auto"
-            if value != before and name not in {*RESUME_MAY_CHANGE, *LENGTH} and not open_ and not chosen:
+            free = name in {*RESUME_MAY_CHANGE, *LENGTH} and not grows(name, before, value)
+            if value != before and not free and not open_ and not chosen:
                 found.append((name, before, value))
     found += [(key, then.get(key, []), now[key]) for key in DECISIVE_LISTS if now[key] != then.get(key, [])]
     return found
+
+
+def grows(name: str, *values: Any) -> bool:
+    """Returns whether a key, with one of these values, lets banks grow: then the weights depend on it.
+
+    Args:
+        name: Name of the key, table.key.
+        values: Values of the key.
+    """
+    return name == "cluster.learners_per_device" and "auto" in values
 
 
 class JobComparison(NamedTuple):
@@ -133,6 +144,8 @@ def _decided(ran: Tables, now: Tables) -> dict[str, Any]:
     found = {"cluster": {key: ran["cluster"][key] for key in keys}}
     if now["cluster"]["bank"] == "auto" and now["cluster"]["learners_per_device"] is not None:
         found["cluster"]["bank"] = ran["cluster"]["bank"]
+    if now["cluster"]["learners_per_device"] == "auto" == ran["cluster"]["learners_per_device"] and as_many:
+        found["cluster"]["most_learners_per_device"] = ran["cluster"]["most_learners_per_device"]
     if now["placement"]["cut"] in PLACEMENT_RULES:
         found["placement"] = {"cut": ran["placement"]["cut"]}
     if now["training"]["gradients"] == "auto":

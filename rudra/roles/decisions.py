@@ -1,7 +1,8 @@
-"""Changes of the job that the user's function decides during the run (`[decisions]`).
+"""Changes of the job that are decided during the run, by the user's function (`[decisions]`) or for banks that grow.
 
 The driver calls the function when it records an epoch, and reports its answer as `Decided`. The statistics server
-checks the change, records it, and informs the owner of the weights. Without a server, each learner owns the weights.
+checks the change, records it, and informs the owner of the weights. It decides itself about the growth of banks
+(`rudra.roles.bank_tuner`). Without a server, each learner owns the weights.
 The learners then find out, by the flags of their gradients, when all of them know the change, and follow it together.
 
 An owner applies the change at the end of its present epoch, or with its next update, as a planned change. Training
@@ -16,10 +17,11 @@ from typing import Protocol
 from rudra.core.actions import Action, Fail, Record, Send
 from rudra.core.decisions import LONGEST, in_events, in_texts, tables_of, text_of
 from rudra.core.events import Decided
-from rudra.core.messages import ChangeDecided
+from rudra.core.messages import ChangeDecided, Rows
 from rudra.core.training_state import TrainingState
 from rudra.errors import ConfigError
 from rudra.job.table import named
+from rudra.roles.bank_tuner import BankTuner
 from rudra.roles.ledger import Ledger
 from rudra.roles.machine import Setup
 from rudra.roles.minibatch_log import MinibatchLog
@@ -45,11 +47,19 @@ class Decisions:
         self._phases, self._call, self._epochs = setup.all_phases, setup.job.decisions.call, setup.job.training.epochs
         self._known = len(setup.position.decided)  # to the owners, as part of the training state
         self._texts = [tables_of(each) for each in setup.position.decided]
+        self._tuner = BankTuner(setup) if setup.job.cluster.grows else None
         self.awaited = 0
 
-    def recall(self, texts: Sequence[str]) -> None:
-        """Takes note of the decisions from before the checkpoint that the run resumes from, as JSON."""
+    def recall(self, texts: Sequence[str], measured: Sequence[str]) -> None:
+        """Takes note of the decisions from before the checkpoint that the run resumes from.
+
+        Args:
+            texts: JSON of the changes.
+            measured: JSON of the measurements of banks that grow.
+        """
         self._texts = max(self._texts, [*texts], key=len)
+        if self._tuner is not None:
+            self._tuner.recall(measured)
 
     def resume(self) -> list[Action]:
         """Sends the owners the recalled decisions that the checkpoint does not contain."""
@@ -74,11 +84,24 @@ class Decisions:
         except (ConfigError, ValueError) as error:
             where = f"[decisions] call = '{named(self._call or '')}' decided after epoch {event.epoch}"
             return [Fail(f"{where}: {_NUMBERED.sub('', str(error))}")]
-        if not changes:
+        return self._decide(event.change, event.timestamp, event.time_s) if changes else []
+
+    def measure(self, rows: Rows) -> list[Action]:
+        """Takes in rows of updates. If they complete a measurement of the banks, it decides about their size."""
+        if self._tuner is None or self._tuner.ended:
             return []
-        self._texts.append(event.change)
-        rows = in_events(b"decision", event.change, event.timestamp, 0, event.time_s)
-        return [Record("events", rows), *self._sent(len(self._texts))]
+        before = self._tuner.learners
+        if not (measured := self._tuner.enter(rows)):
+            return []
+        timestamp, time_s = int(rows["timestamp"][-1]), float(rows["time_s"][-1])
+        actions: list[Action] = [Record("events", in_events(b"measured", measured, timestamp, 0, time_s))]
+        grows = self._tuner.learners != before
+        return actions + (self._decide(self._tuner.change, timestamp, time_s) if grows else [])
+
+    def _decide(self, change: str, timestamp: int, time_s: float) -> list[Action]:
+        """Records a change and sends it to the owners of the weights."""
+        self._texts.append(change)
+        return [Record("events", in_events(b"decision", change, timestamp, 0, time_s)), *self._sent(len(self._texts))]
 
     def _changes(self, event: Decided) -> bool:
         """Returns whether a change differs from the job with all earlier changes.

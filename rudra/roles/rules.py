@@ -108,7 +108,7 @@ class TrainingRules:
         """
         if number != len(self.decided) + 1:
             return
-        at_update = self.job.decisions.at == "update"
+        at_update = self.job.decided_at == "update"
         start = {"at_update": update} if at_update else {"at_epoch": epoch + 1}
         self.decided = (*self.decided, DecidedChange(json.dumps(start | json.loads(text))))
         self._await(self.decided[-1])

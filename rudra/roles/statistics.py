@@ -88,6 +88,7 @@ class StatisticsServer(Machine):
                 Started: "_start",
                 MessageKind.START: "_begin",
                 **dict.fromkeys(TABLES, "_record_rows"),
+                MessageKind.UPDATES: "_record_updates",
                 MessageKind.SNAPSHOT: "_snapshot",
                 MessageKind.WEIGHTS_PART: "_snapshot_part",
                 MessageKind.EPOCH_EVALUATED: "_evaluated_by_workers",
@@ -155,6 +156,7 @@ class StatisticsServer(Machine):
         tests: Mapping[int, Mapping[str, float | None]],
         kept: Collection[int],
         decisions: Sequence[str] = (),
+        measured: Sequence[str] = (),
     ) -> None:
         """Records the epochs before the checkpoint. The caller does this before the role starts.
 
@@ -162,8 +164,9 @@ class StatisticsServer(Machine):
             tests: epoch -> results of the evaluation of its weights on `split`.
             kept: epochs with weights in the results. Only one of these can be the best epoch.
             decisions: JSON of the changes that were decided in these epochs.
+            measured: JSON of the measurements of banks that grow.
         """
-        self._decisions.recall(decisions)
+        self._decisions.recall(decisions, measured)
         for epoch, scores in tests.items():
             self._goals.recall(scores)
             if epoch in kept:
@@ -178,6 +181,9 @@ class StatisticsServer(Machine):
 
     def _record_rows(self, event: Received[Recorded], now: float) -> list[Action]:
         return [Record(TABLES[event.message.kind], event.message.rows)]
+
+    def _record_updates(self, event: Received[UpdateRows], now: float) -> list[Action]:
+        return self._record_rows(event, now) + self._decisions.measure(event.message.rows)
 
     def _stage_reported(self, event: Received[StageReported], now: float) -> list[Action]:
         if event.message.sender in self._reported:  # else it has reported all its rows

@@ -255,6 +255,7 @@ class CostModel:
             counts = {role: portion(plan, role, minibatch_size, shares).count for role in learners}
             alone_s = {count: at(table.compute_s, count) for count in {*counts.values()}}
             own_s = {role: alone_s[counts[role]] for role in learners}
+            own_s |= self._bank_times()
             self.guessed = guessed(table.compute_s, alone_s)
         return {
             role: own_s[role]
@@ -262,6 +263,13 @@ class CostModel:
             * table.slowdown.get(plan.roles[role].index, 1.0)
             for role in learners
         }
+
+    def _bank_times(self) -> dict[int, float]:
+        """Returns the time that each learner of a bank adds to it: they compute together, which takes `bank_s`."""
+        table = self.table.bank_s
+        hosts = {role: self.plan.roles[role].world_rank for role in self.plan.learners} if table else {}
+        sizes = Counter(hosts.values())
+        return {role: at(table, sizes[rank]) / sizes[rank] for role, rank in hosts.items()}
 
     def computation(self, role: int, source: random.Random) -> Callable[[], float]:
         """Returns a function that draws the duration in seconds of each mini-batch of a learner."""

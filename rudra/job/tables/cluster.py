@@ -13,6 +13,9 @@ from rudra.job.tables.optimizer import OptimizerTable
 LEAST_BUCKET_MB, MOST_BUCKET_MB = 0.001, 10_000.0
 """Megabytes of a bucket at least and at most."""
 
+LARGEST_BANK = 64
+"""Number of learners of a bank at most, if the run chooses it and the job has no limit."""
+
 PLACEMENT_RULES = ("ralp", "auto")
 """Rules that choose the cut if the job names no layer."""
 
@@ -114,13 +117,25 @@ class ClusterTable(Table):
         description="largest number of learners on an MPI rank, which computes them one after another. Learners of a "
         "rank are neighbours on one node and in one compute group",
     )
-    learners_per_device: int | None = Field(
+    learners_per_device: int | Literal["auto"] | None = Field(
+        None,
+        description="m: number of learners of a bank. They share an MPI rank and its device, and each rank with "
+        "learners has exactly m of them. Use it instead of learners_per_rank, which is only the largest number. auto: "
+        "with protocols that average replicas synchronously, each bank begins with one active learner and grows while "
+        "this makes the run faster. Default: no banks",
+    )
+    most_learners_per_device: int | None = Field(
         None,
         ge=1,
         le=100_000,
-        description="m: number of learners of a bank. They share an MPI rank and its device, and each rank with "
-        "learners has exactly m of them. Use it instead of learners_per_rank, which is only the largest number. "
-        "Default: no banks",
+        description="with learners_per_device auto: number of learners of each bank, of which some may stay dormant. "
+        "Default: 64, or fewer if learners are fewer or memory is short",
+    )
+    growth: Literal["double", "one"] = Field(
+        "double",
+        description='with learners_per_device = "auto": double doubles m while this brings 1.2 times the samples per '
+        "second, then takes the smallest m within 10 % of the best. one adds one learner while this brings more than "
+        "1.1 times as many",
     )
     bank: Literal["auto", "loop", "graphs", "fused"] = Field(
         "auto",
@@ -201,6 +216,15 @@ class ClusterTable(Table):
         True, description="treat denormal numbers as zero: faster, but changes the last bits of results"
     )
 
+    @field_validator("learners_per_device", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: Any) -> Any:
+        if value not in (None, "auto") and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"must be a number, or 'auto', not {short(value)}")
+        if isinstance(value, int) and not 1 <= value <= 100_000:
+            raise ValueError(f"must be {'>= 1' if value < 1 else '<= 100000'}, not {value}")
+        return value
+
     @field_validator("shares", mode="before")
     @classmethod
     def _numbers_or_auto(cls, value: Any) -> Any:
@@ -225,13 +249,33 @@ class ClusterTable(Table):
     @property
     def per_rank(self) -> int:
         """Largest number of learners on a rank, if a rank does not host all roles."""
-        return self.learners_per_device or self.learners_per_rank
+        return self.bank_size or self.learners_per_rank
+
+    @property
+    def grows(self) -> bool:
+        """Whether the run chooses how many learners of each bank take part."""
+        return self.learners_per_device == "auto"
+
+    @property
+    def bank_key(self) -> str:
+        """Key and value that make banks."""
+        return f"learners_per_device = {self.learners_per_device!r}"
+
+    @property
+    def bank_size(self) -> int | None:
+        """Number of learners of each bank, with dormant ones. None: there are no banks."""
+        if self.learners_per_device != "auto":
+            return self.learners_per_device
+        if self.most_learners_per_device is not None or self.learners is None:
+            return self.most_learners_per_device or LARGEST_BANK
+        return next(m for m in range(min(LARGEST_BANK, self.learners), 0, -1) if self.learners % m == 0)
 
     @property
     def sharing(self) -> str:
         """Key and value that let several learners share a rank. Empty: each has its own."""
-        key = "learners_per_rank" if self.learners_per_device is None else "learners_per_device"
-        return f"{key} = {self.per_rank}" if self.per_rank > 1 else ""
+        if self.per_rank == 1:
+            return ""
+        return f"learners_per_rank = {self.per_rank}" if self.learners_per_device is None else self.bank_key
 
     @property
     def fused(self) -> bool:
