@@ -64,7 +64,7 @@ def choose_form(job: Job, plan: Plan, data: Data, device: torch.device, gradient
     check_form(job, plan, data, device)
     if job.cluster.bank != "auto":
         return job.cluster.bank
-    m = job.cluster.learners_per_device or 1
+    m = job.cluster.tried_bank_size or 1
     excluded = {"graphs": _not_graphed_because(job, device), "fused": not_fused_because(job)}
     if m == 1 or plan.overlapped or all(excluded.values()):
         return "loop"

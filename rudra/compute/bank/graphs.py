@@ -34,7 +34,7 @@ def streams_of(job: Job, device: torch.device) -> int:
         device: Device of the bank.
     """
     usual = GPU_STREAMS if kind_of(device).records else job.cluster.threads_per_rank or 1
-    return min(job.cluster.streams or usual, job.cluster.learners_per_device or 1)
+    return min(job.cluster.streams or usual, job.cluster.bank_size or 1)
 
 
 def check_graphs(source: GradientSource) -> None:

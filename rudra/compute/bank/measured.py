@@ -45,7 +45,7 @@ class MeasuredForms:
             "task": [named(job.task.name), job.task.options],
             "minibatch_size": [training.minibatch_size, training.microbatches],
             "precision": [training.precision, training.compile, training.gradients, cluster.deterministic],
-            "learners": [cluster.learners_per_device, streams_of(job, device), cluster.threads_per_rank],
+            "learners": [cluster.tried_bank_size, streams_of(job, device), cluster.threads_per_rank],
             "device": [device.type, kind_of(device).model(device) or processor(), cores()],
             "torch": torch.__version__,
         }

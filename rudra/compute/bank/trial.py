@@ -56,7 +56,7 @@ class BankLearners:
     @property
     def roles(self) -> Sequence[int]:
         """Roles of the learners."""
-        return self._plan.learners[: self.job.cluster.learners_per_device]
+        return self._plan.whole.learners[: self.job.cluster.tried_bank_size]
 
     def sources(self, *, apart: bool, count: int | None = None) -> list[GradientSource]:
         """Returns the sources of gradients of all learners, or of some, with one model for each or for all."""

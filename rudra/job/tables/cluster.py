@@ -16,6 +16,9 @@ LEAST_BUCKET_MB, MOST_BUCKET_MB = 0.001, 10_000.0
 LARGEST_BANK = 64
 """Number of learners of a bank at most, if the run chooses it and the job has no limit."""
 
+TRIED_BANK = 8
+"""Number of learners of a bank that grows, at most, if its form is measured."""
+
 PLACEMENT_RULES = ("ralp", "auto")
 """Rules that choose the cut if the job names no layer."""
 
@@ -269,6 +272,11 @@ class ClusterTable(Table):
         if self.most_learners_per_device is not None or self.learners is None:
             return self.most_learners_per_device or LARGEST_BANK
         return next(m for m in range(min(LARGEST_BANK, self.learners), 0, -1) if self.learners % m == 0)
+
+    @property
+    def tried_bank_size(self) -> int | None:
+        """Number of learners of a bank whose form is measured before training. A bank that grows is measured once."""
+        return min(self.bank_size, TRIED_BANK) if self.bank_size and self.grows else self.bank_size
 
     @property
     def sharing(self) -> str:
