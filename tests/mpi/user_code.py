@@ -191,6 +191,19 @@ def convolving() -> nn.Module:
     return nn.Sequential(*first, nn.Linear(160, 100), nn.Tanh(), nn.Linear(100, CLASSES))
 
 
+class Latent(nn.Module):
+    """Each forward pass takes a fixed time, as if its operations were too short for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, CLASSES))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        output: torch.Tensor = self.layers(inputs)
+        return output
+
+
 def skewed() -> nn.Module:
     """Most parameters are at the end."""
     return nn.Sequential(nn.Linear(20, 4), nn.Tanh(), nn.Linear(4, 200), nn.Dropout(0.3), nn.Linear(200, CLASSES))
