@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from protocols import Averaging
 from rudra.compute import models, tasks
 from rudra.compute.bank.graphs import streams_of
 from rudra.compute.device.devices import kind_of
@@ -29,6 +30,7 @@ from rudra.data.sparse import bytes_of
 from rudra.data.trees import moved, named
 from rudra.errors import ConfigError
 from rudra.job.job import Job
+from rudra.job.tables import OptimizerTable
 from rudra.job.transports import slots_of, transports_of
 from rudra.memory import bytes_text
 from topologies import Plan
@@ -250,9 +252,17 @@ def _planned(job: Job, plan: Plan, data: Data, device: torch.device) -> MemoryPl
         weights=3 if plan.averaging else 1,  # the central model, a replica and their difference
         others=(serves + (several and flat.size > flat.parameter_count), serves + several),
         updates=updates,
-        state=(owned - vector) * (updates or serves) + saved,
+        state=(owned - vector) * (updates or serves) + saved + vector * _outer_state(job, plan),
         one=one,
     ).plan()
+
+
+def _outer_state(job: Job, plan: Plan) -> int:
+    """Returns the number of vectors of state of the outer optimiser, which each learner has if it averages replicas."""
+    if not plan.averaging or plan.served:
+        return 0
+    name, momentum, options = Averaging.of(job.make_protocol(plan)).outer
+    return OptimizerTable(name=name, momentum=momentum, options=options).state_vectors
 
 
 def _measured(flat: FlatModel, batch: Any, seed: int) -> StepMemory:

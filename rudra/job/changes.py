@@ -148,14 +148,16 @@ def active_text(tables: Mapping[str, Any]) -> str:
     """
     cluster, changes = tables.get("cluster", {}), tables.get("changes", [])
     first, learners = cluster.get("active_learners"), cluster.get("learners")
+    grows = cluster.get("learners_per_device") == "auto"
     texts = []
     for change in changes:
         if active := change.get("cluster", {}).get("active_learners"):
             key = "at_epoch" if change.get("at_epoch") is not None else "at_update"
             texts.append(f"{active} from {key.removeprefix('at_')} {change[key]} on")
-    if first is None and not texts:
+    if first is None and not texts and not grows:
         return ""
-    return ", ".join([f"{first or learners} of {learners} learners", *texts])
+    begin = first or ("1 on each device" if grows else learners)
+    return ", ".join([f"{begin} of {learners} learners", *texts, *(["then banks grow"] if grows else [])])
 
 
 def with_decided(changes: Sequence[JobChange], decided: Iterable[tuple[str, int]]) -> tuple[JobChange, ...]:

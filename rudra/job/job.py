@@ -214,8 +214,7 @@ class Job(JobFields):
         learners = learners or self.cluster.learners or -(-4 // bank) * bank
         at_once = -(-learners // self.cluster.on_rank(learners))
         threads = threads_per_rank or self.cluster.threads_per_rank or max(1, cores // at_once)
-        known = {"most_learners_per_device": bank} if self.cluster.grows else {}
-        return self.with_(cluster={"learners": learners, "threads_per_rank": threads, **known})
+        return self.with_(cluster={"learners": learners, "threads_per_rank": threads})
 
     def plan(self, nodes: Sequence[int] | None = None) -> topologies.Plan:
         """Returns the roles of the job and their connections. The number of learners must be known.

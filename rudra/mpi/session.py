@@ -32,6 +32,7 @@ from rudra.mpi.relay import TRAINING_LINE, exit_line
 from rudra.mpi.setup import RankSetup
 from rudra.mpi.signals import GRACE_S, StopSignals, on_stops
 from rudra.mpi.states import FINAL
+from rudra.prepare.bank_size import with_bank_size
 from rudra.prepare.cut import with_cut
 from rudra.prepare.resolve import choose_devices, fit
 from rudra.prepare.start import StartDecision, StartRequest, decide
@@ -133,6 +134,10 @@ def _decided_by_rank0(comm: MPI.Comm, decide: Callable[[], T]) -> T | int:
 
 def _run_ranks(written: Job, start: StartDecision, progress: dict[str, Any], comm: MPI.Comm, *, launched: bool) -> int:
     ranks = facts_of_ranks(comm, written.cluster)
+    decided = _decided_by_rank0(comm, lambda: with_bank_size(written, start.decided, ranks))
+    if isinstance(decided, int):
+        return decided
+    start = start._replace(decided=decided)
     try:
         resolved = fit(written, start.decided, ranks)
         resolved, device, transports = choose_devices(resolved, ranks, comm.rank)

@@ -50,4 +50,4 @@ def recorded_job(results: Results, overrides: Sequence[str] = (), *, trust: bool
         tables["cluster"] = {**tables["cluster"], "shares": "auto"}
     used = {table: keys for table, keys in tables.items() if table not in unused}
     admit(results.path, json.loads(results.attributes["job"]), used, results.attributes, trust=trust)
-    return Job.of(results.path, tables, changes)
+    return Job.of(results.path, tables, changes).without_growth()

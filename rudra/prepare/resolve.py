@@ -209,4 +209,6 @@ def settle(job: Job, *, gradients: str, shares: Sequence[float] | None = None, b
     cluster: dict[str, Any] = {} if shares is None else {"shares": shares}
     if job.cluster.learners_per_device is not None and job.cluster.bank == "auto":
         cluster["bank"] = bank or "loop"
+    if job.cluster.grows:
+        cluster["most_learners_per_device"] = job.cluster.bank_size
     return job.with_(training={"gradients": gradients}, cluster=cluster)

@@ -223,6 +223,7 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("active", summary["active_learners"]),
         *(("branch", text) for text in summary["branch"]),
         *(("change", text) for text in summary["changes"]),
+        ("banks", _bank_sizes(summary)),
         ("epochs", _epochs(summary)),
         ("training time", duration(summary["wall_time_s"]) + rate + unmeasured),
         ("updates", f"{summary['updates']:,}"),
@@ -233,6 +234,11 @@ def _facts(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("weights", (summary["weights_sha256"] or "")[:16]),
         ("average", f"{text}: evaluated and kept as the weights" if (text := summary["weights_average"]) else ""),
     ]
+
+
+def _bank_sizes(summary: dict[str, Any]) -> str:
+    sizes = [f"{found['learners_per_device']}: {found['images_per_s']:,.0f}" for found in summary["bank_sizes"]]
+    return f"learners on each device: samples/s: {', '.join(sizes)}" if sizes else ""
 
 
 def _noise(summary: dict[str, Any]) -> str:

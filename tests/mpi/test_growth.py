@@ -25,7 +25,12 @@ def make_job(bank: str, m: int | None = None, **tables: Any) -> rudra.Job:
         name="growth",
         model={"name": user_code.Latent},
         data={"name": "digits", "train_limit": 720},
-        training={"epochs": {"fused": 6, "loop": 2}[bank] if m is None else 1, "minibatch_size": 4, "seed": 3, "evaluate": False},
+        training={
+            "epochs": {"fused": 6, "loop": 2}[bank] if m is None else 1,
+            "minibatch_size": 4,
+            "seed": 3,
+            "evaluate": False,
+        },
         optimizer={"learning_rate": 0.1},
         protocol={"name": "sma"},
         cluster={"learners": m, "threads_per_rank": 1, "bank": bank, **size},
@@ -50,7 +55,7 @@ def test_growth_ends_where_a_sweep_in_the_same_sitting_does(tmp_path: Path) -> N
     jobs |= {f"{m}.h5": make_job("fused", m) for m in SIZES}
     on_ranks(user_code.train_as_needed, 1, jobs={str(tmp_path / name): job for name, job in jobs.items()})
     sweep = {m: images_per_s(tmp_path / f"{m}.h5") for m in SIZES}
-    for bank, ends in (("fused", SIZES), ("loop", [1])):
+    for bank in ("fused", "loop"):
         path = tmp_path / f"{bank}.h5"
         with rudra.open_results(path) as results:
             assert results.status == "finished"
@@ -60,14 +65,17 @@ def test_growth_ends_where_a_sweep_in_the_same_sitting_does(tmp_path: Path) -> N
             assert len(measured) <= 9
             last = int(updates["gradients"][-1])
             assert np.all(np.diff(losses) < 0.1 * losses[0]), "the loss continues through each change"
-        assert last == 1 if bank == "loop" else np.interp(last, SIZES, list(sweep.values())) >= 0.8 * max(sweep.values())
+        assert (
+            last == 1 if bank == "loop" else np.interp(last, SIZES, list(sweep.values())) >= 0.8 * max(sweep.values())
+        )
         assert replays(path)
 
 
 def test_a_run_that_is_stopped_while_its_bank_grows_continues_to_grow(tmp_path: Path) -> None:
     path, output = tmp_path / "job.toml", tmp_path / "out.h5"
     path.write_text(
-        '[model]\nname = "user_code:Latent"\n[data]\nname = "digits"\ntrain_limit = 720\n[training]\nepochs = 6\nminibatch_size = 4\n'
+        '[model]\nname = "user_code:Latent"\n[data]\nname = "digits"\ntrain_limit = 720\n'
+        "[training]\nepochs = 6\nminibatch_size = 4\n"
         'evaluate = false\n[protocol]\nname = "sma"\n[cluster]\nlearners_per_device = "auto"\nbank = "fused"\n'
         "learners = 8\nthreads_per_rank = 1\n[results]\nflush_s = 0.1\nreport_s = 0.02\n"
     )

@@ -269,9 +269,7 @@ class ClusterTable(Table):
         """Number of learners of each bank, with dormant ones. None: there are no banks."""
         if self.learners_per_device != "auto":
             return self.learners_per_device
-        if self.most_learners_per_device is not None or self.learners is None:
-            return self.most_learners_per_device or LARGEST_BANK
-        return next(m for m in range(min(LARGEST_BANK, self.learners), 0, -1) if self.learners % m == 0)
+        return self.most_learners_per_device or min(LARGEST_BANK, self.learners or LARGEST_BANK)
 
     @property
     def tried_bank_size(self) -> int | None:
