@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from typing import Any, Self
 
 from topologies.kinds import (
@@ -252,20 +251,15 @@ class Plan:
         """Ids of the learners that live and do not take part. They are in no other attribute except `roles`."""
         if self.active is None:
             return frozenset()
-        places = self._places if self.evenly else {}
-        living = (i for i, role in enumerate(self.roles) if role.kind_traits.trains and i not in self.gone)
-        return frozenset(islice(sorted(living, key=lambda i: places.get(i, 0)), self.active, None))
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        """Place of each learner among all learners of its rank."""
-        before: Counter[int] = Counter()
-        found = {}
-        for id_, role in enumerate(self.roles):
-            if role.kind_traits.trains:
-                found[id_] = before[role.world_rank]
-                before[role.world_rank] += 1
-        return found
+        living = [i for i, role in enumerate(self.roles) if role.kind_traits.trains and i not in self.gone]
+        if self.evenly:
+            place: dict[int, int] = {}  # of each learner among those of its rank
+            before: Counter[int] = Counter()
+            for id_ in living:
+                place[id_] = before[rank := self.roles[id_].world_rank]
+                before[rank] += 1
+            living.sort(key=place.__getitem__)
+        return frozenset(living[self.active :])
 
     @cached_property
     def whole(self) -> "Plan":

@@ -1,0 +1,149 @@
+"""Measurements of banks that grow, and the largest size that stability and memory allow."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rudra.core import records
+from rudra.core.messages import Rows
+from rudra.core.schedule import Schedule
+from rudra.job.job import Job
+from rudra.prepare import bank_size
+from rudra.prepare.resolve import RankFacts
+from rudra.roles.bank_tuner import LEAST_UPDATES, SETTLING, BankTuner, largest_stable, throughput
+from rudra.roles.machine import Setup
+from topologies import Plan, replicas
+from topologies.fitting import sharing_ranks
+
+
+def make_job(**tables: Any) -> Job:
+    cluster = {"learners_per_device": "auto", "learners": 16, **tables.pop("cluster", {})}
+    return Job(
+        **{
+            "model": {"name": "mlp"},
+            "data": {"name": "digits"},
+            "protocol": {"name": "sma"},
+            "cluster": cluster,
+            **tables,
+        }
+    ).resolved()
+
+
+def setup_of(job: Job) -> Setup:
+    return Setup(job, job.plan(), 1000, Schedule.stepped(job.optimizer, ()))
+
+
+def rows(gradients: int, times: Sequence[float]) -> Rows:
+    found = np.zeros(len(times), records.UPDATE)
+    found["gradients"], found["samples"], found["time_s"] = gradients, 4 * gradients, times
+    return found
+
+
+def steps(count: int, seconds: float, begin: float = 0.0) -> list[float]:
+    return [begin + seconds * step for step in range(count)]
+
+
+WHOLE = SETTLING + LEAST_UPDATES + 1
+"""Updates of a measurement, if they take long enough."""
+
+
+def test_a_measurement_begins_when_the_new_learners_have_settled() -> None:
+    tuner = BankTuner(setup_of(make_job()))
+    assert not tuner.enter(rows(1, [0.0, 5.0, 6.0, *steps(WHOLE - 4, 0.1, 7.0)]))
+    found = json.loads(tuner.enter(rows(1, [7.0 + 0.1 * (WHOLE - 4)])))
+    assert found == {"learners_per_device": 1, "images_per_s": pytest.approx(40)}
+    assert (tuner.learners, tuner.ended) == (2, False)
+    assert json.loads(tuner.change) == {"cluster": {"active_learners": 2}}
+    assert not tuner.enter(rows(1, steps(100, 0.1))), "the change has not taken effect"
+    found = json.loads(tuner.enter(rows(2, steps(WHOLE, 0.1))))
+    assert found == {"learners_per_device": 2, "images_per_s": pytest.approx(80)}
+
+
+def test_a_measurement_takes_half_a_second_at_least() -> None:
+    tuner = BankTuner(setup_of(make_job()))
+    assert not tuner.enter(rows(1, steps(400, 0.001)))
+    assert tuner.enter(rows(1, steps(200, 0.001, 0.4)))
+
+
+def test_a_pause_within_a_measurement_does_not_count() -> None:
+    usual = [(0.1 * step, 8) for step in range(41)]
+    paused = [(time_s + 3.0 * (time_s > 2.0), samples) for time_s, samples in usual]
+    assert throughput(usual) == throughput(paused) == pytest.approx(80)
+
+
+def test_measurements_before_a_checkpoint_are_known_after_it() -> None:
+    tuner = BankTuner(setup_of(make_job()))
+    texts = [json.dumps({"learners_per_device": m, "images_per_s": 100.0 * m}) for m in (1, 2, 4)]
+    tuner.recall(texts)
+    assert (tuner.learners, tuner.ended) == (8, False)
+    tuner = BankTuner(setup_of(make_job()))
+    tuner.recall([*texts[:1], json.dumps({"learners_per_device": 2, "images_per_s": 105.0})])
+    assert (tuner.learners, tuner.ended) == (1, True)
+    assert not tuner.enter(rows(1, steps(400, 0.1)))
+
+
+def test_growth_ends_when_something_else_changes_the_learners() -> None:
+    tuner = BankTuner(setup_of(make_job()))
+    tuner.enter(rows(1, steps(WHOLE, 0.1)))
+    tuner.enter(rows(3, [4.0]))
+    assert tuner.ended
+
+
+@pytest.mark.parametrize(
+    ("averaging", "most"),
+    [({}, 16), ({"elasticity": 0.4}, 7), ({"elasticity": 0.4, "outer": {"momentum": 0.0}}, 3)],
+)
+def test_averages_of_the_largest_bank_do_not_diverge(averaging: dict[str, Any], most: int) -> None:
+    setup = setup_of(make_job(averaging=averaging))
+    assert largest_stable(setup.all_phases, 16, 1) == most
+
+
+def test_learners_of_all_ranks_take_part_evenly() -> None:
+    plan: Plan = sharing_ranks(replicas.plan([0] * 8), 4)
+    first = plan.learners[0]
+
+    def numbers(plan: Plan) -> list[int]:
+        return [learner - first for learner in plan.learners]
+
+    assert numbers(plan.with_active(2, evenly=True)) == [0, 4]
+    assert numbers(plan.with_active(4, evenly=True)) == [0, 1, 4, 5]
+    assert numbers(plan.with_active(4)) == [0, 1, 2, 3]
+    assert numbers(plan.with_active(2, evenly=True).without([first + 4])) == [0, 5]
+    assert plan.with_active(8, evenly=True).whole.learners == plan.learners
+
+
+@pytest.mark.parametrize(("free", "bank", "most"), [(10**12, "auto", 16), (2_600_000, "loop", 3), (0, "auto", 1)])
+def test_a_bank_has_as_many_learners_as_fit_into_memory(
+    free: int, bank: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bank_size, "free_memory", lambda: free)
+    job = make_job(cluster={"bank": bank})
+    ranks = [RankFacts(0, "here", 2)] * 2
+    decided = bank_size.with_bank_size(job, {"cluster": {"device": "cpu"}}, ranks)
+    if most == 16:
+        assert decided == {"cluster": {"device": "cpu"}}
+    else:
+        assert decided == {"cluster": {"device": "cpu", "learners": most, "most_learners_per_device": most}}
+    given = job.with_(cluster={"most_learners_per_device": 16})
+    assert bank_size.with_bank_size(given, {}, ranks) == {}, "the user's number stays"
+
+
+@pytest.mark.parametrize("protocol", ["average", "sma"])
+def test_memory_of_a_bank_counts_replicas_and_their_differences(protocol: str) -> None:
+    """Of each learner: weights, gradient, replica, difference, and the momentum of sma."""
+    from rudra.compute.memory_plan import planned
+    from rudra.data.load import load
+
+    job = make_job(protocol={"name": protocol})
+    found = planned(job, job.plan(), load(job.data), torch.device("cpu"))
+    assert found is not None
+    vector = 4 * (64 * 128 + 128 + 128 * 10 + 10)
+    loop = found.of_bank(16, 8, together=False)
+    assert loop.per_sample == pytest.approx((5 if protocol == "sma" else 4) * vector, rel=0.05)
+    together = found.of_bank(16, 8, together=True)
+    assert together.at(1) == pytest.approx(loop.at(1), rel=0.01)
+    assert together.at(16) > loop.at(16)
