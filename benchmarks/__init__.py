@@ -63,6 +63,10 @@ BENCHMARKS = {  # name -> comparison and goal
         "gradients of the learners of a bank: one after another, at the same time, and fused (cluster.bank)",
         "none: cluster.bank = 'auto' takes the fastest form",
     ),
+    "growth": (
+        "banks that grow while they train (cluster.learners_per_device = 'auto'), against a sweep of fixed sizes",
+        "the last m has >= 0.8 of the sweep's best samples/s",
+    ),
     "compile": ("gradients by torch.compile (training.compile), against the same without it", ">= 1.3 for lenet"),
     "recording": ("what it costs to record a run so that it can be replayed", "<= 1 % of the run"),
     "checkpoint": ("slow-down of the training while a checkpoint is written", "<= 2 % at one a minute"),
