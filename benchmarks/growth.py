@@ -12,7 +12,7 @@ import numpy as np
 
 from rudra.bench.ranks import in_turns, on_ranks, train, write_images
 from rudra.benchmark_report import Goal, Report
-from rudra.core.decisions import from_events
+from rudra.core.decisions import measurements
 from rudra.machine import cores
 from rudra.mpi.agreement import rest
 from rudra.results.reader import Results
@@ -90,7 +90,7 @@ def measure(comm: "MPI.Comm", directory: Path, case: str, sizes: list[int], roun
                     taken[str(m)] = samples_per_s(results)
                 else:
                     taken["last"] = int(results.updates["gradients"][-1])
-                    taken["measured"] = len(from_events(results.events, b"measured"))
+                    taken["measured"] = len(measurements(results.events))
         rest(comm)
     return figures
 

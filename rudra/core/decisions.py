@@ -54,6 +54,26 @@ def from_events(events: Rows, kind: bytes) -> list[Any]:
     return found
 
 
+def measured_text(learners: int, images_per_s: float) -> str:
+    """Returns JSON of a measurement of banks that grow.
+
+    Args:
+        learners: Number of learners on each device.
+        images_per_s: Samples of all learners in a second.
+    """
+    return json.dumps({"learners_per_device": learners, "images_per_s": round(images_per_s, 3)})
+
+
+def measurements(events: Rows) -> list[tuple[int, float]]:
+    """Returns the measurements in a table of events: arguments of `measured_text`."""
+    found = []
+    for value in from_events(events, b"measured"):
+        pair = (value.get("learners_per_device"), value.get("images_per_s")) if isinstance(value, dict) else ()
+        if [*map(type, pair)] == [int, float]:
+            found.append(pair)
+    return found
+
+
 def start_of(decided: DecidedChange) -> Boundary:
     """Returns the place in the run where a decided change takes effect."""
     found = json.loads(decided.change)

@@ -11,7 +11,7 @@ from msgspec import structs
 from rudra.compute.carried import carried_state
 from rudra.compute.executor import Executor
 from rudra.compute.owners import OwnerExecutor
-from rudra.core.decisions import from_events
+from rudra.core.decisions import from_events, measurements
 from rudra.core.hooks import RoleHooks
 from rudra.core.training_state import TrainingState
 from rudra.data.fingerprint import Fingerprint, from_plain
@@ -38,7 +38,7 @@ class Recalling(Protocol):
         tests: Mapping[int, Mapping[str, float | None]],
         kept: Collection[int],
         decisions: Sequence[str],
-        measured: Sequence[str],
+        measured: Sequence[tuple[int, float]],
     ) -> None: ...
 
 
@@ -174,8 +174,9 @@ def recall(start: StartDecision, statistics: Recalling, hooks: RoleHooks | None)
     with open_results(checkpoint.results_of(start.checkpoint)) as results:
         events, epochs, position = results.events, results.epochs, start.position
         earlier = events[events["timestamp"] <= position.timestamp]
-        kinds = (b"decision", b"measured")
-        decided = [[*map(json.dumps, from_events(earlier, kind) if start.same_job else ())] for kind in kinds]
-        statistics.recall(tests(results, statistics.split, position.epoch), results.kept_epochs, *decided)
+        earlier = earlier if start.same_job else earlier[:0]
+        decisions = [*map(json.dumps, from_events(earlier, b"decision"))]
+        evaluations = tests(results, statistics.split, position.epoch)
+        statistics.recall(evaluations, results.kept_epochs, decisions, measurements(earlier))
         if hooks is not None:
             hooks.recall(epochs[epochs["epoch"] <= position.epoch])

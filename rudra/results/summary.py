@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocols import rule_of
-from rudra.core.decisions import from_events
+from rudra.core.decisions import measurements
 from rudra.core.records import TIMES
 from rudra.errors import printable
 from rudra.job.changes import active_text
@@ -55,7 +55,7 @@ def summarise(results: RunTables, target: str | None = None, window: int | None 
         "bucket_bytes": attributes.get("bucket_bytes"),  # missing in older files
         "branch": _told(results, b"branch"),
         "changes": _told(results, b"change"),
-        "bank_sizes": _measured(results),
+        "bank_sizes": dict(measurements(results.events)),
         "planned_epochs": job.get("training", {}).get("epochs"),
         "untested_epochs": _untested(job, epochs),
         "epochs": len(epochs),
@@ -114,12 +114,6 @@ def _told(results: RunTables, kind: bytes) -> list[str]:
     """Returns the texts of all events of a kind."""
     events = results.events
     return [printable(text.decode("utf-8", "replace")) for text in events["text"][events["kind"] == kind]]
-
-
-def _measured(results: RunTables) -> list[dict[str, float]]:
-    """Returns the sizes of banks that were measured because they grow, with their throughputs."""
-    found = from_events(results.events, b"measured")
-    return [value for value in found if isinstance(value, dict) and {"learners_per_device", "images_per_s"} <= {*value}]
 
 
 def correction_text(protocol: Mapping[str, Any]) -> str:

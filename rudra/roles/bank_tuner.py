@@ -7,7 +7,7 @@ Source: crossbow.txt §3.4 and §4.4.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -48,26 +48,25 @@ class BankTuner:
         self._rows: list[tuple[float, int]] = []  # for each update by all of these learners: time and samples
         self._settling = SETTLING
 
-    def recall(self, texts: Sequence[str]) -> None:
-        """Takes note of measurements from before the checkpoint that the run resumes from, as in `text`."""
-        for found in map(json.loads, texts):
-            self._measured.append(Measurement(found["learners_per_device"], found["images_per_s"]))
+    def recall(self, measured: Iterable[tuple[int, float]]) -> None:
+        """Takes note of measurements from before the checkpoint that the run resumes from."""
+        self._measured += (Measurement(*found) for found in measured)
         if self._measured:
             self._follow(next_size(self._growth, self._measured, self._most))
 
-    def enter(self, rows: Rows) -> str:
+    def enter(self, rows: Rows) -> Measurement | None:
         """Takes in rows of updates, in their order.
 
         Returns:
-            JSON of the measurement that they complete, for `recall`. Empty: they complete none.
+            The measurement that they complete. None: they complete none.
         """
         if self.ended:
-            return ""
+            return None
         for gradients, samples, time_s in rows[["gradients", "samples", "time_s"]].tolist():
             learners, rest = divmod(gradients, self._devices)
             if learners not in (self.learners, self._before) or rest:
                 self.ended = True
-                return ""
+                return None
             if learners != self.learners:  # a decided change has not taken effect yet
                 self._begin()
             elif self._settling:
@@ -75,11 +74,11 @@ class BankTuner:
             else:
                 self._rows.append((time_s, samples))
         if len(self._rows) <= LEAST_UPDATES or self._rows[-1][0] - self._rows[0][0] < LEAST_S:
-            return ""
+            return None
         measured = Measurement(self.learners, throughput(self._rows))
         self._measured.append(measured)
         self._follow(next_size(self._growth, self._measured, self._most))
-        return json.dumps({"learners_per_device": measured.learners, "images_per_s": round(measured.images_per_s, 3)})
+        return measured
 
     @property
     def change(self) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rudra.core.actions import Action, Fail, Record, Send
-from rudra.core.decisions import LONGEST, in_events, in_texts, tables_of, text_of
+from rudra.core.decisions import LONGEST, in_events, in_texts, measured_text, tables_of, text_of
 from rudra.core.events import Decided
 from rudra.core.messages import ChangeDecided, Rows
 from rudra.core.training_state import TrainingState
@@ -50,12 +50,12 @@ class Decisions:
         self._tuner = BankTuner(setup) if setup.job.cluster.grows else None
         self.awaited = 0
 
-    def recall(self, texts: Sequence[str], measured: Sequence[str]) -> None:
+    def recall(self, texts: Sequence[str], measured: Sequence[tuple[int, float]]) -> None:
         """Takes note of the decisions from before the checkpoint that the run resumes from.
 
         Args:
             texts: JSON of the changes.
-            measured: JSON of the measurements of banks that grow.
+            measured: measurements of banks that grow: learners on each device, samples per second.
         """
         self._texts = max(self._texts, [*texts], key=len)
         if self._tuner is not None:
@@ -91,10 +91,11 @@ class Decisions:
         if self._tuner is None or self._tuner.ended:
             return []
         before = self._tuner.learners
-        if not (measured := self._tuner.enter(rows)):
+        if (found := self._tuner.enter(rows)) is None:
             return []
+        text = measured_text(*found)
         timestamp, time_s = int(rows["timestamp"][-1]), float(rows["time_s"][-1])
-        actions: list[Action] = [Record("events", in_events(b"measured", measured, timestamp, 0, time_s))]
+        actions: list[Action] = [Record("events", in_events(b"measured", text, timestamp, 0, time_s))]
         grows = self._tuner.learners != before
         return actions + (self._decide(self._tuner.change, timestamp, time_s) if grows else [])
 

@@ -156,7 +156,7 @@ class StatisticsServer(Machine):
         tests: Mapping[int, Mapping[str, float | None]],
         kept: Collection[int],
         decisions: Sequence[str] = (),
-        measured: Sequence[str] = (),
+        measured: Sequence[tuple[int, float]] = (),
     ) -> None:
         """Records the epochs before the checkpoint. The caller does this before the role starts.
 
@@ -164,7 +164,7 @@ class StatisticsServer(Machine):
             tests: epoch -> results of the evaluation of its weights on `split`.
             kept: epochs with weights in the results. Only one of these can be the best epoch.
             decisions: JSON of the changes that were decided in these epochs.
-            measured: JSON of the measurements of banks that grow.
+            measured: measurements of banks that grow: learners on each device, samples per second.
         """
         self._decisions.recall(decisions, measured)
         for epoch, scores in tests.items():

@@ -10,6 +10,7 @@ import torch
 
 from rudra.compute.memory_plan import planned
 from rudra.core import records
+from rudra.core.decisions import in_events, measured_text, measurements
 from rudra.core.messages import Rows
 from rudra.core.schedule import Schedule
 from rudra.data.load import load
@@ -56,13 +57,11 @@ WHOLE = SETTLING + LEAST_UPDATES + 1
 def test_a_measurement_begins_when_the_new_learners_have_settled() -> None:
     tuner = BankTuner(setup_of(make_job()))
     assert not tuner.enter(rows(1, [0.0, 5.0, 6.0, *steps(WHOLE - 4, 0.1, 7.0)]))
-    found = json.loads(tuner.enter(rows(1, [7.0 + 0.1 * (WHOLE - 4)])))
-    assert found == {"learners_per_device": 1, "images_per_s": pytest.approx(40)}
+    assert tuner.enter(rows(1, [7.0 + 0.1 * (WHOLE - 4)])) == (1, pytest.approx(40))
     assert (tuner.learners, tuner.ended) == (2, False)
     assert json.loads(tuner.change) == {"cluster": {"active_learners": 2}}
     assert not tuner.enter(rows(1, steps(100, 0.1))), "the change has not taken effect"
-    found = json.loads(tuner.enter(rows(2, steps(WHOLE, 0.1))))
-    assert found == {"learners_per_device": 2, "images_per_s": pytest.approx(80)}
+    assert tuner.enter(rows(2, steps(WHOLE, 0.1))) == (2, pytest.approx(80))
 
 
 def test_a_measurement_takes_half_a_second_at_least() -> None:
@@ -79,11 +78,14 @@ def test_a_pause_within_a_measurement_does_not_count() -> None:
 
 def test_measurements_before_a_checkpoint_are_known_after_it() -> None:
     tuner = BankTuner(setup_of(make_job()))
-    texts = [json.dumps({"learners_per_device": m, "images_per_s": 100.0 * m}) for m in (1, 2, 4)]
-    tuner.recall(texts)
+    text = "".join(measured_text(m, 100.0 * m) for m in (1, 2, 4))
+    events = in_events(b"measured", f'{text}{{"learners_per_device": "damaged"}}[1]', 0, 0, 0.0)
+    found = measurements(events)
+    assert found == [(1, 100.0), (2, 200.0), (4, 400.0)]
+    tuner.recall(found)
     assert (tuner.learners, tuner.ended) == (8, False)
     tuner = BankTuner(setup_of(make_job()))
-    tuner.recall([*texts[:1], json.dumps({"learners_per_device": 2, "images_per_s": 105.0})])
+    tuner.recall([(1, 100.0), (2, 105.0)])
     assert (tuner.learners, tuner.ended) == (1, True)
     assert not tuner.enter(rows(1, steps(400, 0.1)))
 

@@ -111,7 +111,8 @@ class ClusterTable(Table):
         ge=1,
         le=100_000,
         description="number of learners that take part, at most learners. The others are dormant: they compute nothing "
-        "until [[changes]] raises this number, or a learner dies. Default: all learners",
+        "until [[changes]] raises this number, or a learner dies. With banks each rank has as many of them as any "
+        "other, or one fewer. Default: all learners",
     )
     learners_per_rank: int = Field(
         1,
