@@ -32,7 +32,7 @@ def make_job(name: str = "sma", bank_s: Mapping[int, float] = SATURATING, **tabl
 def timed(job: rudra.Job, path: Path) -> rudra.Results:
     """Simulates times only, for many epochs."""
     return rudra.simulate(
-        job.with_(simulation={"tensors": False}, training={"epochs": 100}), output=path, progress="quiet"
+        job.with_(simulation={"tensors": False}, training={"epochs": 50}), output=path, progress="quiet"
     )
 
 
@@ -115,6 +115,33 @@ def test_all_devices_have_as_many_learners(tmp_path: Path) -> None:
         for count, learners in ((2, {0, 16}), (4, {0, 1, 16, 17}), (8, {0, 1, 2, 3, 16, 17, 18, 19})):
             here = updates["timestamp"][updates["gradients"] == count]
             assert {*gradients["learner"][np.isin(gradients["update"], here)]} == learners
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one rank": {"cluster": {"one_rank": True}},
+    "blocks": {
+        "cluster": {"most_learners_per_device": 8},
+        "topology": {"name": "hierarchical", "options": {"blocks": 2}},
+    },
+    "groups that share replicas": {
+        "cluster": {"most_learners_per_device": 8},
+        "topology": {"name": "replicas", "options": {"groups": 2}},
+    },
+    "an average after five mini-batches": {"name": "diloco", "averaging": {"period": 5}},
+    "no outer momentum": {"name": "easgd"},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_banks_of_any_averages_grow(shape: str, tmp_path: Path) -> None:
+    job, path = make_job(**SHAPES[shape]), tmp_path / "run.h5"
+    devices = 16 // job.cluster.per_rank
+    with timed(job, tmp_path / "timed.h5") as results:
+        assert sizes(results) == [1, 2, 4, 8, 6, 3]
+        assert active(results) == [m * devices for m in (1, 2, 4, 8, 6, 3, 4)]
+    with rudra.simulate(job.with_(training={"epochs": 4}), output=path, progress="quiet") as results:
+        assert active(results)[:2] == [devices, 2 * devices]
+    assert rudra.replay(path, quiet=True).identical
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 3, 6])
