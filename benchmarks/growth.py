@@ -4,12 +4,16 @@ Each turn measures all fixed sizes, and then a run whose bank grows. So all of t
 machine. The score of the run is the throughput that the sweep has at its last size, as a fraction of the best.
 """
 
+import time
+from collections.abc import Collection
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
+from benchmarks.shared import check_only, chosen
 from rudra.bench.ranks import in_turns, on_ranks, train, write_images
 from rudra.benchmark_report import Goal, Report
 from rudra.core.decisions import measurements
@@ -31,36 +35,57 @@ class Case(NamedTuple):
     """Model and form of a bank.
 
     Attributes:
+        title: Name of the case in the report.
         model: Table `[model]`.
         bank: Form of the bank.
         threads: Number of threads of the rank.
     """
 
+    title: str
     model: dict[str, Any]
     bank: str
     threads: int
 
 
+class Latent(torch.nn.Module):
+    """A small network whose forward pass takes a fixed time, as if its operations were too short for a device.
+
+    Args:
+        latency_s: This time in seconds.
+    """
+
+    def __init__(self, latency_s: float) -> None:
+        super().__init__()
+        self.latency_s = latency_s
+        self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(28 * 28, 10))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.latency_s)
+        output: torch.Tensor = self.layers(inputs)
+        return output
+
+
 CASES = {
-    "lenet, one after another": Case({"name": "lenet"}, "loop", 1),
-    "lenet, at the same time": Case({"name": "lenet"}, "graphs", cores()),
-    "24 short layers, fused": Case({"name": "mlp", "options": {"hidden": [32] * 24}}, "fused", 1),
+    "fused": Case("a latency of 10 ms, fused", {"name": Latent, "options": {"latency_s": 0.01}}, "fused", 1),
+    "loop": Case("a latency of 10 ms, in turn", {"name": Latent, "options": {"latency_s": 0.01}}, "loop", 1),
+    "lenet": Case("lenet, on a thread for each core", {"name": "lenet"}, "graphs", cores()),
 }
 
 
-def run(*, quick: bool) -> Report:
-    """Trains on random images by SMA, on two ranks."""
-    sizes, rounds = (SIZES[:2], 0) if quick else (SIZES, 3)
+def run(*, quick: bool, only: Collection[str] = ()) -> Report:
+    """Trains on random images by SMA, on two ranks. `only` names cases."""
+    check_only("growth", only, CASES)
+    sizes, rounds = (SIZES[:2], 0) if quick else (SIZES, 2)
     report = Report(["samples/s of m learners", *map(str, sizes), "last m", "measured", "of the best"])
     scores = []
-    for name in list(CASES)[: 1 if quick else None]:
+    for name in chosen(only, CASES)[: 1 if quick else None]:
         figures = on_ranks(measure, 1, case=name, sizes=sizes, rounds=rounds)[0]
         sweep = {m: median(figures[str(m)]) for m in sizes}
         fractions = [at(sweep, m) / max(sweep.values()) for m in figures["last"]]
         scores.append(median(fractions))
         rates = [f"{sweep[m]:,.0f}" for m in sizes]
         last = ", ".join(map(str, figures["last"]))
-        report.rows.append((name, *rates, last, max(figures["measured"]), f"{scores[-1]:.2f}"))
+        report.rows.append((CASES[name].title, *rates, last, max(figures["measured"]), f"{scores[-1]:.2f}"))
     report.notes = [
         f"SMA, mini-batches of {MINIBATCH}, a bank on one rank; medians of {max(1, rounds)} turns with all sizes and a "
         "run whose bank grows (growth = 'double'). last m: of each turn. measured: numbers of learners, at most"
