@@ -68,9 +68,9 @@ def measurements(events: Rows) -> list[tuple[int, float]]:
     """Returns the measurements in a table of events: arguments of `measured_text`."""
     found = []
     for value in from_events(events, b"measured"):
-        pair = (value.get("learners_per_device"), value.get("images_per_s")) if isinstance(value, dict) else ()
-        if [*map(type, pair)] == [int, float]:
-            found.append(pair)
+        match value:
+            case {"learners_per_device": int(learners), "images_per_s": float(images_per_s)}:
+                found.append((learners, images_per_s))
     return found
 
 

@@ -28,7 +28,7 @@ from rudra.core.messages import Rows
 from rudra.core.wire import tensor_bytes
 from rudra.errors import EXIT_STOPPED, ConfigError, RunError
 from rudra.job.job import Job
-from rudra.job.tables import AveragingTable, HogbatchTable
+from rudra.job.tables import BANK_KEYS, AveragingTable, ClusterTable, HogbatchTable
 from rudra.log import only_errors
 from rudra.machine import cores
 from rudra.mpi.launch import launch
@@ -174,6 +174,9 @@ def calibrate(
     return cost_file(job, derive(probes, alone), outline(job).size_bytes, learners, layers)
 
 
+_NO_BANKS = {key: ClusterTable.model_fields[key].default for key in BANK_KEYS}
+
+
 def _timed(job: Job) -> Job:
     """Returns the job to time, without unrelated work and with weights that hardly change."""
     rate: dict[str, Any] = {"learning_rate": HARDLY, "schedule": "step", "schedule_options": {}, "milestones": ()}
@@ -182,7 +185,7 @@ def _timed(job: Job) -> Job:
         changes=(),
         placement={"cut": None},
         topology={"name": "base", "options": {}},
-        cluster={"learners_per_rank": 1, "learners_per_device": None, "bank": "auto", "streams": None, "shares": ()},
+        cluster={"learners_per_rank": 1, "shares": (), **_NO_BANKS},
         protocol={"name": "async", "n": None, "modulation": "none", "options": {}},
         hogbatch=HogbatchTable().model_dump(),
         averaging=AveragingTable().model_dump(),

@@ -5,7 +5,7 @@ Unknown keys are refused with a list of the valid ones. `rudra.job.fields` has t
 """
 
 from rudra.job.tables.averaging import AveragingTable
-from rudra.job.tables.cluster import PLACEMENT_RULES, ClusterTable, FaultToleranceTable
+from rudra.job.tables.cluster import BANK_KEYS, PLACEMENT_RULES, ClusterTable, FaultToleranceTable
 from rudra.job.tables.decisions import DecisionsTable
 from rudra.job.tables.hogbatch import HogbatchTable, kinds_of
 from rudra.job.tables.optimizer import OPTIMIZERS, WITH_MOMENTUM, OptimizerTable, ParameterGroup
@@ -14,6 +14,7 @@ from rudra.job.tables.results import Hook
 from rudra.job.tables.training import IN_16_BITS, AugmentTable, DataTable, ModelTable, TaskTable, TrainingTable
 
 __all__ = [
+    "BANK_KEYS",
     "IN_16_BITS",
     "OPTIMIZERS",
     "PLACEMENT_RULES",

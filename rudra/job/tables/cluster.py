@@ -19,6 +19,9 @@ LARGEST_BANK = 64
 TRIED_BANK = 8
 """Number of learners of a bank that grows, at most, if its form is measured."""
 
+BANK_KEYS = ("learners_per_device", "most_learners_per_device", "growth", "bank", "streams")
+"""Keys of `[cluster]` about banks."""
+
 PLACEMENT_RULES = ("ralp", "auto")
 """Rules that choose the cut if the job names no layer."""
 
