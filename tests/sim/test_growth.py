@@ -160,6 +160,20 @@ def test_a_run_continues_to_grow_after_a_checkpoint(epoch: int, tmp_path: Path) 
     assert rudra.replay(path, quiet=True).identical
 
 
+def test_growth_outlives_a_device(tmp_path: Path) -> None:
+    """Dormant learners of the other device take the places of its learners."""
+    faults = [{"learner": 16, "dies_at_s": 1.0}]
+    job = make_job(cluster={"learners": 32, "most_learners_per_device": 16}, simulation={"faults": faults})
+    with rudra.simulate(job, output=tmp_path / "run.h5", progress="quiet") as results:
+        assert results.status == "finished"
+        assert sizes(results)[:3] == [1, 2, 4]
+        assert active(results)[:3] == [2, 4, 8]
+        after = results.events["timestamp"][results.events["kind"] == b"lost"].max()
+        assert results.gradients["learner"][results.gradients["update"] > after].max() < 16
+        totals = results.totals[0]
+        assert totals["pushed"] == sum(totals[key] for key in ("applied", "pending", "discarded", "lost"))
+
+
 def test_a_given_elasticity_bounds_the_bank(tmp_path: Path) -> None:
     """With k replicas and an outer momentum of 0.9, averages diverge from α(k + 1.9) = 3.8 on."""
     job = make_job(bank_s={1: 0.01, 16: 0.010001}, averaging={"elasticity": 0.4})
