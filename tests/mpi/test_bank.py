@@ -22,6 +22,7 @@ LEARNERS = 4
 
 def make_job(rule: str, per_device: int, bank: str, **tables: Any) -> rudra.Job:
     many = {"learners_per_device": per_device, "bank": bank} if per_device > 1 else {}
+    many |= {"streams": min(3, per_device)} if bank == "graphs" else {}
     return rudra.Job(
         name="bank",
         model={"name": user_code.everything},
@@ -70,9 +71,9 @@ def recorded(
         for m in (1, 4)
         if (name, m) in FORMS or m == 1
     }
-    for name, m in sorted(selected(request, "form")):
+    for name, m, bank in sorted({(*form, "fused")[:3] for form in selected(request, "form")}):
         protocol, tables = (IN_STEP | ASYNCHRONOUS)[name]
-        runs[name, m, "fused"] = make_job(protocol, m, "fused", **tables)
+        runs[name, m, bank] = make_job(protocol, m, bank, **tables)
     directory = tmp_path_factory.mktemp("runs")
     paths = {case: directory / f"{place}.h5" for place, case in enumerate(runs)}
     jobs = {str(path): runs[case] for case, path in paths.items()}
@@ -91,6 +92,25 @@ def test_a_loop_of_learners_on_a_device_has_the_bits_of_ranks_with_one_learner(
 ) -> None:
     assert digest(recorded[name, 4, "loop"]) == digest(recorded[name, 1, "loop"])
     assert replays(recorded[name, 4, "loop"])
+
+
+@pytest.mark.parametrize(
+    "form",
+    covering(
+        [("hardsync", 4, "graphs"), ("two groups", 2, "graphs"), ("sma", 4, "graphs"), ("dormant", 4, "graphs")],
+        [(name, m, "graphs") for name, m in FORMS],
+    ),
+    ids=str,
+)
+def test_learners_that_compute_at_the_same_time_have_the_bits_of_ranks_with_one_learner(
+    recorded: dict[tuple[str, int, str], Path], form: tuple[str, int, str]
+) -> None:
+    """Their models have dropout, and up to three of them compute at the same time."""
+    assert digest(recorded[form]) == digest(recorded[form[0], 1, "loop"])
+    with rudra.open_results(recorded[form]) as results:
+        assert results.job["cluster"]["bank"] == "graphs"
+        assert not results.attributes["not_replayable"]
+    assert replays(recorded[form])
 
 
 @pytest.mark.parametrize("form", covering(FEW, FORMS), ids=str)
@@ -123,26 +143,35 @@ def test_a_fused_bank_on_ranks_is_the_simulated_one(
 @pytest.mark.parametrize(
     "form",
     covering(
-        [("async", 2), ("softsync", 4), ("elastic", 2), ("changed", 4)],
-        [(name, m) for name in ASYNCHRONOUS for m in (2, 4)],
+        [
+            *(("async", 2, "fused"), ("softsync", 4, "fused"), ("elastic", 2, "fused"), ("changed", 4, "fused")),
+            *(("softsync", 4, "graphs"), ("elastic", 2, "graphs")),
+        ],
+        [(name, m, bank) for name in ASYNCHRONOUS for m in (2, 4) for bank in ("fused", "graphs")],
     ),
     ids=str,
 )
-def test_asynchronous_learners_of_a_fused_bank_do_not_wait_for_each_other(
-    recorded: dict[tuple[str, int, str], Path], form: tuple[str, int]
+def test_asynchronous_learners_of_a_bank_do_not_wait_for_each_other(
+    recorded: dict[tuple[str, int, str], Path], form: tuple[str, int, str]
 ) -> None:
-    name, m = form
-    with rudra.open_results(recorded[name, m, "fused"]) as results:
+    name, _, bank = form
+    with rudra.open_results(recorded[form]) as results:
         totals, gradients = results.totals[0], results.gradients
         assert results.status == "finished"
         assert totals["pushed"] == totals["applied"] + totals["discarded"] == results.learners["pushed"].sum()
         for learner in range(LEARNERS):
             mine = gradients[gradients["learner"] == learner]
             assert name == "elastic" or list(mine["step"]) == list(range(len(mine)))
-        assert "computed together" in results.attributes["not_replayable"]
+        assert ("computed together" in results.attributes["not_replayable"]) == (bank == "fused")
+    assert bank == "fused" or replays(recorded[form])
 
 
 SETTINGS = ["cluster.learners=6", "cluster.learners_per_device=2", "cluster.bank=fused", "cluster.threads_per_rank=1"]
+
+
+def in_form(form: str) -> list[str]:
+    more = ["cluster.streams=2"] if form == "graphs" else []
+    return [key.replace("bank=fused", f"bank={form}") for key in SETTINGS] + more
 
 
 def settings(keys: list[str]) -> list[str]:
@@ -150,14 +179,18 @@ def settings(keys: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "topology", "rank", "dead"),
-    [("softsync", 'name = "base"', 2, [0, 1]), ("hardsync", 'name = "groups"', 3, [4, 5])],
+    ("form", "protocol", "topology", "rank", "dead"),
+    [
+        ("fused", "softsync", 'name = "base"', 2, [0, 1]),
+        ("fused", "hardsync", 'name = "groups"', 3, [4, 5]),
+        ("graphs", "softsync", 'name = "base"', 2, [0, 1]),
+    ],
 )
 def test_a_rank_that_is_killed_takes_its_bank_along(
-    tmp_path: Path, protocol: str, topology: str, rank: int, dead: list[int]
+    tmp_path: Path, form: str, protocol: str, topology: str, rank: int, dead: list[int]
 ) -> None:
     job, output = job_file(tmp_path, protocol, topology=topology), tmp_path / "out.h5"
-    process = start("run", job, "--output", output, *settings(SETTINGS))
+    process = start("run", job, "--output", output, *settings(in_form(form)))
     wait_for_updates(process, output, 10)
     os.kill(ranks_of(process)[rank], signal.SIGKILL)
     wait_for_deaths(process, output, len(dead))
@@ -170,24 +203,28 @@ def test_a_rank_that_is_killed_takes_its_bank_along(
         assert totals["pushed"] == sum(totals[name] for name in ("applied", "pending", "discarded", "lost"))
 
 
-@pytest.mark.parametrize("protocol", covering(["hardsync", "average"], ["hardsync", "softsync", "average"]))
-def test_a_fused_run_that_is_stopped_goes_on_as_if_it_had_not(tmp_path: Path, protocol: str) -> None:
+STOPPED = [("fused", "hardsync"), ("fused", "average"), ("graphs", "sma")]
+
+
+@pytest.mark.parametrize("case", covering(STOPPED, [*STOPPED, ("fused", "softsync"), ("graphs", "softsync")]), ids=str)
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not(tmp_path: Path, case: tuple[str, str]) -> None:
+    form, protocol = case
     job, output = job_file(tmp_path, protocol), tmp_path / "out.h5"
-    process = start("run", job, "--output", output, *settings(SETTINGS))
+    process = start("run", job, "--output", output, *settings(in_form(form)))
     wait_for_updates(process, output, 10)
     os.kill(process.pid, signal.SIGINT)
     code, _, err = finish(process)
     assert code == 3, err
-    code, _, err = mpirun(5 if protocol != "average" else 4, "resume", str(output))
+    code, _, err = mpirun(4 if protocol in ("average", "sma") else 5, "resume", str(output))
     assert code == 0, err
     with rudra.open_results(output) as results:
         assert results.status == "finished"
-        assert results.job["cluster"]["bank"] == "fused"
-    if protocol == "average":
+        assert results.job["cluster"]["bank"] == form
+    if protocol == "average" or form == "graphs":
         assert replays(output)
     if protocol == "softsync":
         return
-    whole = rudra.Job.load(job, SETTINGS)
+    whole = rudra.Job.load(job, in_form(form))
     with rudra.simulate(whole, output=tmp_path / "whole.h5", progress="quiet") as expected:
         assert digest(output) == expected.summary()["weights_sha256"]
 

@@ -14,6 +14,7 @@ from torch import nn
 import rudra
 from rudra.compute import feed
 from rudra.compute.bank import graphs
+from rudra.compute.bank.gathering import bank_of
 from rudra.compute.bank.graphs import Drawing, check_graphs, compute_at_once, streams_of
 from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES
@@ -285,6 +286,20 @@ def test_steps_are_recorded_again_with_other_settings(monkeypatch: pytest.Monkey
             steps.do(partial(work, 0.0), -number, [read], [written])
     assert steps.count == KEPT
     assert written.tolist() == [19.0] * 3
+
+
+@pytest.mark.parametrize(("protocol", "topology"), [("async", "base"), ("hardsync", "groups")])
+def test_learners_of_a_bank_begin_no_forward_pass_early(protocol: str, topology: str) -> None:
+    """The pass of a learner would not wait for its bank, or would be computed in the thread of the roles."""
+    cluster = {"learners": LEARNERS, "learners_per_device": LEARNERS, "bank": "loop"}
+    tables: Any = {"topology": {"name": topology}, "model": {"name": "mlp"}, "cluster": cluster}
+    job = Job(protocol={"name": protocol}, data={"name": "digits", "train_limit": 64}, **tables).resolved()
+    plan = job.plan()
+    learners: list[Any] = [*make_executors(job, plan, plan.learners, data(), prefetch=False).values()]
+    assert all(each.can_pass_early for each in learners)
+    learners[0].bank = bank_of(job, plan, learners)
+    learners[1].use_stream(Stream())
+    assert [each.can_pass_early for each in learners] == [False, False, True]
 
 
 # Models and data.
