@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_accuracy, gpu_bus, gpu_checks, gpu_speed
+from benchmarks import gpu_accuracy, gpu_banks, gpu_bus, gpu_checks, gpu_speed
 from benchmarks.gpu_device import MACHINES, Machine
 from benchmarks.gpu_rows import Found, Section, Setting, measured
 from rudra.benchmark_report import Goal, Report, Spread
@@ -26,6 +26,7 @@ SECTIONS = [  # in order of worth
     Section("speed", gpu_speed.rows),
     Section("289 MB", gpu_bus.rows),
     Section("time to accuracy", gpu_accuracy.rows),
+    Section("banks", gpu_banks.rows),
     Section("other mini-batches", gpu_speed.more_rows),
 ]
 
@@ -36,6 +37,11 @@ GOALS = [  # pattern of rows, figure, and lower limit, all for a GPU
     (r".*, μ = 16: DDP", "Rudra / DDP", 2.0),
     (r"two ranks", "ipc / staged", 10.0),
     (r".*: Rudra compiled", "Rudra compiled / reduce-overhead", 1.0),
+    (r"lenet, μ = 4, m = 8: best", "times m = 1", 4.0),
+    (r"lenet, μ = 4, m = 8: best", "best / one batch", 0.4),
+    (r"resnet32, μ = 16, m = 8: best", "times m = 1", 2.5),
+    (r"resnet32, μ = 16, m = 8: best", "best / one batch", 0.6),
+    (r"resnet32, μ = 64, m = 4: best", "times m = 1", 1.3),
 ]
 
 

@@ -186,7 +186,7 @@ def compare(case: Case, setting: Setting) -> Iterator[Found]:
     try:
         for name in (name for name in case.ways if name in LOOPS):
             try:
-                rates[name] = _loop_rate(setting, case, name, span_s)
+                rates[name] = loop_rate(setting, case, name, span_s)
             except Exception as error:
                 yield failure(f"{case.name}: {name}", error)
         fastest = max((rate() for rate in rates.values()), default=100.0)
@@ -212,7 +212,7 @@ def compare(case: Case, setting: Setting) -> Iterator[Found]:
         yield Found(f"{case.name}: {name}", shown)
 
 
-def _loop_rate(setting: Setting, case: Case, name: str, span_s: float) -> Rate:
+def loop_rate(setting: Setting, case: Case, name: str, span_s: float) -> Rate:
     """Returns a function that measures a loop, after some steps to warm up."""
     loop = Loop(setting, case)
     step = LOOPS[name](setting, loop)

@@ -323,9 +323,11 @@ def _compute(learner: "LearnerExecutor", step: int) -> None:
 
 def _evaluation_s(statistics: "StatisticsExecutor") -> float:
     """Returns the time of one evaluation, extrapolated from the batches of one second."""
+    from rudra.compute.device.streams import Pending
+
     began, done = time.perf_counter(), 0
-    for _ in statistics.perform(Evaluate(WEIGHTS)):
-        done += 1
+    for found in statistics.perform(Evaluate(WEIGHTS)):
+        done += not isinstance(found, Pending)
         if time.perf_counter() - began > 1.0:
             break
     return (time.perf_counter() - began) * max(1.0, statistics.batches / done)

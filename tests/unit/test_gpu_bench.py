@@ -295,7 +295,7 @@ def test_a_rank_counts_waits_before_it_records_copies(tmp_path: Path, monkeypatc
 
 def test_each_goal_is_of_a_row_and_a_figure_that_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_speed, "run_rate", lambda *_: 50.0)
-    monkeypatch.setattr(gpu_speed, "_loop_rate", lambda *_: lambda: 100.0)
+    monkeypatch.setattr(gpu_speed, "loop_rate", lambda *_: lambda: 100.0)
     learner = {"equal": True, "seconds": {"ipc": [2.0], "staged": [1.0]}}
     monkeypatch.setattr(gpu_ranks, "on_ranks", lambda *_, **__: [{}, {}, learner])
     setting = Setting(Machine(), "full", tmp_path)
