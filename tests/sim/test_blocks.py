@@ -265,7 +265,7 @@ def test_a_simulation_replays_identical(tmp_path: Any, topology: dict[str, Any])
         ),
         (
             {"topology": {"options": {"groups": 2, "reduction": "mpi"}}},
-            "'mpi' is not supported with blocks; use 'ordered' or 'nodes'",
+            "is not supported with blocks; use 'ordered' or 'nodes'",
         ),
         ({"topology": {"name": "hierarchical", "options": {"blocks": "node"}}}, "blocks = 'node' .*; use 'nodes', 1"),
         (

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import distributed
 
-from benchmarks import gpu, gpu_accuracy, gpu_bus, gpu_checks, gpu_jobs, gpu_ranks, gpu_speed
+from benchmarks import gpu, gpu_accuracy, gpu_banks, gpu_bus, gpu_checks, gpu_jobs, gpu_ranks, gpu_speed
 from benchmarks.gpu_device import MACHINES, CudaCounter, Machine, StepCounter, copies_in
 from benchmarks.gpu_rows import CheckFailed, Figures, Found, LeftOut, Row, Section, Setting, ends_after, measured, row
 from rudra.benchmark_report import Spread
@@ -295,15 +295,20 @@ def test_a_rank_counts_waits_before_it_records_copies(tmp_path: Path, monkeypatc
 
 def test_each_goal_is_of_a_row_and_a_figure_that_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_speed, "run_rate", lambda *_: 50.0)
-    monkeypatch.setattr(gpu_speed, "loop_rate", lambda *_: lambda: 100.0)
+    for section in (gpu_speed, gpu_banks):
+        monkeypatch.setattr(section, "loop_rate", lambda *_: lambda: 100.0)
+    monkeypatch.setattr(gpu_banks, "bank_rate", lambda setting, case, learners, form, steps: 50.0 * learners)
     learner = {"equal": True, "seconds": {"ipc": [2.0], "staged": [1.0]}}
     monkeypatch.setattr(gpu_ranks, "on_ranks", lambda *_, **__: [{}, {}, learner])
     setting = Setting(Machine(), "full", tmp_path)
-    rows = [*gpu_speed.rows(setting), *(each for each in gpu_bus.rows(setting) if each.name == "two ranks")]
+    banks = [each for each in gpu_banks.rows(setting) if each.name.endswith((" m = 1", " m = 4", " m = 8"))]
+    rows = [*gpu_speed.rows(setting), *banks, *(each for each in gpu_bus.rows(setting) if each.name == "two ranks")]
     found = [outcome for each in rows for outcome in measured(each, setting)]
     assert not [each.row for each in found if each.problem]
     goals = gpu._goals(found, "full")
-    assert [goal.figure for goal in goals] == [0.5] * len(gpu.GOALS)
+    of_banks = {"times m = 1": {"4": 4.0, "8": 8.0}, "best / one batch": {"4": 2.0, "8": 4.0}}
+    wanted = [of_banks.get(figure, {}).get(pattern[pattern.find("m = ") + 4], 0.5) for pattern, figure, _ in gpu.GOALS]
+    assert [goal.figure for goal in goals] == wanted
     assert gpu._goals(found, "small") == []
 
 
