@@ -12,6 +12,7 @@ from processes import finish, replays, start, wait_for_updates
 
 import rudra
 from rudra.bench.ranks import on_ranks
+from tests.selection import CAMPAIGN
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 
@@ -50,6 +51,7 @@ def images_per_s(path: Path) -> float:
         return float(np.median(updates["samples"][:-1] / np.diff(updates["time_s"])))
 
 
+@CAMPAIGN  # it compares times
 def test_growth_ends_where_a_sweep_in_the_same_sitting_does(tmp_path: Path) -> None:
     jobs = {f"{bank}.h5": make_job(bank) for bank in ("fused", "loop")}
     jobs |= {f"{m}.h5": make_job("fused", m) for m in SIZES}
