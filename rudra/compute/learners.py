@@ -231,7 +231,7 @@ class LearnerExecutor(Executor):
         Args:
             action: The computation.
             outcome: Its loss and errors.
-            norm: What `_norm` found. None: the gradient is measured now.
+            norm: Norm of the gradient, as `_norm` returns it. None: the gradient is measured now.
         """
         if norm is None:
             (norm,) = known([self._norm(action)])

@@ -356,7 +356,7 @@ class OwnerExecutor(Executor):
         Args:
             action: The update.
             sampled: Sample of each stretch of the weights.
-            numbers: What `_measured` returned, and the factor of clipping.
+            numbers: Norm and product of the gradient, not rounded, and the factor of clipping.
             began: When the update began.
         """
         norm, product, clip_factor = numbers

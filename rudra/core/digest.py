@@ -28,14 +28,14 @@ def sample(timestamp: int, size: int, first: int = 0) -> slice:
     return slice((timestamp - first) % stride, None, stride)
 
 
-def sample_length(size: int, length: int | None = None) -> int:
+def sample_length(size: int, length: int) -> int:
     """Returns the largest number of sampled elements of a stretch.
 
     Args:
         size: Size of the whole vector.
-        length: Size of the stretch. None: it is the whole vector.
+        length: Size of the stretch.
     """
-    return -(-(size if length is None else length) // max(1, size // SAMPLED))
+    return -(-length // max(1, size // SAMPLED))
 
 
 def digest_of(sampled: bytes) -> int:

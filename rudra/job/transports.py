@@ -132,7 +132,7 @@ def transport_text(job: "JobFields", plan: Plan, nodes: Sequence[int]) -> str:
 
 
 def on_devices(plan: Plan, nodes: Sequence[int], transports: Transports | None) -> frozenset[int]:
-    """Returns the ranks whose vectors are on GPUs and are copied from there: servers compute on GPUs there, too.
+    """Returns the ranks whose vectors are on GPUs. Servers on these ranks compute on GPUs, too.
 
     These are the ranks with a pair of transport "ipc", and those of groups that reduce by NCCL. A group on several
     nodes that reduces in the plan's order does so in main memory, and so its learners' vectors are there.

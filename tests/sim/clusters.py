@@ -123,6 +123,19 @@ class Guarded(RealTensors):
         return int(np.bitwise_xor.reduce(self._executors[role].buffer(buffer).vector.numpy().view(np.uint32)))
 
 
+class Apart(Guarded):
+    """Every role has buffers of its own, and what arrives there is new: as on real ranks."""
+
+    def _share(self, source: Any, target: Any) -> None:
+        buffer = self._new(target[0])
+        buffer.vector.copy_(self._held(source).vector)
+        buffer.version += 1
+        self._hold(target, buffer)
+
+    def _forget_stale(self, weights: Any) -> None:
+        """Nobody shares with the server, so that says nothing."""
+
+
 __all__ = [
     "SAMPLES",
     "SIZE_BYTES",

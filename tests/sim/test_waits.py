@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from clusters import Guarded, job, train
+from clusters import Apart, job, train
 from torch import nn
 
 from rudra.compute.device import adverse
@@ -31,19 +31,6 @@ DRIVER = "tensors.py"  # it waits wherever an action lets it, which no action re
 TRIES = 60
 ELSEWHERE: Wait = ("device", "evaluation.py summed", 0)
 """Wait for weights that come late, as they do only in a test of tests/unit/test_devices.py."""
-
-
-class Apart(Guarded):
-    """Every role has buffers of its own, as on real ranks."""
-
-    def _share(self, source: Any, target: Any) -> None:
-        buffer = self._new(target[0])
-        buffer.vector.copy_(self._held(source).vector)
-        buffer.version += 1
-        self._hold(target, buffer)
-
-    def _forget_stale(self, weights: Any) -> None:
-        """Nobody shares with the server, so that says nothing."""
 
 
 def network() -> nn.Module:

@@ -16,7 +16,7 @@ from rudra.compute.device.adverse import AdverseDevice
 from rudra.compute.device.devices import DEVICES, here
 from rudra.compute.device.kind import CPU, DeviceKind
 from rudra.compute.device.placement import agreed, of_rank, virtual_kind
-from rudra.compute.device.streams import Pending, Stream, finished
+from rudra.compute.device.streams import Pending, Stream, finished, until_done
 from rudra.compute.learners import LearnerExecutor, StatisticsExecutor
 from rudra.compute.making import make_executors
 from rudra.compute.staging import Staging
@@ -36,7 +36,7 @@ from topologies import Plan
 from topologies import load as load_topology
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "sim"))
-from clusters import Guarded, job, train
+from clusters import Apart, job, train
 
 TREE = {"fan_out": 2}
 
@@ -153,19 +153,6 @@ def test_weights_are_copied_when_they_have_changed_and_only_then() -> None:
     assert stage.weights(one).data_ptr() != one.vector.data_ptr()
 
 
-class Ranks(Guarded):
-    """Every role has buffers of its own, and what arrives there is new: as on real ranks."""
-
-    def _share(self, source: Any, target: Any) -> None:
-        buffer = self._new(target[0])
-        buffer.vector.copy_(self._held(source).vector)
-        buffer.version += 1
-        self._hold(target, buffer)
-
-    def _forget_stale(self, weights: Any) -> None:
-        """Nobody shares with the server, so that says nothing."""
-
-
 def network() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.Linear(64, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Dropout(0.3), nn.Linear(30, 10)
@@ -187,9 +174,9 @@ def test_copies_change_no_bit(
 ) -> None:
     tables = {"model": {"name": network}, "topology": topology, "data": {"train_limit": 240, "test_limit": 60}}
     run = job(protocol, learners, epochs=2, **tables).with_(cluster={"gradient_format": wire})
-    plain = train(run, Ranks)
+    plain = train(run, Apart)
     monkeypatch.setattr(checked_run, "make_executors", partial(make_executors, placing="staged"))
-    staged = train(run, Ranks)
+    staged = train(run, Apart)
     assert torch.equal(plain.weights, staged.weights)
     for table in ("gradients", "updates", "epochs"):
         assert plain.rows[table].tobytes() == staged.rows[table].tobytes()
@@ -202,10 +189,10 @@ def test_gradients_that_are_late_change_no_bit(placing: str, free: int | None, m
     tables = {"data": {"train_limit": 240, "test_limit": 60}, "augment": {"crop": 1, "flip": True}}
     run = job("softsync", 4, n=2, model={"name": network}, **tables)
     monkeypatch.setattr(checked_run, "make_executors", partial(make_executors, placing=placing))
-    plain = train(run, Ranks)
+    plain = train(run, Apart)
     for seed in range(5):
         monkeypatch.setitem(DEVICES, "cpu", AdverseDevice(seed, free))
-        late = train(run, Ranks)
+        late = train(run, Apart)
         assert torch.equal(plain.weights, late.weights)
         assert plain.rows["gradients"].tobytes() == late.rows["gradients"].tobytes()
 
@@ -234,8 +221,7 @@ def test_a_rank_does_other_work_while_a_device_computes() -> None:
 
     def action() -> Iterator[Event | Pending | None]:
         pending = stream.submit(lambda: [2.5])
-        while not pending.done():
-            yield pending
+        yield from until_done(pending)
         yield Computed(0, pending.numbers()[0], 0.0, 4)
 
     def pieces() -> Iterator[Event | Pending | None]:
@@ -260,8 +246,7 @@ def test_short_actions_of_a_role_end_in_order_though_the_first_waits() -> None:
 
     def action() -> Iterator[Event | Pending | None]:
         pending = stream.submit(lambda: [2.5])
-        while not pending.done():
-            yield pending
+        yield from until_done(pending)
         yield Hashed("first")
 
     device.go_on = lambda: None  # type: ignore[method-assign]
@@ -406,8 +391,7 @@ def test_work_that_is_dropped_writes_nothing_later() -> None:
 
     def action() -> Iterator[Event | Pending | None]:
         pending = stream.submit(partial(_noted, written, "gradient"))
-        while not pending.done():
-            yield pending
+        yield from until_done(pending)
         yield Hashed("never")
 
     device.go_on = lambda: None  # type: ignore[method-assign]
@@ -425,8 +409,7 @@ def test_a_thread_that_has_nothing_else_to_do_waits_for_the_device() -> None:
 
     def action() -> Iterator[Event | Pending | None]:
         pending = stream.submit(lambda: [2.5])
-        while not pending.done():
-            yield pending
+        yield from until_done(pending)
         yield Computed(0, pending.numbers()[0], 0.0, 4)
 
     work.compute_beside()

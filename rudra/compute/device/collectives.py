@@ -26,7 +26,7 @@ class Collective:
     All of them begin the same sums in the same order.
 
     Args:
-        group: their process group.
+        group: process group of torch that they belong to.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 CPU = torch.device("cpu")
 
 NO_LIMIT = timedelta(days=1000)
-"""Time-out of a library that has none of its own here: MPI reports the death of a process."""
+"""Time-out for libraries that insist on one. They need none, because MPI reports the death of a process."""
 
 LOOPBACK = "127.0.0.1"
 

@@ -74,7 +74,7 @@ class Stream:
 
 
 def until_done(pending: Pending) -> Iterator[Pending]:
-    """Yields work of a device as long as it is not done, so that the rank does other work meanwhile."""
+    """Yields work of a device until it is done. The rank does other work meanwhile."""
     while not pending.done():
         yield pending
 
